@@ -1,0 +1,1 @@
+"""Offloads the activations of a training script to stormd."""

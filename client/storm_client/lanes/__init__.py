@@ -1,0 +1,1 @@
+"""The data paths of the client, one module a kind of device."""

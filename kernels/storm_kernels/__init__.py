@@ -1,0 +1,1 @@
+"""The ANCF activation codec on NumPy, C and CUDA."""

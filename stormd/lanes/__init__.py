@@ -1,0 +1,1 @@
+"""The data paths of the daemon, one module a kind of device."""

@@ -1,0 +1,1 @@
+"""What the daemon and its clients share: messages and their framing."""
