@@ -1,0 +1,94 @@
+"""Frames: one ZeroMQ frame carries a batch of messages, each with a request number.
+
+What stays true: `decode` either returns valid messages only or raises ProtocolError, whatever
+the bytes are, and never builds an object larger than the frame allows. A request number other
+than 0 is echoed in its answer; 0 marks a message that answers nothing (Stored, Failed of a
+store, Release).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgpack
+
+from stormd.protocol.errors import ProtocolError
+from stormd.protocol.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_ID
+from stormd.protocol.messages import Hello, Message, message_types
+
+__all__ = ["Envelope", "decode", "encode", "hello_version"]
+
+
+class Envelope(NamedTuple):
+    """A message and the request number it carries."""
+
+    request: int
+    message: Message
+
+
+_TYPES = message_types()
+
+
+def encode(batch: Iterable[Envelope]) -> bytes:
+    """Return the frame of a batch.
+
+    Raises:
+        ProtocolError: the batch has more than MAX_BATCH messages or MAX_FRAME_BYTES bytes.
+    """
+    items = [(message.OP, request, *message.to_wire()) for request, message in batch]
+    if len(items) > MAX_BATCH:
+        raise ProtocolError(f"a batch of {len(items)} messages; the limit is {MAX_BATCH}")
+    frame: bytes = msgpack.packb(items, use_bin_type=True)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    return frame
+
+
+def decode(frame: bytes) -> list[Envelope]:
+    """Return the messages of a frame in their order.
+
+    Raises:
+        ProtocolError: the frame is no valid batch; none of its messages has been returned.
+    """
+    if len(frame) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
+    batch = _unpack(frame)
+    if type(batch) is not list or not 0 < len(batch) <= MAX_BATCH:
+        raise ProtocolError(f"a frame must be a list of 1 to {MAX_BATCH} messages")
+    return [_envelope(item) for item in batch]
+
+
+def hello_version(frame: bytes) -> int | None:
+    """Return the version that a frame's Hello speaks, None where the frame opens with no Hello.
+
+    Only the first field of Hello is looked at: it stays in its place in every version, so that a
+    peer of another version is told about the mismatch whatever else it sends.
+    """
+    try:
+        first = _unpack(frame)[0]
+        return int(first[2]) if first[0] == Hello.OP else None
+    except (ProtocolError, TypeError, ValueError, LookupError):
+        return None
+
+
+def _unpack(frame: bytes) -> Any:
+    try:
+        return msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise ProtocolError(f"a frame that is not msgpack: {error}") from error
+
+
+def _envelope(item: Any) -> Envelope:
+    if type(item) is not list or len(item) < 2:
+        raise ProtocolError("a message must be a list that opens with its number and request")
+    op, request, *values = item
+    kind = _TYPES.get(op) if type(op) is int else None
+    if kind is None:
+        raise ProtocolError(f"message number {op!r:.40} is unknown to this version")
+    if type(request) is not int or not 0 <= request <= MAX_ID:
+        raise ProtocolError(f"request number {request!r:.40} is not in 0 .. 2^63-1")
+    try:
+        return Envelope(request, kind(*values))
+    except TypeError as error:
+        raise ProtocolError(f"{kind.__name__} with {len(values)} fields: {error}") from error

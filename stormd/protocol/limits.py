@@ -1,0 +1,39 @@
+"""Numbers that both sides must agree on before a byte is exchanged.
+
+A limit here is part of the protocol: raising one is a new protocol version. Limits that an
+operator may change live in the daemon's config and reach the client in Welcome.
+"""
+
+__all__ = [
+    "MAX_BATCH",
+    "MAX_ENTRY_BYTES",
+    "MAX_FRAME_BYTES",
+    "MAX_HANDLE_BYTES",
+    "MAX_ID",
+    "MAX_TEXT",
+    "PROTOCOL_VERSION",
+    "TOKEN_BYTES",
+]
+
+PROTOCOL_VERSION = 1
+
+MAX_FRAME_BYTES = 1 << 20
+"""Bytes of one ZeroMQ frame; a larger one is dropped by the socket itself."""
+
+MAX_BATCH = 4096
+"""Messages in one frame."""
+
+MAX_ID = (1 << 63) - 1
+"""Ids, offsets, sizes and sequence numbers lie in 0 .. MAX_ID."""
+
+MAX_ENTRY_BYTES = 1 << 30
+"""Bytes of one entry before encoding; larger storages travel as several entries."""
+
+MAX_TEXT = 4096
+"""Characters of any string in a message."""
+
+MAX_HANDLE_BYTES = 512
+"""Bytes of any binary field: a CUDA IPC handle has 64, a token 16."""
+
+TOKEN_BYTES = 16
+"""Bytes of the secret that ties a lifeline connection to its session."""
