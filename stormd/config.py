@@ -1,0 +1,417 @@
+"""What an operator may set, defined once.
+
+What stays true: a Config that exists is valid, and each option's name, default, unit and help
+stand here alone. Command-line flags, `STORMD_...` variables, the TOML file and the commented
+example file are all derived from the fields below. Nothing else in the daemon reads the
+environment or a file for a setting.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from stormd.errors import ConfigError
+from stormd.protocol import ProtocolError, default_addresses, parse_address
+from stormd.protocol.limits import MAX_ENTRY_BYTES
+from stormd.sizes import format_size, parse_size
+
+__all__ = ["Config", "Option", "config_options", "default_address", "default_of", "load_config"]
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+ENVIRONMENT_PREFIX: Final = "STORMD_"
+
+Kind = Literal["text", "size", "count", "seconds", "mode", "uids", "switch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How one field is called, checked and explained outside.
+
+    `least` and `most` bound numbers, in the unit of the kind: bytes, seconds or a count.
+    `default_note` replaces the default in texts where it depends on the machine.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    section: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    default_note: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The command-line spelling."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+def default_address() -> str:
+    """Return where a daemon of this user listens: the system's directory for root."""
+    system, user = default_addresses(os.environ, os.getuid())
+    return system if os.getuid() == 0 else user
+
+
+def _default_threads() -> int:
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def _option(kind: Kind, section: str, text: str, *, default: Any, **details: Any) -> Any:
+    """Return a dataclass field that carries its Option; `default` may be a function."""
+    metadata = {"kind": kind, "section": section, "help": text, **details}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The daemon's settings. Sizes are bytes, times seconds.
+
+    Raises:
+        ConfigError: at construction, where a value is of the wrong type or outside its limits.
+            The message names the option, the value, the limit and what to do.
+    """
+
+    address: str = _option(
+        "text",
+        "listen",
+        "socket to listen on, ipc:///PATH",
+        default=default_address,
+        default_note="/run/stormd/stormd.sock for root, else the user's runtime directory",
+    )
+    socket_mode: int = _option(
+        "mode",
+        "listen",
+        "permission bits of the sockets; 0o660 lets the directory's group in",
+        default=0o600,
+        least=0o600,
+        most=0o777,
+    )
+    socket_group: str = _option(
+        "text",
+        "listen",
+        "group that owns the sockets and their directory; empty keeps the daemon's own",
+        default="",
+    )
+    allowed_uids: tuple[int, ...] = _option(
+        "uids",
+        "listen",
+        "user ids that may connect; empty means the daemon's own user and root",
+        default=(),
+    )
+
+    pool_bytes: int = _option(
+        "size",
+        "pool",
+        "host memory for stored activations, pinned at start",
+        default=4 * GIB,
+        least=1 * MIB,
+    )
+
+    device: str = _option(
+        "text",
+        "lanes",
+        "lanes to offer: cpu, cuda (with cpu beside it), or auto for what the machine has",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+    )
+    staging_bytes_cpu: int = _option(
+        "size",
+        "lanes",
+        "shared memory of a cpu session through which its tensors pass",
+        default=64 * MIB,
+        least=64 * KIB,
+    )
+    staging_bytes_cuda: int = _option(
+        "size",
+        "lanes",
+        "device memory of a cuda session through which its tensors pass",
+        default=512 * MIB,
+        least=64 * KIB,
+    )
+    part_bytes_cpu: int = _option(
+        "size",
+        "lanes",
+        "largest piece in which a tensor travels on the cpu lane; at most half the staging",
+        default=8 * MIB,
+        least=4 * KIB,
+        most=MAX_ENTRY_BYTES,
+    )
+    part_bytes_cuda: int = _option(
+        "size",
+        "lanes",
+        "largest piece in which a tensor travels on the cuda lane; at most half the staging",
+        default=64 * MIB,
+        least=4 * KIB,
+        most=MAX_ENTRY_BYTES,
+    )
+    encode_threads: int = _option(
+        "count",
+        "lanes",
+        "threads of the cpu lane that encode and decode",
+        default=_default_threads,
+        least=1,
+        most=1024,
+        default_note="one less than the machine's cores",
+    )
+
+    max_sessions: int = _option(
+        "count", "limits", "sessions at one time", default=64, least=1, most=65536
+    )
+    max_entries_per_session: int = _option(
+        "count",
+        "limits",
+        "stored pieces of one session at one time",
+        default=1 << 20,
+        least=1,
+    )
+    session_quota_bytes: int = _option(
+        "size",
+        "limits",
+        "pool bytes of one session; 0 sets no quota",
+        default=0,
+        least=0,
+    )
+    lease_seconds: float = _option(
+        "seconds",
+        "limits",
+        "how long a session outlives its last message",
+        default=5.0,
+        least=0.1,
+        most=86400.0,
+    )
+    shutdown_seconds: float = _option(
+        "seconds",
+        "limits",
+        "how long an ordered shutdown may take before what is left is dropped",
+        default=10.0,
+        least=0.1,
+        most=3600.0,
+    )
+    exit_with_last_client: bool = _option(
+        "switch",
+        "limits",
+        "end once the last session has ended; for a daemon started by a client",
+        default=False,
+    )
+
+    log_format: str = _option(
+        "text",
+        "log",
+        "text for people, json for one JSON object a line",
+        default="text",
+        choices=("text", "json"),
+    )
+    log_level: str = _option(
+        "text",
+        "log",
+        "least level that is logged",
+        default="info",
+        choices=("debug", "info", "warning", "error"),
+    )
+
+    def __post_init__(self) -> None:
+        """Check every value, then what only holds between values."""
+        for option in config_options():
+            _check(option, getattr(self, option.name))
+        _check_address(self.address)
+        for lane in ("cpu", "cuda"):
+            _check_parts(self, lane)
+
+
+def config_options() -> tuple[Option, ...]:
+    """Return the options in the order of their definition."""
+    return _OPTIONS
+
+
+def default_of(option: Option) -> Any:
+    """Return the option's default on this machine."""
+    return getattr(Config(), option.name)
+
+
+def load_config(
+    *,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    path: Path | None = None,
+) -> Config:
+    """Return the settings of flags, environment and TOML file, the first that names one winning.
+
+    `flags` maps option names to values or to texts as written on the command line; None means
+    the flag was not given. `environ` is os.environ where None.
+
+    Raises:
+        ConfigError: an unknown key, a value that cannot be read, an invalid value, no such file.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        settings |= _from_toml(path)
+    settings |= _from_environment(os.environ if environ is None else environ)
+    settings |= {
+        name: _parsed(_BY_NAME[name], value, f"flag {_BY_NAME[name].flag}")
+        for name, value in (flags or {}).items()
+        if value is not None
+    }
+    return Config(**settings)
+
+
+# --- sources --------------------------------------------------------------------------------
+
+
+def _from_toml(path: Path) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} is not TOML: {error}") from error
+    settings = {}
+    for key, value in table.items():
+        option = _BY_NAME.get(key)
+        if option is None:
+            raise ConfigError(f"config file {path} sets {key!r}, which is no option{_near(key)}")
+        settings[key] = _parsed(option, value, f"{path}: {key}")
+    return settings
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        option.name: _parsed(option, environ[option.variable], f"variable {option.variable}")
+        for option in config_options()
+        if option.variable in environ
+    }
+
+
+def _near(key: str) -> str:
+    names = get_close_matches(key, _BY_NAME, n=1, cutoff=0.5)
+    return f": did you mean {names[0]!r}?" if names else f": known are {', '.join(_BY_NAME)}"
+
+
+# --- reading one value ----------------------------------------------------------------------
+
+
+def _parsed(option: Option, value: Any, source: str) -> Any:
+    """Return the value as the field's type where it came as text; leave other types to Config."""
+    if option.kind == "uids" and isinstance(value, list):
+        return tuple(value)
+    if option.kind == "seconds" and type(value) is int:
+        return float(value)
+    if not isinstance(value, str) or option.kind == "text":
+        return value
+    try:
+        return _READERS[option.kind](value.strip())
+    except ValueError as error:
+        raise ConfigError(f"{source} is {value!r}, {_WANTED[option.kind]}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _read_switch(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError(text)
+    return known[text.lower()]
+
+
+def _read_uids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+_READERS: Final[dict[str, Callable[[str], Any]]] = {
+    "size": parse_size,
+    "count": int,
+    "seconds": float,
+    "mode": lambda text: int(text.removeprefix("0o"), 8),
+    "uids": _read_uids,
+    "switch": _read_switch,
+}
+_WANTED: Final = {
+    "text": "not text",
+    "size": "not a size: write a whole number of bytes or a text as in 4GiB",
+    "count": "not a whole number",
+    "seconds": "not a number of seconds",
+    "mode": "not permission bits: write them in octal, as in 0o660",
+    "uids": "not a list of user ids: write numbers separated by commas",
+    "switch": "not a switch: write true or false",
+}
+
+
+# --- checks ---------------------------------------------------------------------------------
+
+
+def _check(option: Option, value: Any) -> None:
+    if not _has_type(option.kind, value):
+        raise ConfigError(f"{option.name} is {value!r}, {_WANTED[option.kind]}")
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{option.name} is {value!r}: choose one of {', '.join(option.choices)}")
+    if option.kind == "uids" and any(uid < 0 for uid in value):
+        raise ConfigError(f"{option.name} is {list(value)}: user ids are 0 or more")
+    if option.least is not None and not value >= option.least:
+        raise ConfigError(_out_of_range(option, value, "at least", option.least))
+    if option.most is not None and not value <= option.most:
+        raise ConfigError(_out_of_range(option, value, "at most", option.most))
+
+
+def _has_type(kind: Kind, value: Any) -> bool:
+    # type() and not isinstance: True is an int to isinstance, and no size.
+    if kind == "uids":
+        return type(value) is tuple and all(type(uid) is int for uid in value)
+    wanted = {"text": str, "seconds": float, "switch": bool}.get(kind, int)
+    return type(value) is wanted
+
+
+def _out_of_range(option: Option, value: float, bound: str, limit: float) -> str:
+    return (
+        f"{option.name} is {_shown(option.kind, value)}, and must be {bound} "
+        f"{_shown(option.kind, limit)}: "
+        f"set {option.flag}, {option.variable} or the file's {option.name}"
+    )
+
+
+def _shown(kind: Kind, value: float) -> str:
+    if kind == "size":
+        return f"{format_size(value)} ({value:.0f} bytes)"
+    if kind == "mode":
+        return f"0o{int(value):o}"
+    return f"{value:g} seconds" if kind == "seconds" else f"{value:.0f}"
+
+
+def _check_address(address: str) -> None:
+    try:
+        parse_address(address)
+    except ProtocolError as error:
+        raise ConfigError(f"{error}; set --address or STORMD_ADDRESS") from error
+
+
+def _check_parts(config: Config, lane: str) -> None:
+    """Hold a part to half the staging: the next must fit while one is under way."""
+    part: int = getattr(config, f"part_bytes_{lane}")
+    staging: int = getattr(config, f"staging_bytes_{lane}")
+    if 2 * part > staging:
+        raise ConfigError(
+            f"part_bytes_{lane} is {format_size(part)}, and must be at most half of "
+            f"staging_bytes_{lane}, {format_size(staging)}: lower one or raise the other"
+        )
+
+
+def _described(item: Field[Any]) -> Option:
+    return Option(name=item.name, **cast("Mapping[str, Any]", item.metadata))
+
+
+_OPTIONS: Final = tuple(_described(item) for item in fields(Config))
+_BY_NAME: Final = {option.name: option for option in _OPTIONS}
