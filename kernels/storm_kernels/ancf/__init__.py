@@ -1,0 +1,1 @@
+"""The ANCF codec: lossless storage of activations. FORMAT.md specifies every byte."""

@@ -1,0 +1,74 @@
+/* The few machine operations that the ANCF kernels use, each under one name.
+ * Why a layer of its own: the kernels then hold no inline assembly and no vendor intrinsic, and
+ * the tests run the same kernels on a CPU by putting another file of this name in the include
+ * path. What stays true: everything here is one instruction or a fixed short sequence.
+ */
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 kWarpThreads = 32;
+constexpr u32 kAllLanes = 0xffffffffu;
+
+DEVICE u32 thread_in_block() { return threadIdx.x; }
+DEVICE u32 block_index() { return blockIdx.x; }
+DEVICE u32 block_count() { return gridDim.x; }
+DEVICE u32 threads_in_block() { return blockDim.x; }
+
+/* The block's dynamic shared memory, 16-byte aligned. */
+DEVICE u8 *shared_memory() {
+  extern __shared__ uint4 storm_shared[];
+  return reinterpret_cast<u8 *>(storm_shared);
+}
+
+/* Meets `threads` threads of the block at barrier `id` (0..15); whole warps only. */
+DEVICE void barrier(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void warp_barrier() { __syncwarp(); }
+
+DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(kAllLanes, value, lane); }
+DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(kAllLanes, value, delta); }
+DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
+DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
+DEVICE u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+DEVICE bool any(bool predicate) { return __any_sync(kAllLanes, predicate) != 0; }
+
+DEVICE u32 ones(u32 value) { return __popc(value); }
+DEVICE u32 lowest_bit(u32 value) { return __ffs(value) - 1; }   /* value != 0 */
+DEVICE u32 highest_bit(u32 value) { return 31 - __clz(value); } /* value != 0 */
+
+/* Four bytes picked from the eight of (low, high) by the nibbles of `selector`. */
+DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
+/* Reads and writes that pass the caches by: every byte of a tensor is touched once. */
+DEVICE uint4 load_once(const uint4 *address) { return __ldcs(address); }
+DEVICE uint2 load_once(const uint2 *address) { return __ldcs(address); }
+DEVICE u32 load_once(const u32 *address) { return __ldcs(address); }
+DEVICE u16 load_once(const u16 *address) { return __ldcs(address); }
+DEVICE u8 load_once(const u8 *address) { return __ldcs(address); }
+DEVICE void store_once(uint4 *address, uint4 value) { __stcs(address, value); }
+DEVICE void store_once(uint2 *address, uint2 value) { __stcs(address, value); }
+
+/* Words that blocks of one launch pass to each other: never torn, never from a stale cache. */
+DEVICE u64 load_shared_word(const u64 *address) {
+  u64 value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+DEVICE void store_shared_word(u64 *address, u64 value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+DEVICE u32 fetch_add(u32 *address, u32 value) { return atomicAdd(address, value); }
+DEVICE u64 fetch_add(u64 *address, u64 value) { return atomicAdd(address, value); }
+DEVICE void fetch_or(u32 *address, u32 value) { atomicOr(address, value); }
+DEVICE void memory_fence() { __threadfence(); }
+
+/* Lets others run while this thread waits for a word of another block. */
+DEVICE void pause() { __nanosleep(40); }
