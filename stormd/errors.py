@@ -4,7 +4,15 @@ What stays true: a message names the value, the limit and the next step, and not
 by the call that raised.
 """
 
-__all__ = ["ConfigError", "StormdError"]
+__all__ = [
+    "AddressInUse",
+    "ConfigError",
+    "DirectoryUnsafe",
+    "LaneUnavailable",
+    "NoDaemon",
+    "PoolUnavailable",
+    "StormdError",
+]
 
 
 class StormdError(Exception):
@@ -13,3 +21,23 @@ class StormdError(Exception):
 
 class ConfigError(StormdError):
     """The operator's: a setting that cannot be used."""
+
+
+class NoDaemon(StormdError):
+    """The environment's: no daemon answers where one was asked for."""
+
+
+class AddressInUse(StormdError):
+    """The operator's: another daemon lives at the address."""
+
+
+class DirectoryUnsafe(StormdError):
+    """The environment's: the runtime directory belongs to, or is writable by, someone else."""
+
+
+class PoolUnavailable(StormdError):
+    """The environment's: the machine does not give the memory that the pool asks for."""
+
+
+class LaneUnavailable(StormdError):
+    """The environment's: a lane cannot be opened, or cannot take another session or segment."""

@@ -1,0 +1,189 @@
+"""Where blobs lie in the pool: promises and blocks, as numbers only.
+
+What stays true: every byte of the space is free or belongs to exactly one block, no two free
+extents touch, and promised bytes never exceed the free ones. A promise that was given can
+therefore always be placed: `place` cannot fail. The memory itself is `host_pool`'s.
+
+A block's size is known only after encoding, and reserving the worst case would leave a hole
+behind every block. So admission promises bytes, as a number, and placement takes the exact size,
+from several extents where no single one is large enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+__all__ = ["GRANULE", "Block", "Extent", "Space", "SpaceUse", "granules"]
+
+GRANULE: Final = 256
+"""Bytes that every extent starts at and is a multiple of: a blob's own section alignment, so
+that vector loads on a blob in the pool are aligned as the format promises."""
+
+
+class Extent(NamedTuple):
+    """A contiguous range of the space, in bytes; both numbers are multiples of GRANULE."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where one blob lies: `nbytes` of it, in the extents in their order."""
+
+    extents: tuple[Extent, ...]
+    nbytes: int
+
+    @property
+    def offset(self) -> int | None:
+        """The blob's offset where it is contiguous, else None."""
+        return self.extents[0].offset if len(self.extents) == 1 else None
+
+    def pieces(self) -> list[Extent]:
+        """Return the ranges that hold the blob's bytes, the last one cut to the blob's end."""
+        pieces, left = [], self.nbytes
+        for offset, nbytes in self.extents:
+            pieces.append(Extent(offset, min(nbytes, left)))
+            left -= min(nbytes, left)
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceUse:
+    """How full a space is, in bytes. `promised` is not yet placed and not part of `used`."""
+
+    capacity: int
+    used: int
+    promised: int
+    peak_used: int
+    largest_free: int
+
+
+def granules(nbytes: int) -> int:
+    """Return the bytes that a block of `nbytes` takes: the next multiple of GRANULE."""
+    return -(-nbytes // GRANULE) * GRANULE
+
+
+class Space:
+    """`capacity` bytes to be promised, placed and released; rounded down to whole granules.
+
+    Thread-safe: lanes place blocks from their workers, all else comes from the event loop.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity: Final = capacity // GRANULE * GRANULE
+        self._lock = threading.Lock()  # protects all below
+        self._promised = 0
+        self._used = 0
+        self._peak = 0
+        self._by_start: dict[int, int] = {}  # free extents: start -> bytes
+        self._by_end: dict[int, int] = {}  # the same: end -> start
+        self._by_size: list[tuple[int, int]] = []  # the same, sorted: (bytes, start)
+        if self.capacity:
+            self._add_free(0, self.capacity)
+
+    def promise(self, nbytes: int) -> bool:
+        """Set room for a block of at most `nbytes` aside; False, and no change, if there is none."""
+        wanted = granules(nbytes)
+        with self._lock:
+            if self._used + self._promised + wanted > self.capacity:
+                return False
+            self._promised += wanted
+            return True
+
+    def withdraw(self, promised: int) -> None:
+        """Take back a promise of `promised` bytes that was not placed."""
+        with self._lock:
+            self._unpromise(promised)
+
+    def place(self, promised: int, nbytes: int) -> Block:
+        """Turn a promise of `promised` bytes into a block of `nbytes`, which is at most that.
+
+        Takes the smallest free extent that holds it, so that large ones stay large; where none
+        does, the largest ones together.
+        """
+        assert 0 < nbytes <= promised, f"{nbytes} bytes placed on a promise of {promised}"
+        with self._lock:
+            self._unpromise(promised)
+            wanted = granules(nbytes)
+            self._used += wanted
+            self._peak = max(self._peak, self._used)
+            return Block(tuple(self._take(wanted)), nbytes)
+
+    def release(self, block: Block) -> None:
+        """Give a block back. Each block once."""
+        with self._lock:
+            for offset, nbytes in block.extents:
+                self._used -= nbytes
+                self._free(offset, nbytes)
+
+    def use(self) -> SpaceUse:
+        """Return how full the space is."""
+        with self._lock:
+            largest = self._by_size[-1][0] if self._by_size else 0
+            return SpaceUse(self.capacity, self._used, self._promised, self._peak, largest)
+
+    def assert_invariants(self) -> None:
+        """Raise AssertionError where the space contradicts itself: for tests."""
+        with self._lock:
+            free = sorted(self._by_start.items())
+            assert sorted((size, start) for start, size in free) == self._by_size
+            assert {start + size: start for start, size in free} == self._by_end
+            assert sum(size for _, size in free) == self.capacity - self._used
+            assert 0 <= self._promised <= self.capacity - self._used
+            assert 0 <= self._used <= self._peak <= self.capacity
+            for start, size in free:
+                assert start % GRANULE == 0 < size
+                assert size % GRANULE == 0
+            ends = [0, *(start + size for start, size in free)]
+            for end, (start, _) in zip(ends[1:], free[1:], strict=False):
+                assert end < start, "free extents touch or overlap"
+            assert ends[-1] <= self.capacity
+
+    # --- called with the lock held ----------------------------------------------------------
+
+    def _unpromise(self, promised: int) -> None:
+        self._promised -= granules(promised)
+        assert self._promised >= 0, "more promises ended than were given"
+
+    def _take(self, wanted: int) -> list[Extent]:
+        index = bisect_left(self._by_size, (wanted, 0))
+        if index < len(self._by_size):
+            return [self._cut(self._by_size[index][1], wanted)]
+        taken = []
+        while wanted:
+            size, start = self._by_size[-1]
+            taken.append(self._cut(start, min(size, wanted)))
+            wanted -= taken[-1].nbytes
+        return taken
+
+    def _cut(self, start: int, wanted: int) -> Extent:
+        """Take `wanted` bytes from the front of the free extent at `start`."""
+        size = self._remove_free(start)
+        if size > wanted:
+            self._add_free(start + wanted, size - wanted)
+        return Extent(start, wanted)
+
+    def _free(self, start: int, size: int) -> None:
+        """Make a range free, together with the free ranges that touch it."""
+        before = self._by_end.get(start)
+        if before is not None:
+            size += self._remove_free(before)
+            start = before
+        if start + size in self._by_start:
+            size += self._remove_free(start + size)
+        self._add_free(start, size)
+
+    def _add_free(self, start: int, size: int) -> None:
+        self._by_start[start] = size
+        self._by_end[start + size] = start
+        insort(self._by_size, (size, start))
+
+    def _remove_free(self, start: int) -> int:
+        size = self._by_start.pop(start)
+        del self._by_end[start + size]
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        return size
