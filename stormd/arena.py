@@ -86,7 +86,7 @@ class Space:
             self._add_free(0, self.capacity)
 
     def promise(self, nbytes: int) -> bool:
-        """Set room for a block of at most `nbytes` aside; False, and no change, if there is none."""
+        """Set room for a block of up to `nbytes` aside; False, and no change, if there is none."""
         wanted = granules(nbytes)
         with self._lock:
             if self._used + self._promised + wanted > self.capacity:

@@ -58,14 +58,12 @@ class HostPool:
         self.nbytes: Final = nbytes
         _check_size(nbytes)
         try:
-            self._mapping = mmap.mmap(
-                -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE
-            )
+            self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise PoolUnavailable(_refusal(nbytes, error)) from error
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._advise()
-        self._touch(on_progress or (lambda done, total: None))
+        self._touch(on_progress or _no_progress)
         self.locked: Final = self._lock()
 
     def pieces(self, limit: int) -> Iterator[tuple[int, int]]:
@@ -111,6 +109,10 @@ class HostPool:
             os.strerror(ctypes.get_errno()),
         )
         return False
+
+
+def _no_progress(done: int, total: int) -> None:  # noqa: ARG001 - the callback's signature
+    """Show nothing."""
 
 
 def _check_size(nbytes: int) -> None:
