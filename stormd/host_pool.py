@@ -111,7 +111,7 @@ class HostPool:
         return False
 
 
-def _no_progress(done: int, total: int) -> None:  # noqa: ARG001 - the callback's signature
+def _no_progress(done: int, total: int) -> None:
     """Show nothing."""
 
 
