@@ -1,0 +1,46 @@
+"""Thin, checked, typed wrappers of the CUDA driver calls that both ends of the CUDA lane need.
+
+What stays true: one class holds one CUDA object and gives it back once; every failed call
+raises an error that names it. Importing this package needs the CUDA bindings and raises
+CudaUnavailable without them, so it is imported where a CUDA lane is opened, never before.
+"""
+
+from storm_kernels.cuda_driver.device import PrimaryContext, device_uuids
+from storm_kernels.cuda_driver.errors import CudaDriverError, CudaUnavailable
+from storm_kernels.cuda_driver.memory import (
+    HANDLE_BYTES,
+    DeviceBuffer,
+    IpcMapping,
+    MappedHost,
+    RegisteredHost,
+    buffer_id,
+    exportable,
+)
+from storm_kernels.cuda_driver.stream import (
+    Event,
+    Stream,
+    copy_async,
+    wait_event,
+    wait_value,
+    write_value,
+)
+
+__all__ = [
+    "HANDLE_BYTES",
+    "CudaDriverError",
+    "CudaUnavailable",
+    "DeviceBuffer",
+    "Event",
+    "IpcMapping",
+    "MappedHost",
+    "PrimaryContext",
+    "RegisteredHost",
+    "Stream",
+    "buffer_id",
+    "copy_async",
+    "device_uuids",
+    "exportable",
+    "wait_event",
+    "wait_value",
+    "write_value",
+]

@@ -1,0 +1,46 @@
+"""The one way into the CUDA driver: a call that either succeeds or raises.
+
+What stays true: no outcome of a driver call is passed over. The bindings release the
+interpreter lock during every call, so that one may block without stopping other threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from storm_kernels.cuda_driver.errors import CudaDriverError, CudaUnavailable
+
+try:
+    from cuda.bindings import driver
+except ImportError as error:
+    raise CudaUnavailable(
+        f"the CUDA bindings cannot be imported ({error}): install stormd[cuda]"
+    ) from error
+
+__all__ = ["call", "driver", "initialise"]
+
+
+def call(function: Callable[..., Any], *arguments: Any, about: str = "") -> Any:
+    """Return what a driver call returns beside its status: nothing, one value, or a tuple.
+
+    Raises:
+        CudaDriverError: the status is not success; `about` ends the message.
+    """
+    status, *values = function(*arguments)
+    if status != 0:
+        raise CudaDriverError(function.__name__, status.name, about)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def initialise() -> None:
+    """Initialise the driver; harmless when it has been done.
+
+    Raises:
+        CudaUnavailable: there is no driver or no device.
+    """
+    try:
+        call(driver.cuInit, 0)
+    except (CudaDriverError, RuntimeError) as error:
+        # The bindings raise a plain RuntimeError where libcuda cannot be loaded.
+        raise CudaUnavailable(f"no CUDA driver or device: {error}") from error

@@ -1,0 +1,65 @@
+"""A CUDA device and the context that all libraries of a process share on it.
+
+What stays true: the primary context is the one that PyTorch and CuPy use, so addresses, streams
+and events of this package and theirs may be mixed freely.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from storm_kernels.cuda_driver.calls import call, driver, initialise
+from storm_kernels.cuda_driver.errors import CudaUnavailable
+
+__all__ = ["PrimaryContext", "device_uuids"]
+
+
+def device_uuids() -> list[str]:
+    """Return the UUID of each visible device as text, by ordinal.
+
+    Raises:
+        CudaUnavailable: there is no driver or no device.
+    """
+    initialise()
+    count = int(call(driver.cuDeviceGetCount))
+    return [_uuid_of(call(driver.cuDeviceGet, ordinal)) for ordinal in range(count)]
+
+
+def _uuid_of(device: Any) -> str:
+    return str(uuid.UUID(bytes=bytes(call(driver.cuDeviceGetUuid, device).bytes)))
+
+
+class PrimaryContext:
+    """The primary context of one device, retained until `close`.
+
+    Raises:
+        CudaUnavailable: no device has this ordinal.
+        CudaDriverError: the context cannot be created.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        initialise()
+        count = int(call(driver.cuDeviceGetCount))
+        if not 0 <= ordinal < count:
+            raise CudaUnavailable(f"CUDA device {ordinal} does not exist: {count} are visible")
+        self.ordinal = ordinal
+        self._device = call(driver.cuDeviceGet, ordinal)
+        self.uuid = _uuid_of(self._device)
+        self._context = call(driver.cuDevicePrimaryCtxRetain, self._device)
+        self._open = True
+
+    def make_current(self) -> None:
+        """Make this the calling thread's context; each thread needs it once."""
+        call(driver.cuCtxSetCurrent, self._context)
+
+    def priorities(self) -> tuple[int, int]:
+        """Return the least and the greatest stream priority; smaller numbers are greater."""
+        least, greatest = call(driver.cuCtxGetStreamPriorityRange)
+        return int(least), int(greatest)
+
+    def close(self) -> None:
+        """Give the context up. What was created in it must be closed before."""
+        if self._open:
+            self._open = False
+            call(driver.cuDevicePrimaryCtxRelease, self._device)

@@ -1,0 +1,155 @@
+"""Device memory, memory mapped from another process, and host memory that a device can reach.
+
+What stays true: an object that exists holds a valid resource, `close()` gives it back exactly
+once, and who closes has made sure that no stream still uses the memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from storm_kernels.cuda_driver.calls import call, driver
+
+__all__ = [
+    "HANDLE_BYTES",
+    "DeviceBuffer",
+    "IpcMapping",
+    "MappedHost",
+    "RegisteredHost",
+    "buffer_id",
+    "exportable",
+]
+
+HANDLE_BYTES = 64
+"""Bytes of a CUDA IPC memory handle."""
+
+_LAZY_PEER = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+_REGISTER = int(driver.CU_MEMHOSTREGISTER_PORTABLE) | int(driver.CU_MEMHOSTREGISTER_DEVICEMAP)
+_HOST_ALLOC = int(driver.CU_MEMHOSTALLOC_PORTABLE) | int(driver.CU_MEMHOSTALLOC_DEVICEMAP)
+
+
+class DeviceBuffer:
+    """`nbytes` of device memory from the driver itself, so that it can always be exported."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = int(call(driver.cuMemAlloc, nbytes, about=f"{nbytes} bytes"))
+        self._open = True
+
+    def ipc_handle(self) -> bytes:
+        """Return the handle by which another process of this machine can map the buffer."""
+        return bytes(call(driver.cuIpcGetMemHandle, self.address).reserved)
+
+    def close(self) -> None:
+        """Free the memory; waits for the device."""
+        if self._open:
+            self._open = False
+            call(driver.cuMemFree, self.address)
+
+
+class IpcMapping:
+    """Another process's device memory, mapped here; the memory lives at least as long.
+
+    Raises:
+        ValueError: the handle has the wrong length.
+        CudaDriverError: it is no handle, or the memory belongs to this process.
+    """
+
+    def __init__(self, handle: bytes) -> None:
+        if len(handle) != HANDLE_BYTES:
+            raise ValueError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
+        native = driver.CUipcMemHandle()
+        native.reserved = handle
+        self.address = int(call(driver.cuIpcOpenMemHandle, native, _LAZY_PEER))
+        self._open = True
+        base, nbytes = call(driver.cuMemGetAddressRange, self.address)
+        self.nbytes = int(nbytes) - (self.address - int(base))
+
+    def close(self) -> None:
+        """Unmap the memory; may wait for the device."""
+        if self._open:
+            self._open = False
+            call(driver.cuIpcCloseMemHandle, self.address)
+
+
+class MappedHost:
+    """A little pinned host memory that kernels write and the CPU reads, zeroed."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = int(call(driver.cuMemHostAlloc, nbytes, _HOST_ALLOC))
+        self._open = True
+        ctypes.memset(self.address, 0, nbytes)
+        self.device_address = int(call(driver.cuMemHostGetDevicePointer, self.address, 0))
+
+    def words(self) -> memoryview:
+        """Return the memory as 64-bit words; not to be used after `close`."""
+        raw = (ctypes.c_uint64 * (self.nbytes // 8)).from_address(self.address)
+        return memoryview(raw).cast("B").cast("Q")
+
+    def close(self) -> None:
+        """Free the memory; waits for the device."""
+        if self._open:
+            self._open = False
+            call(driver.cuMemFreeHost, self.address)
+
+
+class RegisteredHost:
+    """Existing host memory made known to CUDA: pinned, and reachable from every device.
+
+    Registered in pieces of `piece_bytes`, because one call over several hundred GiB fails on
+    recent drivers. The pieces cover the range without a gap; a copy must not cross a border
+    between two pieces (`pieces` splits it).
+
+    Raises:
+        CudaDriverError: a piece cannot be registered; those before it are unregistered.
+    """
+
+    def __init__(self, address: int, nbytes: int, piece_bytes: int = 1 << 36) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self._piece_bytes = piece_bytes
+        self._registered: list[int] = []
+        try:
+            for start in range(address, address + nbytes, piece_bytes):
+                size = min(piece_bytes, address + nbytes - start)
+                about = f"{size} bytes at {start:#x}: check the memory-lock limit"
+                call(driver.cuMemHostRegister, start, size, _REGISTER, about=about)
+                self._registered.append(start)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def device_address(self) -> int:
+        """The device's view of the first byte."""
+        return int(call(driver.cuMemHostGetDevicePointer, self.address, 0))
+
+    def pieces(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return (address, bytes) of a range, cut where two registered pieces meet."""
+        found = []
+        while nbytes:
+            room = self._piece_bytes - offset % self._piece_bytes
+            size = min(room, nbytes)
+            found.append((self.address + offset, size))
+            offset, nbytes = offset + size, nbytes - size
+        return found
+
+    def close(self) -> None:
+        """Unregister the memory; it stays mapped."""
+        while self._registered:
+            call(driver.cuMemHostUnregister, self._registered.pop())
+
+
+def buffer_id(address: int) -> int:
+    """Return the id of the allocation at a device address: never used again, unlike addresses."""
+    return int(call(driver.cuPointerGetAttribute, _BUFFER_ID, address))
+
+
+def exportable(address: int) -> bool:
+    """Say whether the allocation at a device address can be exported by a CUDA IPC handle."""
+    return bool(call(driver.cuPointerGetAttribute, _IPC_CAPABLE, address))
+
+
+_BUFFER_ID = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+_IPC_CAPABLE = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE

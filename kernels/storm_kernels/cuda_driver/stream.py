@@ -1,0 +1,100 @@
+"""Streams, events, and the operations that are put on a stream.
+
+What stays true: a function that takes `stream` as a number takes any stream of the process's
+primary context, PyTorch's too, and never waits for the device. The context must be current in
+the calling thread.
+"""
+
+from __future__ import annotations
+
+from storm_kernels.cuda_driver.calls import call, driver
+from storm_kernels.cuda_driver.errors import CudaDriverError
+
+__all__ = ["Event", "Stream", "copy_async", "wait_event", "wait_value", "write_value"]
+
+_GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+_WRITE = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
+_NON_BLOCKING = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+_EVENT_FLAGS = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING) | int(
+    driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC
+)
+_NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY.name
+
+
+class Stream:
+    """A stream of its own that never waits for the legacy default stream.
+
+    `priority`: smaller numbers are served first (see PrimaryContext.priorities).
+    """
+
+    def __init__(self, priority: int = 0) -> None:
+        self._stream = call(driver.cuStreamCreateWithPriority, _NON_BLOCKING, priority)
+        self.handle = int(self._stream)
+        self._open = True
+
+    def synchronize(self) -> None:
+        """Wait until all that is on the stream is done; reports errors of earlier work."""
+        call(driver.cuStreamSynchronize, self._stream)
+
+    def close(self) -> None:
+        """Destroy the stream; what is on it still completes."""
+        if self._open:
+            self._open = False
+            call(driver.cuStreamDestroy, self._stream)
+
+
+class Event:
+    """A point on a stream, without timing. A waiting host thread sleeps, it does not spin."""
+
+    def __init__(self) -> None:
+        self._event = call(driver.cuEventCreate, _EVENT_FLAGS)
+        self.handle = int(self._event)
+        self._open = True
+
+    def record(self, stream: int) -> None:
+        """Mark the point that `stream` has reached; an earlier mark is forgotten."""
+        call(driver.cuEventRecord, self._event, stream)
+
+    def done(self) -> bool:
+        """Say whether the marked point has been passed, without waiting.
+
+        Raises:
+            CudaDriverError: work before the point failed.
+        """
+        try:
+            call(driver.cuEventQuery, self._event)
+        except CudaDriverError as error:
+            if error.code == _NOT_READY:
+                return False
+            raise
+        return True
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the marked point has been passed."""
+        call(driver.cuEventSynchronize, self._event)
+
+    def close(self) -> None:
+        """Destroy the event."""
+        if self._open:
+            self._open = False
+            call(driver.cuEventDestroy, self._event)
+
+
+def copy_async(destination: int, source: int, nbytes: int, stream: int) -> None:
+    """Put a copy of `nbytes` between any two addresses of host or device on `stream`."""
+    call(driver.cuMemcpyAsync, destination, source, nbytes, stream)
+
+
+def wait_event(stream: int, event: Event) -> None:
+    """Make `stream` wait for the point that `event` marks now; a later mark changes nothing."""
+    call(driver.cuStreamWaitEvent, stream, event.handle, 0)
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Make `stream` wait until the 64-bit counter at `address` (device's view) is >= `value`."""
+    call(driver.cuStreamWaitValue64, stream, address, value, _GEQ)
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """Make `stream` store `value` at `address`, after all its earlier work is visible."""
+    call(driver.cuStreamWriteValue64, stream, address, value, _WRITE)
