@@ -1,0 +1,50 @@
+"""Carries results from worker threads to the event loop, in batches.
+
+What stays true: everything posted before `close` is delivered on the loop, once and in order, and
+the loop is woken once for however many results arrive while it is busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["Mailbox"]
+
+Item = TypeVar("Item")
+
+
+class Mailbox(Generic[Item]):
+    """`post` from any thread; `deliver` gets the batch on `loop`."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[Item]], None]
+    ) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._lock = threading.Lock()  # protects the two below
+        self._waiting: list[Item] = []
+        self._closed = False
+
+    def post(self, item: Item) -> None:
+        """Hand an item over. Dropped after `close`: then nobody is left to take it."""
+        with self._lock:
+            if self._closed:
+                return
+            self._waiting.append(item)
+            if len(self._waiting) == 1:
+                self._loop.call_soon_threadsafe(self._empty)
+
+    def close(self) -> None:
+        """Deliver what is waiting and take nothing more. Called on the loop. Twice is fine."""
+        self._empty()
+        with self._lock:
+            self._closed = True
+
+    def _empty(self) -> None:
+        with self._lock:
+            batch, self._waiting = self._waiting, []
+        if batch:
+            self._deliver(batch)

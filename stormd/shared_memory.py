@@ -1,0 +1,53 @@
+"""Memory that the daemon and one client both map: a sealed memfd.
+
+What stays true: its size cannot change after creation, so a client cannot make the daemon fault
+by truncating it under a copy; and it has no name, so there is nothing to open for others and
+nothing to clean up after a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Final
+
+__all__ = ["SharedMemory"]
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class SharedMemory:
+    """`nbytes` (whole pages) of zeroed shared memory, mapped here at `address`.
+
+    Its pages are taken from the machine when they are first touched.
+
+    Raises:
+        OSError: no descriptor or no address space left.
+    """
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.nbytes: Final = nbytes
+        self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._mapping = mmap.mmap(self._descriptor, nbytes)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def take_descriptor(self) -> int:
+        """Return the descriptor that the other process maps, once; the caller closes it."""
+        assert self._descriptor >= 0, "the descriptor has been taken"
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+    def close(self) -> None:
+        """Unmap. Nothing may use an address in it any more. Twice is fine."""
+        if self._descriptor >= 0:
+            os.close(self.take_descriptor())
+        self._mapping.close()
