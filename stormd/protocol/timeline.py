@@ -8,7 +8,9 @@ on: every wait (GEQ) is released at once, and the value is not one that work cou
 
 from __future__ import annotations
 
-__all__ = ["PAGE_BYTES", "POISON", "PUBLISHED", "RESTORED", "STORED"]
+import ctypes
+
+__all__ = ["PAGE_BYTES", "POISON", "PUBLISHED", "RESTORED", "STORED", "Timelines"]
 
 PAGE_BYTES = 4096
 
@@ -23,3 +25,28 @@ RESTORED = 128
 
 POISON = 1 << 62
 """Far above any real value; below 2^63, so signed and unsigned comparisons agree."""
+
+
+class Timelines:
+    """The counters of the page that is mapped at `address`, as this process's CPU sees them.
+
+    Not to be used once the page is unmapped. Reading and storing are single aligned 8-byte
+    accesses, so neither side ever sees half of a value.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._words = (ctypes.c_uint64 * (PAGE_BYTES // 8)).from_address(address)
+
+    def read(self, counter: int) -> int:
+        """Return the value of the counter at byte offset `counter`."""
+        return self._words[counter // 8]
+
+    def store(self, counter: int, value: int) -> None:
+        """Raise a counter to `value`; a smaller value than it has changes nothing."""
+        if value > self._words[counter // 8]:
+            self._words[counter // 8] = value
+
+    def poison(self, *counters: int) -> None:
+        """Release every stream that waits on one of these counters, now and from now on."""
+        for counter in counters:
+            self.store(counter, POISON)

@@ -1,0 +1,42 @@
+"""The timeline page's counters only rise, and both mappings of a page see the same."""
+
+import ctypes
+
+from stormd.protocol.timeline import (
+    PAGE_BYTES,
+    POISON,
+    PUBLISHED,
+    RESTORED,
+    STORED,
+    Timelines,
+)
+
+
+def page() -> tuple[ctypes.Array, Timelines, Timelines]:
+    memory = (ctypes.c_uint64 * (PAGE_BYTES // 8))()
+    address = ctypes.addressof(memory)
+    return memory, Timelines(address), Timelines(address)
+
+
+def test_a_store_is_seen_by_the_other_side() -> None:
+    _memory, one, other = page()
+    one.store(STORED, 7)
+    assert other.read(STORED) == 7
+    assert other.read(PUBLISHED) == other.read(RESTORED) == 0
+
+
+def test_a_counter_never_decreases() -> None:
+    _memory, one, _ = page()
+    one.store(RESTORED, 9)
+    one.store(RESTORED, 3)
+    assert one.read(RESTORED) == 9
+
+
+def test_poison_is_above_every_value_and_stays() -> None:
+    _memory, one, other = page()
+    one.store(STORED, POISON - 1)
+    one.poison(STORED, RESTORED)
+    other.store(STORED, 12)
+    assert other.read(STORED) == other.read(RESTORED) == POISON
+    assert other.read(PUBLISHED) == 0
+    assert POISON < 1 << 63
