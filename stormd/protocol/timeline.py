@@ -43,7 +43,8 @@ class Timelines:
 
     def store(self, counter: int, value: int) -> None:
         """Raise a counter to `value`; a smaller value than it has changes nothing."""
-        if value > self._words[counter // 8]:
+        # Not max(): writing the old value back could undo what a device wrote meanwhile.
+        if value > self._words[counter // 8]:  # noqa: PLR1730
             self._words[counter // 8] = value
 
     def poison(self, *counters: int) -> None:
