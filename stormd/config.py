@@ -37,7 +37,7 @@ class Option:
     """How one field is called, checked and explained outside.
 
     `least` and `most` bound numbers, in the unit of the kind: bytes, seconds or a count.
-    `default_note` replaces the default in texts where it depends on the machine.
+    Where the default depends on the machine, `default_note` says how, and `example` is shown.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Option:
     least: float | None = None
     most: float | None = None
     default_note: str = ""
+    example: Any = None
 
     @property
     def flag(self) -> str:
@@ -93,6 +94,7 @@ class Config:
         "socket to listen on, ipc:///PATH",
         default=default_address,
         default_note="/run/stormd/stormd.sock for root, else the user's runtime directory",
+        example="ipc:///run/stormd/stormd.sock",
     )
     socket_mode: int = _option(
         "mode",
@@ -168,6 +170,7 @@ class Config:
         least=1,
         most=1024,
         default_note="one less than the machine's cores",
+        example=8,
     )
 
     max_sessions: int = _option(

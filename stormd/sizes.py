@@ -10,7 +10,7 @@ import re
 
 from stormd.errors import ConfigError
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["exact_size", "format_size", "parse_size"]
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -33,6 +33,14 @@ def parse_size(text: str) -> int:
     if rest:
         raise ConfigError(f"{text!r} is not a whole number of bytes: use a smaller unit")
     return size
+
+
+def exact_size(nbytes: int) -> str:
+    """Return the size in the largest unit that divides it, as parse_size reads it: `4GiB`."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if nbytes and nbytes % _UNITS[unit] == 0:
+            return f"{nbytes // _UNITS[unit]}{unit}"
+    return f"{nbytes}B"
 
 
 def format_size(nbytes: float) -> str:

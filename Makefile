@@ -1,0 +1,52 @@
+# Everything a checkout needs: each target installs into .venv what it uses, once.
+#   make demo      two trainers share a daemon; losses and gradients compared
+#   make test      every test that needs no GPU and no more than minutes
+#   make lint      ruff and mypy --strict
+#   make test-gpu  the tests that need a CUDA device
+#   make bench     store and restore through the daemon against two plain memcpys
+# PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+RUN := $(VENV)/bin/python -m
+C_SOURCES := $(wildcard kernels/storm_kernels/cpu/*.[ch] kernels/storm_kernels/cpu/*.txt)
+
+.PHONY: demo test lint test-gpu bench clean
+
+demo: $(VENV)/.installed
+	$(RUN) stormd.cli demo
+
+test: $(VENV)/.installed-dev
+	$(RUN) pytest -m "not gpu and not slow"
+
+lint: $(VENV)/.installed-dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy --strict
+
+test-gpu: $(VENV)/.installed-cuda
+	$(RUN) pytest -m "gpu and not slow"
+
+bench: $(VENV)/.installed
+	$(RUN) stormd.cli bench link
+
+clean:
+	rm -rf build $(VENV)
+
+# torch first: what it pins wins. The package is built without isolation, so that its build
+# tools are the pinned ones too.
+$(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) scikit-build-core cmake ninja
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/.installed-cuda: $(VENV)/.installed-dev
+	$(PIP) --no-build-isolation --editable ".[cuda]"
+	touch $@

@@ -1,0 +1,111 @@
+"""Checks of CUDA, asked of the driver itself so that no CUDA package is needed.
+
+What stays true: no context is made and no device memory taken: trainers beside this are not
+disturbed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+from typing import Final
+
+from stormd.config import Config
+from stormd.doctor.finding import Finding
+
+__all__ = ["check_connections", "check_driver", "check_ipc", "check_mps"]
+
+_LEAST_DRIVER: Final = 13000
+"""CUDA 13.0, as cuDriverGetVersion counts."""
+
+_UNIFIED_ADDRESSING: Final = 41
+_STREAM_WAIT_GEQ: Final = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+_NO_DRIVER: Final = "no NVIDIA driver: the cpu lane alone is offered"
+
+
+def check_driver(config: Config) -> Finding:
+    """Check that the driver loads, is new enough and sees a device."""
+    driver = _driver()
+    if driver is None:
+        return _without_driver(config)
+    version = ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    detail = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} devices"
+    if version.value < _LEAST_DRIVER:
+        return Finding("CUDA driver", "fail", detail, "install a driver of release 580 or newer")
+    if count.value == 0:
+        return Finding("CUDA driver", "warn", detail, "check CUDA_VISIBLE_DEVICES and nvidia-smi")
+    return Finding("CUDA driver", "ok", detail)
+
+
+def check_ipc() -> Finding:
+    """Check that every device has what the cuda lane stands on."""
+    driver = _driver()
+    if driver is None:
+        return Finding("CUDA IPC", "skip", _NO_DRIVER)
+    lacking = [
+        str(index)
+        for index in range(_device_count(driver))
+        if not (
+            _attribute(driver, index, _UNIFIED_ADDRESSING)
+            and _attribute(driver, index, _STREAM_WAIT_GEQ)
+        )
+    ]
+    if lacking:
+        detail = f"devices {', '.join(lacking)} lack unified addressing or 64-bit stream waits"
+        return Finding("CUDA IPC", "fail", detail, "serve with --device cpu on this machine")
+    return Finding("CUDA IPC", "ok", "unified addressing and 64-bit stream waits")
+
+
+def check_mps() -> Finding:
+    """Check whether MPS runs: it lets the daemon's kernels run beside the trainers'."""
+    if _driver() is None:
+        return Finding("CUDA MPS", "skip", _NO_DRIVER)
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))  # noqa: S108 - MPS's own default
+    if (pipes / "control").exists():
+        return Finding("CUDA MPS", "ok", f"control pipe in {pipes}")
+    advice = "`nvidia-cuda-mps-control -d` before daemon and trainers, for kernels side by side"
+    return Finding("CUDA MPS", "warn", f"not running ({pipes})", advice)
+
+
+def check_connections() -> Finding:
+    """Check the variable with which one stream's wait blocks unrelated streams."""
+    value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if value == "1":
+        advice = "unset it for daemon and trainers, or set 8: one queue lets a wait block others"
+        return Finding("CUDA queues", "warn", "CUDA_DEVICE_MAX_CONNECTIONS=1", advice)
+    return Finding("CUDA queues", "ok", f"CUDA_DEVICE_MAX_CONNECTIONS={value or 'unset'}")
+
+
+def _without_driver(config: Config) -> Finding:
+    if config.device == "cuda":
+        return Finding("CUDA driver", "fail", "libcuda.so.1 is missing", "install NVIDIA's driver")
+    if Path("/dev/nvidiactl").exists():
+        advice = "install the driver's libraries, or run the container with the NVIDIA runtime"
+        return Finding("CUDA driver", "fail", "a device is there, libcuda.so.1 is not", advice)
+    return Finding("CUDA driver", "skip", _NO_DRIVER)
+
+
+def _driver() -> ctypes.CDLL | None:
+    """Return the initialised driver, None where there is none that works."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    return driver if driver.cuInit(0) == 0 else None
+
+
+def _device_count(driver: ctypes.CDLL) -> int:
+    count = ctypes.c_int()
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+def _attribute(driver: ctypes.CDLL, index: int, attribute: int) -> int:
+    device, value = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return value.value

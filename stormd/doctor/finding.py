@@ -1,0 +1,24 @@
+"""The outcome of one check.
+
+What stays true: a finding that is not "ok" says what to do, unless nothing needs doing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Finding", "State"]
+
+State = Literal["ok", "warn", "fail", "skip"]
+"""warn: works, but slower or with less than could be had; skip: nothing to check here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check saw, and what to do about it."""
+
+    check: str
+    state: State
+    detail: str
+    advice: str = ""

@@ -1,0 +1,137 @@
+"""The settings: defaults, limits, sources and their order."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormd.config import Config, config_options, default_of, load_config
+from stormd.errors import ConfigError
+
+NO_ENVIRONMENT: dict[str, str] = {}
+
+
+def _load(path: Path, text: str) -> Config:
+    path.write_text(text)
+    return load_config(environ=NO_ENVIRONMENT, path=path)
+
+
+def test_defaults_are_valid_and_frozen() -> None:
+    config = Config()
+    assert config.pool_bytes == 4 << 30
+    assert config.address.startswith("ipc:///")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.pool_bytes = 1  # type: ignore[misc]
+
+
+def test_every_field_is_an_option() -> None:
+    assert [option.name for option in config_options()] == [
+        item.name for item in dataclasses.fields(Config)
+    ]
+    assert all(option.help and option.section for option in config_options())
+    assert all(default_of(option) is not None for option in config_options())
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"pool_bytes": 5}, ["pool_bytes", "5 bytes", "1048576", "--pool-bytes"]),
+        ({"pool_bytes": -1}, ["pool_bytes", "-1 bytes"]),
+        ({"pool_bytes": True}, ["pool_bytes", "True", "4GiB"]),
+        ({"pool_bytes": "4GiB"}, ["pool_bytes", "'4GiB'"]),
+        ({"address": "tcp://host:1"}, ["tcp://host:1", "ipc:///PATH", "--address"]),
+        ({"address": "ipc://" + "/x" * 60}, ["120 bytes", "shorter"]),
+        ({"device": "gpu"}, ["device", "'gpu'", "cuda"]),
+        ({"part_bytes_cpu": 64 << 20}, ["part_bytes_cpu", "64.0 MiB", "staging_bytes_cpu"]),
+        ({"part_bytes_cuda": 1 << 31}, ["part_bytes_cuda", "1.0 GiB"]),
+        ({"encode_threads": 0}, ["encode_threads", "0", "at least 1"]),
+        ({"lease_seconds": 0.0}, ["lease_seconds", "0 seconds", "0.1 seconds"]),
+        ({"lease_seconds": float("nan")}, ["lease_seconds", "nan"]),
+        ({"socket_mode": 0o444}, ["socket_mode", "0o444", "0o600"]),
+        ({"allowed_uids": (-1,)}, ["allowed_uids", "-1"]),
+        ({"allowed_uids": ("root",)}, ["allowed_uids", "root"]),
+        ({"log_level": "loud"}, ["log_level", "'loud'", "warning"]),
+    ],
+)
+def test_errors_name_value_limit_and_next_step(settings: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(**settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    path = tmp_path / "stormd.toml"
+    path.write_text('pool_bytes = "1GiB"\nmax_sessions = 3\nlog_format = "json"\n')
+    environ = {"STORMD_POOL_BYTES": "2GiB", "STORMD_MAX_SESSIONS": "4"}
+    flags = {"pool_bytes": "3GiB", "device": None}
+    config = load_config(flags=flags, environ=environ, path=path)
+    assert config.pool_bytes == 3 << 30
+    assert config.max_sessions == 4
+    assert config.log_format == "json"
+    assert config.device == "auto"
+
+
+def test_reads_every_kind_from_toml(tmp_path: Path) -> None:
+    text = (
+        'address = "ipc:///tmp/x.sock"\nsocket_mode = 0o660\nallowed_uids = [0, 7]\n'
+        "pool_bytes = 1073741824\nlease_seconds = 3\nexit_with_last_client = true\n"
+    )
+    config = _load(tmp_path / "stormd.toml", text)
+    assert config.socket_mode == 0o660
+    assert config.allowed_uids == (0, 7)
+    assert config.pool_bytes == 1 << 30
+    assert config.lease_seconds == 3.0
+    assert config.exit_with_last_client is True
+
+
+def test_reads_every_kind_from_the_environment() -> None:
+    environ = {
+        "STORMD_SOCKET_MODE": "0660",
+        "STORMD_ALLOWED_UIDS": "1, 2",
+        "STORMD_POOL_BYTES": "512 MiB",
+        "STORMD_LEASE_SECONDS": "2.5",
+        "STORMD_EXIT_WITH_LAST_CLIENT": "yes",
+        "STORMD_MAX_SESSIONS": "8",
+        "STORMD_UNRELATED": "x",
+    }
+    config = load_config(environ=environ)
+    assert config.socket_mode == 0o660
+    assert config.allowed_uids == (1, 2)
+    assert config.pool_bytes == 512 << 20
+    assert config.lease_seconds == 2.5
+    assert config.exit_with_last_client is True
+    assert config.max_sessions == 8
+
+
+def test_an_unknown_key_names_the_closest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'pool_bytes'"):
+        _load(tmp_path / "stormd.toml", "pool_byte = 1\n")
+    with pytest.raises(ConfigError, match="known are address"):
+        _load(tmp_path / "stormd.toml", "xyzzy = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"STORMD_POOL_BYTES": "lots"}, ["STORMD_POOL_BYTES", "'lots'", "4GiB"]),
+        ({"STORMD_MAX_SESSIONS": "many"}, ["STORMD_MAX_SESSIONS", "'many'", "whole number"]),
+        ({"STORMD_SOCKET_MODE": "rw"}, ["STORMD_SOCKET_MODE", "octal"]),
+        ({"STORMD_EXIT_WITH_LAST_CLIENT": "maybe"}, ["'maybe'", "true or false"]),
+    ],
+)
+def test_unreadable_texts_name_their_source(environ: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ=environ)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_missing_or_broken_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(environ=NO_ENVIRONMENT, path=tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        _load(tmp_path / "stormd.toml", "pool_bytes = \n")
