@@ -1,0 +1,181 @@
+"""The HTTP endpoint an operator's tools read: a few fixed GET routes.
+
+What stays true: routes are called on the daemon's event loop, so they read its state without a
+lock and without tearing; a slow, silent or hostile client costs one bounded connection for a few
+seconds and nothing else.
+
+Why not prometheus-client's own server: it answers on threads of its own, one a connection and as
+many as come, which would read the ledger while the loop changes it. On the loop, a loop that
+hangs also stops answering, which is what a health probe is there to find.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Final
+
+from stormd.errors import AddressInUse, ConfigError
+
+__all__ = ["Endpoint", "Reply", "Route", "parse_host_port"]
+
+_LOGGER: Final = logging.getLogger("stormd.endpoint")
+
+_MAX_REQUEST_BYTES: Final = 8192
+_MAX_CONNECTIONS: Final = 16
+_REQUEST_SECONDS: Final = 5.0
+"""From accepting a connection to having sent the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a route answers."""
+
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+
+
+Route = Callable[[str], Reply]
+"""Takes the request's Accept header, empty where it has none."""
+
+
+class Endpoint:
+    """Serves `routes` (path to Route) by GET and HEAD on a TCP address, one request a connection.
+
+    `address` is HOST:PORT, an IPv6 host in brackets; port 0 takes any free one. Nothing is bound
+    before open(). close() ends the connections under way and may be called twice.
+    """
+
+    def __init__(self, address: str, routes: Mapping[str, Route]) -> None:
+        self._host, self._port = parse_host_port(address)
+        self._routes = dict(routes)
+        self._server: asyncio.Server | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+
+    async def open(self) -> None:
+        """Start to answer.
+
+        Raises:
+            AddressInUse: the address is taken, or is none of this machine's. Nothing is bound.
+        """
+        try:
+            self._server = await asyncio.start_server(
+                self._connected, self._host, self._port, limit=_MAX_REQUEST_BYTES
+            )
+        except OSError as error:
+            raise AddressInUse(
+                f"metrics_address {self._host}:{self._port} cannot be listened on "
+                f"({error.strerror or error}): stop what uses it or set another"
+            ) from error
+
+    @property
+    def port(self) -> int:
+        """The port in use; 0 before open() and after close()."""
+        if self._server is None:
+            return 0
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def close(self) -> None:
+        """Stop to answer; returns once every connection has ended."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        server.close()
+        for writer in self._connections.values():
+            writer.transport.abort()  # ends its handler as if the client had left
+        await asyncio.gather(*self._connections)
+        await server.wait_closed()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        try:
+            if len(self._connections) <= _MAX_CONNECTIONS:
+                async with asyncio.timeout(_REQUEST_SECONDS):
+                    await self._serve_request(reader, writer)
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+            # The client's: it is silent, slow or gone, and nobody is left to be told.
+            _LOGGER.debug("request not completed")
+        finally:
+            del self._connections[task]
+            writer.close()
+
+    async def _serve_request(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            reply, with_body = _problem(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE), True
+        else:
+            reply, with_body = self._answer(head.decode("latin-1"))
+        writer.write(_encoded(reply, with_body=with_body))
+        await writer.drain()
+
+    def _answer(self, head: str) -> tuple[Reply, bool]:
+        """Return the reply to a request's head, and whether its body is wanted."""
+        line, _, fields = head.partition("\r\n")
+        words = line.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return _problem(HTTPStatus.BAD_REQUEST), True
+        method, target, _ = words
+        if method not in ("GET", "HEAD"):
+            return _problem(HTTPStatus.METHOD_NOT_ALLOWED), True
+        route = self._routes.get(target.partition("?")[0])
+        if route is None:
+            return _problem(HTTPStatus.NOT_FOUND), method == "GET"
+        return _called(route, _header(fields, "accept")), method == "GET"
+
+
+def parse_host_port(address: str) -> tuple[str, int]:
+    """Return host and port of `127.0.0.1:9464` or `[::1]:9464`.
+
+    Raises:
+        ConfigError: no host, no port, or a port outside 0 .. 65535.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+    plain = ":" not in host or address.startswith("[")
+    if not host or not plain or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(
+            f"metrics_address is {address!r}, not HOST:PORT with a port of at most 65535: "
+            "write it as in 127.0.0.1:9464 or [::1]:9464, or leave it empty for none"
+        )
+    return host, int(port)
+
+
+def _called(route: Route, accept: str) -> Reply:
+    try:
+        return route(accept)
+    except Exception:  # a fault in a report must not end the daemon's loop
+        _LOGGER.exception("route failed")
+        return _problem(HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _header(fields: str, name: str) -> str:
+    for line in fields.split("\r\n"):
+        key, _, value = line.partition(":")
+        if key.strip().lower() == name:
+            return value.strip()
+    return ""
+
+
+def _problem(status: HTTPStatus) -> Reply:
+    return Reply(f"{status.value} {status.phrase}\n".encode(), status=status)
+
+
+def _encoded(reply: Reply, *, with_body: bool) -> bytes:
+    allow = "Allow: GET, HEAD\r\n" if reply.status == HTTPStatus.METHOD_NOT_ALLOWED else ""
+    head = (
+        f"HTTP/1.1 {reply.status.value} {reply.status.phrase}\r\n"
+        f"Content-Type: {reply.content_type}\r\n"
+        f"Content-Length: {len(reply.body)}\r\n"
+        f"{allow}Connection: close\r\n\r\n"
+    )
+    return head.encode("latin-1") + (reply.body if with_body else b"")

@@ -1,0 +1,63 @@
+"""Whether the daemon's worker threads still get anywhere.
+
+What stays true: a worker that has been at one job for longer than the limit, or whose thread has
+ended without being told to, is named; an idle worker is healthy however long it waits. Python
+cannot end a thread, so being stuck is reported to whoever can restart the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Final
+
+__all__ = ["STUCK_SECONDS", "Heart", "stuck_workers"]
+
+STUCK_SECONDS: Final = 30.0
+"""How long one job may take. The largest entry is 1 GiB, and the slowest codec, the NumPy
+reference, encodes 0.05 GB/s: 21 s."""
+
+
+class Heart:
+    """One worker's sign of life: the worker enters it round each job, the loop reads it.
+
+    Written by its worker alone and read by the loop without a lock: both fields are single
+    references, which the interpreter replaces as a whole.
+    """
+
+    def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = name
+        self._clock = clock
+        self._since: float | None = None
+        self._ended = ""
+
+    def __enter__(self) -> None:
+        self._since = self._clock()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._since = None
+
+    def ended(self, reason: str) -> None:
+        """Record that the worker's thread ends without being told to."""
+        self._ended = reason
+
+    def trouble(self, limit_seconds: float = STUCK_SECONDS) -> str:
+        """Return what is wrong with the worker, empty where nothing is."""
+        if self._ended:
+            return f"{self.name} has ended: {self._ended}"
+        since = self._since
+        busy = 0.0 if since is None else self._clock() - since
+        if busy > limit_seconds:
+            return f"{self.name} has been at one job for {busy:.0f} s, limit {limit_seconds:.0f} s"
+        return ""
+
+
+def stuck_workers(hearts: Iterable[Heart], limit_seconds: float = STUCK_SECONDS) -> list[str]:
+    """Return one sentence for each worker that is stuck or gone."""
+    return [trouble for heart in hearts if (trouble := heart.trouble(limit_seconds))]

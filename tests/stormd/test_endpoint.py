@@ -1,0 +1,145 @@
+"""The HTTP endpoint over real sockets, with clients that behave and clients that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+
+import pytest
+
+from stormd import endpoint as module
+from stormd.endpoint import Endpoint, Reply, parse_host_port
+from stormd.errors import AddressInUse, ConfigError
+
+
+def fails(accept: str) -> Reply:
+    raise ZeroDivisionError(accept)
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    routes = {
+        "/hello": lambda accept: Reply(f"hello {accept}".encode()),
+        "/ill": lambda accept: Reply(b"no", status=HTTPStatus.SERVICE_UNAVAILABLE),
+        "/fails": fails,
+    }
+    server = Endpoint("127.0.0.1:0", routes)
+    await server.open()
+    yield server
+    await server.close()
+
+
+async def ask(endpoint: Endpoint, request: bytes) -> bytes:
+    """Send bytes and return all that comes back until the server closes."""
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    return answer
+
+
+async def get(endpoint: Endpoint, path: str, method: str = "GET") -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nHost: here\r\nACCEPT: text/x\r\n\r\n"
+    return await ask(endpoint, head.encode())
+
+
+async def test_answers_a_route_with_its_length(endpoint: Endpoint) -> None:
+    answer = await get(endpoint, "/hello?x=1")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"Content-Length: 12" in head
+    assert body == b"hello text/x"
+
+
+async def test_head_has_no_body(endpoint: Endpoint) -> None:
+    answer = await get(endpoint, "/hello", "HEAD")
+    assert b"Content-Length: 12" in answer
+    assert answer.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/ill", "GET", b"503"),
+        ("/fails", "GET", b"500"),
+        ("/nowhere", "GET", b"404"),
+        ("/hello", "POST", b"405"),
+    ],
+)
+async def test_says_what_is_wrong(
+    endpoint: Endpoint, path: str, method: str, status: bytes
+) -> None:
+    assert (await get(endpoint, path, method)).split(b" ")[1] == status
+
+
+@pytest.mark.parametrize("request_bytes", [b"\r\n\r\n", b"GET /\r\n\r\n", b"\xff\x00 x y\r\n\r\n"])
+async def test_refuses_what_is_no_request(endpoint: Endpoint, request_bytes: bytes) -> None:
+    assert (await ask(endpoint, request_bytes)).split(b" ")[1] == b"400"
+
+
+async def test_refuses_an_endless_head(endpoint: Endpoint) -> None:
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 9000)
+        assert (await reader.readline()).split(b" ")[1] == b"431"
+        writer.close()
+
+
+async def test_a_silent_client_is_let_go(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.01)
+    assert await ask(endpoint, b"GET /hello") == b""
+    assert (await get(endpoint, "/hello")).startswith(b"HTTP/1.1 200")
+
+
+async def test_connections_beyond_the_limit_are_closed_at_once(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_CONNECTIONS", 1)
+    async with asyncio.timeout(5):
+        first_reader, first = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        first.write(b"GET /hel")
+        await first.drain()
+        assert await ask(endpoint, b"") == b""
+        first.write(b"lo HTTP/1.1\r\n\r\n")
+        assert (await first_reader.read()).endswith(b"hello ")
+        first.close()
+
+
+async def test_close_ends_what_is_under_way() -> None:
+    server = Endpoint("127.0.0.1:0", {})
+    await server.open()
+    async with asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /")
+        await server.close()
+        await server.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+    assert server.port == 0
+
+
+async def test_a_taken_address_is_named(endpoint: Endpoint) -> None:
+    second = Endpoint(f"127.0.0.1:{endpoint.port}", {})
+    with pytest.raises(AddressInUse, match=rf"127\.0\.0\.1:{endpoint.port}.*set another"):
+        await second.open()
+
+
+def test_reads_addresses() -> None:
+    assert parse_host_port("127.0.0.1:9464") == ("127.0.0.1", 9464)
+    assert parse_host_port("[::1]:80") == ("::1", 80)
+    assert parse_host_port("localhost:0") == ("localhost", 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x"]
+)
+def test_refuses_what_is_no_address(text: str) -> None:
+    with pytest.raises(ConfigError, match="metrics_address"):
+        parse_host_port(text)

@@ -1,0 +1,142 @@
+"""The service manager's datagrams, read back from a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stormd.errors import ConfigError
+from stormd.notify import Notifier, feed_watchdog, watchdog_seconds
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[socket.socket]:
+    """A service manager's end of the protocol."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind(str(tmp_path / "notify"))
+        end.settimeout(5)
+        yield end
+
+
+def notifier_to(manager: socket.socket) -> Notifier:
+    return Notifier.from_environment({"NOTIFY_SOCKET": manager.getsockname()})
+
+
+def fields(manager: socket.socket) -> dict[str, str]:
+    lines = manager.recv(4096).decode().split("\n")
+    return dict(line.split("=", 1) for line in lines)
+
+
+def test_says_each_state(manager: socket.socket) -> None:
+    with notifier_to(manager) as notifier:
+        notifier.starting("pinning 1 of 4 GiB", more_seconds=30)
+        notifier.ready()
+        notifier.reloading()
+        notifier.watchdog()
+        notifier.stopping()
+    assert fields(manager) == {
+        "STATUS": "pinning 1 of 4 GiB",
+        "EXTEND_TIMEOUT_USEC": "30000000",
+    }
+    assert fields(manager)["READY"] == "1"
+    reloading = fields(manager)
+    assert reloading["RELOADING"] == "1"
+    assert int(reloading["MONOTONIC_USEC"]) > 0
+    assert fields(manager) == {"WATCHDOG": "1"}
+    assert fields(manager)["STOPPING"] == "1"
+
+
+def test_reaches_an_abstract_socket() -> None:
+    name = f"stormd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+        end.bind("\0" + name)
+        end.settimeout(5)
+        with Notifier("@" + name) as notifier:
+            notifier.ready()
+        assert fields(end)["READY"] == "1"
+
+
+def test_without_a_manager_nothing_happens() -> None:
+    with Notifier.from_environment({}) as notifier:
+        notifier.ready()
+
+
+def test_a_manager_that_is_gone_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("stormd"), "propagate", True)
+    with Notifier(str(tmp_path / "nobody")) as notifier:
+        notifier.ready()
+    assert "service manager not told" in caplog.text
+
+
+def test_a_full_queue_does_not_block(manager: socket.socket) -> None:
+    with notifier_to(manager) as notifier:
+        for _ in range(2000):  # far above the kernel's max_dgram_qlen
+            notifier.watchdog()
+
+
+def test_closing_twice_is_fine_and_silences(manager: socket.socket) -> None:
+    notifier = notifier_to(manager)
+    notifier.close()
+    notifier.close()
+    notifier.ready()
+    manager.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        manager.recv(1)
+
+
+def test_refuses_a_relative_socket() -> None:
+    with pytest.raises(ConfigError, match=r"NOTIFY_SOCKET is 'run/notify'.*unset"):
+        Notifier("run/notify")
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, 0.0),
+        ({"WATCHDOG_USEC": "30000000"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7"}, 30.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "8"}, 0.0),
+    ],
+)
+def test_watchdog_interval(environ: dict[str, str], seconds: float) -> None:
+    assert watchdog_seconds(environ, pid=7) == seconds
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon"])
+def test_refuses_a_bad_watchdog_interval(text: str) -> None:
+    with pytest.raises(ConfigError, match="WATCHDOG_USEC"):
+        watchdog_seconds({"WATCHDOG_USEC": text})
+
+
+async def test_the_watchdog_is_fed_only_while_nothing_is_stuck(manager: socket.socket) -> None:
+    asked: list[int] = []
+    answers = iter([[], ["cpu-0 is stuck"], []])
+    done = asyncio.Event()
+
+    def stuck() -> list[str]:
+        asked.append(1)
+        answer = next(answers, None)
+        if answer is None:
+            done.set()
+            return ["end of the test"]
+        return answer
+
+    with notifier_to(manager) as notifier:
+        feeding = asyncio.create_task(feed_watchdog(notifier, 0.002, stuck))
+        await asyncio.wait_for(done.wait(), 5)
+        feeding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await feeding
+    assert [fields(manager), fields(manager)] == [{"WATCHDOG": "1"}] * 2
+    manager.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        manager.recv(1)
