@@ -1,0 +1,171 @@
+"""What a blob's tiles look like: the parameters, and the sizes that follow from them.
+
+`Plan` is chosen once per blob (choose.py) or read from a header; `Geometry` is a pure function
+of plan, dtype and size, so encoder and decoder cannot disagree about where a section starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import layout
+from .dtypes import DType
+from .layout import Mode
+
+__all__ = ["DROPS", "Geometry", "Plan", "max_encoded_bytes", "round_up"]
+
+FAST, DENSE, TERNARY = (3, 0), (2, 3), (2, 0)
+DROPS = {32: (16, 13), 64: (29,)}  # low bits that a truncated float of that width may lack
+_WHOLE_VALUE_CODES = {Mode.TERNARY: (TERNARY,), Mode.VALUES: ((7, 0), (8, 0), (9, 0))}
+_WINDOW_CODES = {
+    Mode.WINDOW: (FAST, DENSE),
+    Mode.TRUNCATED: (DENSE,),
+    Mode.SPARSE: (DENSE,),
+}
+_FLAT = frozenset({Mode.RAW, Mode.CONSTANT, Mode.BOOLEAN})  # no tiles
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def max_encoded_bytes(nbytes: int, dtype: DType) -> int:  # noqa: ARG001 (part of the contract)
+    """Return the bytes that no blob of `nbytes` original bytes exceeds, in any mode."""
+    return layout.HEADER_BYTES + nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The parameters of FORMAT.md's sections 4 to 7; names as in the header."""
+
+    mode: Mode
+    bitmap: int = layout.BITMAP_NONE
+    rotate: int = 0
+    drop: int = 0
+    residue_bits: int = 0
+    k1: int = 0
+    k2: int = 0
+    fill: int = 0
+    dictionary: tuple[int, ...] = ()
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether blobs have a directory and records."""
+        return self.mode not in _FLAT
+
+    @property
+    def dictionary_is_apart(self) -> bool:
+        """Whether entries are u64 after the header rather than u16 inside it."""
+        return self.mode in _WHOLE_VALUE_CODES
+
+    @property
+    def slots(self) -> tuple[int, int]:
+        """Dictionary entries that level 1 and level 2 can name."""
+        return (1 << self.k1) - 1 if self.k1 else 0, (1 << self.k2) - 1 if self.k2 else 0
+
+    def symbol_bits(self, dtype: DType) -> int:
+        """Bits of a symbol (s)."""
+        return dtype.width - self.drop - self.residue_bits
+
+    def escape_bytes(self, dtype: DType) -> int:
+        """Bytes of one escape (e)."""
+        if not self.k1:
+            return 0
+        bits = dtype.width if self.drop else self.symbol_bits(dtype)
+        return next(size for size in (1, 2, 4, 8) if bits <= 8 * size)
+
+    def problem(self, dtype: DType) -> str | None:
+        """Return why no encoder writes this plan for `dtype` (FORMAT.md, section 12), or None."""
+        if self.mode in _WINDOW_CODES:
+            return self._window_problem(dtype)
+        if self.bitmap or self.rotate or self.drop or self.residue_bits:
+            return f"mode {self.mode.name.lower()} takes no bitmap, rotation, drop or residue"
+        if (self.k1, self.k2) not in _WHOLE_VALUE_CODES.get(self.mode, ((0, 0),)):
+            return f"codes of {self.k1} and {self.k2} bits in mode {self.mode.name.lower()}"
+        return self._dictionary_problem()
+
+    def _window_problem(self, dtype: DType) -> str | None:
+        if (self.k1, self.k2) not in _WINDOW_CODES[self.mode]:
+            return f"codes of {self.k1} and {self.k2} bits in mode {self.mode.name.lower()}"
+        bitmaps = (1, 2) if self.mode is Mode.SPARSE else (0,)
+        if self.bitmap not in bitmaps:
+            return f"bitmap kind {self.bitmap} in mode {self.mode.name.lower()}"
+        if self.drop not in self._drops(dtype):
+            return f"{self.drop} dropped bits of {dtype.name.lower()}"
+        if self.rotate > 1 or self.residue_bits != dtype.mantissa_bits - self.drop + self.rotate:
+            return f"{self.residue_bits} residue bits with rotation {self.rotate}"
+        return self._dictionary_problem()
+
+    def _drops(self, dtype: DType) -> tuple[int, ...]:
+        truncated = DROPS.get(dtype.width, ())
+        return {Mode.WINDOW: (0,), Mode.SPARSE: (0, *truncated)}.get(self.mode, truncated)
+
+    def _dictionary_problem(self) -> str | None:
+        if len(self.dictionary) > sum(self.slots):
+            return f"{len(self.dictionary)} dictionary entries for {sum(self.slots)} slots"
+        return None
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the parts of a blob of `raw_nbytes` original bytes lie; all values are bytes."""
+
+    plan: Plan
+    dtype: DType
+    raw_nbytes: int
+
+    @property
+    def elements(self) -> int:
+        """Coded elements in all (n)."""
+        return self.raw_nbytes // self.dtype.element_bytes
+
+    @property
+    def tiles(self) -> int:
+        """Tiles, and thus directory entries less one."""
+        return -(-self.elements // layout.TILE) if self.plan.has_tiles else 0
+
+    @property
+    def directory_offset(self) -> int:
+        """Start of the directory, after the dictionary."""
+        apart = 8 << self.plan.k1 if self.plan.dictionary_is_apart else 0
+        return layout.HEADER_BYTES + round_up(apart, layout.DIRECTORY_ALIGN)
+
+    @property
+    def fixed_offset(self) -> int:
+        """Start of the fixed blocks, or of a tile-less mode's bytes."""
+        if not self.plan.has_tiles:
+            return layout.HEADER_BYTES
+        return self.directory_offset + round_up(4 * (self.tiles + 1), layout.DIRECTORY_ALIGN)
+
+    @property
+    def payload_offset(self) -> int:
+        """End of the fixed blocks, where the records start."""
+        return self.fixed_offset + self._fixed_bytes()
+
+    def block_bytes(self, count: int) -> int:
+        """Return the size of the fixed block of a tile of `count` elements (F)."""
+        plan = self.plan
+        if plan.bitmap == layout.BITMAP_PLAIN:
+            return round_up(count, 128) // 8
+        if plan.bitmap == layout.BITMAP_PAIRS:
+            return round_up(count, 256) // 16
+        return round_up(count, 128) // 8 * (plan.residue_bits + plan.k1)
+
+    def tile_elements(self, tile: int) -> int:
+        """Return how many elements tile number `tile` has."""
+        return min(layout.TILE, self.elements - tile * layout.TILE)
+
+    def block_offset(self, tile: int) -> int:
+        """Return where the fixed block of tile number `tile` starts."""
+        return self.fixed_offset + tile * self.block_bytes(layout.TILE)
+
+    def _fixed_bytes(self) -> int:
+        if self.plan.mode is Mode.RAW:
+            return self.raw_nbytes
+        if self.plan.mode is Mode.CONSTANT:
+            return 0
+        if self.plan.mode is Mode.BOOLEAN:
+            return round_up(-(-self.elements // 8), 16)
+        whole, rest = divmod(self.elements, layout.TILE)
+        return whole * self.block_bytes(layout.TILE) + self.block_bytes(rest)
