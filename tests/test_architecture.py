@@ -1,0 +1,78 @@
+"""Imports point one way, and importing a package loads no CUDA."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = {
+    "stormd": ROOT / "stormd",
+    "storm_client": ROOT / "client" / "storm_client",
+    "storm_kernels": ROOT / "kernels" / "storm_kernels",
+}
+MAY_IMPORT = {
+    "stormd": ("stormd", "storm_kernels"),
+    "storm_client": ("storm_client", "stormd.protocol", "storm_kernels"),
+    "storm_kernels": ("storm_kernels",),
+}
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for package, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            yield package, path
+
+
+def _imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+@pytest.mark.parametrize(("package", "path"), list(_modules()), ids=lambda value: Path(str(value)).stem)
+def test_imports_point_one_way(package: str, path: Path) -> None:
+    allowed = MAY_IMPORT[package]
+    for name in _imported(path):
+        if name.split(".")[0] in PACKAGES:
+            assert any(name == one or name.startswith(one + ".") for one in allowed), (
+                f"{path.relative_to(ROOT)} imports {name}"
+            )
+
+
+@pytest.mark.parametrize("package", ["stormd", "storm_client", "storm_kernels", "stormd.cli"])
+def test_importing_loads_nothing_of_cuda(package: str) -> None:
+    code = f"import sys, {package}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    heavy = {"cupy", "cuda", "triton"}
+    assert not heavy & set(loaded)
+
+
+def test_importing_starts_no_cuda() -> None:
+    code = "import stormd, storm_client, torch; print(torch.cuda.is_initialized())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_the_protocol_needs_the_standard_library_and_msgpack_alone() -> None:
+    for path in sorted((ROOT / "stormd" / "protocol").glob("*.py")):
+        for name in _imported(path):
+            root = name.split(".")[0]
+            known = root in sys.stdlib_module_names or root == "msgpack"
+            assert known or name.startswith("stormd.protocol"), f"{path.name} imports {name}"
+
+
+def test_every_file_opens_with_what_it_is_for() -> None:
+    for _, path in _modules():
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
