@@ -1,0 +1,71 @@
+"""What the client raises, by whose fault it is.
+
+What stays true: every exception that leaves this package on purpose is a StormError, except the
+RuntimeError for a tensor changed in place, which is PyTorch's own and reads like it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ActivationLost",
+    "CorruptBlob",
+    "DaemonLost",
+    "DaemonUnavailable",
+    "ProtocolMismatch",
+    "QuotaExceeded",
+    "StormError",
+    "UsageError",
+    "named",
+]
+
+
+class StormError(Exception):
+    """Base of everything the client raises."""
+
+
+class UsageError(StormError):
+    """The caller passed a bad value, or used an object in a state that does not allow it."""
+
+
+class DaemonUnavailable(StormError):
+    """No daemon answers at the address, or it takes no session. Nothing has been stored."""
+
+
+class DaemonLost(StormError):
+    """The daemon, or the session with it, ended. What it held for this process is gone."""
+
+
+class ActivationLost(StormError):
+    """The bytes of a saved tensor cannot be had again; the backward pass cannot go on."""
+
+
+class CorruptBlob(StormError):
+    """The bytes of a saved tensor failed their checksum; they were not returned."""
+
+
+class ProtocolMismatch(StormError):
+    """Client and daemon speak different versions of the protocol."""
+
+
+class QuotaExceeded(StormError):
+    """The daemon refused the request because a limit of the session or its user is reached."""
+
+
+_BY_NAME = {
+    kind.__name__: kind
+    for kind in (
+        UsageError,
+        DaemonUnavailable,
+        DaemonLost,
+        ActivationLost,
+        CorruptBlob,
+        ProtocolMismatch,
+        QuotaExceeded,
+    )
+}
+
+
+def named(kind: str, detail: str) -> StormError:
+    """Return the error that the daemon named on the wire; a name from later versions is kept."""
+    error = _BY_NAME.get(kind)
+    return error(detail) if error is not None else StormError(f"{kind}: {detail}")

@@ -1,0 +1,79 @@
+"""In which order saved tensors will be asked for: a pure prediction, learned step by step.
+
+What stays true: a prediction only decides what is fetched early, never what is returned; a wrong
+one costs time alone.
+
+The unit is one packed tensor, named by its number in the order of packing. Until a step like
+this one has been seen, the backward pass is expected to go backwards; after that, as it went.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+__all__ = ["OrderHistory", "StepPlan"]
+
+KNOWN_STEPS = 8
+"""Kinds of steps remembered: training and validation shapes, a few threads; then the oldest goes."""
+
+
+class OrderHistory:
+    """The order of the last step of each kind; a kind is the sequence of packed sizes."""
+
+    def __init__(self) -> None:
+        """Start without experience."""
+        self._orders: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
+
+    def replace(self, kind: tuple[int, ...], order: list[int]) -> list[int]:
+        """Return the last step's order, empty for a new kind; `order` takes its place.
+
+        `order` may still grow: the step that it describes is under way.
+        """
+        known = self._orders.pop(kind, [])
+        self._orders[kind] = order
+        if len(self._orders) > KNOWN_STEPS:
+            self._orders.popitem(last=False)
+        return known
+
+
+class StepPlan:
+    """One step: what was packed, and what is expected to be unpacked next."""
+
+    def __init__(self, history: OrderHistory) -> None:
+        """Begin a step of the Offload that `history` belongs to."""
+        self._history = history
+        self._sizes: list[int] = []
+        self._actual: list[int] = []
+        self._seen: set[int] = set()
+        self._expected: list[int] = []
+        self._position: dict[int, int] = {}
+        self._next = 0
+
+    def packed(self, nbytes: int) -> int:
+        """Note that a tensor of `nbytes` was packed; return its number."""
+        self._sizes.append(nbytes)
+        return len(self._sizes) - 1
+
+    def unpacked(self, number: int) -> None:
+        """Note that the tensor `number` is being asked for, for the first time or again."""
+        if len(self._expected) != len(self._sizes):
+            self._predict()
+        if number not in self._seen:
+            self._seen.add(number)
+            self._actual.append(number)
+        self._next = self._position[number] + 1
+
+    def upcoming(self) -> Iterator[int]:
+        """Yield the numbers expected after the last one asked for, the nearest first."""
+        for position in range(self._next, len(self._expected)):
+            yield self._expected[position]
+
+    def _predict(self) -> None:
+        """Fix the order, at the first unpack and again when more was packed after it."""
+        count = len(self._sizes)
+        known = self._history.replace(tuple(self._sizes), self._actual)
+        learned = list(known) if known is not self._actual else []
+        missing = set(range(count)).difference(learned)
+        self._expected = learned + sorted(missing, reverse=True)
+        self._position = {number: index for index, number in enumerate(self._expected)}
