@@ -95,10 +95,11 @@ class StoreDone:
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """Nothing was placed: the promise still stands, to be withdrawn."""
+    """There is no blob. `block` is what had been placed for it; None: the promise still stands."""
 
     session: int
     entry: int
+    block: Block | None
     detail: str
 
 

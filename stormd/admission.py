@@ -1,0 +1,124 @@
+"""May this request be carried out: the checks of everything that a client says.
+
+What stays true: a check reads and changes nothing, and what passes all of them names only
+entries, segments and ranges of its own session, within the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from stormd.arena import granules
+from stormd.lanes import blob_bound
+from stormd.protocol import MapSegment, Restore, Store
+from stormd.records import Limits, Phase, Session
+from stormd.sizes import format_size
+
+__all__ = ["MAX_RESTORES", "MAX_SEGMENTS", "restore_problem", "segment_problem", "store_problem"]
+
+MAX_RESTORES: Final = 4096
+"""Restores of one session under way at one time."""
+
+MAX_SEGMENTS: Final = 4096
+"""Segments of one session mapped at one time."""
+
+
+def store_problem(
+    session: Session, message: Store, limits: Limits, *, draining: bool
+) -> tuple[str, str] | None:
+    """Return the reason (of protocol.REJECTIONS) and detail of a rejection, None if there is none.
+
+    Whether the pool has room is not looked at: only a promise of the arena can tell.
+    """
+    for reason, detail in _store_checks(session, message, limits, draining=draining):
+        if detail:
+            return reason, detail
+    return None
+
+
+def restore_problem(session: Session, message: Restore) -> tuple[str, str] | None:
+    """Return the kind (of Failed) and detail of why there will be no restore, or None."""
+    entry = session.entries.get(message.entry)
+    if session.phase is not Phase.ATTACHED:
+        return "UsageError", _phase(session)
+    if entry is None or entry.released:
+        return "ActivationLost", f"entry {message.entry} does not exist or was released"
+    if message.nbytes != entry.raw_bytes:
+        detail = f"entry {message.entry} has {entry.raw_bytes} bytes, not {message.nbytes}"
+        return "UsageError", detail
+    if message.ticket in session.tickets or not message.ticket:
+        return "UsageError", f"ticket {message.ticket} is 0 or under way: choose a new one"
+    if len(session.tickets) >= MAX_RESTORES:
+        return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
+    problem = _range(session, message)
+    return ("UsageError", problem) if problem else None
+
+
+def segment_problem(session: Session, message: MapSegment) -> str | None:
+    """Return why the segment may not be mapped, None where it may."""
+    if session.phase is not Phase.ATTACHED:
+        return _phase(session)
+    if message.segment in session.segments or message.segment in session.mapping:
+        return f"segment {message.segment} is mapped already: choose a new number"
+    if len(session.segments) + len(session.mapping) >= MAX_SEGMENTS:
+        return f"{MAX_SEGMENTS} segments are mapped: unmap one first"
+    if not message.nbytes:
+        return f"segment {message.segment} has 0 bytes"
+    return None
+
+
+def _store_checks(
+    session: Session, message: Store, limits: Limits, *, draining: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield reason and detail of each check in order; an empty detail is no problem."""
+    yield "invalid", _phase(session)
+    yield "invalid", _order(session, message)
+    yield "invalid", _part(session, message)
+    yield "invalid", _range(session, message)
+    yield "draining", "the daemon is shutting down" if draining else ""
+    yield "too_many_entries", _count(session, limits)
+    yield "quota", _quota(session, limits, blob_bound(message.nbytes))
+
+
+def _phase(session: Session) -> str:
+    if session.phase is Phase.ATTACHED:
+        return ""
+    return "the session has no lifeline yet: connect to Welcome.lifeline first"
+
+
+def _order(session: Session, message: Store) -> str:
+    if message.entry > session.last_entry:
+        return ""
+    return f"entry {message.entry} does not follow entry {session.last_entry}: ids only grow"
+
+
+def _part(session: Session, message: Store) -> str:
+    if message.nbytes <= session.part_bytes:
+        return ""
+    return f"{message.nbytes} bytes in one entry; the limit is {session.part_bytes}: send parts"
+
+
+def _range(session: Session, message: Store | Restore) -> str:
+    size = session.segments.get(message.segment)
+    if size is None:
+        return f"segment {message.segment} is not mapped"
+    end = message.offset + message.nbytes
+    if end <= size:
+        return ""
+    return f"bytes {message.offset} to {end} lie outside segment {message.segment} of {size} bytes"
+
+
+def _count(session: Session, limits: Limits) -> str:
+    if len(session.entries) < limits.max_entries:
+        return ""
+    return f"{limits.max_entries} entries are held, the limit: release some first"
+
+
+def _quota(session: Session, limits: Limits, nbytes: int) -> str:
+    if not limits.quota_bytes or session.used_bytes + granules(nbytes) <= limits.quota_bytes:
+        return ""
+    return (
+        f"{format_size(session.used_bytes)} of {format_size(limits.quota_bytes)} are used and "
+        f"{format_size(nbytes)} more are asked for: raise session_quota_bytes"
+    )

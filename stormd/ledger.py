@@ -1,0 +1,412 @@
+"""Who holds what: the pure state machine over sessions, entries, leases and quotas.
+
+What stays true: an event goes in, instructions come out, and nothing else happens: no socket,
+clock or memory is touched here. Every admitted entry holds either a promise or a block of the
+arena until it is freed, exactly once; nothing is freed while a lane uses it; and a session that
+has ended holds nothing.
+
+Entries:   Store -> encoding -> stored -> (restores read it) -> freed
+           Release or the session's end while a lane uses the entry frees it when the lane is done.
+Sessions:  opened -> attached -> ending -> gone; `Detached` of the lane is what ends the last step.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from stormd.admission import restore_problem, segment_problem, store_problem
+from stormd.arena import Space, granules
+from stormd.counters import Counters
+from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Unmap
+from stormd.lanes import (
+    Detached,
+    RestoreDone,
+    RestoreFailed,
+    RestoreJob,
+    Result,
+    SegmentMapped,
+    SegmentRefused,
+    StoreDone,
+    StoreFailed,
+    StoreJob,
+    blob_bound,
+    parse_dtype,
+)
+from stormd.protocol import (
+    Admitted,
+    Failed,
+    Mapped,
+    MapSegment,
+    Refused,
+    Rejected,
+    Release,
+    Restore,
+    Restored,
+    Store,
+    Stored,
+    UnmapSegment,
+)
+from stormd.records import Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.sizes import format_size
+
+__all__ = ["ATTACH_SECONDS", "Ledger"]
+
+ATTACH_SECONDS: Final = 5.0
+"""How long a session may exist without its lifeline."""
+
+
+class Ledger:
+    """The state of all sessions. `now` in seconds of any clock that does not step back.
+
+    Session ids come from the caller, who has made sure that they exist; everything inside a
+    message comes from a client and is checked.
+    """
+
+    def __init__(self, space: Space, limits: Limits, counters: Counters) -> None:
+        self._space = space
+        self._limits = limits
+        self._counters = counters
+        self._sessions: dict[int, Session] = {}
+        self._raw_bytes = 0
+        self._entries = 0
+        self._draining = False
+        self._events = {
+            StoreDone: self._store_done,
+            StoreFailed: self._store_failed,
+            RestoreDone: self._restore_done,
+            RestoreFailed: self._restore_failed,
+            SegmentMapped: self._segment_mapped,
+            SegmentRefused: self._segment_refused,
+            Detached: self._detached,
+        }
+
+    # --- sessions ---------------------------------------------------------------------------
+
+    def refusal(self) -> Refused | None:
+        """Return why no session can be opened now, None where one can."""
+        if self._draining:
+            return Refused("DaemonLost", "the daemon is shutting down: start it again")
+        if len(self._sessions) >= self._limits.max_sessions:
+            return Refused(
+                "QuotaExceeded",
+                f"{len(self._sessions)} sessions are open, the limit is "
+                f"{self._limits.max_sessions}: end one, or raise max_sessions",
+            )
+        return None
+
+    def open(self, info: SessionInfo, *, part_bytes: int, staging_bytes: int, now: float) -> None:
+        """Add a session; `staging_bytes` is the size of segment 0, 0 where it is to be mapped."""
+        assert self.refusal() is None
+        assert info.session not in self._sessions
+        segments = {0: staging_bytes} if staging_bytes else {}
+        self._sessions[info.session] = Session(info, part_bytes, now, segments)
+        self._counters.sessions += 1
+
+    def attach(self, session: int, now: float) -> None:
+        """Note that the session's lifeline is connected: from now on it may store."""
+        record = self._sessions[session]
+        assert record.phase is Phase.OPENED
+        record.phase = Phase.ATTACHED
+        record.seen = now
+
+    def touch(self, session: int, now: float) -> None:
+        """Renew the session's lease: its client was heard."""
+        self._sessions[session].seen = now
+
+    def tick(self, now: float) -> list[Instruction]:
+        """End sessions that never attached, and probe those that have been silent for a lease.
+
+        A stopped process (a debugger, a long call that holds its interpreter lock) is silent and
+        alive, and its activations must wait for it. So silence alone ends nothing.
+        """
+        instructions: list[Instruction] = []
+        for session, record in list(self._sessions.items()):
+            silent = now - record.seen
+            if record.phase is Phase.OPENED and silent > ATTACH_SECONDS:
+                instructions += self.end(session)
+            elif record.phase is Phase.ATTACHED and silent > self._limits.lease_seconds:
+                record.seen = now
+                instructions.append(Probe(session))
+        return instructions
+
+    def end(self, session: int, *, died: bool = True) -> list[Instruction]:
+        """Begin a session's end. Ending one that is ending changes nothing."""
+        record = self._sessions[session]
+        if record.phase is Phase.ENDING:
+            return []
+        record.phase = Phase.ENDING
+        self._counters.deaths += died
+        for entry_id, entry in list(record.entries.items()):
+            entry.released = True
+            entry.held.clear()
+            self._free_unused(record, entry_id)
+        return [Detach(session)]
+
+    def drain(self) -> None:
+        """Take no new session and no new entry from now on."""
+        self._draining = True
+
+    # --- requests of clients ----------------------------------------------------------------
+
+    def store(self, session: int, request: int, message: Store) -> list[Instruction]:
+        """Admit an entry, or say why not."""
+        record = self._sessions[session]
+        try:
+            dtype = parse_dtype(message.dtype, message.nbytes)
+        except ValueError as error:
+            return self._rejected(record, request, message, "invalid", str(error))
+        problem = store_problem(record, message, self._limits, draining=self._draining)
+        if problem is not None:
+            return self._rejected(record, request, message, *problem)
+        promised = blob_bound(message.nbytes)
+        if not self._space.promise(promised):
+            return self._rejected(record, request, message, "pool_full", self._pool_text(promised))
+        self._add(record, message.entry, Entry(message.nbytes, promised, granules(promised)))
+        job = StoreJob(
+            session,
+            message.entry,
+            message.segment,
+            message.offset,
+            message.nbytes,
+            dtype,
+            message.codec,
+            message.sequence,
+            promised,
+        )
+        return [Reply(session, request, Admitted(message.entry)), job]
+
+    def restore(self, session: int, request: int, message: Restore) -> list[Instruction]:
+        """Start a restore, or hold it back while its entry is encoded."""
+        record = self._sessions[session]
+        problem = restore_problem(record, message)
+        if problem is not None:
+            failed = Failed(message.ticket, message.entry, *problem)
+            return [Reply(session, request, failed)]
+        record.tickets[message.ticket] = Ticket(message.entry, request, message)
+        entry = record.entries[message.entry]
+        if entry.block is None:
+            entry.held.append(message.ticket)
+            return []
+        return [self._start_restore(record, message.ticket)]
+
+    def release(self, session: int, request: int, message: Release) -> list[Instruction]:  # noqa: ARG002 - one signature for all requests
+        """Give entries up; those in use are freed when they no longer are."""
+        record = self._sessions[session]
+        for entry_id in message.entries:
+            entry = record.entries.get(entry_id)
+            if entry is not None:
+                entry.released = True
+                self._free_unused(record, entry_id)
+        return []
+
+    def map_segment(self, session: int, request: int, message: MapSegment) -> list[Instruction]:
+        """Have a segment mapped, unless its number is taken or there are too many."""
+        record = self._sessions[session]
+        problem = segment_problem(record, message)
+        if problem is not None:
+            return [Reply(session, request, Refused("UsageError", problem))]
+        record.mapping[message.segment] = (request, message.nbytes)
+        return [Map(session, message)]
+
+    def unmap_segment(self, session: int, request: int, message: UnmapSegment) -> list[Instruction]:
+        """Take a segment out of use; new jobs cannot name it from here on."""
+        record = self._sessions[session]
+        if record.segments.pop(message.segment, None) is None:
+            detail = f"segment {message.segment} is not mapped"
+            return [Reply(session, request, Refused("UsageError", detail))]
+        return [Unmap(session, message.segment)]
+
+    # --- results of lanes -------------------------------------------------------------------
+
+    def result(self, result: Result) -> list[Instruction]:
+        """Take in what a lane has done."""
+        handler: Any = self._events[type(result)]
+        record = self._sessions[result.session]
+        instructions: list[Instruction] = handler(record, result)
+        return instructions
+
+    def _store_done(self, record: Session, result: StoreDone) -> list[Instruction]:
+        entry = record.entries[result.entry]
+        entry.block = result.block
+        self._charge(record, entry, granules(result.block.nbytes))
+        self._counters.store.add(entry.raw_bytes, result.block.nbytes, result.seconds)
+        if record.phase is Phase.ENDING:
+            self._free_unused(record, result.entry)
+            return []
+        stored = Stored(result.entry, result.block.nbytes, result.mode)
+        instructions: list[Instruction] = [Reply(record.info.session, 0, stored)]
+        held, entry.held = entry.held, []
+        instructions += [self._start_restore(record, ticket) for ticket in held]
+        self._free_unused(record, result.entry)
+        return instructions
+
+    def _store_failed(self, record: Session, result: StoreFailed) -> list[Instruction]:
+        entry = self._remove(record, result.entry)
+        self._counters.store.failures += 1
+        if result.block is None:
+            self._space.withdraw(entry.promised)
+        else:
+            self._space.release(result.block)
+        if record.phase is Phase.ENDING:
+            return []
+        failed = [(0, 0)]
+        failed += [(ticket, record.tickets.pop(ticket).request) for ticket in entry.held]
+        return [
+            Reply(
+                record.info.session,
+                request,
+                Failed(ticket, result.entry, "ActivationLost", result.detail),
+            )
+            for ticket, request in failed
+        ]
+
+    def _restore_done(self, record: Session, result: RestoreDone) -> list[Instruction]:
+        ticket, entry = self._end_restore(record, result.ticket)
+        assert entry.block is not None
+        self._counters.restore.add(entry.raw_bytes, entry.block.nbytes, result.seconds)
+        return self._answer(record, ticket, Restored(result.ticket))
+
+    def _restore_failed(self, record: Session, result: RestoreFailed) -> list[Instruction]:
+        ticket, _ = self._end_restore(record, result.ticket)
+        self._counters.restore.failures += 1
+        self._counters.corrupt += result.kind == "CorruptBlob"
+        failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
+        return self._answer(record, ticket, failed)
+
+    def _segment_mapped(self, record: Session, result: SegmentMapped) -> list[Instruction]:
+        request, nbytes = record.mapping.pop(result.segment)
+        if record.phase is Phase.ENDING:
+            return []
+        record.segments[result.segment] = nbytes
+        return [Reply(record.info.session, request, Mapped(result.segment))]
+
+    def _segment_refused(self, record: Session, result: SegmentRefused) -> list[Instruction]:
+        request, _ = record.mapping.pop(result.segment)
+        if record.phase is Phase.ENDING:
+            return []
+        return [Reply(record.info.session, request, Refused("UsageError", result.detail))]
+
+    def _detached(self, record: Session, result: Detached) -> list[Instruction]:
+        assert record.phase is Phase.ENDING, "a lane let go of a living session"
+        assert not record.entries, "a lane let go of a session without answering its jobs"
+        del self._sessions[result.session]
+        return [Ended(result.session)]
+
+    # --- what the operator sees -------------------------------------------------------------
+
+    @property
+    def entries(self) -> int:
+        """Entries of all sessions."""
+        return self._entries
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes, before encoding, of all entries."""
+        return self._raw_bytes
+
+    @property
+    def sessions(self) -> list[int]:
+        """The ids of all sessions that are not gone."""
+        return list(self._sessions)
+
+    def sessions_status(self) -> list[dict[str, Any]]:
+        """Return all sessions as `stormd status` shows them."""
+        return [record.as_status() for record in self._sessions.values()]
+
+    def assert_invariants(self) -> None:
+        """Raise AssertionError where the ledger contradicts itself or the arena: for tests."""
+        self._space.assert_invariants()
+        records = self._sessions.values()
+        entries = [entry for record in records for entry in record.entries.values()]
+        assert self._entries == len(entries)
+        assert self._raw_bytes == sum(entry.raw_bytes for entry in entries)
+        use = self._space.use()
+        charged = sum(entry.charge for entry in entries)
+        if all(entry.block for entry in entries):
+            assert (use.used, use.promised) == (charged, 0)
+        else:  # a lane may have placed a block of less than was promised, and not said so yet
+            assert use.used + use.promised <= charged
+        for record in records:
+            _assert_session(record)
+
+    # --- parts of the above -----------------------------------------------------------------
+
+    def _pool_text(self, nbytes: int) -> str:
+        use = self._space.use()
+        return (
+            f"{format_size(use.used + use.promised)} of {format_size(use.capacity)} are taken and "
+            f"{format_size(nbytes)} more are asked for: raise pool_bytes"
+        )
+
+    def _rejected(
+        self, record: Session, request: int, message: Store, reason: str, detail: str
+    ) -> list[Instruction]:
+        self._counters.rejected[reason] += 1
+        return [Reply(record.info.session, request, Rejected(message.entry, reason, detail))]
+
+    def _answer(
+        self, record: Session, ticket: Ticket, message: Restored | Failed
+    ) -> list[Instruction]:
+        if record.phase is Phase.ENDING:
+            return []
+        return [Reply(record.info.session, ticket.request, message)]
+
+    def _start_restore(self, record: Session, number: int) -> RestoreJob:
+        ticket = record.tickets[number]
+        entry = record.entries[ticket.entry]
+        assert entry.block is not None
+        ticket.started = True
+        entry.restores += 1
+        message = ticket.message
+        return RestoreJob(
+            record.info.session,
+            number,
+            entry.block,
+            message.segment,
+            message.offset,
+            message.nbytes,
+            message.sequence,
+        )
+
+    def _end_restore(self, record: Session, number: int) -> tuple[Ticket, Entry]:
+        ticket = record.tickets.pop(number)
+        entry = record.entries[ticket.entry]
+        entry.restores -= 1
+        self._free_unused(record, ticket.entry)
+        return ticket, entry
+
+    def _add(self, record: Session, entry_id: int, entry: Entry) -> None:
+        record.last_entry = entry_id
+        record.entries[entry_id] = entry
+        record.used_bytes += entry.charge
+        self._raw_bytes += entry.raw_bytes
+        self._entries += 1
+
+    def _remove(self, record: Session, entry_id: int) -> Entry:
+        entry = record.entries.pop(entry_id)
+        record.used_bytes -= entry.charge
+        self._raw_bytes -= entry.raw_bytes
+        self._entries -= 1
+        return entry
+
+    def _charge(self, record: Session, entry: Entry, charge: int) -> None:
+        record.used_bytes += charge - entry.charge
+        entry.charge = charge
+
+    def _free_unused(self, record: Session, entry_id: int) -> None:
+        """Free the entry if its owner has given it up and no lane uses it."""
+        entry = record.entries[entry_id]
+        if entry.released and not entry.in_use:
+            assert entry.block is not None
+            self._remove(record, entry_id)
+            self._space.release(entry.block)
+
+
+def _assert_session(record: Session) -> None:
+    assert record.used_bytes == sum(entry.charge for entry in record.entries.values())
+    for entry_id, entry in record.entries.items():
+        assert entry.charge == granules(entry.block.nbytes if entry.block else entry.promised)
+        assert not (entry.released and not entry.in_use), "a released entry was not freed"
+        started = [t for t in record.tickets.values() if t.entry == entry_id and t.started]
+        assert entry.restores == len(started)
+        assert not entry.held or entry.block is None, "a held restore was not started"

@@ -1,0 +1,108 @@
+"""The ledger's records: a session, its entries and the restores under way.
+
+What stays true: records hold state only; every change to them is made by the ledger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from stormd.arena import Block
+from stormd.protocol import Restore
+
+__all__ = ["Entry", "Limits", "Phase", "Session", "SessionInfo", "Ticket"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one session may hold and for how long it may be silent; 0 bytes sets no quota."""
+
+    max_sessions: int
+    max_entries: int
+    quota_bytes: int
+    lease_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """Who a session is, for the operator. `pid` and `uid` as the kernel knows them."""
+
+    session: int
+    device: str
+    uid: int
+    pid: int
+    name: str
+
+
+class Phase(Enum):
+    """A session's life. Only ATTACHED ones may store and restore."""
+
+    OPENED = auto()
+    ATTACHED = auto()
+    ENDING = auto()
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One restore. `started` once the lane has its job; held back while the entry is encoded."""
+
+    entry: int
+    request: int
+    message: Restore
+    started: bool = False
+
+
+@dataclass(slots=True)
+class Entry:
+    """One stored range. `block` is None while it is encoded; `charge` is what it counts for.
+
+    `restores` counts the lane's jobs that read the block, `held` the tickets that wait for it.
+    `released` entries are invisible to the client and freed once nothing uses them.
+    """
+
+    raw_bytes: int
+    promised: int
+    charge: int
+    block: Block | None = None
+    restores: int = 0
+    held: list[int] = field(default_factory=list)
+    released: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the lane reads or writes for this entry, or is about to."""
+        return self.block is None or self.restores > 0 or bool(self.held)
+
+
+@dataclass(slots=True)
+class Session:
+    """One client. `used_bytes` is the sum of its entries' charges, `seen` a time of the caller's.
+
+    `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
+    number and size.
+    """
+
+    info: SessionInfo
+    part_bytes: int
+    seen: float
+    segments: dict[int, int]
+    phase: Phase = Phase.OPENED
+    mapping: dict[int, tuple[int, int]] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    last_entry: int = 0
+    used_bytes: int = 0
+
+    def as_status(self) -> dict[str, Any]:
+        """Return the session as `stormd status` shows it."""
+        return {
+            "id": self.info.session,
+            "pid": self.info.pid,
+            "uid": self.info.uid,
+            "device": self.info.device,
+            "name": self.info.name,
+            "entries": len(self.entries),
+            "used_bytes": self.used_bytes,
+        }
