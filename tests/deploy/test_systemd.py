@@ -1,0 +1,158 @@
+"""The units as systemd itself reads them, and against what the daemon says it needs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stormd.config import Config, load_config
+from stormd.health import STUCK_SECONDS
+from stormd.protocol import parse_address
+from stormd.protocol.addresses import SYSTEM_DIRECTORY
+
+UNITS = ("stormd.service", "nvidia-mps.service")
+MOST_EXPOSURE = 4.0
+
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None,
+    reason="systemd-analyze is missing: install the package systemd",
+)
+
+
+def settings(unit: Path) -> dict[str, list[str]]:
+    """Return every setting's values; configparser would refuse the repeated ones."""
+    found: dict[str, list[str]] = {}
+    for line in unit.read_text().splitlines():
+        name, separator, value = line.partition("=")
+        if separator and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["systemd-analyze", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def installed(deploy: Path, tmp_path: Path) -> Path:
+    """A root directory with the units, what they run, and the targets they hang on."""
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    for name in UNITS:
+        shutil.copy(deploy / "systemd" / name, units)
+    for target in ("sysinit", "basic", "shutdown", "multi-user"):
+        (units / f"{target}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+    programs = {
+        "opt/stormd/bin/stormd",
+        "usr/bin/nvidia-modprobe",
+        "usr/bin/nvidia-cuda-mps-control",
+        "bin/kill",
+        "bin/sh",
+    }
+    for name in programs:
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.touch(mode=0o755)
+    return tmp_path
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", UNITS)
+def test_verify_finds_nothing(installed: Path, name: str) -> None:
+    outcome = analyze("verify", f"--root={installed}", "--man=no", name)
+    assert (outcome.stdout + outcome.stderr, outcome.returncode) == ("", 0)
+
+
+@needs_systemd
+def test_verify_would_notice_a_missing_program(installed: Path) -> None:
+    (installed / "opt/stormd/bin/stormd").unlink()
+    outcome = analyze("verify", f"--root={installed}", "--man=no", "stormd.service")
+    assert "/opt/stormd/bin/stormd is not executable" in outcome.stderr
+
+
+@needs_systemd
+def test_exposure_is_low(deploy: Path) -> None:
+    unit = deploy / "systemd" / "stormd.service"
+    threshold = f"--threshold={round(MOST_EXPOSURE * 10)}"
+    outcome = analyze("security", "--offline=true", "--no-pager", threshold, str(unit))
+    assert outcome.returncode == 0, outcome.stdout
+
+
+@needs_systemd
+def test_sysusers_makes_the_units_user(deploy: Path, tmp_path: Path) -> None:
+    users, groups = made_users(deploy, tmp_path)
+    unit = settings(deploy / "systemd" / "stormd.service")
+    assert unit["User"][0] in users
+    assert unit["Group"][0] in groups
+
+
+@needs_systemd
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a directory to another user")
+def test_tmpfiles_makes_the_runtime_directory(deploy: Path, tmp_path: Path) -> None:
+    users, groups = made_users(deploy, tmp_path)
+    rules = deploy / "systemd" / "stormd.tmpfiles.conf"
+    command = ["systemd-tmpfiles", "--create", f"--root={tmp_path}", str(rules)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    made = tmp_path.joinpath(*SYSTEM_DIRECTORY.parts[1:]).stat()
+    assert stat.S_IMODE(made.st_mode) == 0o750
+    assert (made.st_uid, made.st_gid) == (users["stormd"], groups["stormd"])
+
+
+def made_users(deploy: Path, root: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Let systemd-sysusers work on an empty system; return users and groups with their ids."""
+    (root / "etc").mkdir()
+    rules = deploy / "systemd" / "stormd.sysusers.conf"
+    command = ["systemd-sysusers", f"--root={root}", str(rules)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return ids(root / "etc/passwd"), ids(root / "etc/group")
+
+
+def ids(table: Path) -> dict[str, int]:
+    rows = [line.split(":") for line in table.read_text().splitlines()]
+    return {row[0]: int(row[2]) for row in rows}
+
+
+def test_tmpfiles_and_unit_agree_on_the_runtime_directory(deploy: Path) -> None:
+    unit = settings(deploy / "systemd" / "stormd.service")
+    lines = (deploy / "systemd" / "stormd.tmpfiles.conf").read_text().splitlines()
+    rules = {line.split()[1]: line.split() for line in lines if line and line[0] != "#"}
+    directory = f"/run/{unit['RuntimeDirectory'][0]}"
+    assert Path(directory) == SYSTEM_DIRECTORY
+    kind, _, mode, user, group, _ = rules[directory]
+    assert (kind, mode) == ("d", unit["RuntimeDirectoryMode"][0])
+    assert (user, group) == (unit["User"][0], unit["Group"][0])
+
+
+def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
+    unit = settings(deploy / "systemd" / "stormd.service")
+    program, command, *rest = shlex.split(unit["ExecStart"][0])
+    assert (Path(program).name, command) == ("stormd", "serve")
+    flags = dict(zip(rest[::2], rest[1::2], strict=True))
+    assert flags.pop("--config") == f"/etc/{unit['ConfigurationDirectory'][0]}/stormd.toml"
+    names = {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
+    config = load_config(flags=names, environ={})
+    assert parse_address(config.address).parent == SYSTEM_DIRECTORY
+    assert config.socket_mode == 0o660
+
+
+def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:
+    unit = settings(deploy / "systemd" / "stormd.service")
+    assert float(unit["TimeoutStopSec"][0]) > Config().shutdown_seconds
+    assert float(unit["WatchdogSec"][0]) > STUCK_SECONDS
+    assert unit["Type"] == ["notify"]
+    assert unit["LimitMEMLOCK"] == ["infinity"]
+
+
+def test_daemon_and_mps_use_one_pipe_directory(deploy: Path) -> None:
+    mps = settings(deploy / "systemd" / "nvidia-mps.service")
+    daemon = settings(deploy / "systemd" / "stormd.service")
+    pipe = f"CUDA_MPS_PIPE_DIRECTORY=/run/{mps['RuntimeDirectory'][0]}"
+    assert any(pipe in value.split() for value in mps["Environment"])
+    assert any(pipe in value.split() for value in daemon["Environment"])
