@@ -15,7 +15,7 @@ from collections.abc import Iterator
 __all__ = ["OrderHistory", "StepPlan"]
 
 KNOWN_STEPS = 8
-"""Kinds of steps remembered: training and validation shapes, a few threads; then the oldest goes."""
+"""Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
 
 
 class OrderHistory:

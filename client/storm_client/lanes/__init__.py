@@ -1,64 +1,111 @@
 """The data paths of the client, one module a kind of device.
 
-A lane moves bytes between tensors and the staging area that it shares with the daemon, and knows
-what orders those moves: the host's program order on the cpu lane, streams and the timeline page
-on the cuda lane. It decides nothing: what is stored when, which range of the staging area is
-used, and who waits for which message is the session's business.
+A lane moves bytes between tensors and the staging area that it shares with the daemon. It owns
+that area, and it knows what orders its moves: the host's program order on the cpu lane, streams
+and the timeline page on the cuda lane. What is stored when, and who waits for which message, is
+the session's business.
 
-What stays true: a range handed back by the session may be handed out again at once; where a
-device works asynchronously, the lane orders the new use behind the old one.
+What stays true: a slot's bytes are overwritten only after whoever used the range before is done
+with it. Where a device works asynchronously the lane orders that itself, on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-__all__ = ["Lane"]
+from stormd.protocol import Message, Welcome
+
+__all__ = ["Lane", "LaneHello", "Request", "Slot"]
+
+Request = Callable[[Message], Message]
+"""Sends a message to the daemon and returns its answer; raises a StormError when refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneHello:
+    """What Hello says about a lane; the fields mean what they mean there."""
+
+    device: str
+    device_uuid: str = ""
+    ipc_modes: tuple[str, ...] = ()
+    staging_bytes: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A range of the staging area in use for one part; lanes may add to it."""
+
+    segment: int
+    offset: int
+    nbytes: int
 
 
 class Lane(Protocol):
-    """What the session needs from a data path. All methods may be called from several threads.
+    """What the session needs from a data path, called from several threads.
 
-    The staging area is `staging_bytes` long; offsets into it are multiples of 64. Bytes are
-    passed as contiguous one-dimensional uint8 tensors on `device`.
+    Bytes are passed as contiguous one-dimensional uint8 tensors on `device`. Methods marked
+    "locked" are called with the session's lock held and must return at once.
 
-    The order of one part on its way out: `stage` -> Store(sequence) is sent -> Stored arrives ->
-    the range is free. On its way back: `grant` -> Restore(sequence) is sent -> (Restored arrives,
-    waited for only if `host_waits`) -> `unstage` with the same sequence -> the range is free.
+    Out: reserve -> stage -> publish, Store is sent -> Stored, Rejected or Failed -> free.
+    Back: reserve -> publish, Restore is sent -> Restored -> unstage -> free; free alone where
+    the part is not wanted any more.
     """
 
     device: torch.device
+    hello: LaneHello
     staging_bytes: int
-    host_waits: bool
-    """Whether the calling thread must have seen Restored before `unstage` may be called."""
+    """Size of the staging area; known from attach on."""
+
+    def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
+        """Map what the daemon shares; called once, before anything else.
+
+        `descriptors` are those of the lifeline, the timeline page first. The lane duplicates or
+        maps what it needs: the caller closes them.
+        """
+        ...
 
     def capturing(self) -> bool:
         """Tell whether the current stream is being captured into a graph: nothing may be stored."""
         ...
 
-    def stage(self, source: torch.Tensor, offset: int) -> int:
-        """Copy `source` into the staging area at `offset`; return the Store's sequence number.
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Return a slot of `nbytes`, None where there is no room now (locked)."""
+        ...
 
-        The caller keeps `source` alive until it returns, no longer.
+    def free(self, slot: Slot) -> None:
+        """Take a slot back; it is not used again (locked)."""
+        ...
+
+    def publish(self, slot: Slot) -> int:
+        """Return the sequence number for the message about to be sent (locked).
+
+        For a Store it says that what was staged is there, for a Restore that the slot may be
+        overwritten. Messages are sent in the order of these calls.
         """
+        ...
+
+    def stage(self, source: torch.Tensor, slot: Slot) -> None:
+        """Copy `source` into the slot. The caller may drop `source` as soon as it returns."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor of `nbytes` to restore into."""
         ...
 
-    def grant(self) -> int:
-        """Return the sequence number of a Restore whose range the daemon may overwrite."""
+    def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
+        """Copy a restored part out of the slot, in order before later work of this thread."""
         ...
 
-    def unstage(self, offset: int, destination: torch.Tensor, sequence: int) -> None:
-        """Copy a restored part from `offset` into `destination`, in order before later uses."""
+    def use(self, restored: torch.Tensor) -> None:
+        """Order this thread's later work behind the copies that filled `restored`."""
         ...
 
     def poison(self) -> None:
-        """Release every wait on the daemon's counters: the daemon is dead. Called once, at most."""
+        """Release every wait on the daemon's counters: the daemon is dead. Any thread, once."""
         ...
 
     def close(self) -> None:
