@@ -116,9 +116,13 @@ class Space:
     def release(self, block: Block) -> None:
         """Give a block back. Each block once."""
         with self._lock:
-            for offset, nbytes in block.extents:
-                self._used -= nbytes
-                self._free(offset, nbytes)
+            self._give_back(block)
+
+    def unplace(self, block: Block, promised: int) -> None:
+        """Undo `place`: the block is free again, and the promise stands again."""
+        with self._lock:
+            self._give_back(block)
+            self._promised += granules(promised)
 
     def use(self) -> SpaceUse:
         """Return how full the space is."""
@@ -148,6 +152,11 @@ class Space:
     def _unpromise(self, promised: int) -> None:
         self._promised -= granules(promised)
         assert self._promised >= 0, "more promises ended than were given"
+
+    def _give_back(self, block: Block) -> None:
+        for offset, nbytes in block.extents:
+            self._used -= nbytes
+            self._free(offset, nbytes)
 
     def _take(self, wanted: int) -> list[Extent]:
         index = bisect_left(self._by_size, (wanted, 0))

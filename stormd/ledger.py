@@ -243,10 +243,7 @@ class Ledger:
     def _store_failed(self, record: Session, result: StoreFailed) -> list[Instruction]:
         entry = self._remove(record, result.entry)
         self._counters.store.failures += 1
-        if result.block is None:
-            self._space.withdraw(entry.promised)
-        else:
-            self._space.release(result.block)
+        self._space.withdraw(entry.promised)
         if record.phase is Phase.ENDING:
             return []
         failed = [(0, 0)]

@@ -95,11 +95,10 @@ class StoreDone:
 
 @dataclass(frozen=True, slots=True)
 class StoreFailed:
-    """There is no blob. `block` is what had been placed for it; None: the promise still stands."""
+    """There is no blob, and nothing is placed: the promise still stands, to be withdrawn."""
 
     session: int
     entry: int
-    block: Block | None
     detail: str
 
 

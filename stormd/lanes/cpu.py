@@ -1,0 +1,209 @@
+"""The cpu lane: a shared staging area a session, worker threads that encode and decode.
+
+What stays true: workers touch a session's memory only between its attachment and its `Detached`;
+each job is answered once, also when it fails or is skipped; nothing here runs on the event loop
+but queueing.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from storm_kernels.errors import CorruptBlob
+
+from stormd.arena import Space
+from stormd.errors import LaneUnavailable
+from stormd.host_pool import HostPool
+from stormd.lanes import (
+    Attachment,
+    Detached,
+    RestoreDone,
+    RestoreFailed,
+    RestoreJob,
+    Result,
+    SegmentRefused,
+    StoreDone,
+    StoreFailed,
+    StoreJob,
+)
+from stormd.lanes.fair_queue import FairQueue
+from stormd.lanes.transfer import Transfer
+from stormd.protocol import Hello, MapSegment
+from stormd.protocol.timeline import PAGE_BYTES
+from stormd.shared_memory import SharedMemory
+
+__all__ = ["CpuLane"]
+
+log = logging.getLogger(__name__)
+
+LEAST_STAGING: Final = 64 << 10
+"""Bytes of the smallest staging area, whatever a client asks for."""
+
+STAGING_SEGMENT: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What a session and its lane share."""
+
+    page: SharedMemory
+    staging: SharedMemory
+
+    def close(self) -> None:
+        self.page.close()
+        self.staging.close()
+
+
+class CpuLane:
+    """Serves sessions with `threads` workers; results go to `post`, from any of them.
+
+    `staging_bytes` and `part_bytes` are the most that a session is granted. `close` must follow.
+    """
+
+    device: Final = "cpu"
+
+    def __init__(
+        self,
+        *,
+        pool: HostPool,
+        space: Space,
+        post: Callable[[Result], None],
+        staging_bytes: int,
+        part_bytes: int,
+        threads: int,
+    ) -> None:
+        self._pool = pool
+        self._space = space
+        self._post = post
+        self._staging_bytes = staging_bytes
+        self._part_bytes = part_bytes
+        # Written by the loop in attach and by a worker in _let_go, read by workers in between.
+        self._memories: dict[int, _Memory] = {}
+        self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
+        self._workers = [
+            threading.Thread(target=self._work, name=f"stormd-cpu-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    # --- called on the event loop -----------------------------------------------------------
+
+    def attach(self, session: int, hello: Hello) -> Attachment:
+        """Make the timeline page and the staging area, of the size asked for or less."""
+        staging = _granted(hello.staging_bytes, self._staging_bytes)
+        try:
+            memory = _shared(session, staging)
+        except OSError as error:
+            raise LaneUnavailable(
+                f"no shared memory of {staging} bytes for a session ({error.strerror}): "
+                "raise the limit of open files, or end a session"
+            ) from error
+        self._memories[session] = memory
+        return Attachment(
+            descriptors=(memory.page.take_descriptor(), memory.staging.take_descriptor()),
+            staging_bytes=staging,
+            part_bytes=min(self._part_bytes, staging // 2),
+        )
+
+    def store(self, job: StoreJob) -> None:
+        """Queue a store."""
+        self._queue.put(job.session, job)
+
+    def restore(self, job: RestoreJob) -> None:
+        """Queue a restore."""
+        self._queue.put(job.session, job)
+
+    def map_segment(self, session: int, request: MapSegment) -> None:
+        """Refuse: on this lane all bytes pass through the staging area."""
+        detail = "the cpu lane maps no segments: use segment 0, the staging area"
+        self._post(SegmentRefused(session, request.segment, detail))
+
+    def unmap_segment(self, session: int, segment: int) -> None:
+        """Do nothing: the ledger has taken the staging area out of use, it goes with `detach`."""
+
+    def detach(self, session: int) -> None:
+        """Skip what waits, let the workers finish what runs, then let the memory go."""
+        for job in self._queue.remove(session):
+            self._post(_failure(job, "ActivationLost", "the session ended before it was done"))
+        self._queue.retire(session)
+
+    def close(self, seconds: float) -> bool:
+        """End the workers; False where one still runs after `seconds`."""
+        self._queue.close()
+        deadline = time.monotonic() + seconds
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        return not any(worker.is_alive() for worker in self._workers)
+
+    # --- run by the workers -----------------------------------------------------------------
+
+    def _work(self) -> None:
+        transfer = Transfer(self._pool, self._space, self._part_bytes)
+        while (task := self._queue.take()) is not None:
+            session, job = task
+            if job is None:
+                self._let_go(session)
+                continue
+            self._post(self._perform(transfer, job))
+            self._queue.done(session)
+        transfer.close()
+
+    def _perform(self, transfer: Transfer, job: StoreJob | RestoreJob) -> Result:
+        try:
+            if isinstance(job, StoreJob):
+                return self._store(transfer, job)
+            return self._restore(transfer, job)
+        except CorruptBlob as error:
+            log.error("a blob of session %d is damaged: %s", job.session, error)  # noqa: TRY400 - no fault of the code that ran
+            return _failure(job, "CorruptBlob", str(error))
+        except Exception as error:  # whatever it is, the client must be told
+            log.exception("a job of session %d failed", job.session)
+            return _failure(job, "ActivationLost", f"{type(error).__name__}: {error}")
+
+    def _store(self, transfer: Transfer, job: StoreJob) -> Result:
+        began = time.perf_counter()
+        block, mode = transfer.store(self._address(job), job)
+        return StoreDone(job.session, job.entry, block, mode, time.perf_counter() - began)
+
+    def _restore(self, transfer: Transfer, job: RestoreJob) -> Result:
+        began = time.perf_counter()
+        transfer.restore(job.block, self._address(job), job.nbytes)
+        return RestoreDone(job.session, job.ticket, time.perf_counter() - began)
+
+    def _address(self, job: StoreJob | RestoreJob) -> int:
+        staging = self._memories[job.session].staging
+        assert job.segment == STAGING_SEGMENT
+        assert job.offset + job.nbytes <= staging.nbytes, "a range that the ledger let through"
+        return staging.address + job.offset
+
+    def _let_go(self, session: int) -> None:
+        self._memories.pop(session).close()
+        self._post(Detached(session))
+
+
+def _granted(asked: int, most: int) -> int:
+    """Return the staging size: whole pages, at most `most`, which is also the default."""
+    wanted = min(max(asked, LEAST_STAGING), most) if asked else most
+    return -(-wanted // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _shared(session: int, staging_bytes: int) -> _Memory:
+    page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
+    try:
+        return _Memory(page, SharedMemory(f"stormd-{session:x}-staging", staging_bytes))
+    except OSError:
+        page.close()
+        raise
+
+
+def _failure(job: StoreJob | RestoreJob, kind: str, detail: str) -> Result:
+    if isinstance(job, StoreJob):
+        return StoreFailed(job.session, job.entry, detail[:1000])
+    return RestoreFailed(job.session, job.ticket, kind, detail[:1000])

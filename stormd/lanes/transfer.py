@@ -1,0 +1,107 @@
+"""Moves bytes between a session's memory and blobs in the arena, on the processor.
+
+What stays true: a blob is encoded from bytes that the client cannot change meanwhile, unless each
+byte is read only once; what is decoded is verified by the codec before it is called restored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Final
+
+from stormd.arena import Block, Space
+from stormd.host_pool import HostPool
+from stormd.lanes import StoreJob, blob_bound, codec
+
+__all__ = ["Scratch", "Transfer"]
+
+
+class Scratch:
+    """`nbytes` of private memory at `address`, aligned to a page."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def close(self) -> None:
+        """Unmap. Twice is fine."""
+        self._mapping.close()
+
+
+class Transfer:
+    """One worker's stores and restores of up to `part_bytes` each. Not thread-safe.
+
+    Its scratch holds a private copy of the source and a blob. Pages are taken when touched, so
+    raw blobs in one piece, which need neither, cost nothing.
+    """
+
+    def __init__(self, pool: HostPool, space: Space, part_bytes: int) -> None:
+        self._pool = pool
+        self._space = space
+        self._source = Scratch(part_bytes)
+        self._blob = Scratch(blob_bound(part_bytes))
+
+    def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
+        """Encode the bytes at address `source`; return where the blob is, and its mode.
+
+        On an error nothing is placed: the job's promise still stands.
+        """
+        if job.codec == "raw":
+            return self._store_raw(source, job), "raw"
+        ctypes.memmove(self._source.address, source, job.nbytes)
+        size = codec.encode(
+            self._source.address, job.nbytes, job.dtype, self._blob.address, job.promised
+        )
+        mode = codec.mode(self._blob.address, size)
+        block = self._space.place(job.promised, size)
+        self._scatter(block)
+        return block, mode
+
+    def restore(self, block: Block, destination: int, nbytes: int) -> None:
+        """Decode the blob to `nbytes` at address `destination`.
+
+        Raises:
+            CorruptBlob: the blob is damaged; the destination may hold anything.
+        """
+        blob = self._blob.address
+        if block.offset is None:
+            self._gather(block)
+        else:
+            blob = self._pool.address + block.offset
+        codec.decode(blob, block.nbytes, destination, nbytes)
+
+    def close(self) -> None:
+        """Give the scratch back. Twice is fine."""
+        self._source.close()
+        self._blob.close()
+
+    def _store_raw(self, source: int, job: StoreJob) -> Block:
+        """Encode straight into the arena: a raw blob's size is known, and it reads a byte once."""
+        block = self._space.place(job.promised, blob_bound(job.nbytes))
+        try:
+            self._encode_raw(source, job, block)
+        except BaseException:
+            self._space.unplace(block, job.promised)
+            raise
+        return block
+
+    def _encode_raw(self, source: int, job: StoreJob, block: Block) -> None:
+        in_one = block.offset is not None
+        target = self._pool.address + (block.offset or 0) if in_one else self._blob.address
+        codec.encode_raw(source, job.nbytes, job.dtype, target, block.nbytes)
+        if not in_one:
+            self._scatter(block)
+
+    def _scatter(self, block: Block) -> None:
+        done = 0
+        for offset, nbytes in block.pieces():
+            ctypes.memmove(self._pool.address + offset, self._blob.address + done, nbytes)
+            done += nbytes
+
+    def _gather(self, block: Block) -> None:
+        done = 0
+        for offset, nbytes in block.pieces():
+            ctypes.memmove(self._blob.address + done, self._pool.address + offset, nbytes)
+            done += nbytes
