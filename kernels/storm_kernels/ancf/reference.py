@@ -44,11 +44,13 @@ def encode_into(
     speed: str = "fast",
     checksum: bool = True,
     policy: str = "adaptive",
+    threads: int = 1,  # noqa: ARG001 (one signature for all host backends)
 ) -> int:
     """Encode `nbytes` bytes at host address `src` to `dst`; return the blob's size.
 
-    `dst_bytes` must be at least `max_encoded_bytes(nbytes, dtype)`. Raises UsageError for
-    arguments that no encoder accepts; `dst` is then untouched.
+    `threads` makes no difference here. `dst_bytes` must be at least
+    `max_encoded_bytes(nbytes, dtype)`. Raises UsageError for arguments that no encoder accepts;
+    `dst` is then untouched.
     """
     check_request(nbytes, dtype, dst_bytes)
     blob = encode(
@@ -58,7 +60,14 @@ def encode_into(
     return blob.size
 
 
-def decode_into(blob: int, blob_bytes: int, dst: int, dst_bytes: int) -> None:
+def decode_into(
+    blob: int,
+    blob_bytes: int,
+    dst: int,
+    dst_bytes: int,
+    *,
+    threads: int = 1,  # noqa: ARG001 (one signature for all host backends)
+) -> None:
     """Decode the blob of `blob_bytes` bytes at host address `blob` to `dst`.
 
     `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob; `dst` may then hold anything.

@@ -1,0 +1,214 @@
+"""`encode` and `decode`: tensors in, tensors out, on whichever backend suits.
+
+Lossless unless `tolerance` is above 0. A backend that is missing is never replaced by one with
+other results: all of them write the same bytes.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol, TypedDict, cast
+
+import numpy as np
+
+from ..backends import BackendName, resolve
+from ..errors import UsageError
+from .blob import Blob
+from .choose import POLICIES
+from .dtypes import DType, dtype_of
+from .lossy import quantize
+from .plan import max_encoded_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = ["HostBackend", "decode", "encode", "host_backend"]
+
+_CENTRES = {"conservative": 126, "adaptive": 254, "aggressive": 510}  # and zero
+_HOST_MODULES = {"cpu": "storm_kernels.ancf.cpu", "numpy": "storm_kernels.ancf.reference"}
+
+
+class _Options(TypedDict):
+    """What every backend's encoder takes."""
+
+    mode: str
+    speed: str
+    checksum: bool
+    policy: str
+
+
+class HostBackend(Protocol):
+    """The low-level functions on host addresses, as reference.py describes them."""
+
+    def encode_into(
+        self,
+        src: int,
+        nbytes: int,
+        dtype: DType,
+        dst: int,
+        dst_bytes: int,
+        *,
+        mode: str = "auto",
+        speed: str = "fast",
+        checksum: bool = True,
+        policy: str = "adaptive",
+        threads: int = 1,
+    ) -> int:
+        """Encode to `dst` and return the blob's size."""
+
+    def decode_into(
+        self, blob: int, blob_bytes: int, dst: int, dst_bytes: int, *, threads: int = 1
+    ) -> None:
+        """Decode to `dst` or raise CorruptBlob."""
+
+
+def host_backend(name: str = "auto") -> HostBackend:
+    """Return the backend of that name for host memory: "cpu", "numpy" or the faster of them."""
+    found = resolve(name, "cpu")
+    if found == "cuda":
+        raise UsageError("backend 'cuda' has no functions for host memory; choose 'cpu' or 'auto'")
+    return cast("HostBackend", import_module(_HOST_MODULES[found]))
+
+
+def encode(
+    tensor: torch.Tensor,
+    mode: str = "auto",
+    speed: str = "fast",
+    tolerance: float = 0.0,
+    backend: str = "auto",
+    *,
+    checksum: bool = True,
+    policy: str = "adaptive",
+    threads: int = 1,
+) -> Blob:
+    """Return `tensor` encoded: any shape and strides, any type of `DType`, on the CPU or CUDA.
+
+    `mode` is "auto" or a name of `Mode` in lower case; `speed` is "fast" or "dense"; `policy`
+    sizes the dictionary of mode "values" ("conservative", "adaptive" or "aggressive"); `threads`
+    is for the C backend. With `tolerance` above 0 elements may come back changed by at most that
+    much (floating point only; modes "values" and "auto", which takes the smaller of mode values and
+    the lossless blob); NaNs and infinities stay exact.
+
+    Raises UsageError for arguments no backend takes, BackendUnavailable for a missing backend.
+    A mode that does not pay on this data gives a blob of mode "raw".
+    """
+    if policy not in POLICIES:
+        raise UsageError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    options = _Options(mode=mode, speed=speed, checksum=checksum, policy=policy)
+    if not tolerance:
+        return _encode(flat, options, backend, threads)
+    rounded = quantize(flat, mode, tolerance, _CENTRES[policy])
+    lossy = _encode(rounded, {**options, "mode": "values"}, backend, threads)
+    if mode == "values":
+        return lossy
+    return min(lossy, _encode(flat, options, backend, threads), key=lambda blob: blob.nbytes)
+
+
+def decode(
+    blob: Blob,
+    out: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+    *,
+    threads: int = 1,
+) -> torch.Tensor:
+    """Return the tensor that `blob` holds, written to `out` where given.
+
+    `out` must have the blob's shape and dtype (any strides); otherwise the tensor is new, on
+    `device` or where the encoded tensor was. Raises CorruptBlob for damage, `out` may then hold
+    anything; UsageError where `out` does not fit.
+    """
+    import torch
+
+    if out is not None:
+        _check_output(blob, out, device)
+    target = out.device if out is not None else torch.device(device or blob.device)
+    if out is not None and out.is_contiguous() and not _is_lazy(out):
+        result = out.detach()
+    else:
+        result = torch.empty(blob.shape, dtype=blob.dtype, device=target)
+    _decode_to(blob, result, resolve(backend, target.type), threads)
+    if out is None:
+        return result
+    if result.data_ptr() != out.data_ptr():
+        out.detach().copy_(result)
+    return out
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory holds other bits than its values (conjugate or negated views)."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _check_output(blob: Blob, out: torch.Tensor, device: torch.device | str | None) -> None:
+    import torch
+
+    if tuple(out.shape) != blob.shape or out.dtype != blob.dtype:
+        raise UsageError(
+            f"out has shape {tuple(out.shape)} and {out.dtype}, "
+            f"the blob {blob.shape} and {blob.dtype}"
+        )
+    if device is not None and torch.device(device) != out.device:
+        raise UsageError(f"out is on {out.device}, device says {device}; give one of them")
+
+
+def _encode(flat: torch.Tensor, options: _Options, backend: str, threads: int) -> Blob:
+    name, dtype = resolve(backend, flat.device.type), dtype_of(flat.dtype)
+    data: NDArray[np.uint8] | torch.Tensor
+    if name == "cuda":
+        data = _encode_on_device(flat, dtype, options)
+    else:
+        data = _encode_on_host(flat.cpu(), dtype, name, threads, options)
+    return Blob(data, tuple(flat.shape), str(flat.device))
+
+
+def _encode_on_host(
+    flat: torch.Tensor, dtype: DType, backend: BackendName, threads: int, options: _Options
+) -> NDArray[np.uint8]:
+    buffer = np.empty(max_encoded_bytes(flat.nbytes, dtype), np.uint8)
+    size = host_backend(backend).encode_into(
+        flat.data_ptr(),
+        flat.nbytes,
+        dtype,
+        buffer.ctypes.data,
+        buffer.size,
+        threads=threads,
+        **options,
+    )
+    return buffer[:size].copy()
+
+
+def _encode_on_device(flat: torch.Tensor, dtype: DType, options: _Options) -> torch.Tensor:
+    if not flat.is_cuda:
+        raise UsageError(f"backend 'cuda' was asked to encode a tensor on {flat.device}")
+    from . import cuda
+
+    return cuda.encode_device(flat.data_ptr(), flat.nbytes, dtype, flat.get_device(), **options)
+
+
+def _decode_to(blob: Blob, result: torch.Tensor, backend: BackendName, threads: int) -> None:
+    if backend == "cuda":
+        _decode_on_device(blob, result)
+        return
+    import torch
+
+    host = torch.empty_like(result, device="cpu") if result.is_cuda else result
+    data = blob.host_data()
+    host_backend(backend).decode_into(
+        data.ctypes.data, data.size, host.data_ptr(), host.nbytes, threads=threads
+    )
+    if host is not result:
+        result.copy_(host)
+
+
+def _decode_on_device(blob: Blob, result: torch.Tensor) -> None:
+    import torch
+
+    if not result.is_cuda:
+        raise UsageError(f"backend 'cuda' was asked to decode to {result.device}")
+    from . import cuda
+
+    data = blob.data if isinstance(blob.data, torch.Tensor) else torch.tensor(blob.data)
+    cuda.decode_device(data.to(result.device), result.data_ptr(), result.nbytes)

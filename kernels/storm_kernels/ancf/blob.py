@@ -1,0 +1,145 @@
+"""An encoded tensor: the blob's bytes, and the shape that they do not hold.
+
+A `Blob` is immutable. Its bytes lie in host memory or on a CUDA device, wherever the encoder
+left them; `to_bytes` and `from_bytes` are the serialised form (FORMAT.md, section 13).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import CorruptBlob
+from . import layout
+from .checksum import checksum
+from .header import Header, read_header
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = ["Blob"]
+
+_TOTAL_AT = 24  # of the header: the blob's size
+_TRAILER_HEAD = struct.Struct("<4sI")
+_CHECK = struct.Struct("<Q")
+
+
+class Blob:
+    """A tensor as `encode` left it. `data` is the blob: a NumPy or a torch array of uint8."""
+
+    def __init__(
+        self,
+        data: NDArray[np.uint8] | torch.Tensor,
+        shape: tuple[int, ...],
+        device: str = "cpu",
+    ) -> None:
+        self._data = data
+        self._shape = shape
+        self._device = device
+
+    @property
+    def data(self) -> NDArray[np.uint8] | torch.Tensor:
+        """The blob's bytes where they lie; not to be written to."""
+        return self._data
+
+    @property
+    def device(self) -> str:
+        """Where the tensor was, and where `decode` puts it unless told otherwise."""
+        return self._device
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded bytes, header included."""
+        return int(self._data.nbytes)
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Original bytes."""
+        return self.header.raw_nbytes
+
+    @property
+    def ratio(self) -> float:
+        """Original bytes for each encoded byte."""
+        return self.raw_nbytes / self.nbytes
+
+    @property
+    def mode(self) -> str:
+        """The name of the mode that was used, in lower case."""
+        return self.header.mode.name.lower()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The tensor's torch dtype."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.header.dtype.torch_name)
+        return dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self._shape
+
+    @cached_property
+    def header(self) -> Header:
+        """The blob's header; raises CorruptBlob where it is damaged."""
+        return read_header(self.host_data())
+
+    def host_data(self) -> NDArray[np.uint8]:
+        """Return the blob's bytes in host memory, copied there if they are on a device."""
+        if isinstance(self._data, np.ndarray):
+            return self._data
+        copied: NDArray[np.uint8] = self._data.cpu().numpy()
+        return copied
+
+    def to_bytes(self) -> bytes:
+        """Return the serialised tensor: blob, shape and a check of both."""
+        body = self.host_data().tobytes() + _TRAILER_HEAD.pack(
+            layout.TRAILER_MAGIC, len(self._shape)
+        )
+        body += struct.pack(f"<{len(self._shape)}Q", *self._shape)
+        return body + _CHECK.pack(checksum(np.frombuffer(body, np.uint8)))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Blob:
+        """Return the blob that `to_bytes` made; raises CorruptBlob for anything damaged."""
+        view = np.frombuffer(data, np.uint8)
+        end = _blob_bytes(view)
+        shape = _read_trailer(view, end)
+        blob = cls(view[:end], shape)
+        items = blob.raw_nbytes // blob.header.dtype.item_bytes
+        if math.prod(shape) != items or blob.raw_nbytes % blob.header.dtype.item_bytes:
+            raise CorruptBlob(f"shape {shape} does not hold {blob.raw_nbytes} bytes")
+        return blob
+
+    def __repr__(self) -> str:
+        return (
+            f"Blob({self.mode}, {self.header.dtype.torch_name}, shape={self._shape}, "
+            f"{self.nbytes} of {self.raw_nbytes} bytes)"
+        )
+
+
+def _blob_bytes(view: NDArray[np.uint8]) -> int:
+    least = layout.HEADER_BYTES + _TRAILER_HEAD.size + _CHECK.size
+    if view.size < least:
+        raise CorruptBlob(f"{view.size} bytes are too few for a serialised tensor ({least})")
+    total = int.from_bytes(view[_TOTAL_AT : _TOTAL_AT + 8].tobytes(), "little")
+    if not layout.HEADER_BYTES <= total <= view.size - _TRAILER_HEAD.size - _CHECK.size:
+        raise CorruptBlob(f"the header asks for {total} bytes and a trailer, got {view.size}")
+    return total
+
+
+def _read_trailer(view: NDArray[np.uint8], start: int) -> tuple[int, ...]:
+    body = view[: -_CHECK.size]
+    if _CHECK.unpack(view[-_CHECK.size :].tobytes())[0] != checksum(body):
+        raise CorruptBlob("the serialised tensor does not match its check")
+    trailer = body[start:].tobytes()
+    magic, ndim = _TRAILER_HEAD.unpack_from(trailer)
+    if magic != layout.TRAILER_MAGIC or len(trailer) != _TRAILER_HEAD.size + 8 * ndim:
+        raise CorruptBlob(f"a trailer of {len(trailer)} bytes for {ndim} dimensions")
+    return struct.unpack_from(f"<{ndim}Q", trailer, _TRAILER_HEAD.size)
