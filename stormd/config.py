@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
+from stormd.endpoint import parse_host_port
 from stormd.errors import ConfigError
 from stormd.protocol import ProtocolError, default_addresses, parse_address
 from stormd.protocol.limits import MAX_ENTRY_BYTES
@@ -115,6 +116,14 @@ class Config:
         "listen",
         "user ids that may connect; empty means the daemon's own user and root",
         default=(),
+    )
+    metrics_address: str = _option(
+        "text",
+        "listen",
+        "where /metrics (Prometheus) and /healthz are served, HOST:PORT; empty for nowhere",
+        default="",
+        example="127.0.0.1:9464",
+        default_note="empty",
     )
 
     pool_bytes: int = _option(
@@ -233,6 +242,8 @@ class Config:
         for option in config_options():
             _check(option, getattr(self, option.name))
         _check_address(self.address)
+        if self.metrics_address:
+            parse_host_port(self.metrics_address)
         for lane in ("cpu", "cuda"):
             _check_parts(self, lane)
 

@@ -135,3 +135,10 @@ def test_a_missing_or_broken_file_is_an_error(tmp_path: Path) -> None:
         load_config(environ=NO_ENVIRONMENT, path=tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="is not TOML"):
         _load(tmp_path / "stormd.toml", "pool_bytes = \n")
+
+
+def test_metrics_address_is_read_at_construction() -> None:
+    assert Config(metrics_address="[::1]:9464").metrics_address == "[::1]:9464"
+    assert Config().metrics_address == ""
+    with pytest.raises(ConfigError, match="metrics_address is '9464'"):
+        Config(metrics_address="9464")
