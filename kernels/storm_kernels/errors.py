@@ -6,7 +6,7 @@ came from elsewhere. No function returns wrong data instead of raising one of th
 
 from __future__ import annotations
 
-__all__ = ["BackendUnavailable", "CorruptBlob", "KernelsError", "UsageError"]
+__all__ = ["BackendUnavailable", "CorruptBlob", "CudaDriverError", "KernelsError", "UsageError"]
 
 
 class KernelsError(Exception):
@@ -26,3 +26,17 @@ class CorruptBlob(KernelsError, ValueError):
 
     The output given to the decoder may hold anything; nothing outside it was touched.
     """
+
+
+class CudaDriverError(KernelsError, RuntimeError):
+    """A CUDA driver call failed. Nothing that the call was to create exists.
+
+    Attributes:
+        call: the driver's name of the call, such as "cuMemAlloc".
+        code: the driver's name of the outcome, such as "CUDA_ERROR_OUT_OF_MEMORY".
+    """
+
+    def __init__(self, call: str, code: str, detail: str) -> None:
+        super().__init__(f"{call} failed with {code}{': ' + detail if detail else ''}")
+        self.call = call
+        self.code = code

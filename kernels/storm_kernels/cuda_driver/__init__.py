@@ -2,11 +2,10 @@
 
 What stays true: one class holds one CUDA object and gives it back once; every failed call
 raises an error that names it. Importing this package needs the CUDA bindings and raises
-CudaUnavailable without them, so it is imported where a CUDA lane is opened, never before.
+errors.BackendUnavailable without them, so it is imported where a CUDA lane is opened, never before.
 """
 
 from storm_kernels.cuda_driver.device import PrimaryContext, device_uuids
-from storm_kernels.cuda_driver.errors import CudaDriverError, CudaUnavailable
 from storm_kernels.cuda_driver.memory import (
     HANDLE_BYTES,
     DeviceBuffer,
@@ -20,6 +19,7 @@ from storm_kernels.cuda_driver.stream import (
     Event,
     Stream,
     copy_async,
+    elapsed_seconds,
     wait_event,
     wait_value,
     write_value,
@@ -27,8 +27,6 @@ from storm_kernels.cuda_driver.stream import (
 
 __all__ = [
     "HANDLE_BYTES",
-    "CudaDriverError",
-    "CudaUnavailable",
     "DeviceBuffer",
     "Event",
     "IpcMapping",
@@ -39,6 +37,7 @@ __all__ = [
     "buffer_id",
     "copy_async",
     "device_uuids",
+    "elapsed_seconds",
     "exportable",
     "wait_event",
     "wait_value",

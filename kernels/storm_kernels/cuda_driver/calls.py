@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from storm_kernels.cuda_driver.errors import CudaDriverError, CudaUnavailable
+from storm_kernels.errors import BackendUnavailable, CudaDriverError
 
 try:
     from cuda.bindings import driver
 except ImportError as error:
-    raise CudaUnavailable(
+    raise BackendUnavailable(
         f"the CUDA bindings cannot be imported ({error}): install stormd[cuda]"
     ) from error
 
@@ -37,10 +37,10 @@ def initialise() -> None:
     """Initialise the driver; harmless when it has been done.
 
     Raises:
-        CudaUnavailable: there is no driver or no device.
+        BackendUnavailable: there is no driver or no device.
     """
     try:
         call(driver.cuInit, 0)
     except (CudaDriverError, RuntimeError) as error:
         # The bindings raise a plain RuntimeError where libcuda cannot be loaded.
-        raise CudaUnavailable(f"no CUDA driver or device: {error}") from error
+        raise BackendUnavailable(f"no CUDA driver or device: {error}") from error

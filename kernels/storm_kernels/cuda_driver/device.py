@@ -10,7 +10,7 @@ import uuid
 from typing import Any
 
 from storm_kernels.cuda_driver.calls import call, driver, initialise
-from storm_kernels.cuda_driver.errors import CudaUnavailable
+from storm_kernels.errors import BackendUnavailable
 
 __all__ = ["PrimaryContext", "device_uuids"]
 
@@ -19,7 +19,7 @@ def device_uuids() -> list[str]:
     """Return the UUID of each visible device as text, by ordinal.
 
     Raises:
-        CudaUnavailable: there is no driver or no device.
+        BackendUnavailable: there is no driver or no device.
     """
     initialise()
     count = int(call(driver.cuDeviceGetCount))
@@ -34,7 +34,7 @@ class PrimaryContext:
     """The primary context of one device, retained until `close`.
 
     Raises:
-        CudaUnavailable: no device has this ordinal.
+        BackendUnavailable: no device has this ordinal.
         CudaDriverError: the context cannot be created.
     """
 
@@ -42,7 +42,7 @@ class PrimaryContext:
         initialise()
         count = int(call(driver.cuDeviceGetCount))
         if not 0 <= ordinal < count:
-            raise CudaUnavailable(f"CUDA device {ordinal} does not exist: {count} are visible")
+            raise BackendUnavailable(f"CUDA device {ordinal} does not exist: {count} are visible")
         self.ordinal = ordinal
         self._device = call(driver.cuDeviceGet, ordinal)
         self.uuid = _uuid_of(self._device)

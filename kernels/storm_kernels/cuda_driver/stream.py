@@ -8,16 +8,23 @@ the calling thread.
 from __future__ import annotations
 
 from storm_kernels.cuda_driver.calls import call, driver
-from storm_kernels.cuda_driver.errors import CudaDriverError
+from storm_kernels.errors import CudaDriverError
 
-__all__ = ["Event", "Stream", "copy_async", "wait_event", "wait_value", "write_value"]
+__all__ = [
+    "Event",
+    "Stream",
+    "copy_async",
+    "elapsed_seconds",
+    "wait_event",
+    "wait_value",
+    "write_value",
+]
 
 _GEQ = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
 _WRITE = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
 _NON_BLOCKING = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-_EVENT_FLAGS = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING) | int(
-    driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC
-)
+_BLOCKING = int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
+_UNTIMED = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY.name
 
 
@@ -44,10 +51,10 @@ class Stream:
 
 
 class Event:
-    """A point on a stream, without timing. A waiting host thread sleeps, it does not spin."""
+    """A point on a stream. A waiting host thread sleeps, it does not spin."""
 
-    def __init__(self) -> None:
-        self._event = call(driver.cuEventCreate, _EVENT_FLAGS)
+    def __init__(self, *, timed: bool = False) -> None:
+        self._event = call(driver.cuEventCreate, _BLOCKING if timed else _BLOCKING | _UNTIMED)
         self.handle = int(self._event)
         self._open = True
 
@@ -83,6 +90,11 @@ class Event:
 def copy_async(destination: int, source: int, nbytes: int, stream: int) -> None:
     """Put a copy of `nbytes` between any two addresses of host or device on `stream`."""
     call(driver.cuMemcpyAsync, destination, source, nbytes, stream)
+
+
+def elapsed_seconds(begin: Event, end: Event) -> float:
+    """Return the device's time between two timed events that have both been passed."""
+    return float(call(driver.cuEventElapsedTime, begin.handle, end.handle)) / 1e3
 
 
 def wait_event(stream: int, event: Event) -> None:
