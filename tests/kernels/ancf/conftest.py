@@ -1,0 +1,89 @@
+"""Fixtures of the codec's tests: every backend of this machine, and buffers with guard bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from storm_kernels import ancf, backends
+
+GUARD = 64  # bytes on either side of a buffer
+POISON = 0xA5
+
+
+class Guarded:
+    """A poisoned buffer at any alignment, whose surroundings must stay as they are."""
+
+    def __init__(self, nbytes: int, offset: int = 0) -> None:
+        self._memory = np.full(nbytes + 2 * GUARD + offset, POISON, np.uint8)
+        self.data = self._memory[GUARD + offset : GUARD + offset + nbytes]
+        self._start = GUARD + offset
+
+    @property
+    def address(self) -> int:
+        return self._memory.ctypes.data + self._start
+
+    def check(self) -> None:
+        end = self._start + self.data.size
+        assert (self._memory[: self._start] == POISON).all(), "bytes before the buffer written"
+        assert (self._memory[end:] == POISON).all(), "bytes after the buffer written"
+
+
+@pytest.fixture(params=["numpy", "cpu"])
+def name(request: pytest.FixtureRequest) -> str:
+    """The name of a backend for host memory."""
+    info = backends()[request.param]
+    if not info.available:
+        pytest.skip(f"backend {info.name}: {info.detail}")
+    return info.name
+
+
+class Codec:
+    """A host backend, called on guarded and possibly misaligned buffers."""
+
+    def __init__(self, name: str) -> None:
+        self._backend = ancf.host_backend(name)
+
+    def encode(self, data: np.ndarray, dtype: ancf.DType, offset: int = 0, **options) -> np.ndarray:
+        source = Guarded(data.size, offset)
+        source.data[:] = data
+        target = Guarded(ancf.max_encoded_bytes(data.size, dtype), offset)
+        size = self._backend.encode_into(
+            source.address, data.size, dtype, target.address, target.data.size, **options
+        )
+        assert (source.data == data).all(), "the source was changed"
+        source.check()
+        target.check()
+        return target.data[:size].copy()
+
+    def decode(self, blob: np.ndarray, nbytes: int, offset: int = 0) -> np.ndarray:
+        source = Guarded(blob.size, offset)
+        source.data[:] = blob
+        target = Guarded(nbytes, offset)
+        try:
+            self._backend.decode_into(source.address, blob.size, target.address, nbytes)
+        finally:
+            target.check()
+        return target.data.copy()
+
+
+@pytest.fixture
+def codec(name: str) -> Codec:
+    """A host backend behind guard bytes."""
+    return Codec(name)
+
+
+@pytest.fixture
+def round_trip(codec: Codec) -> Callable[..., np.ndarray]:
+    """Encode with a backend, compare with the reference's blob, decode, compare the bits."""
+    reference = Codec("numpy")
+
+    def check(data: np.ndarray, dtype: ancf.DType, offset: int = 0, **options) -> np.ndarray:
+        blob = codec.encode(data, dtype, offset, **options)
+        expected = reference.encode(data, dtype, **options)
+        assert blob.tobytes() == expected.tobytes(), "the blob differs from the reference's"
+        assert (codec.decode(blob, data.size, offset) == data).all(), "the bits differ"
+        return blob
+
+    return check
