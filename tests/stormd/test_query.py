@@ -1,0 +1,130 @@
+"""Asking a daemon for its state, against sockets that answer in every way a daemon might."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from stormd.errors import NoDaemon
+from stormd.protocol import Envelope, ProtocolError, Refused, Status, decode, encode
+from stormd.query import StatusQuery, find_address
+
+Answer = Callable[[int], list[bytes]]
+"""Given the request's number, the frames to answer with."""
+
+
+@contextmanager
+def _answering(address: str, answer: Answer) -> Iterator[None]:
+    """A ROUTER that answers one question after the other, until the block is left."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.bind(address)
+    stop = threading.Event()
+
+    def serve() -> None:
+        while not stop.is_set():
+            if router.poll(20):
+                route, frame = router.recv_multipart()
+                for reply in answer(decode(frame)[0].request):
+                    router.send_multipart([route, reply])
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        router.close()
+        context.term()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path / 'd.sock'}"
+
+
+def _status(request: int, number: int) -> bytes:
+    return encode([Envelope(request, Status({"number": number}))])
+
+
+def test_returns_the_state_again_and_again(address: str) -> None:
+    with (
+        _answering(address, lambda request: [_status(request, request)]),
+        StatusQuery(address) as query,
+    ):
+        assert [query.ask()["number"] for _ in range(3)] == [1, 2, 3]
+
+
+def test_passes_over_an_answer_to_an_older_question(address: str) -> None:
+    with (
+        _answering(address, lambda request: [_status(request + 9, 0), _status(request, 5)]),
+        StatusQuery(address) as query,
+    ):
+        assert query.ask() == {"number": 5}
+
+
+def test_silence_ends_by_the_deadline(address: str) -> None:
+    with (
+        _answering(address, lambda _request: []),
+        StatusQuery(address, timeout=0.1) as query,
+        pytest.raises(NoDaemon, match=r"within 0.1 s"),
+    ):
+        query.ask()
+
+
+def test_a_refusal_is_told(address: str) -> None:
+    refusal = Refused("UsageError", "uid 7 may not connect")
+    with (
+        _answering(address, lambda request: [encode([Envelope(request, refusal)])]),
+        StatusQuery(address) as query,
+        pytest.raises(NoDaemon, match="uid 7 may not connect"),
+    ):
+        query.ask()
+
+
+def test_another_protocol_is_told(address: str) -> None:
+    with (
+        _answering(address, lambda _request: [b"HTTP/1.1 400"]),
+        StatusQuery(address) as query,
+        pytest.raises(NoDaemon, match="another protocol"),
+    ):
+        query.ask()
+
+
+def test_no_socket_is_told_at_once(address: str) -> None:
+    with StatusQuery(address) as query, pytest.raises(NoDaemon, match="no such socket"):
+        query.ask()
+
+
+def test_closing_twice_is_fine(address: str) -> None:
+    query = StatusQuery(address)
+    query.close()
+    query.close()
+
+
+def test_find_address_prefers_what_is_named(tmp_path: Path) -> None:
+    environ = {"STORMD_ADDRESS": "ipc:///env.sock"}
+    assert find_address("ipc:///given.sock", environ) == "ipc:///given.sock"
+    assert find_address(None, environ) == "ipc:///env.sock"
+    with pytest.raises(ProtocolError, match="ipc:///PATH"):
+        find_address("tcp://x", environ)
+
+
+def test_find_address_takes_the_socket_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormd.protocol.addresses.SYSTEM_DIRECTORY", tmp_path / "none")
+    socket = tmp_path / "stormd" / "stormd.sock"
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    with pytest.raises(NoDaemon, match="stormd serve"):
+        find_address(None, environ)
+    socket.parent.mkdir()
+    socket.touch()
+    assert find_address(None, environ) == f"ipc://{socket}"
