@@ -14,9 +14,9 @@ import numpy as np
 from ..backends import BackendName, resolve
 from ..errors import UsageError
 from .blob import Blob
-from .choose import POLICIES
 from .dtypes import DType, dtype_of
 from .lossy import quantize
+from .options import parse_mode
 from .plan import max_encoded_bytes
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def encode(
     Raises UsageError for arguments no backend takes, BackendUnavailable for a missing backend.
     A mode that does not pay on this data gives a blob of mode "raw".
     """
-    if policy not in POLICIES:
-        raise UsageError(f"policy {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+    parse_mode(mode, speed, policy)  # an unknown name is refused before any work
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     options = _Options(mode=mode, speed=speed, checksum=checksum, policy=policy)
     if not tolerance:

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
     from .dtypes import DType
 
-__all__ = ["POLICIES", "Sample", "choose", "take_sample"]
-
-POLICIES = ("conservative", "adaptive", "aggressive")  # of mode values
+__all__ = ["Sample", "choose", "take_sample"]
 
 
 def take_sample(elements: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
@@ -45,7 +43,7 @@ def choose(
     """Return the plan for a tensor of which `sample` was taken.
 
     `mode` None chooses among all lossless modes; `fill` replaces the zero that mode sparse
-    leaves out. `policy` is one of `POLICIES` and concerns mode values alone.
+    leaves out. `policy` is one of options.POLICIES and concerns mode values alone.
     """
     if fill is not None:
         sample = Sample(sample.elements, sample.dtype, fill)

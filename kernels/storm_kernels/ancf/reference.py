@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..errors import CorruptBlob, UsageError
+from ..errors import CorruptBlob
 from . import layout
 from .checksum import checksum as checksum_of
 from .choose import Sample, choose, take_sample
 from .header import Header, read_header
 from .layout import Mode
+from .options import check_request, parse_mode
 from .plan import Geometry, Plan, max_encoded_bytes, round_up
 from .tiles import TileCoder, pack_planes, unpack_planes
 
@@ -82,30 +83,6 @@ def memory(address: int, nbytes: int) -> Bytes:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-def check_request(nbytes: int, dtype: DType, dst_bytes: int) -> None:
-    """Raise UsageError unless `encode_into` of any backend can take these sizes."""
-    if nbytes < 0 or nbytes % dtype.element_bytes:
-        raise UsageError(
-            f"{nbytes} bytes are no whole number of {dtype.name.lower()} elements of "
-            f"{dtype.element_bytes} bytes"
-        )
-    if dst_bytes < (needed := max_encoded_bytes(nbytes, dtype)):
-        raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {needed}")
-
-
-def parse_mode(mode: str, speed: str) -> Mode | None:
-    """Return the mode of that name, None for "auto"; raise UsageError for unknown names."""
-    if speed not in ("fast", "dense"):
-        raise UsageError(f"speed {speed!r} is unknown; choose 'fast' or 'dense'")
-    if mode == "auto":
-        return None
-    try:
-        return Mode[mode.upper()]
-    except KeyError:
-        names = ", ".join(repr(m.name.lower()) for m in Mode)
-        raise UsageError(f"mode {mode!r} is unknown; choose 'auto' or one of {names}") from None
-
-
 def encode(
     data: Bytes,
     dtype: DType,
@@ -116,7 +93,7 @@ def encode(
     policy: str = "adaptive",
 ) -> Bytes:
     """Return the blob of `data` (1-D, contiguous); see `encode_into`."""
-    asked = parse_mode(mode, speed)
+    asked = parse_mode(mode, speed, policy)
     value = checksum_of(data) if checksum else None
     elements = np.frombuffer(data.tobytes(), f"<u{dtype.element_bytes}")
     raw = Header(Plan(Mode.RAW), dtype, data.size, 0, value)

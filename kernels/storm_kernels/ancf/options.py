@@ -1,0 +1,46 @@
+"""What a caller may ask of an encoder, and the complaints about what it may not.
+
+All backends check their arguments here, so that they refuse the same ones in the same words.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from .layout import Mode
+from .plan import max_encoded_bytes
+
+if TYPE_CHECKING:
+    from .dtypes import DType
+
+__all__ = ["POLICIES", "SPEEDS", "check_request", "parse_mode"]
+
+SPEEDS = ("fast", "dense")
+POLICIES = ("conservative", "adaptive", "aggressive")  # how mode values sizes its dictionary
+
+
+def check_request(nbytes: int, dtype: DType, dst_bytes: int) -> None:
+    """Raise UsageError unless `nbytes` are whole elements and their blob fits in `dst_bytes`."""
+    if nbytes < 0 or nbytes % dtype.element_bytes:
+        raise UsageError(
+            f"{nbytes} bytes are no whole number of {dtype.name.lower()} elements of "
+            f"{dtype.element_bytes} bytes"
+        )
+    if dst_bytes < (needed := max_encoded_bytes(nbytes, dtype)):
+        raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {needed}")
+
+
+def parse_mode(mode: str, speed: str = "fast", policy: str = "adaptive") -> Mode | None:
+    """Return the mode of that name, None for "auto"; raise UsageError for unknown names."""
+    _check_name("speed", speed, SPEEDS)
+    _check_name("policy", policy, POLICIES)
+    if mode == "auto":
+        return None
+    _check_name("mode", mode, ("auto", *(member.name.lower() for member in Mode)))
+    return Mode[mode.upper()]
+
+
+def _check_name(what: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise UsageError(f"{what} {name!r} is unknown; choose one of {', '.join(known)}")
