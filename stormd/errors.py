@@ -6,6 +6,7 @@ by the call that raised.
 
 __all__ = [
     "AddressInUse",
+    "ChildFailed",
     "ConfigError",
     "DirectoryUnsafe",
     "LaneUnavailable",
@@ -41,3 +42,7 @@ class PoolUnavailable(StormdError):
 
 class LaneUnavailable(StormdError):
     """The environment's: a lane cannot be opened, or cannot take another session or segment."""
+
+
+class ChildFailed(StormdError):
+    """A process that the demo or a benchmark started did not do its work."""

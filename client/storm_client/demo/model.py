@@ -47,7 +47,8 @@ class Block(nn.Module):
         """Return the block's output, of the shape [rows, length, width] of its input."""
         x = x + self.dropout(self.projection(self._attend(self.norm_attention(x))))
         hidden = functional.gelu(self.up(self.norm_mlp(x)))
-        return x + self.dropout(self.down(hidden))
+        out: Tensor = x + self.dropout(self.down(hidden))
+        return out
 
     def _attend(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
@@ -71,10 +72,19 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
+        self.apply(_initialise)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy; both arguments are int64 [rows, length]."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.blocks(self.tokens(inputs) + self.places(places))
         logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,168 @@
+"""Measures the way through the daemon: store and restore, codec raw, against two memcpys.
+
+Run as `python -m storm_client.bench.link`; prints one JSON object. What stays true: both sides of
+a comparison move the same bytes from the same tensors into fresh ones, and every tensor that
+comes back is compared with what went in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psutil
+import torch
+from torch import Tensor
+
+import storm_client as storm
+
+__all__ = ["main"]
+
+_SMALL_BYTES: Final = 4096
+"""A tensor whose copy takes under a microsecond: what remains is the hook's own time."""
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors in the forward and hands what comes back to a check in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, receive: Callable[[Tensor], None], *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.receive = receive
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        for tensor in ctx.saved_tensors:
+            ctx.receive(tensor)
+        return (gradients[0], None, *(None for _ in ctx.needs_input_grad[2:]))
+
+
+@dataclass(slots=True)
+class Round:
+    """Times of one store and restore of all tensors, in seconds; cpu is this thread's alone."""
+
+    store: float = 0.0
+    restore: float = 0.0
+    store_cpu: float = 0.0
+    restore_cpu: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both ways."""
+        return self.store + self.restore
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure as the arguments say and print the figures."""
+    args = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    with storm.connect(args.address, embedded="never") as client:
+        large = _measure_large(client, args.tensors, args.nbytes, args.rounds)
+        small = _measure_small(client, args.operations, args.daemon_pid)
+    sys.stdout.write(json.dumps({**large, **small}) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m storm_client.bench.link")
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--daemon-pid", type=int, required=True)
+    for name in ("tensors", "nbytes", "rounds", "operations"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    return parser
+
+
+def _measure_large(client: storm.Client, count: int, nbytes: int, rounds: int) -> dict[str, Any]:
+    tensors = _random_tensors(count, nbytes)
+    offload = client.offload(torch.nn.Identity(), min_bytes=nbytes, codec="raw")
+    link = min((_one_round(offload, tensors) for _ in range(rounds)), key=lambda r: r.total)
+    copies = min(_two_memcpys(tensors) for _ in range(rounds))
+    stats = offload.stats()
+    moved = count * nbytes
+    return {
+        "bytes": moved,
+        "link_seconds": link.total,
+        "store_seconds": link.store,
+        "restore_seconds": link.restore,
+        "memcpy_seconds": copies,
+        "link_bytes_per_second": moved / link.total,
+        "memcpy_bytes_per_second": moved / copies,
+        "link_to_memcpy": copies / link.total,
+        "kept_bytes": stats.kept_bytes,
+        "offloaded_bytes": stats.offloaded_bytes,
+    }
+
+
+def _measure_small(client: storm.Client, count: int, daemon_pid: int) -> dict[str, Any]:
+    tensors = _random_tensors(count, _SMALL_BYTES)
+    offload = client.offload(torch.nn.Identity(), min_bytes=_SMALL_BYTES, codec="raw")
+    _one_round(offload, tensors)  # the first learns the order
+    before = _cpu_seconds(daemon_pid)
+    small = _one_round(offload, tensors)
+    spent = _cpu_seconds(daemon_pid) - before
+    return {
+        "operations": 2 * count,
+        "hook_store_seconds": small.store_cpu / count,
+        "hook_restore_seconds": small.restore_cpu / count,
+        "daemon_seconds_per_operation": spent / (2 * count),
+        "small_round_seconds": small.total,
+    }
+
+
+def _random_tensors(count: int, nbytes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8)
+        for _ in range(count)
+    ]
+
+
+def _one_round(offload: Any, tensors: list[Tensor]) -> Round:
+    """Store and restore every tensor once; afterwards each counts as changed."""
+    measured = Round()
+    back: list[Tensor] = []
+    leaf = torch.zeros(1, requires_grad=True)
+    with _timed(measured, "store"), offload:
+        out = _Save.apply(leaf, back.append, *tensors)
+    with _timed(measured, "restore"):
+        out.sum().backward()
+    for tensor, same in zip(tensors, back, strict=True):
+        if not torch.equal(tensor, same):
+            raise RuntimeError("a tensor came back changed: report this as a bug")
+        tensor[:1].add_(1)  # an unchanged tensor would not be sent again
+    return measured
+
+
+@contextmanager
+def _timed(measured: Round, name: str) -> Iterator[None]:
+    wall, cpu = time.perf_counter(), time.thread_time()
+    yield
+    setattr(measured, name, time.perf_counter() - wall)
+    setattr(measured, f"{name}_cpu", time.thread_time() - cpu)
+
+
+def _two_memcpys(tensors: list[Tensor]) -> float:
+    """Return the seconds to copy every tensor away and back: warm memory, then fresh."""
+    away = [torch.zeros_like(tensor) for tensor in tensors]
+    started = time.perf_counter()
+    for tensor, copy in zip(tensors, away, strict=True):
+        copy.copy_(tensor)
+    back = [copy.clone() for copy in away]
+    seconds = time.perf_counter() - started
+    assert len(back) == len(tensors)  # the copies live until the clock has stopped
+    return seconds
+
+
+def _cpu_seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+if __name__ == "__main__":
+    main()

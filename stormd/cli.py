@@ -1,0 +1,70 @@
+"""The `stormd` command: parses the command line and runs one command.
+
+What stays true: the exit status is 0 for success, 1 for a failed check or a failure of the
+daemon, 2 for wrong usage or a bad setting, and 3 where no daemon answers; an error of ours ends
+as one line on standard error, never as a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Final
+
+from stormd import __version__
+from stormd.commands import bench, demo, doctor, serve, status, top
+from stormd.commands.output import EXIT_FAILED, EXIT_NO_DAEMON, EXIT_USAGE
+from stormd.errors import ConfigError, NoDaemon, StormdError
+from stormd.protocol import ProtocolError
+
+__all__ = ["main"]
+
+_COMMANDS: Final[dict[str, ModuleType]] = {
+    "serve": serve,
+    "status": status,
+    "top": top,
+    "doctor": doctor,
+    "bench": bench,
+    "demo": demo,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, sys.argv where None, and return the exit status."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        exit_status: int = _COMMANDS[chosen.command].run(chosen)
+    except NoDaemon as error:
+        return _failed(error, EXIT_NO_DAEMON)
+    except (ConfigError, ProtocolError) as error:
+        return _failed(error, EXIT_USAGE)
+    except StormdError as error:
+        return _failed(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return 130  # what a shell reports for a command ended by SIGINT
+    return exit_status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="stormd",
+        description="Keeps training activations losslessly compressed in shared host memory.",
+        epilog="exit status: 0 done, 1 a check failed, 2 wrong usage, 3 no daemon answers",
+    )
+    parser.add_argument("--version", action="version", version=f"stormd {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+    return parser
+
+
+def _failed(error: Exception, exit_status: int) -> int:
+    sys.stderr.write(f"stormd: {error}\n")
+    return exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""`stormd bench`: measures the daemon on this machine.
+
+What stays true: a figure comes with the machine, the versions, the date and the command that
+gave it, and from a daemon and a client in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any, Final
+
+from stormd.child_daemon import ChildDaemon, tail
+from stormd.commands.arguments import positive_int
+from stormd.commands.output import EXIT_OK, write_json, write_line
+from stormd.errors import ChildFailed
+from stormd.machine import describe
+from stormd.sizes import format_size, parse_size
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "measure this machine: link, the way through the daemon against plain copies"
+
+_SECONDS: Final = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks."""
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    text = "store and restore, codec raw, on the cpu lane, against two memcpys of the same bytes"
+    link = benchmarks.add_parser("link", help=text, description=text)
+    link.add_argument("--tensors", type=positive_int, default=16, help="tensors a round")
+    link.add_argument("--tensor-bytes", default="16MiB", metavar="SIZE", help="size of each")
+    link.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
+    link.add_argument("--operations", type=positive_int, default=2000, help="small tensors")
+    link.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark and print its figures."""
+    figures = _measure_link(args)
+    if args.json:
+        write_json({"benchmark": "link", "machine": describe(), "figures": figures})
+    else:
+        _print_link(figures)
+    return EXIT_OK
+
+
+def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
+    nbytes = parse_size(args.tensor_bytes)
+    pool = 2 * args.tensors * nbytes + (256 << 20)
+    with ChildDaemon(flags=[f"--pool-bytes={pool}", "--device=cpu"]) as daemon:
+        numbers = {
+            "address": daemon.address,
+            "daemon-pid": daemon.pid,
+            "tensors": args.tensors,
+            "nbytes": nbytes,
+            "rounds": args.rounds,
+            "operations": args.operations,
+        }
+        return _run_client([f"--{name}={value}" for name, value in numbers.items()])
+
+
+def _run_client(arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "storm_client.bench.link", *arguments]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module and flags
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ChildFailed(f"the benchmark took longer than {_SECONDS:g} s") from None
+    if done.returncode != 0:
+        raise ChildFailed(f"the benchmark ended with {done.returncode}: {tail(done.stderr)}")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def _print_link(figures: dict[str, Any]) -> None:
+    rows = [
+        ("store and restore", f"{format_size(figures['link_bytes_per_second'])}/s"),
+        ("two plain memcpys", f"{format_size(figures['memcpy_bytes_per_second'])}/s"),
+        ("link, of the memcpys' speed", f"{figures['link_to_memcpy']:.0%}"),
+        ("hook's own time, store", f"{figures['hook_store_seconds'] * 1e6:.1f} us a tensor"),
+        ("hook's own time, restore", f"{figures['hook_restore_seconds'] * 1e6:.1f} us a tensor"),
+        ("daemon", f"{figures['daemon_seconds_per_operation'] * 1e6:.1f} us an operation"),
+    ]
+    for name, value in rows:
+        write_line(f"{name:30} {value}")

@@ -1,0 +1,57 @@
+"""`stormd doctor`: checks the machine and says what to do.
+
+What stays true: the exit status is 1 exactly when a check failed; a warning leaves it at 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from stormd.commands.output import EXIT_FAILED, EXIT_OK, write_json
+from stormd.config import load_config
+from stormd.doctor import Finding, examine
+from stormd.machine import describe
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "check driver, memory, limits, permissions and codec, and say what to do"
+
+_COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the settings that checks depend on."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's settings file")
+    parser.add_argument("--address", metavar="ipc:///PATH", help="the daemon's socket")
+    parser.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
+    parser.add_argument("--device", metavar="{auto,cpu,cuda}", help="the daemon's lanes")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all checks and print them."""
+    names = ("address", "pool_bytes", "device")
+    flags = {name: getattr(args, name) for name in names}
+    findings = examine(load_config(flags=flags, path=args.config))
+    failed = any(finding.state == "fail" for finding in findings)
+    if args.json:
+        checks = [asdict(finding) for finding in findings]
+        write_json({"passed": not failed, "checks": checks, "machine": describe()})
+    else:
+        _print_table(findings)
+    return EXIT_FAILED if failed else EXIT_OK
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "", "found", "what to do", box=None)
+    for finding in findings:
+        state = Text(finding.state, style=_COLOURS[finding.state])
+        table.add_row(Text(finding.check), state, Text(finding.detail), Text(finding.advice))
+    Console().print(table)

@@ -1,0 +1,44 @@
+"""`stormd status`: prints the state of a running daemon once.
+
+What stays true: `--json` prints the daemon's own state object unchanged; the table shows the
+same figures for people.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from stormd.commands.arguments import add_daemon_arguments
+from stormd.commands.output import EXIT_OK, write_json
+from stormd.query import StatusQuery, find_address
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "show pool, sessions, ratio and throughput of a running daemon"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the daemon's address and the form of the output."""
+    add_daemon_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the state as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask once and print."""
+    address = find_address(args.address)
+    with StatusQuery(address, timeout=args.timeout) as query:
+        state = query.ask()
+    if args.json:
+        write_json(state)
+    else:
+        _print_tables(address, state)
+    return EXIT_OK
+
+
+def _print_tables(address: str, state: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from stormd.commands.status_view import status_view
+
+    Console().print(status_view(address, state))

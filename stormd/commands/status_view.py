@@ -1,0 +1,111 @@
+"""The daemon's state as text for people; `stormd status` and `stormd top` share it.
+
+What stays true: nothing is shown that the state does not say; rates come from two states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stormd.sizes import format_size
+
+__all__ = ["Rates", "rates_between", "status_view"]
+
+_BAR_WIDTH: Final = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes a second that the daemon stored and restored, before encoding."""
+
+    store: float
+    restore: float
+
+
+def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None:
+    """Return the rates between two states of one daemon, None where it was restarted."""
+    seconds = after["uptime_seconds"] - before["uptime_seconds"]
+    if seconds <= 0:
+        return None
+    moved = (
+        after["throughput"][way]["raw_bytes"] - before["throughput"][way]["raw_bytes"]
+        for way in ("store", "restore")
+    )
+    store, restore = (count / seconds for count in moved)
+    return Rates(store, restore)
+
+
+def status_view(address: str, state: dict[str, Any], rates: Rates | None = None) -> Group:
+    """Return heading, pool, sessions and counters of a state."""
+    heading = f"stormd {state['version']} at {address}, up {_duration(state['uptime_seconds'])}"
+    return Group(
+        Text(heading, style="bold"),
+        _pool(state),
+        _flows(state, rates),
+        _sessions(state["sessions"]) if state["sessions"] else "no sessions",
+        Text(_troubles(state["counters"]), style="yellow"),
+    )
+
+
+def _pool(state: dict[str, Any]) -> Table:
+    pool = state["pool"]
+    table = Table.grid(padding=(0, 1))
+    table.add_row(
+        "pool",
+        ProgressBar(total=pool["capacity_bytes"], completed=pool["used_bytes"], width=_BAR_WIDTH),
+        f"{format_size(pool['used_bytes'])} of {format_size(pool['capacity_bytes'])}",
+        f"peak {format_size(pool['peak_used_bytes'])}",
+        f"{state['entries']} entries",
+        f"ratio {state['ratio']:.2f}",
+    )
+    return table
+
+
+def _flows(state: dict[str, Any], rates: Rates | None) -> Table:
+    table = Table("", "operations", "bytes", "stored as", "a second", box=None)
+    for way in ("store", "restore"):
+        flow = state["throughput"][way]
+        rate = flow["bytes_per_second"] if rates is None else getattr(rates, way)
+        table.add_row(
+            way,
+            f"{flow['operations']}",
+            format_size(flow["raw_bytes"]),
+            format_size(flow["blob_bytes"]),
+            f"{format_size(rate)}/s" + (" of work" if rates is None else ""),
+        )
+    return table
+
+
+def _sessions(sessions: list[dict[str, Any]]) -> Table:
+    table = Table("session", "pid", "uid", "device", "entries", "used", box=None)
+    for session in sorted(sessions, key=lambda session: -session["used_bytes"]):
+        table.add_row(
+            f"{session['id']:016x}",
+            f"{session['pid']}",
+            f"{session['uid']}",
+            session["device"],
+            f"{session['entries']}",
+            format_size(session["used_bytes"]),
+        )
+    return table
+
+
+def _troubles(counters: dict[str, Any]) -> str:
+    """Return what went wrong since the start, empty where nothing did."""
+    counts = {
+        **{f"rejected {reason}": count for reason, count in counters["rejected"].items()},
+        **{name: counters[name] for name in ("deaths", "corrupt", "malformed", "refused")},
+    }
+    return ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"

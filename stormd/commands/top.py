@@ -1,0 +1,81 @@
+"""`stormd top`: a live view of a running daemon.
+
+What stays true: each view is one answer of the daemon, its rates taken against the answer before;
+the command ends with status 3 as soon as the daemon does not answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from typing import TYPE_CHECKING, Any
+
+from stormd.commands.arguments import add_daemon_arguments, positive_float, positive_int
+from stormd.commands.output import EXIT_OK, write_json
+from stormd.query import StatusQuery, find_address
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "watch pool, sessions and rates of a running daemon"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the daemon's address and how often to look."""
+    add_daemon_arguments(parser)
+    parser.add_argument(
+        "--interval", type=positive_float, default=1.0, metavar="SECONDS", help="time between looks"
+    )
+    parser.add_argument("--count", type=positive_int, metavar="N", help="end after N looks")
+    parser.add_argument("--json", action="store_true", help="print each look as a JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look until interrupted, or as often as asked."""
+    address = find_address(args.address)
+    with StatusQuery(address, timeout=args.timeout) as query:
+        states = _states(query, args.interval, args.count)
+        try:
+            _print_json(states) if args.json else _show(address, states)
+        except KeyboardInterrupt:
+            return EXIT_OK  # the way to leave a live view
+    return EXIT_OK
+
+
+def _states(
+    query: StatusQuery, interval: float, count: int | None
+) -> Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]:
+    """Yield the state before and the state now, None before the first."""
+    before: dict[str, Any] | None = None
+    pause = threading.Event()
+    looks = 0
+    while True:
+        now = query.ask()
+        yield before, now
+        before, looks = now, looks + 1
+        if looks == count:
+            return
+        pause.wait(interval)
+
+
+def _print_json(states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) -> None:
+    from dataclasses import asdict
+
+    from stormd.commands.status_view import rates_between
+
+    for before, now in states:
+        rates = rates_between(before, now) if before else None
+        write_json({**now, "rates": asdict(rates) if rates else None})
+
+
+def _show(address: str, states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) -> None:
+    from rich.live import Live
+
+    from stormd.commands.status_view import rates_between, status_view
+
+    with Live(auto_refresh=False, screen=False) as live:
+        for before, now in states:
+            rates = rates_between(before, now) if before else None
+            live.update(status_view(address, now, rates), refresh=True)
