@@ -1,22 +1,28 @@
-"""What the daemon counts since its start: plain numbers, read by `status`.
+"""What the daemon counts since its start: plain numbers, read by `status` and the metrics.
 
 What stays true: counters only grow, and only the event loop writes them.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from stormd.protocol import REJECTIONS
+from stormd.histogram import Histogram
+from stormd.protocol import CODECS, REJECTIONS
 
-__all__ = ["Counters", "Flow"]
+__all__ = ["ENDINGS", "Counters", "Flow"]
+
+ENDINGS: Final = ("goodbye", "died", "unreachable", "unattached", "failed", "shutdown")
+"""Why a session ended: its Goodbye, its lifeline's end, a client that takes no answers, one that
+never connected its lifeline, a bug of ours, the daemon's own end."""
 
 
 @dataclass(slots=True)
 class Flow:
-    """One direction of data. `raw_bytes` are the clients' bytes, `blob_bytes` the arena's;
-    `seconds` is the work on them, summed over workers.
+    """One direction of data in one codec. `raw_bytes` are the clients' bytes, `blob_bytes` the
+    arena's; `seconds` is the work on them, summed over workers; `waits` is the time from the
+    request to its answer.
     """
 
     operations: int = 0
@@ -24,38 +30,45 @@ class Flow:
     blob_bytes: int = 0
     seconds: float = 0.0
     failures: int = 0
+    waits: Histogram = field(default_factory=Histogram)
 
-    def add(self, raw_bytes: int, blob_bytes: int, seconds: float) -> None:
+    def add(self, raw_bytes: int, blob_bytes: int, seconds: float, waited: float) -> None:
         """Count one operation that succeeded."""
         self.operations += 1
         self.raw_bytes += raw_bytes
         self.blob_bytes += blob_bytes
         self.seconds += seconds
+        self.waits.observe(waited)
 
-    def as_status(self) -> dict[str, Any]:
-        """Return the numbers, with bytes a second of work beside them."""
-        rate = self.raw_bytes / self.seconds if self.seconds else 0.0
-        return {**asdict(self), "bytes_per_second": rate}
+
+def _flows() -> dict[str, Flow]:
+    return {codec: Flow() for codec in CODECS}
 
 
 @dataclass(slots=True)
 class Counters:
-    """`deaths` are sessions that ended without Goodbye, for whatever reason."""
+    """All counts of one daemon. `stores` and `restores` are by codec."""
 
-    store: Flow = field(default_factory=Flow)
-    restore: Flow = field(default_factory=Flow)
+    stores: dict[str, Flow] = field(default_factory=_flows)
+    restores: dict[str, Flow] = field(default_factory=_flows)
     rejected: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REJECTIONS, 0))
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDINGS, 0))
     sessions: int = 0
-    deaths: int = 0
     corrupt: int = 0
     malformed: int = 0
     refused: int = 0
     unsent: int = 0
 
+    @property
+    def deaths(self) -> int:
+        """Sessions that ended neither in order nor with the daemon."""
+        return sum(self.ended.values()) - self.ended["goodbye"] - self.ended["shutdown"]
+
     def as_status(self) -> dict[str, Any]:
-        """Return the counts that are not a flow."""
+        """Return the counts that are not a flow, as JSON values."""
         return {
             "rejected": dict(self.rejected),
+            "ended": dict(self.ended),
             "sessions": self.sessions,
             "deaths": self.deaths,
             "corrupt": self.corrupt,
@@ -63,3 +76,14 @@ class Counters:
             "refused": self.refused,
             "unsent": self.unsent,
         }
+
+    def throughput(self) -> dict[str, Any]:
+        """Return each direction's sums over the codecs, with bytes a second of work."""
+        return {"store": _summed(self.stores), "restore": _summed(self.restores)}
+
+
+def _summed(flows: dict[str, Flow]) -> dict[str, Any]:
+    names = ("operations", "raw_bytes", "blob_bytes", "seconds", "failures")
+    sums = {name: sum(getattr(flow, name) for flow in flows.values()) for name in names}
+    rate = sums["raw_bytes"] / sums["seconds"] if sums["seconds"] else 0.0
+    return {**sums, "bytes_per_second": rate}

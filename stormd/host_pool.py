@@ -56,6 +56,7 @@ class HostPool:
         self, nbytes: int, *, on_progress: Callable[[int, int], None] | None = None
     ) -> None:
         self.nbytes: Final = nbytes
+        self._kept = False
         _check_size(nbytes)
         try:
             self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -76,7 +77,12 @@ class HostPool:
 
     def close(self) -> None:
         """Give the memory back. Nothing may use an address in it any more. Twice is fine."""
-        self._mapping.close()
+        if not self._kept:
+            self._mapping.close()
+
+    def keep(self) -> None:
+        """Leave the memory mapped until the process ends: someone may still use it."""
+        self._kept = True
 
     def _advise(self) -> None:
         self._mapping.madvise(mmap.MADV_HUGEPAGE)

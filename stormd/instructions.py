@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stormd.lanes import RestoreJob, StoreJob
 from stormd.protocol import MapSegment, Message
 
-__all__ = ["Detach", "Ended", "Instruction", "Map", "Probe", "Reply", "Unmap"]
+__all__ = ["Detach", "Ended", "Instruction", "Map", "Probe", "Reply", "Skip", "Unmap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,14 @@ class Reply:
     session: int
     request: int
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Tell the session's lane that no job will follow for this sequence number."""
+
+    session: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,4 +68,4 @@ class Ended:
     session: int
 
 
-Instruction = Reply | StoreJob | RestoreJob | Map | Unmap | Probe | Detach | Ended
+Instruction = Reply | StoreJob | RestoreJob | Skip | Map | Unmap | Probe | Detach | Ended

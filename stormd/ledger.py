@@ -17,7 +17,7 @@ from typing import Any, Final
 from stormd.admission import restore_problem, segment_problem, store_problem
 from stormd.arena import Space, granules
 from stormd.counters import Counters
-from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Unmap
+from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
 from stormd.lanes import (
     Detached,
     RestoreDone,
@@ -123,19 +123,22 @@ class Ledger:
         for session, record in list(self._sessions.items()):
             silent = now - record.seen
             if record.phase is Phase.OPENED and silent > ATTACH_SECONDS:
-                instructions += self.end(session)
+                instructions += self.end(session, "unattached")
             elif record.phase is Phase.ATTACHED and silent > self._limits.lease_seconds:
                 record.seen = now
                 instructions.append(Probe(session))
         return instructions
 
-    def end(self, session: int, *, died: bool = True) -> list[Instruction]:
-        """Begin a session's end. Ending one that is ending changes nothing."""
+    def end(self, session: int, cause: str) -> list[Instruction]:
+        """Begin a session's end, for a cause of counters.ENDINGS.
+
+        Ending one that is ending changes nothing.
+        """
         record = self._sessions[session]
         if record.phase is Phase.ENDING:
             return []
         record.phase = Phase.ENDING
-        self._counters.deaths += died
+        self._counters.ended[cause] += 1
         for entry_id, entry in list(record.entries.items()):
             entry.released = True
             entry.held.clear()
@@ -148,7 +151,7 @@ class Ledger:
 
     # --- requests of clients ----------------------------------------------------------------
 
-    def store(self, session: int, request: int, message: Store) -> list[Instruction]:
+    def store(self, session: int, request: int, message: Store, now: float) -> list[Instruction]:
         """Admit an entry, or say why not."""
         record = self._sessions[session]
         try:
@@ -161,7 +164,8 @@ class Ledger:
         promised = blob_bound(message.nbytes)
         if not self._space.promise(promised):
             return self._rejected(record, request, message, "pool_full", self._pool_text(promised))
-        self._add(record, message.entry, Entry(message.nbytes, promised, granules(promised)))
+        entry = Entry(message.nbytes, message.codec, now, promised, granules(promised))
+        self._add(record, message.entry, entry)
         job = StoreJob(
             session,
             message.entry,
@@ -175,21 +179,23 @@ class Ledger:
         )
         return [Reply(session, request, Admitted(message.entry)), job]
 
-    def restore(self, session: int, request: int, message: Restore) -> list[Instruction]:
+    def restore(
+        self, session: int, request: int, message: Restore, now: float
+    ) -> list[Instruction]:
         """Start a restore, or hold it back while its entry is encoded."""
         record = self._sessions[session]
         problem = restore_problem(record, message)
         if problem is not None:
             failed = Failed(message.ticket, message.entry, *problem)
             return [Reply(session, request, failed)]
-        record.tickets[message.ticket] = Ticket(message.entry, request, message)
+        record.tickets[message.ticket] = Ticket(message.entry, request, message, now)
         entry = record.entries[message.entry]
         if entry.block is None:
             entry.held.append(message.ticket)
             return []
         return [self._start_restore(record, message.ticket)]
 
-    def release(self, session: int, request: int, message: Release) -> list[Instruction]:  # noqa: ARG002 - one signature for all requests
+    def release(self, session: int, message: Release) -> list[Instruction]:
         """Give entries up; those in use are freed when they no longer are."""
         record = self._sessions[session]
         for entry_id in message.entries:
@@ -218,18 +224,19 @@ class Ledger:
 
     # --- results of lanes -------------------------------------------------------------------
 
-    def result(self, result: Result) -> list[Instruction]:
+    def result(self, result: Result, now: float) -> list[Instruction]:
         """Take in what a lane has done."""
         handler: Any = self._events[type(result)]
         record = self._sessions[result.session]
-        instructions: list[Instruction] = handler(record, result)
+        instructions: list[Instruction] = handler(record, result, now)
         return instructions
 
-    def _store_done(self, record: Session, result: StoreDone) -> list[Instruction]:
+    def _store_done(self, record: Session, result: StoreDone, now: float) -> list[Instruction]:
         entry = record.entries[result.entry]
         entry.block = result.block
         self._charge(record, entry, granules(result.block.nbytes))
-        self._counters.store.add(entry.raw_bytes, result.block.nbytes, result.seconds)
+        flow = self._counters.stores[entry.codec]
+        flow.add(entry.raw_bytes, result.block.nbytes, result.seconds, now - entry.since)
         if record.phase is Phase.ENDING:
             self._free_unused(record, result.entry)
             return []
@@ -240,9 +247,9 @@ class Ledger:
         self._free_unused(record, result.entry)
         return instructions
 
-    def _store_failed(self, record: Session, result: StoreFailed) -> list[Instruction]:
+    def _store_failed(self, record: Session, result: StoreFailed, _now: float) -> list[Instruction]:
         entry = self._remove(record, result.entry)
-        self._counters.store.failures += 1
+        self._counters.stores[entry.codec].failures += 1
         self._space.withdraw(entry.promised)
         if record.phase is Phase.ENDING:
             return []
@@ -257,33 +264,40 @@ class Ledger:
             for ticket, request in failed
         ]
 
-    def _restore_done(self, record: Session, result: RestoreDone) -> list[Instruction]:
+    def _restore_done(self, record: Session, result: RestoreDone, now: float) -> list[Instruction]:
         ticket, entry = self._end_restore(record, result.ticket)
         assert entry.block is not None
-        self._counters.restore.add(entry.raw_bytes, entry.block.nbytes, result.seconds)
+        flow = self._counters.restores[entry.codec]
+        flow.add(entry.raw_bytes, entry.block.nbytes, result.seconds, now - ticket.since)
         return self._answer(record, ticket, Restored(result.ticket))
 
-    def _restore_failed(self, record: Session, result: RestoreFailed) -> list[Instruction]:
-        ticket, _ = self._end_restore(record, result.ticket)
-        self._counters.restore.failures += 1
+    def _restore_failed(
+        self, record: Session, result: RestoreFailed, _now: float
+    ) -> list[Instruction]:
+        ticket, entry = self._end_restore(record, result.ticket)
+        self._counters.restores[entry.codec].failures += 1
         self._counters.corrupt += result.kind == "CorruptBlob"
         failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
         return self._answer(record, ticket, failed)
 
-    def _segment_mapped(self, record: Session, result: SegmentMapped) -> list[Instruction]:
+    def _segment_mapped(
+        self, record: Session, result: SegmentMapped, _now: float
+    ) -> list[Instruction]:
         request, nbytes = record.mapping.pop(result.segment)
         if record.phase is Phase.ENDING:
             return []
         record.segments[result.segment] = nbytes
         return [Reply(record.info.session, request, Mapped(result.segment))]
 
-    def _segment_refused(self, record: Session, result: SegmentRefused) -> list[Instruction]:
+    def _segment_refused(
+        self, record: Session, result: SegmentRefused, _now: float
+    ) -> list[Instruction]:
         request, _ = record.mapping.pop(result.segment)
         if record.phase is Phase.ENDING:
             return []
         return [Reply(record.info.session, request, Refused("UsageError", result.detail))]
 
-    def _detached(self, record: Session, result: Detached) -> list[Instruction]:
+    def _detached(self, record: Session, result: Detached, _now: float) -> list[Instruction]:
         assert record.phase is Phase.ENDING, "a lane let go of a living session"
         assert not record.entries, "a lane let go of a session without answering its jobs"
         del self._sessions[result.session]
@@ -339,7 +353,11 @@ class Ledger:
         self, record: Session, request: int, message: Store, reason: str, detail: str
     ) -> list[Instruction]:
         self._counters.rejected[reason] += 1
-        return [Reply(record.info.session, request, Rejected(message.entry, reason, detail))]
+        rejected = Rejected(message.entry, reason, detail)
+        return [
+            Reply(record.info.session, request, rejected),
+            Skip(record.info.session, message.sequence),
+        ]
 
     def _answer(
         self, record: Session, ticket: Ticket, message: Restored | Failed
@@ -358,6 +376,7 @@ class Ledger:
         return RestoreJob(
             record.info.session,
             number,
+            ticket.entry,
             entry.block,
             message.segment,
             message.offset,

@@ -46,11 +46,14 @@ class Phase(Enum):
 
 @dataclass(slots=True)
 class Ticket:
-    """One restore. `started` once the lane has its job; held back while the entry is encoded."""
+    """One restore, asked for at `since`. `started` once the lane has its job: it is held back
+    while the entry is encoded.
+    """
 
     entry: int
     request: int
     message: Restore
+    since: float
     started: bool = False
 
 
@@ -58,11 +61,14 @@ class Ticket:
 class Entry:
     """One stored range. `block` is None while it is encoded; `charge` is what it counts for.
 
-    `restores` counts the lane's jobs that read the block, `held` the tickets that wait for it.
-    `released` entries are invisible to the client and freed once nothing uses them.
+    `since` is when it was asked for. `restores` counts the lane's jobs that read the block,
+    `held` the tickets that wait for it. `released` entries are invisible to the client and freed
+    once nothing uses them.
     """
 
     raw_bytes: int
+    codec: str
+    since: float
     promised: int
     charge: int
     block: Block | None = None

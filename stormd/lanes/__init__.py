@@ -43,12 +43,14 @@ class Attachment:
     """What a lane has set up for a session.
 
     `descriptors` go to the client, timeline page first; the caller closes them. `staging_bytes`
-    is the size of segment 0 as granted, `part_bytes` the largest entry.
+    is the staging area's size as granted, `part_bytes` the largest entry. `segment_bytes` is the
+    size of segment 0 where it is the staging area and exists already, 0 where the client maps it.
     """
 
     descriptors: tuple[int, ...]
     staging_bytes: int
     part_bytes: int
+    segment_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class RestoreJob:
 
     session: int
     ticket: int
+    entry: int
     block: Block
     segment: int
     offset: int
@@ -172,6 +175,13 @@ class Lane(Protocol):
 
     def store(self, job: StoreJob) -> None:
         """Begin a store; answered by StoreDone or StoreFailed."""
+
+    def skip(self, session: int, sequence: int) -> None:
+        """Note that the store of this sequence number was rejected. No answer.
+
+        Called in the order of the session's stores: a lane that counts them on the session's
+        timeline passes it over, so that nobody waits for it.
+        """
 
     def restore(self, job: RestoreJob) -> None:
         """Begin a restore; answered by RestoreDone or RestoreFailed."""

@@ -110,11 +110,15 @@ class CpuLane:
             descriptors=(memory.page.take_descriptor(), memory.staging.take_descriptor()),
             staging_bytes=staging,
             part_bytes=min(self._part_bytes, staging // 2),
+            segment_bytes=staging,
         )
 
     def store(self, job: StoreJob) -> None:
         """Queue a store."""
         self._queue.put(job.session, job)
+
+    def skip(self, session: int, sequence: int) -> None:
+        """Do nothing: this lane answers by message and counts no sequence."""
 
     def restore(self, job: RestoreJob) -> None:
         """Queue a restore."""

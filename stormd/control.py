@@ -1,0 +1,120 @@
+"""The control socket: a ZeroMQ ROUTER on the event loop.
+
+What stays true: it never blocks the loop, every frame that has arrived is handed on without
+another event being needed, and a peer that does not read costs its own connection only.
+
+ZeroMQ's descriptor is edge-triggered: it tells of a change, not of a state, and any send may
+swallow the edge. So whoever has sent calls `settle`, which looks for input again. This is several
+times cheaper than zmq.asyncio's future for each message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Final
+
+import zmq
+
+from stormd.protocol import parse_address
+from stormd.protocol.limits import MAX_FRAME_BYTES
+
+__all__ = ["ControlSocket", "Delivery"]
+
+FRAMES_A_TURN: Final = 64
+"""Frames handed on before the loop gets to other work."""
+
+HIGH_WATER: Final = 1024
+"""Frames that may wait in each direction for one peer."""
+
+
+class Delivery(Enum):
+    """What became of a frame that was sent."""
+
+    SENT = auto()
+    GONE = auto()
+    FULL = auto()
+
+
+class ControlSocket:
+    """Bound from construction on; `start` begins to hand frames on.
+
+    `on_frame(route, frame)` gets each message: the peer's routing id, and its frame, None where
+    the message had another number of parts than a client sends. `on_batch()` follows each batch.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, address: str) -> None:
+        self._loop = loop
+        self._path = parse_address(address)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._on_frame: Callable[[bytes, zmq.Frame | None], None]
+        self._on_batch: Callable[[], None]
+        self._scheduled: asyncio.Handle | None = None
+        try:
+            self._configure()
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    def start(
+        self, on_frame: Callable[[bytes, zmq.Frame | None], None], on_batch: Callable[[], None]
+    ) -> None:
+        """Begin to hand frames on."""
+        self._on_frame = on_frame
+        self._on_batch = on_batch
+        self._loop.add_reader(self._socket.fileno(), self._read)
+        self.settle()
+
+    def send(self, route: bytes, frame: bytes) -> Delivery:
+        """Send one frame to a peer, without waiting; `settle` must follow."""
+        try:
+            self._socket.send_multipart((route, frame), zmq.DONTWAIT)
+        except zmq.Again:
+            return Delivery.FULL
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return Delivery.GONE
+        return Delivery.SENT
+
+    def settle(self) -> None:
+        """Schedule a read if there is input whose edge was swallowed."""
+        if self._scheduled is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._scheduled = self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""
+        if self._socket.closed:
+            return
+        self._loop.remove_reader(self._socket.fileno())
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._path.unlink(missing_ok=True)  # ZeroMQ does not
+
+    def _configure(self) -> None:
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+
+    def _read(self) -> None:
+        if self._scheduled is not None:
+            self._scheduled.cancel()
+            self._scheduled = None
+        try:
+            for _ in range(FRAMES_A_TURN):
+                route, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                self._on_frame(route.bytes, frames[0] if len(frames) == 1 else None)
+        except zmq.Again:
+            pass
+        self._on_batch()
+        self.settle()

@@ -1,0 +1,135 @@
+"""The directory that holds a daemon's sockets, and the lock that makes an address one daemon's.
+
+What stays true: nobody but root and this user can put a socket of their own in the place of ours,
+and of all processes that want an address, the one that holds the lock has it. So what lies at an
+address whose lock is free is left over from a dead daemon, and may be removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from stormd.errors import AddressInUse, DirectoryUnsafe
+
+__all__ = ["AddressLock", "grant", "prepare_directory", "remove_stale"]
+
+
+def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
+    """Make sure of a safe directory for sockets; make it, 0700 or 0750 with a group, if missing.
+
+    Raises:
+        DirectoryUnsafe: it cannot be made, is no directory, is another user's, or others may
+            write to it (and it is not sticky as /tmp is).
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True)
+    except FileExistsError:
+        _check_owner(directory)
+        return
+    except OSError as error:
+        raise DirectoryUnsafe(
+            f"the runtime directory {directory} cannot be made ({error.strerror}): make it, or "
+            "choose another --address"
+        ) from error
+    grant(directory, 0o750 if socket_mode & 0o070 else 0o700, group)
+
+
+def grant(path: Path, mode: int, group: str) -> None:
+    """Set permission bits and, where one is named, the group.
+
+    Raises:
+        DirectoryUnsafe: there is no such group, or this user may not give the file to it.
+    """
+    try:
+        if group:
+            shutil.chown(path, group=group)
+        path.chmod(mode)
+    except (OSError, LookupError) as error:
+        raise DirectoryUnsafe(
+            f"{path} cannot be given to group {group!r} with mode 0o{mode:o} ({error}): check "
+            "socket_group and socket_mode"
+        ) from error
+
+
+def remove_stale(socket: Path) -> None:
+    """Remove what a dead daemon left at the path of a socket. The address's lock is held.
+
+    Raises:
+        DirectoryUnsafe: something lies there that is no socket, and is left alone.
+    """
+    try:
+        if not stat.S_ISSOCK(socket.lstat().st_mode):
+            raise DirectoryUnsafe(f"{socket} is no socket: remove it, or choose another --address")
+        socket.unlink()
+    except FileNotFoundError:
+        return
+
+
+class AddressLock:
+    """Held from construction to `close`; the kernel lets go of it however the process ends.
+
+    Raises:
+        AddressInUse: a living daemon holds it.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self._path = socket.with_name(socket.name + ".lock")
+        self._descriptor = self._acquire(socket)
+
+    def close(self) -> None:
+        """Remove the file and let go. Twice is fine."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _acquire(self, socket: Path) -> int:
+        """Lock the file that has the name after the lock is held: another may have removed it."""
+        while True:
+            descriptor = _locked(self._path, socket)
+            try:
+                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
+                    return descriptor
+            except FileNotFoundError:
+                pass  # its holder ended between our open and our lock: make a new one
+            os.close(descriptor)
+
+
+def _locked(path: Path, socket: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise DirectoryUnsafe(
+            f"the lock {path} cannot be opened ({error.strerror}): remove it if no daemon of "
+            "another user needs it, or choose another --address"
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise AddressInUse(
+            f"a daemon is running at ipc://{socket}: use it, stop it, or choose another --address"
+        ) from error
+    return descriptor
+
+
+def _check_owner(directory: Path) -> None:
+    try:
+        found = directory.stat()
+    except OSError as error:
+        raise DirectoryUnsafe(f"the runtime directory {directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise DirectoryUnsafe(f"{directory} is no directory: choose another --address")
+    if found.st_uid not in (0, os.getuid()):
+        raise DirectoryUnsafe(
+            f"the runtime directory {directory} belongs to user {found.st_uid}, not to root or "
+            f"{os.getuid()}: choose another --address"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise DirectoryUnsafe(
+            f"anyone may write to the runtime directory {directory}: run chmod o-w {directory}"
+        )

@@ -1,0 +1,265 @@
+"""The daemon: opens the pool, the lanes and the sockets, serves, and ends in order.
+
+What stays true: `open` leaves either a daemon that answers or nothing behind; `close` ends by its
+deadline, in a fixed order, and nothing of the pool is unmapped while a worker may use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+from stormd import __version__
+from stormd.arena import Space
+from stormd.config import Config
+from stormd.control import ControlSocket
+from stormd.counters import Counters
+from stormd.errors import DirectoryUnsafe
+from stormd.host_pool import HostPool
+from stormd.lanes import Lane, Result
+from stormd.lanes.opening import open_lanes
+from stormd.ledger import Ledger
+from stormd.lifeline import LifelineListener
+from stormd.mailbox import Mailbox
+from stormd.protocol import lifeline_path, parse_address
+from stormd.records import Limits
+from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
+from stormd.service import Service
+
+__all__ = ["Server"]
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS: Final = 0.5
+FIRST_CLIENT_SECONDS: Final = 60.0
+"""How long a daemon that ends with its last client waits for its first."""
+
+DETACH_SECONDS: Final = 2.0
+"""Part of the shutdown's time kept for lanes to finish, out of what clients get to fetch theirs;
+at most half of it."""
+
+SESSIONS_SHOWN: Final = 1024
+"""Sessions that `status` lists: more would not fit into a frame."""
+
+
+class Server:
+    """One daemon on the running event loop: `open`, `serve`, `close`, each once.
+
+    `on_progress(done, total)` is called from other threads while the pool is made, in bytes.
+    """
+
+    def __init__(
+        self, config: Config, *, on_progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._socket = parse_address(config.address)
+        self._cleanup = ExitStack()
+        self._counters = Counters()
+        self._opened_at = time.monotonic()
+        self._loop: asyncio.AbstractEventLoop
+        self._stopping: asyncio.Event
+        self._progress: asyncio.Event
+        self._pool: HostPool
+        self._space: Space
+        self._ledger: Ledger
+        self._lanes: dict[str, Lane]
+        self._mailbox: Mailbox[Result]
+        self._service: Service
+        self._lifelines: LifelineListener
+
+    async def open(self) -> None:
+        """Make the pool, open the lanes, bind the sockets: afterwards clients are served.
+
+        Raises:
+            StormdError: by whose fault it is, one of errors.py; nothing is left behind.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._progress = asyncio.Event()
+        try:
+            self._take_address()
+            await self._make_pool()
+            await self._open_lanes()
+            self._bind()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        log.info("ready", extra={"address": self._config.address, "lanes": list(self._lanes)})
+
+    async def serve(self) -> None:
+        """Serve until `stop`, or until the last client has gone where the config says so."""
+        while not self._stopping.is_set():
+            try:
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._stopping.wait()
+            except TimeoutError:
+                self._service.tick()
+            if self._config.exit_with_last_client and self._is_deserted():
+                return
+
+    def stop(self) -> None:
+        """Ask `serve` to return. From any thread or a signal handler; twice is fine."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+
+    async def close(self) -> None:
+        """End in order, by the deadline of the config, whatever the clients do.
+
+        1. Take no new session and no new entry; say so to those who ask.
+        2. Let clients fetch what they have stored, until nothing is held or time is short.
+        3. End the sessions: lanes finish what runs, skip what waits, and let their memory go.
+        4. Close the lifelines and the control socket, remove their files.
+        5. End the lanes' workers, then unmap the pool, and give the address up.
+        """
+        deadline = time.monotonic() + self._config.shutdown_seconds
+        kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
+        self._lifelines.stop_listening()
+        self._ledger.drain()
+        if not await self._until(lambda: not self._ledger.entries, deadline - kept):
+            log.warning("clients still hold %d entries, which are lost", self._ledger.entries)
+        self._service.end_all("shutdown")
+        if not await self._until(lambda: not self._ledger.sessions, deadline):
+            log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
+        self._mailbox.close()
+        self._cleanup.close()
+        log.info("ended")
+
+    def status(self) -> dict[str, Any]:
+        """Return the state as `stormd status --json` prints it. On the event loop only."""
+        use = self._space.use()
+        sessions = self._ledger.sessions_status()
+        ratio = self._ledger.raw_bytes / (use.used + use.promised) if use.used else None
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "address": self._config.address,
+            "uptime_seconds": time.monotonic() - self._opened_at,
+            "lanes": list(self._lanes),
+            "pool": {
+                "capacity_bytes": use.capacity,
+                "used_bytes": use.used,
+                "promised_bytes": use.promised,
+                "peak_used_bytes": use.peak_used,
+                "largest_free_bytes": use.largest_free,
+                "locked": self._pool.locked,
+            },
+            "sessions": sessions[:SESSIONS_SHOWN],
+            "session_count": len(sessions),
+            "entries": self._ledger.entries,
+            "raw_bytes": self._ledger.raw_bytes,
+            "ratio": ratio,
+            "throughput": self._counters.throughput(),
+            "counters": self._counters.as_status(),
+        }
+
+    # --- parts of open, in order ------------------------------------------------------------
+
+    def _take_address(self) -> None:
+        config = self._config
+        prepare_directory(
+            self._socket.parent, socket_mode=config.socket_mode, group=config.socket_group
+        )
+        self._cleanup.callback(AddressLock(self._socket).close)
+        for path in (self._socket, lifeline_path(self._socket)):
+            remove_stale(path)
+
+    async def _make_pool(self) -> None:
+        self._pool = await asyncio.to_thread(
+            HostPool, self._config.pool_bytes, on_progress=self._on_progress
+        )
+        self._cleanup.callback(self._pool.close)
+        self._space = Space(self._pool.nbytes)
+
+    async def _open_lanes(self) -> None:
+        self._mailbox = Mailbox(self._loop, self._take_results)
+        self._cleanup.callback(self._mailbox.close)
+        self._lanes = await asyncio.to_thread(
+            open_lanes, self._config, self._pool, self._space, self._mailbox.post
+        )
+        self._cleanup.callback(self._close_lanes)
+
+    def _bind(self) -> None:
+        config = self._config
+        self._ledger = Ledger(self._space, _limits(config), self._counters)
+        try:
+            control = ControlSocket(self._loop, config.address)
+        except zmq.ZMQError as error:
+            raise DirectoryUnsafe(f"{config.address} cannot be bound: {error}") from error
+        self._cleanup.callback(control.close)
+        self._service = Service(
+            self._loop,
+            ledger=self._ledger,
+            counters=self._counters,
+            lanes=self._lanes,
+            control=control,
+            lifeline_path=str(lifeline_path(self._socket)),
+            allowed_uids=_allowed(config),
+            lease_seconds=config.lease_seconds,
+            status=self.status,
+            on_progress=self._progress.set,
+        )
+        self._lifelines = self._listen(lifeline_path(self._socket))
+        self._cleanup.callback(self._lifelines.close)
+        for path in (self._socket, lifeline_path(self._socket)):
+            grant(path, config.socket_mode, config.socket_group)
+        self._service.start(self._lifelines)
+
+    def _listen(self, path: Path) -> LifelineListener:
+        try:
+            return LifelineListener(
+                self._loop, path, on_token=self._service.take_token, on_lost=self._service.lose
+            )
+        except OSError as error:
+            raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror}") from error
+
+    # --- parts of serving and closing -------------------------------------------------------
+
+    def _take_results(self, results: list[Result]) -> None:
+        self._service.take_results(results)
+
+    def _is_deserted(self) -> bool:
+        if self._ledger.sessions:
+            return False
+        uptime = time.monotonic() - self._opened_at
+        return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
+
+    async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
+        """Wait until the condition holds; False where it does not by the deadline."""
+        while not condition():
+            self._progress.clear()
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    await self._progress.wait()
+            except TimeoutError:
+                return condition()
+        return True
+
+    def _close_lanes(self) -> None:
+        for lane in self._lanes.values():
+            if not lane.close(DETACH_SECONDS):
+                log.error(
+                    "a worker of the %s lane does not end: the pool stays mapped", lane.device
+                )
+                self._pool.keep()
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(
+        max_sessions=config.max_sessions,
+        max_entries=config.max_entries_per_session,
+        quota_bytes=config.session_quota_bytes,
+        lease_seconds=config.lease_seconds,
+    )
+
+
+def _allowed(config: Config) -> frozenset[int]:
+    """Return who may connect: by default root and the daemon's own user."""
+    return frozenset(config.allowed_uids or (0, os.getuid()))
