@@ -1,0 +1,80 @@
+"""The command line: usage, exit status, and errors as one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from stormd import __version__, cli
+from stormd.errors import AddressInUse
+
+COMMANDS = ["serve", "status", "top", "doctor", "bench", "demo"]
+
+
+def _exit_status(arguments: list[str]) -> int:
+    """The status of a command line, also where argparse itself ends it."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_status([command, "--help"]) == 0
+    assert f"stormd {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["status", "top", "doctor", "demo"])
+def test_commands_that_print_figures_print_json(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _exit_status([command, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_status(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["serve", "--no-such-flag"],
+        ["status", "--timeout", "-1"],
+        ["status", "--address", "tcp://localhost:1"],
+        ["top", "--interval", "soon"],
+        ["demo", "--steps", "0"],
+        ["demo", "--pool-bytes", "2GB"],
+        ["bench"],
+        ["serve", "--pool-bytes", "17"],
+        ["serve", "--pool-bytes", "900TiB"],
+        ["serve", "--config", "/no/such/file.toml"],
+        ["doctor", "--device", "tpu"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_status(arguments) == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "top"])
+def test_no_daemon_exits_3(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_status([command, "--address", "ipc:///no/such/stormd.sock"]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("stormd: no daemon at ipc:///no/such/stormd.sock")
+    assert error.count("\n") == 1
+
+
+def test_a_failure_of_the_daemon_exits_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_args: object) -> int:
+        raise AddressInUse("a daemon lives at ipc:///x")
+
+    monkeypatch.setattr("stormd.commands.serve.run", fail)
+    assert _exit_status(["serve"]) == 1
+    assert capsys.readouterr().err == "stormd: a daemon lives at ipc:///x\n"
