@@ -149,3 +149,8 @@ def test_compose_publishes_the_metrics_port(compose: dict[str, Any], deploy: Pat
 def test_compose_lets_the_daemon_end_by_itself(compose: dict[str, Any]) -> None:
     grace = compose["services"]["stormd"]["stop_grace_period"]
     assert float(grace.removesuffix("s")) > Config().shutdown_seconds
+
+
+def test_the_trainers_script_exists(compose: dict[str, Any], repository: Path) -> None:
+    script = compose["services"]["trainer"]["command"][0]
+    assert (repository / "client/examples" / Path(script).name).exists()

@@ -119,3 +119,8 @@ def test_both_pods_run_the_image_that_the_dockerfile_makes(
 ) -> None:
     assert daemon["containers"][0]["image"] == trainer["containers"][0]["image"] == "stormd:cuda"
     assert "--tag stormd:cuda" in (deploy / "docker" / "Dockerfile").read_text()
+
+
+def test_the_trainers_script_exists(trainer: dict[str, Any], repository: Path) -> None:
+    script = trainer["containers"][0]["command"][-1]
+    assert (repository / "client/examples" / Path(script).name).exists()
