@@ -1,0 +1,73 @@
+"""lossy.py: nothing moves further than the tolerance, and what cannot move keeps its bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from storm_kernels import ancf
+from storm_kernels.ancf.lossy import quantize
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def normal(dtype: torch.dtype, count: int = 50_000) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("mode", ["auto", "values"])
+@pytest.mark.parametrize("policy", ["conservative", "adaptive", "aggressive"])
+@pytest.mark.parametrize("tolerance", [1e-6, 1e-3, 0.01, 0.1, 10.0])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_error_stays_within_the_tolerance(dtype, tolerance, policy, mode):
+    tensor = normal(dtype)
+    same = ancf.decode(ancf.encode(tensor, tolerance=tolerance, policy=policy, mode=mode))
+    assert (same.double() - tensor.double()).abs().max() <= tolerance
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_special_values_are_exact(dtype):
+    tensor = normal(dtype)
+    tensor[:4] = torch.tensor([float("nan"), float("inf"), -float("inf"), 60_000.0])
+    tensor[4] = (
+        torch.tensor([-1], dtype=torch.int64).view(torch.uint8)[: tensor.itemsize].view(dtype)
+    )
+    same = ancf.decode(ancf.encode(tensor, tolerance=0.05, mode="values"))
+    assert torch.equal(same[:5].view(torch.uint8), tensor[:5].view(torch.uint8))
+
+
+def test_it_pays():
+    tensor = normal(torch.float32, 1 << 18)
+    assert ancf.encode(tensor, tolerance=0.02).ratio > 3
+    assert ancf.encode(tensor, tolerance=1e-9).ratio >= ancf.encode(tensor).ratio
+
+
+def test_complex_parts_are_rounded_apart():
+    tensor = torch.randn(20_000, dtype=torch.complex64)
+    same = ancf.decode(ancf.encode(tensor, tolerance=0.05, mode="values"))
+    difference = torch.view_as_real(same) - torch.view_as_real(tensor)
+    assert 0 < difference.abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(0), torch.full((9,), torch.nan), torch.zeros(9)])
+def test_tensors_without_centres(tensor):
+    same = ancf.decode(ancf.encode(tensor, tolerance=0.5))
+    assert torch.equal(same.nan_to_num(7), tensor.nan_to_num(7))
+
+
+def test_as_many_centres_as_asked_for():
+    rounded = quantize(normal(torch.float64), "auto", 10.0, 20)
+    assert 2 <= rounded.unique().numel() <= 21
+
+
+@pytest.mark.parametrize(
+    ("tensor", "options", "message"),
+    [
+        (torch.randn(4), {"tolerance": -1.0}, "-1.0"),
+        (torch.randn(4), {"tolerance": float("nan")}, "nan"),
+        (torch.randn(4), {"tolerance": 0.1, "mode": "window"}, "'window'"),
+        (torch.arange(4), {"tolerance": 0.1}, "int64"),
+    ],
+)
+def test_requests_that_make_no_sense(tensor, options, message):
+    with pytest.raises(ancf.UsageError, match=message):
+        ancf.encode(tensor, **options)
