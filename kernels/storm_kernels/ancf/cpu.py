@@ -1,0 +1,128 @@
+"""ANCF by the C library: the same bytes as reference.py writes, some hundred times as fast.
+
+Addresses are host memory of any alignment. Nothing outside `[src, src + nbytes)` is read, and
+nothing outside `[dst, dst + dst_bytes)` is written, whatever a blob says. The interpreter lock is
+let go during each call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from ..cpu import InstructionSet, Options, Status, available_sets, load
+from ..errors import BackendUnavailable, CorruptBlob, UsageError
+from .header import read_header
+from .options import POLICIES, check_request, parse_mode
+from .reference import memory
+
+if TYPE_CHECKING:
+    from .dtypes import DType
+
+__all__ = ["CpuCodec", "decode_into", "encode_into", "probe"]
+
+AUTO = -1  # ANCF_AUTO in format.h
+
+
+def probe() -> tuple[bool, str]:
+    """Return whether the library works here, and its best instruction set or why it does not."""
+    try:
+        best = available_sets()[-1]
+    except BackendUnavailable as missing:
+        return False, str(missing)
+    return True, best.name.lower()
+
+
+@dataclass(frozen=True)
+class CpuCodec:
+    """The codec held to one instruction set; which one never shows in the bytes.
+
+    Methods raise BackendUnavailable when the library or the instruction set is missing.
+    """
+
+    instruction_set: InstructionSet = InstructionSet.BEST
+
+    def encode_into(
+        self,
+        src: int,
+        nbytes: int,
+        dtype: DType,
+        dst: int,
+        dst_bytes: int,
+        *,
+        mode: str = "auto",
+        speed: str = "fast",
+        checksum: bool = True,
+        policy: str = "adaptive",
+        threads: int = 1,
+    ) -> int:
+        """Encode `nbytes` bytes at address `src` to `dst`; return the blob's size.
+
+        `dst_bytes` must be at least `max_encoded_bytes(nbytes, dtype)`, and the two ranges must
+        not overlap. `threads` is how many the call may use; small tensors use fewer. Raises
+        UsageError for arguments that no encoder accepts; `dst` is then untouched.
+        """
+        asked = parse_mode(mode, speed, policy)
+        check_request(nbytes, dtype, dst_bytes)
+        options = Options(
+            mode=AUTO if asked is None else asked,
+            dense=speed == "dense",
+            checksum=checksum,
+            policy=POLICIES.index(policy),
+            threads=_check_threads(threads),
+            isa=self.instruction_set,
+        )
+        size: int = load().storm_ancf_encode(
+            src, nbytes, dtype, dst, dst_bytes, ctypes.byref(options)
+        )
+        if size < 0:
+            self._fail(size, f"encoding {nbytes} bytes of {dtype.name.lower()}")
+        return size
+
+    def decode_into(
+        self, blob: int, blob_bytes: int, dst: int, dst_bytes: int, *, threads: int = 1
+    ) -> None:
+        """Decode the blob of `blob_bytes` bytes at address `blob` to `dst`.
+
+        `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob; `dst` may then hold
+        anything.
+        """
+        options = Options(threads=_check_threads(threads), isa=self.instruction_set)
+        status = load().storm_ancf_decode(blob, blob_bytes, dst, dst_bytes, ctypes.byref(options))
+        if status == Status.CORRUPT:
+            _explain_damage(blob, blob_bytes, dst_bytes)
+        if status < 0:
+            self._fail(status, f"decoding {blob_bytes} bytes")
+
+    def _fail(self, status: int, doing: str) -> None:
+        if status == Status.NO_MEMORY:
+            raise MemoryError(f"{doing}: no memory for a scratch buffer; use fewer threads")
+        if status == Status.UNSUPPORTED:
+            raise BackendUnavailable(
+                f"{self.instruction_set.name.lower()} is missing here; "
+                f"there are {', '.join(one.name.lower() for one in available_sets())}"
+            )
+        raise UsageError(f"{doing}: the library refuses the arguments ({Status(status).name})")
+
+
+def _explain_damage(blob: int, blob_bytes: int, dst_bytes: int) -> NoReturn:
+    """Raise CorruptBlob saying what the library found wrong, which has no words of its own."""
+    header = read_header(memory(blob, blob_bytes))
+    if header.raw_nbytes != dst_bytes:
+        raise CorruptBlob(f"the blob holds {header.raw_nbytes} bytes, the output {dst_bytes}")
+    raise CorruptBlob(
+        f"the {header.mode.name.lower()} blob of {blob_bytes} bytes has a record that contradicts "
+        "its tile, or its bytes do not match its checksum"
+    )
+
+
+def _check_threads(threads: int) -> int:
+    if threads < 1:
+        raise UsageError(f"threads={threads}: at least 1 is needed")
+    return threads
+
+
+_DEFAULT = CpuCodec()
+encode_into = _DEFAULT.encode_into
+decode_into = _DEFAULT.decode_into

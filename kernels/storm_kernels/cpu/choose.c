@@ -1,0 +1,351 @@
+/* See choose.h. */
+#include "choose.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "ancf.h"
+
+#define MAX_SYMBOLS 4096 /* float64: sign and 11 exponent bits */
+#define MAX_RANKED 10
+
+static uint64_t element_at(const uint8_t *elements, unsigned bytes, uint64_t index)
+{
+    uint64_t element = 0;
+    memcpy(&element, elements + index * bytes, bytes);
+    return element;
+}
+
+void take_sample(struct sample *sample, int dtype, const uint8_t *elements, uint64_t n)
+{
+    const struct ancf_dtype_info *info = dtype_info(dtype);
+    unsigned bytes = info->bits / 8;
+    sample->bits = info->bits;
+    sample->mantissa = info->mantissa;
+    sample->is_signed = info->is_signed;
+    sample->is_float = info->is_float;
+    sample->dtype = dtype;
+    sample->count = n < ANCF_SAMPLE ? (uint32_t)n : ANCF_SAMPLE;
+    for (uint32_t i = 0; i < sample->count; i++) {
+        uint64_t index = i;
+        if (n > ANCF_SAMPLE) {
+            uint64_t run = i / ANCF_SAMPLE_RUN, last = n / ANCF_SAMPLE_RUN - 1;
+            index = run * last / (ANCF_SAMPLE_RUNS - 1) * ANCF_SAMPLE_RUN + i % ANCF_SAMPLE_RUN;
+        }
+        sample->elements[i] = element_at(elements, bytes, index);
+    }
+}
+
+/* -- Cost of coding symbols ------------------------------------------------------------------- */
+
+/* Counts of joint symbols: sign and exponent, element >> M whatever is dropped. */
+struct histogram {
+    uint32_t count[MAX_SYMBOLS];
+    unsigned bits;  /* of a joint symbol */
+    uint32_t total;
+};
+
+static void count_symbols(const struct sample *s, struct histogram *out)
+{
+    memset(out, 0, sizeof *out);
+    out->bits = s->bits - s->mantissa;
+    out->total = s->count;
+    for (uint32_t i = 0; i < s->count; i++)
+        out->count[s->elements[i] >> s->mantissa]++;
+}
+
+/* The same over the elements other than fill. */
+static void leave_out(const struct sample *s, uint64_t fill, struct histogram *h)
+{
+    uint32_t fills = 0;
+    for (uint32_t i = 0; i < s->count; i++)
+        fills += s->elements[i] == fill;
+    h->count[(fill >> s->mantissa) & (MAX_SYMBOLS - 1)] -= fills;
+    h->total -= fills;
+}
+
+struct coding {
+    uint64_t cost; /* bits over the sample */
+    unsigned rotate, drop, residue_bits, k1, k2, ranked;
+    uint16_t dictionary[MAX_RANKED];
+};
+
+/* The most frequent symbols: count descending, symbol ascending, only those that occur. */
+static unsigned rank_symbols(const struct histogram *h, int joint, unsigned limit,
+                             uint16_t *symbols, uint32_t *counts)
+{
+    unsigned ranked = 0, half = 1u << (h->bits - 1);
+    for (unsigned symbol = 0; symbol < (joint ? 2 * half : half); symbol++) {
+        uint32_t count = h->count[symbol] + (joint ? 0 : h->count[symbol + half]);
+        if (count == 0 || (ranked == limit && count <= counts[ranked - 1]))
+            continue;
+        unsigned at = ranked < limit ? ranked++ : limit - 1;
+        for (; at > 0 && counts[at - 1] < count; at--) {
+            counts[at] = counts[at - 1];
+            symbols[at] = symbols[at - 1];
+        }
+        counts[at] = count;
+        symbols[at] = (uint16_t)symbol;
+    }
+    return ranked;
+}
+
+static void price(const struct sample *s, const struct histogram *h, int joint, unsigned drop,
+                  int dense, struct coding *out)
+{
+    uint32_t counts[MAX_RANKED], level1 = 0, known = 0;
+    unsigned slots = dense ? 3 : 7, all = dense ? 10 : 7;
+    out->rotate = !joint;
+    out->drop = drop;
+    out->residue_bits = s->mantissa - drop + (unsigned)!joint;
+    out->k1 = dense ? 2 : 3;
+    out->k2 = dense ? 3 : 0;
+    out->ranked = rank_symbols(h, joint, all, out->dictionary, counts);
+    for (unsigned i = 0; i < out->ranked; i++) {
+        known += counts[i];
+        level1 += i < slots ? counts[i] : 0;
+    }
+    unsigned symbol_bits = drop ? s->bits : s->bits - drop - out->residue_bits;
+    unsigned escape_bits = symbol_bits <= 8 ? 8 : symbol_bits <= 16 ? 16 : s->bits;
+    out->cost = (uint64_t)h->total * (out->residue_bits + out->k1) +
+                (uint64_t)(h->total - level1) * out->k2 +
+                (uint64_t)(h->total - known) * escape_bits;
+}
+
+/* Joint where it saves more than a 33rd. */
+static struct coding best_coding(const struct sample *s, const struct histogram *h, unsigned drop,
+                                 int dense)
+{
+    struct coding exponent, joint;
+    dense = dense || drop;
+    price(s, h, 0, drop, dense, &exponent);
+    price(s, h, 1, drop, dense, &joint);
+    return joint.cost * 33 < exponent.cost * 32 ? joint : exponent;
+}
+
+/* -- What else the sample shows ----------------------------------------------------------------- */
+
+static unsigned droppable_bits(const struct sample *s)
+{
+    uint64_t low = 0;
+    if (!s->is_float || s->bits < 32)
+        return 0;
+    for (uint32_t i = 0; i < s->count; i++)
+        low |= s->elements[i];
+    if (s->bits == 64)
+        return low & ((UINT64_C(1) << 29) - 1) ? 0 : 29;
+    return !(low & 0xFFFF) ? 16 : !(low & 0x1FFF) ? 13 : 0;
+}
+
+static int holds_one_value(const struct sample *s)
+{
+    for (uint32_t i = 1; i < s->count; i++)
+        if (s->elements[i] != s->elements[0])
+            return 0;
+    return 1;
+}
+
+static int holds_three_values(const struct sample *s)
+{
+    uint64_t seen[3];
+    unsigned known = 0;
+    for (uint32_t i = 0; i < s->count; i++) {
+        unsigned at = 0;
+        while (at < known && seen[at] != s->elements[i])
+            at++;
+        if (at == 3)
+            return 0;
+        if (at == known)
+            seen[known++] = s->elements[i];
+    }
+    return 1;
+}
+
+/* Bit length of max - min, compared as the dtype compares. */
+static unsigned integer_width(const struct sample *s)
+{
+    uint64_t flip = s->is_signed ? UINT64_C(1) << (s->bits - 1) : 0;
+    uint64_t least = ~UINT64_C(0), most = 0;
+    for (uint32_t i = 0; i < s->count; i++) {
+        uint64_t x = s->elements[i] ^ flip;
+        least = x < least ? x : least;
+        most = x > most ? x : most;
+    }
+    return most == least ? 0 : 64 - (unsigned)__builtin_clzll(most - least);
+}
+
+static uint64_t bitmap_cost(const struct sample *s, uint64_t fill, unsigned *bitmap)
+{
+    uint64_t bits = s->count / 2;
+    for (uint32_t i = 0; i + 1 < s->count; i += 2) {
+        int first = s->elements[i] != fill, second = s->elements[i + 1] != fill;
+        bits += (uint64_t)((first | second) + second);
+    }
+    *bitmap = bits * 17 < (uint64_t)s->count * 16 ? ANCF_PAIRS : ANCF_PLAIN;
+    return *bitmap == ANCF_PAIRS ? bits : s->count;
+}
+
+/* -- Dictionaries of whole values --------------------------------------------------------------- */
+
+static int compare_elements(const void *a, const void *b)
+{
+    uint64_t x, y;
+    memcpy(&x, a, sizeof x);
+    memcpy(&y, b, sizeof y);
+    return (x > y) - (x < y);
+}
+
+static int compare_ranks(const void *a, const void *b)
+{
+    const struct ranked_value *x = a, *y = b;
+    if (x->count != y->count)
+        return x->count < y->count ? 1 : -1;
+    return (x->value > y->value) - (x->value < y->value);
+}
+
+/* The `limit` most frequent elements: count descending, value ascending. */
+static uint32_t frequent_values(struct sample *s, uint32_t limit, uint64_t *values)
+{
+    struct ranked_value *ranks = s->ranks;
+    uint64_t *sorted = s->sorted;
+    uint32_t distinct = 0;
+    memcpy(sorted, s->elements, s->count * sizeof *sorted);
+    qsort(sorted, s->count, sizeof *sorted, compare_elements);
+    for (uint32_t i = 0; i < s->count; i++) {
+        if (i == 0 || sorted[i] != sorted[i - 1])
+            ranks[distinct++] = (struct ranked_value){sorted[i], 0};
+        ranks[distinct - 1].count++;
+    }
+    qsort(ranks, distinct, sizeof *ranks, compare_ranks);
+    limit = limit < distinct ? limit : distinct;
+    for (uint32_t i = 0; i < limit; i++)
+        values[i] = ranks[i].value;
+    return limit;
+}
+
+static unsigned values_code_bits(const struct sample *s, int policy)
+{
+    uint64_t zeros = 0, count = s->count;
+    for (uint32_t i = 0; i < s->count; i++)
+        zeros += s->elements[i] == 0;
+    if (policy == 2)
+        return 9;
+    if (policy == 0)
+        return zeros * 10 >= count * 9 ? 7 : 8;
+    return zeros * 2 >= count ? 7 : zeros * 10 >= count ? 8 : 9;
+}
+
+/* -- The choice ---------------------------------------------------------------------------------- */
+
+struct view {
+    const struct sample *sample;
+    struct histogram all, rest; /* rest: the elements other than fill */
+    uint64_t fill;
+    unsigned drop;
+    int dense;
+};
+
+static int best_float(const struct view *v, uint64_t *cost)
+{
+    const struct sample *s = v->sample;
+    uint64_t raw = (uint64_t)s->count * s->bits;
+    uint64_t window = best_coding(s, &v->all, v->drop, v->dense).cost;
+    int mode = ANCF_RAW;
+    *cost = raw;
+    if (window * 65 < raw * 64) {
+        mode = v->drop ? ANCF_TRUNCATED : ANCF_WINDOW;
+        *cost = window;
+    }
+    if (UINT64_C(2) * s->count < *cost && holds_three_values(s)) {
+        mode = ANCF_TERNARY;
+        *cost = UINT64_C(2) * s->count;
+    }
+    return mode;
+}
+
+static int best_integer(const struct view *v, uint64_t *cost)
+{
+    unsigned width = integer_width(v->sample), bits = v->sample->bits;
+    *cost = (uint64_t)v->sample->count * (width + 1 < bits ? width : bits);
+    return width + 1 < bits ? ANCF_INTEGER : ANCF_RAW;
+}
+
+static int best_mode(const struct view *v)
+{
+    uint64_t cost;
+    unsigned bitmap;
+    if (v->sample->dtype == ANCF_BOOL)
+        return ANCF_BOOLEAN;
+    if (holds_one_value(v->sample))
+        return ANCF_CONSTANT;
+    int mode = v->sample->is_float ? best_float(v, &cost) : best_integer(v, &cost);
+    uint64_t sparse = bitmap_cost(v->sample, v->fill, &bitmap) +
+                      best_coding(v->sample, &v->rest, v->drop, 1).cost;
+    return sparse * 9 < cost * 8 ? ANCF_SPARSE : mode;
+}
+
+static void set_coding(struct ancf_header *h, const struct coding *coding)
+{
+    h->rotate = (uint8_t)coding->rotate;
+    h->drop = (uint8_t)coding->drop;
+    h->residue_bits = (uint8_t)coding->residue_bits;
+    h->k1 = (uint8_t)coding->k1;
+    h->k2 = (uint8_t)coding->k2;
+    h->dict_count = coding->ranked;
+    memcpy(h->window, coding->dictionary, coding->ranked * sizeof *h->window);
+}
+
+static unsigned forced_drop(const struct view *v, int mode)
+{
+    if (mode == ANCF_WINDOW || !v->sample->is_float || v->sample->bits < 32)
+        return 0;
+    return v->drop ? v->drop : v->sample->bits == 32 ? 16 : 29;
+}
+
+static void plan_window(const struct view *v, int mode, struct ancf_header *h)
+{
+    unsigned drop = forced_drop(v, mode);
+    struct coding coding = best_coding(v->sample, &v->all, drop, v->dense);
+    h->mode = drop ? ANCF_TRUNCATED : ANCF_WINDOW;
+    set_coding(h, &coding);
+}
+
+static void plan_sparse(const struct view *v, struct ancf_header *h)
+{
+    unsigned bitmap;
+    struct coding coding = best_coding(v->sample, &v->rest, v->drop, 1);
+    bitmap_cost(v->sample, v->fill, &bitmap);
+    h->mode = ANCF_SPARSE;
+    h->bitmap = (uint8_t)bitmap;
+    h->fill = v->fill;
+    set_coding(h, &coding);
+}
+
+static void plan_values(struct sample *s, int mode, int policy, struct plan *plan)
+{
+    unsigned k1 = mode == ANCF_TERNARY ? 2 : values_code_bits(s, policy);
+    plan->header.k1 = (uint8_t)k1;
+    plan->header.dict_count = frequent_values(s, (1u << k1) - 1, plan->dictionary);
+}
+
+void choose_plan(struct sample *sample, int mode, int dense, int policy, uint64_t fill,
+                 struct plan *plan)
+{
+    struct view v = {.sample = sample, .fill = fill, .dense = dense};
+    struct ancf_header *h = &plan->header;
+    count_symbols(sample, &v.all);
+    v.rest = v.all;
+    leave_out(sample, fill, &v.rest);
+    v.drop = droppable_bits(sample);
+    if (mode == ANCF_AUTO)
+        mode = best_mode(&v);
+    h->mode = (uint8_t)mode;
+    if (mode == ANCF_WINDOW || mode == ANCF_TRUNCATED)
+        plan_window(&v, mode, h);
+    else if (mode == ANCF_SPARSE)
+        plan_sparse(&v, h);
+    else if (mode == ANCF_CONSTANT)
+        h->fill = sample->elements[0];
+    else if (mode == ANCF_TERNARY || mode == ANCF_VALUES)
+        plan_values(sample, mode, policy, plan);
+}

@@ -1,0 +1,58 @@
+/* Which instruction sets this build holds and this processor runs.
+ *
+ * The compiler's own detection also asks the operating system whether it saves the wide
+ * registers, so a table from here never faults. */
+#include "ancf.h"
+#include "coder.h"
+
+#if defined(__x86_64__)
+static int processor_has(int isa)
+{
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+    if (isa == STORM_ISA_AVX2)
+        return avx2;
+    return avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi2");
+}
+#endif
+
+static const struct kernels *best_kernels(void)
+{
+    static const int order[] = {STORM_ISA_AVX512, STORM_ISA_AVX2, STORM_ISA_NEON};
+    for (unsigned i = 0; i < sizeof order / sizeof *order; i++)
+        if (storm_isa_available(order[i]))
+            return kernels_for(order[i]);
+    return &kernels_portable;
+}
+
+const struct kernels *kernels_for(int isa)
+{
+    switch (isa) {
+    case STORM_ISA_BEST:
+        return best_kernels();
+    case STORM_ISA_PORTABLE:
+        return &kernels_portable;
+#ifdef STORM_HAVE_AVX2
+    case STORM_ISA_AVX2:
+        return processor_has(isa) ? &kernels_avx2 : NULL;
+#endif
+#ifdef STORM_HAVE_AVX512
+    case STORM_ISA_AVX512:
+        return processor_has(isa) ? &kernels_avx512 : NULL;
+#endif
+#ifdef STORM_HAVE_NEON
+    case STORM_ISA_NEON:
+        return &kernels_neon; /* part of every 64-bit ARM processor */
+#endif
+    default:
+        return NULL;
+    }
+}
+
+int storm_isa_available(int isa)
+{
+    return isa >= 0 && isa < STORM_ISA_COUNT && kernels_for(isa) != NULL;
+}
+
+int storm_abi_version(void) { return STORM_ABI_VERSION; }

@@ -1,0 +1,165 @@
+/* The primitives of tile_template.h in plain C, eight bytes at a time in a 64-bit register.
+ *
+ * An instruction set that has something better defines the same names in its own header. */
+#ifndef STORM_PRIMITIVES_PORTABLE_H
+#define STORM_PRIMITIVES_PORTABLE_H
+
+#include <string.h>
+
+#include "coder.h"
+
+static inline uint64_t load_u64(const void *from)
+{
+    uint64_t word;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
+static inline void store_u64(void *to, uint64_t word) { memcpy(to, &word, sizeof word); }
+
+#define EACH_BYTE UINT64_C(0x0101010101010101)
+
+/* Bits 0, 8, 16, ... of x as one byte: 2^(56-7i) moves bit 8i to bit 56+i, without carries. */
+static inline uint64_t gather_bits(uint64_t x)
+{
+    return ((x & EACH_BYTE) * UINT64_C(0x0102040810204080)) >> 56;
+}
+
+/* The inverse: byte i of the result is bit i of the byte x. */
+static inline uint64_t scatter_bits(uint64_t x)
+{
+    uint64_t one_bit_a_byte = (x * EACH_BYTE) & UINT64_C(0x8040201008040201);
+    return ((one_bit_a_byte + UINT64_C(0x7F7F7F7F7F7F7F7F)) >> 7) & EACH_BYTE;
+}
+
+/* planes[b][g]: bit b of each of the 64 bytes of group g. */
+static inline void portable_planes_of_bytes(const uint8_t *bytes, unsigned groups, unsigned bits,
+                                            uint64_t planes[][WORDS])
+{
+    for (unsigned g = 0; g < groups; g++) {
+        uint64_t word[8] = {0};
+        for (unsigned j = 0; j < 8; j++) {
+            uint64_t eight = load_u64(bytes + 64 * g + 8 * j);
+            for (unsigned b = 0; b < bits; b++)
+                word[b] |= gather_bits(eight >> b) << (8 * j);
+        }
+        for (unsigned b = 0; b < bits; b++)
+            planes[b][g] = word[b];
+    }
+}
+
+/* The inverse: bytes whose bits above `bits` are 0. */
+static inline void portable_bytes_of_planes(const uint64_t planes[][WORDS], unsigned groups,
+                                            unsigned bits, uint8_t *bytes)
+{
+    for (unsigned g = 0; g < groups; g++)
+        for (unsigned j = 0; j < 8; j++) {
+            uint64_t eight = 0;
+            for (unsigned b = 0; b < bits; b++)
+                eight |= scatter_bits((planes[b][g] >> (8 * j)) & 0xFF) << b;
+            store_u64(bytes + 64 * g + 8 * j, eight);
+        }
+}
+
+/* symbols[i] = table[code of value i], the code's bits taken from 3 or 4 planes. */
+static inline void portable_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
+                                              unsigned bits, const uint16_t table[16],
+                                              uint16_t *symbols)
+{
+    uint8_t codes[64];
+    for (unsigned g = 0; g < groups; g++) {
+        for (unsigned j = 0; j < 8; j++) {
+            uint64_t eight = 0;
+            for (unsigned b = 0; b < bits; b++)
+                eight |= scatter_bits((planes[b][g] >> (8 * j)) & 0xFF) << b;
+            store_u64(codes + 8 * j, eight);
+        }
+        for (unsigned i = 0; i < 64; i++)
+            symbols[64 * g + i] = table[codes[i]];
+    }
+}
+
+/* The bits of x that mask selects, moved together at the low end; and back. */
+static inline uint64_t portable_extract_bits(uint64_t x, uint64_t mask)
+{
+    uint64_t out = 0;
+    for (unsigned at = 0; mask != 0; mask &= mask - 1, at++)
+        out |= (uint64_t)((x & mask & -mask) != 0) << at;
+    return out;
+}
+
+static inline uint64_t portable_deposit_bits(uint64_t x, uint64_t mask)
+{
+    uint64_t out = 0;
+    for (; mask != 0; mask &= mask - 1, x >>= 1)
+        out |= (x & 1) ? (mask & -mask) : 0;
+    return out;
+}
+
+/* The 32 even bits of x, packed; and back: halves meet in steps of 1, 2, 4, 8 and 16 bits. */
+static inline uint64_t pack_even_bits(uint64_t x)
+{
+    x &= UINT64_C(0x5555555555555555);
+    x = (x | x >> 1) & UINT64_C(0x3333333333333333);
+    x = (x | x >> 2) & UINT64_C(0x0F0F0F0F0F0F0F0F);
+    x = (x | x >> 4) & UINT64_C(0x00FF00FF00FF00FF);
+    x = (x | x >> 8) & UINT64_C(0x0000FFFF0000FFFF);
+    return (x | x >> 16) & UINT64_C(0x00000000FFFFFFFF);
+}
+
+static inline uint64_t spread_to_even_bits(uint64_t x)
+{
+    x = (x | x << 16) & UINT64_C(0x0000FFFF0000FFFF);
+    x = (x | x << 8) & UINT64_C(0x00FF00FF00FF00FF);
+    x = (x | x << 4) & UINT64_C(0x0F0F0F0F0F0F0F0F);
+    x = (x | x << 2) & UINT64_C(0x3333333333333333);
+    return (x | x << 1) & UINT64_C(0x5555555555555555);
+}
+
+static const uint64_t checksum_keys[16] = ANCF_K;
+
+static inline uint64_t checksum_mix(uint64_t sum, uint64_t column)
+{
+    uint64_t h = sum ^ (column * ANCF_C1);
+    h ^= h >> 32;
+    h *= ANCF_C2;
+    return h ^ (h >> 29);
+}
+
+static inline uint64_t portable_chunk_checksum(const uint8_t *chunk, uint64_t number)
+{
+    uint64_t total = 0;
+    for (unsigned column = 0; column < ANCF_CHUNK_COLUMNS; column++) {
+        uint64_t sum = 0;
+        for (unsigned row = 0; row < 4; row++) {
+            uint32_t word[4];
+            memcpy(word, chunk + 512 * row + 16 * column, sizeof word);
+            for (unsigned q = 0; q < 4; q++)
+                sum += word[q] * checksum_keys[4 * row + q];
+        }
+        total += checksum_mix(sum, number * ANCF_CHUNK_COLUMNS + column);
+    }
+    return total;
+}
+
+static inline uint64_t portable_checksum(const uint8_t *data, size_t chunks, uint64_t first_chunk)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < chunks; i++)
+        total += portable_chunk_checksum(data + i * ANCF_CHUNK_BYTES, first_chunk + i);
+    return total;
+}
+
+/* Copies chunk by chunk, so that the second read of a chunk comes from the first-level cache. */
+static inline uint64_t portable_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chunks,
+                                              uint64_t first_chunk)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < chunks; i++) {
+        total += portable_chunk_checksum(data + i * ANCF_CHUNK_BYTES, first_chunk + i);
+        memcpy(dst + i * ANCF_CHUNK_BYTES, data + i * ANCF_CHUNK_BYTES, ANCF_CHUNK_BYTES);
+    }
+    return total;
+}
+
+#endif

@@ -1,0 +1,452 @@
+/* The part of tile_template.h that depends on the element's width: included with BITS = 8 to 64.
+ *
+ * FORMAT.md's section 4 splits an element into symbol and residue after a rotation: `v` below is
+ * always the rotated element, so residue and symbol are its low and high bits. */
+
+#define T JOIN(JOIN(uint, BITS), _t)
+#define FN(name) JOIN(name##_u, BITS)
+#define ANY FN(any)
+#define SCRATCH (ANCF_TILE + 64) /* compress and expand work in whole vectors */
+
+/* Elements in memory: at any address, whatever the caller's type was. */
+typedef T ANY __attribute__((aligned(1), may_alias));
+
+/* -- Compaction ------------------------------------------------------------------------------- */
+
+/* The elements that mask selects, moved together; out has room for SCRATCH. */
+static inline unsigned FN(portable_compress)(const ANY *restrict x, const uint64_t *mask,
+                                             unsigned count, T *restrict out)
+{
+    unsigned kept = 0;
+    for (unsigned i = 0; i < count; i++) {
+        out[kept] = x[i];
+        kept += mask[i / 64] >> (i % 64) & 1;
+    }
+    return kept;
+}
+
+/* The inverse, with `fill` where mask has no bit; `kept` is readable for SCRATCH elements. */
+static inline void FN(portable_expand)(const T *restrict kept, const uint64_t *mask,
+                                       unsigned count, T fill, ANY *restrict out)
+{
+    for (unsigned i = 0; i < count; i++) {
+        unsigned bit = mask[i / 64] >> (i % 64) & 1;
+        out[i] = bit ? *kept : fill;
+        kept += bit;
+    }
+}
+
+/* -- planes(values, k, p) of FORMAT.md, section 5 ----------------------------------------------- */
+
+/* Writes the low k bits of v[0, p); v is readable up to the next multiple of 64. */
+static uint8_t *FN(put_planes)(const T *restrict v, unsigned k, unsigned p, uint8_t *restrict dst)
+{
+    unsigned b = 0;
+#if BITS >= 32
+    for (; k - b >= 32; b += 32, dst += 4 * p)
+        for (unsigned i = 0; i < p; i++)
+            ((any_u32 *)dst)[i] = (uint32_t)(v[i] >> b);
+#endif
+#if BITS >= 16
+    for (; k - b >= 16; b += 16, dst += 2 * p)
+        for (unsigned i = 0; i < p; i++)
+            ((any_u16 *)dst)[i] = (uint16_t)(v[i] >> b);
+#endif
+    for (; k - b >= 8; b += 8, dst += p)
+        for (unsigned i = 0; i < p; i++)
+            dst[i] = (uint8_t)(v[i] >> b);
+    if (k > b) {
+        uint8_t rest[ANCF_TILE];
+        uint64_t planes[8][WORDS];
+        for (unsigned i = 0; i < 64 * groups_of(p); i++)
+            rest[i] = (uint8_t)(v[i] >> b);
+        planes_of_bytes(rest, groups_of(p), k - b, planes);
+        for (unsigned plane = 0; plane < k - b; plane++, dst += p / 8)
+            memcpy(dst, planes[plane], p / 8);
+    }
+    return dst;
+}
+
+/* Adds the k bits read from src to the low bits of v[0, m), which must be 0 there. */
+static void FN(take_planes)(const uint8_t *restrict src, unsigned k, unsigned p, unsigned m,
+                            T *restrict v)
+{
+    unsigned b = 0;
+#if BITS >= 32
+    for (; k - b >= 32; b += 32, src += 4 * p)
+        for (unsigned i = 0; i < m; i++)
+            v[i] |= (T)((T)((const any_u32 *)src)[i] << b);
+#endif
+#if BITS >= 16
+    for (; k - b >= 16; b += 16, src += 2 * p)
+        for (unsigned i = 0; i < m; i++)
+            v[i] |= (T)((T)((const any_u16 *)src)[i] << b);
+#endif
+    for (; k - b >= 8; b += 8, src += p)
+        for (unsigned i = 0; i < m; i++)
+            v[i] |= (T)((T)src[i] << b);
+    if (k > b) {
+        uint8_t rest[ANCF_TILE];
+        uint64_t planes[8][WORDS];
+        for (unsigned plane = 0; plane < k - b; plane++, src += p / 8)
+            load_plane(src, p, planes[plane]);
+        bytes_of_planes((const uint64_t(*)[WORDS])planes, groups_of(m), k - b, rest);
+        for (unsigned i = 0; i < m; i++)
+            v[i] |= (T)((T)rest[i] << b);
+    }
+}
+
+/* -- Encoding: window, truncated, sparse -------------------------------------------------------- */
+
+/* v[0, m) = elements without their dropped bits, rotated where asked; v[m, p) = 0. */
+static void FN(rotate)(const struct coder *c, const ANY *restrict x, unsigned m, unsigned p,
+                       T *restrict v)
+{
+    const unsigned drop = c->drop, sign = BITS - 1 - drop;
+    const T mask = (T)((T)~(T)0 >> drop);
+    if (c->rotate)
+        for (unsigned i = 0; i < m; i++) {
+            T u = (T)(x[i] >> drop);
+            v[i] = (T)(((T)(u << 1) & mask) | (T)(u >> sign));
+        }
+    else
+        for (unsigned i = 0; i < m; i++)
+            v[i] = (T)(x[i] >> drop);
+    memset(v + m, 0, (p - m) * sizeof *v);
+}
+
+/* The code of each symbol by comparison with every entry: no symbol has 16 set bits, so unused
+ * entries match nothing. */
+static void FN(match)(const struct coder *c, const T *restrict v, unsigned p,
+                      uint8_t *restrict code)
+{
+    const unsigned r = c->residue_bits;
+    uint16_t d[10];
+    for (unsigned i = 0; i < 10; i++)
+        d[i] = i < c->dict_count ? c->window[i] : 0xFFFF;
+    if (c->k2 == 0)
+        for (unsigned i = 0; i < p; i++) {
+            uint16_t s = (uint16_t)(v[i] >> r), k = 7;
+            for (unsigned entry = 0; entry < 7; entry++)
+                k = s == d[entry] ? (uint16_t)entry : k;
+            code[i] = (uint8_t)k;
+        }
+    else
+        for (unsigned i = 0; i < p; i++) {
+            uint16_t s = (uint16_t)(v[i] >> r), k = 15;
+            for (unsigned entry = 0; entry < 3; entry++)
+                k = s == d[entry] ? (uint16_t)entry : k;
+            for (unsigned entry = 3; entry < 10; entry++)
+                k = s == d[entry] ? (uint16_t)(entry - 3 + TWO_LEVEL_FIRST) : k;
+            code[i] = (uint8_t)k;
+        }
+}
+
+/* Elements whose dropped bits are not all 0 match no entry: they are escapes, kept whole. */
+static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x, unsigned m,
+                                   uint8_t *restrict code)
+{
+    const T low = (T)(((T)1 << c->drop) - 1);
+    for (unsigned i = 0; i < m; i++)
+        code[i] = (x[i] & low) ? 15 : code[i];
+}
+
+static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
+                                const uint64_t *escapes, unsigned groups, uint8_t *dst)
+{
+    for (unsigned g = 0; g < groups; g++)
+        for (uint64_t mask = escapes[g]; mask != 0; mask &= mask - 1) {
+            unsigned i = 64 * g + (unsigned)__builtin_ctzll(mask);
+            store_u64(dst, c->drop ? x[i] : v[i] >> c->residue_bits);
+            dst += c->escape_bytes;
+        }
+    return dst;
+}
+
+/* m elements as p columns: the planes at `planes`, level 2 and escapes at `rest`. */
+static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, unsigned p,
+                               uint8_t *planes, uint8_t *rest)
+{
+    T v[SCRATCH];
+    uint8_t code[SCRATCH];
+    struct codes codes;
+    unsigned groups = groups_of(p), padded = 64 * groups;
+    FN(rotate)(c, x, m, padded, v);
+    FN(match)(c, v, padded, code);
+    if (c->drop)
+        FN(escape_undroppable)(c, x, m, code);
+    memset(code + m, 0, padded - m);
+    planes_of_bytes(code, groups, c->k2 ? TWO_LEVEL_BITS : ONE_LEVEL_BITS, codes.planes);
+    find_escapes(c, &codes, groups);
+    planes = FN(put_planes)(v, c->residue_bits, p, planes);
+    put_level1(c, &codes, p, planes);
+    rest = put_level2(c, &codes, groups, rest);
+    return FN(put_escapes)(c, x, v, codes.escapes, groups, rest);
+}
+
+static void FN(mark_others)(const ANY *restrict x, unsigned count, T fill, uint64_t *bitmap)
+{
+    uint8_t flags[ANCF_TILE];
+    for (unsigned i = 0; i < count; i++)
+        flags[i] = x[i] != fill;
+    memset(flags + count, 0, sizeof flags - count);
+    planes_of_bytes(flags, WORDS, 1, (uint64_t(*)[WORDS])bitmap);
+}
+
+static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned count,
+                               uint8_t *fixed, uint8_t *record)
+{
+    uint64_t bitmap[WORDS];
+    T kept[SCRATCH];
+    FN(mark_others)(x, count, (T)c->fill, bitmap);
+    unsigned m = FN(compress)(x, bitmap, count, kept), p = (unsigned)ancf_up(m, 32);
+    record = put_bitmap(c, bitmap, count, fixed, record);
+    return FN(put_window)(c, kept, m, p, record, record + p / 8 * (c->residue_bits + c->k1));
+}
+
+/* -- Decoding them ------------------------------------------------------------------------------ */
+
+/* Escaped symbols take the place of what their codes looked up. */
+static int FN(take_escapes)(const struct coder *c, const uint64_t *escapes, unsigned groups,
+                            struct reader *rest, uint16_t *symbols)
+{
+    const uint8_t *escape = take(rest, (size_t)count_ones(escapes, groups) * c->escape_bytes);
+    if (escape == NULL)
+        return -1;
+    for (unsigned g = 0; g < groups; g++)
+        for (uint64_t mask = escapes[g]; mask != 0; mask &= mask - 1) {
+            uint16_t symbol = 0;
+            memcpy(&symbol, escape, c->escape_bytes < 2 ? 1 : 2);
+            symbols[64 * g + (unsigned)__builtin_ctzll(mask)] = symbol;
+            escape += c->escape_bytes;
+        }
+    return 0;
+}
+
+/* The same where whole elements escape. */
+static int FN(take_whole_escapes)(const uint64_t *escapes, unsigned groups, struct reader *rest,
+                                  ANY *out)
+{
+    const uint8_t *escape = take(rest, (size_t)count_ones(escapes, groups) * sizeof(T));
+    if (escape == NULL)
+        return -1;
+    for (unsigned g = 0; g < groups; g++)
+        for (uint64_t mask = escapes[g]; mask != 0; mask &= mask - 1, escape += sizeof(T))
+            memcpy(&out[64 * g + (unsigned)__builtin_ctzll(mask)], escape, sizeof(T));
+    return 0;
+}
+
+static void FN(rotate_back)(const struct coder *c, const T *restrict v, unsigned m,
+                            ANY *restrict out)
+{
+    const unsigned drop = c->drop, sign = BITS - 1 - drop;
+    if (c->rotate)
+        for (unsigned i = 0; i < m; i++) {
+            T u = (T)((T)(v[i] >> 1) | (T)((T)(v[i] & 1) << sign));
+            out[i] = (T)(u << drop);
+        }
+    else
+        for (unsigned i = 0; i < m; i++)
+            out[i] = (T)(v[i] << drop);
+}
+
+/* The inverse of put_window; `rest` is the record from level 2 on. */
+static int FN(take_window)(const struct coder *c, const uint8_t *planes, unsigned m, unsigned p,
+                           struct reader *rest, ANY *out)
+{
+    T v[SCRATCH];
+    uint16_t symbols[SCRATCH], table[16];
+    struct codes codes;
+    unsigned groups = groups_of(m), r = c->residue_bits;
+    if (take_codes(c, &codes, planes + p / 8 * r, m, p, rest) != 0)
+        return -1;
+    fill_symbol_table(c, table);
+    symbols_of_planes((const uint64_t(*)[WORDS])codes.planes, groups,
+                      c->k2 ? TWO_LEVEL_BITS : ONE_LEVEL_BITS, table, symbols);
+    if (c->drop == 0 && FN(take_escapes)(c, codes.escapes, groups, rest, symbols) != 0)
+        return -1;
+    for (unsigned i = 0; i < m; i++)
+        v[i] = (T)((T)symbols[i] << r);
+    FN(take_planes)(planes, r, p, m, v);
+    FN(rotate_back)(c, v, m, out);
+    return c->drop ? FN(take_whole_escapes)(codes.escapes, groups, rest, out) : 0;
+}
+
+static int FN(take_sparse)(const struct coder *c, const uint8_t *fixed, struct reader *record,
+                           unsigned count, ANY *out)
+{
+    uint64_t bitmap[WORDS] = {0};
+    T kept[SCRATCH];
+    if (take_bitmap(c, fixed, record, count, bitmap) != 0)
+        return -1;
+    unsigned m = count_ones(bitmap, groups_of(count)), p = (unsigned)ancf_up(m, 32);
+    const uint8_t *planes = take(record, p / 8 * (size_t)(c->residue_bits + c->k1));
+    if (planes == NULL || FN(take_window)(c, planes, m, p, record, kept) != 0)
+        return -1;
+    memset(kept + m, 0, 64 * sizeof *kept);
+    FN(expand)(kept, bitmap, count, (T)c->fill, out);
+    return 0;
+}
+
+/* -- Codes of whole values: ternary, values ------------------------------------------------------ */
+
+static uint8_t *FN(put_whole)(const struct coder *c, const ANY *x, unsigned m, unsigned p,
+                              uint8_t *planes, uint8_t *rest)
+{
+    uint16_t code[SCRATCH];
+    for (unsigned i = 0; i < m; i++) {
+        code[i] = find_value(c->index, x[i]);
+        store_u64(rest, x[i]); /* stays only if the next line steps over it */
+        rest += code[i] == c->index->missing ? sizeof(T) : 0;
+    }
+    memset(code + m, 0, (p - m) * sizeof *code);
+    put_planes_u16(code, c->k1, p, planes);
+    return rest;
+}
+
+static int FN(take_whole)(const struct coder *c, const uint8_t *planes, unsigned m, unsigned p,
+                          struct reader *rest, ANY *out)
+{
+    uint16_t code[SCRATCH] = {0};
+    T table[512] = {0};
+    const unsigned missing = (1u << c->k1) - 1;
+    for (unsigned i = 0; i < c->dict_count; i++)
+        table[i] = (T)c->dictionary[i];
+    take_planes_u16(planes, c->k1, p, m, code);
+    for (unsigned i = 0; i < m; i++) {
+        out[i] = table[code[i]];
+        if (code[i] == missing) {
+            const uint8_t *escape = take(rest, sizeof(T));
+            if (escape == NULL)
+                return -1;
+            memcpy(&out[i], escape, sizeof(T));
+        }
+    }
+    return 0;
+}
+
+/* -- Mode integer -------------------------------------------------------------------------------- */
+
+#define INTEGER_HEAD_BYTES 16 /* u64 base, u8 width, 7 zeros */
+
+static uint8_t *FN(put_integers)(const struct coder *c, const ANY *restrict x, unsigned count,
+                                 uint8_t *record)
+{
+    const T flip = c->is_signed ? (T)((T)1 << (BITS - 1)) : 0;
+    T v[SCRATCH], least = (T)~(T)0, most = 0;
+    unsigned p = (unsigned)ancf_up(count, 32), padded = 64 * groups_of(count);
+    for (unsigned i = 0; i < count; i++) {
+        T ordered = (T)(x[i] ^ flip);
+        least = ordered < least ? ordered : least;
+        most = ordered > most ? ordered : most;
+    }
+    const T base = (T)(least ^ flip), span = (T)(most - least);
+    const unsigned width = span == 0 ? 0 : 64 - (unsigned)__builtin_clzll(span);
+    for (unsigned i = 0; i < count; i++)
+        v[i] = (T)(x[i] - base);
+    memset(v + count, 0, (padded - count) * sizeof *v);
+    store_u64(record, base);
+    store_u64(record + 8, width);
+    return FN(put_planes)(v, width, p, record + INTEGER_HEAD_BYTES);
+}
+
+static int FN(take_integers)(struct reader *record, unsigned count, ANY *restrict out)
+{
+    T v[SCRATCH] = {0};
+    unsigned p = (unsigned)ancf_up(count, 32);
+    const uint8_t *head = take(record, INTEGER_HEAD_BYTES);
+    if (head == NULL || head[8] > BITS)
+        return -1;
+    const uint8_t *planes = take(record, (size_t)p / 8 * head[8]);
+    if (planes == NULL)
+        return -1;
+    const T base = (T)load_u64(head);
+    FN(take_planes)(planes, head[8], p, count, v);
+    for (unsigned i = 0; i < count; i++)
+        out[i] = (T)(v[i] + base);
+    return 0;
+}
+
+/* -- The table's functions ---------------------------------------------------------------------- */
+
+static size_t FN(encode_tile)(const struct coder *c, const void *elements, unsigned count,
+                              uint8_t *fixed, uint8_t *record)
+{
+    unsigned p = (unsigned)ancf_up(count, 128);
+    uint8_t *end;
+    if (c->mode == ANCF_INTEGER)
+        end = FN(put_integers)(c, elements, count, record);
+    else if (c->bitmap)
+        end = FN(put_sparse)(c, elements, count, fixed, record);
+    else if (c->index)
+        end = FN(put_whole)(c, elements, count, p, fixed, record);
+    else
+        end = FN(put_window)(c, elements, count, p, fixed, record);
+    store_u64(end, 0);
+    return ancf_up((uint64_t)(end - record), 8);
+}
+
+static int FN(decode_tile)(const struct coder *c, const uint8_t *fixed, const uint8_t *record,
+                           size_t record_bytes, unsigned count, void *elements)
+{
+    struct reader from = {record, record_bytes};
+    unsigned p = (unsigned)ancf_up(count, 128);
+    if (c->mode == ANCF_INTEGER)
+        return FN(take_integers)(&from, count, elements);
+    if (c->bitmap)
+        return FN(take_sparse)(c, fixed, &from, count, elements);
+    if (c->dictionary)
+        return FN(take_whole)(c, fixed, count, p, &from, elements);
+    return FN(take_window)(c, fixed, count, p, &from, elements);
+}
+
+static int FN(pack_booleans)(const void *elements, unsigned count, uint8_t *plane)
+{
+    const ANY *x = elements;
+    uint8_t flags[ANCF_TILE];
+    uint64_t words[1][WORDS];
+    T seen = 0;
+    for (unsigned i = 0; i < count; i++) {
+        seen |= x[i];
+        flags[i] = (uint8_t)x[i];
+    }
+    if (seen > 1)
+        return -1;
+    memset(flags + count, 0, sizeof flags - count);
+    planes_of_bytes(flags, groups_of(count), 1, words);
+    memcpy(plane, words, ancf_up(count, 128) / 8);
+    return 0;
+}
+
+static void FN(unpack_booleans)(const uint8_t *plane, unsigned count, void *elements)
+{
+    ANY *out = elements;
+    uint8_t flags[ANCF_TILE];
+    uint64_t words[1][WORDS];
+    load_plane(plane, (unsigned)ancf_up(count, 128), words[0]);
+    bytes_of_planes((const uint64_t(*)[WORDS])words, groups_of(count), 1, flags);
+    for (unsigned i = 0; i < count; i++)
+        out[i] = flags[i];
+}
+
+static int FN(all_equal)(const void *elements, unsigned count, uint64_t fill)
+{
+    const ANY *x = elements;
+    T different = 0;
+    for (unsigned i = 0; i < count; i++)
+        different |= (T)(x[i] ^ (T)fill);
+    return different == 0;
+}
+
+static void FN(spread)(uint64_t fill, unsigned count, void *elements)
+{
+    ANY *out = elements;
+    for (unsigned i = 0; i < count; i++)
+        out[i] = (T)fill;
+}
+
+#undef T
+#undef FN
+#undef ANY
+#undef SCRATCH
+#undef INTEGER_HEAD_BYTES
