@@ -1,7 +1,7 @@
 """`stormd serve`: runs the daemon until it is told to stop.
 
-What stays true: "ready" is said only once the pool is pinned and the socket answers; SIGTERM and
-SIGINT end the daemon in order and within its deadline.
+What stays true: the daemon says "ready" only once the pool is pinned and the socket answers;
+SIGTERM and SIGINT end it in order and within its deadline, also while it is starting.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
 
-from stormd import __version__
 from stormd.commands.output import EXIT_OK, write_line
 from stormd.config import Config, Option, config_options, load_config
 from stormd.errors import ConfigError
@@ -29,9 +26,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "run the daemon in the foreground until SIGTERM or SIGINT"
 
-Progress = Callable[[int, int], None]
-
-_LOGGER: Final = logging.getLogger("stormd.serve")
+OnProgress = Callable[[int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,37 +78,23 @@ def _run_loop(config: Config) -> None:
 
 
 async def _serve(config: Config) -> None:
+    """Open, serve and close; a signal that comes while the pool is pinned ends it right after."""
     from stormd.server import Server
 
+    loop = asyncio.get_running_loop()
     with _pinning_progress() as progress:
         server = Server(config, on_progress=progress)
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
-        try:
-            await server.open()
-        except BaseException:
-            await server.close()
-            raise
+        await server.open()
     try:
-        _say_ready(config)
         await server.serve()
     finally:
         await server.close()
-        _LOGGER.info("ended")
-
-
-def _say_ready(config: Config) -> None:
-    fields: dict[str, Any] = {
-        "address": config.address,
-        "pool_bytes": config.pool_bytes,
-        "version": __version__,
-    }
-    _LOGGER.info("ready", extra=fields)
 
 
 @contextlib.contextmanager
-def _pinning_progress() -> Iterator[Progress | None]:
+def _pinning_progress() -> Iterator[OnProgress | None]:
     """Show a bar on a terminal while the pool is being pinned; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield None

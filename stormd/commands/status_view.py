@@ -62,7 +62,7 @@ def _pool(state: dict[str, Any]) -> Table:
         f"{format_size(pool['used_bytes'])} of {format_size(pool['capacity_bytes'])}",
         f"peak {format_size(pool['peak_used_bytes'])}",
         f"{state['entries']} entries",
-        f"ratio {state['ratio']:.2f}",
+        f"ratio {state['ratio']:.2f}" if state["ratio"] else "",
     )
     return table
 
