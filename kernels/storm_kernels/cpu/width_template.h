@@ -412,9 +412,10 @@ static int FN(pack_booleans)(const void *elements, unsigned count, uint8_t *plan
     }
     if (seen > 1)
         return -1;
-    memset(flags + count, 0, sizeof flags - count);
-    planes_of_bytes(flags, groups_of(count), 1, words);
-    memcpy(plane, words, ancf_up(count, 128) / 8);
+    unsigned p = (unsigned)ancf_up(count, 128);
+    memset(flags + count, 0, p - count);
+    planes_of_bytes(flags, groups_of(p), 1, words);
+    memcpy(plane, words, p / 8);
     return 0;
 }
 
