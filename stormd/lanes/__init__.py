@@ -14,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from storm_kernels.ancf.dtypes import DType
+from storm_kernels import ancf
+from storm_kernels.ancf import DType
 
 from stormd.arena import Block
+from stormd.health import Heart
 from stormd.protocol import Hello, MapSegment
 
 __all__ = [
-    "RAW_OVERHEAD",
     "Attachment",
     "Detached",
     "Lane",
@@ -166,6 +167,14 @@ class Lane(Protocol):
     def device(self) -> str:
         """A name of protocol.DEVICES."""
 
+    @property
+    def hearts(self) -> tuple[Heart, ...]:
+        """The signs of life of the workers there are now.
+
+        A worker is inside its heart only while it does what must end by itself, never while it
+        waits for a client.
+        """
+
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Set a session's shared memory up.
 
@@ -199,10 +208,6 @@ class Lane(Protocol):
         """End the workers; False where one still runs after `seconds`. Sessions are detached."""
 
 
-RAW_OVERHEAD = 256
-"""Bytes that an ANCF blob may be larger than what it holds: its header, in mode raw."""
-
-
 def parse_dtype(name: str, nbytes: int) -> DType:
     """Return the element type of that name.
 
@@ -222,4 +227,4 @@ def parse_dtype(name: str, nbytes: int) -> DType:
 
 def blob_bound(nbytes: int) -> int:
     """Return the most bytes that a blob of `nbytes` takes; in mode raw, exactly what it takes."""
-    return RAW_OVERHEAD + nbytes
+    return ancf.max_encoded_bytes(nbytes, DType.BYTES)  # the same for all element types

@@ -10,11 +10,16 @@ import ctypes
 import mmap
 from typing import Final
 
+from storm_kernels import ancf
+
 from stormd.arena import Block, Space
 from stormd.host_pool import HostPool
-from stormd.lanes import StoreJob, blob_bound, codec
+from stormd.lanes import StoreJob, blob_bound
 
 __all__ = ["Scratch", "Transfer"]
+
+MODE_OFFSET: Final = 6
+"""Where an ANCF header says its mode; a test holds it to what the codec reads."""
 
 
 class Scratch:
@@ -38,6 +43,7 @@ class Transfer:
     """
 
     def __init__(self, pool: HostPool, space: Space, part_bytes: int) -> None:
+        self._codec = ancf.host_backend()
         self._pool = pool
         self._space = space
         self._source = Scratch(part_bytes)
@@ -51,13 +57,12 @@ class Transfer:
         if job.codec == "raw":
             return self._store_raw(source, job), "raw"
         ctypes.memmove(self._source.address, source, job.nbytes)
-        size = codec.encode(
+        size = self._codec.encode_into(
             self._source.address, job.nbytes, job.dtype, self._blob.address, job.promised
         )
-        mode = codec.mode(self._blob.address, size)
         block = self._space.place(job.promised, size)
         self._scatter(block)
-        return block, mode
+        return block, _mode(self._blob.address)
 
     def restore(self, block: Block, destination: int, nbytes: int) -> None:
         """Decode the blob to `nbytes` at address `destination`.
@@ -70,7 +75,7 @@ class Transfer:
             self._gather(block)
         else:
             blob = self._pool.address + block.offset
-        codec.decode(blob, block.nbytes, destination, nbytes)
+        self._codec.decode_into(blob, block.nbytes, destination, nbytes)
 
     def close(self) -> None:
         """Give the scratch back. Twice is fine."""
@@ -90,7 +95,7 @@ class Transfer:
     def _encode_raw(self, source: int, job: StoreJob, block: Block) -> None:
         in_one = block.offset is not None
         target = self._pool.address + (block.offset or 0) if in_one else self._blob.address
-        codec.encode_raw(source, job.nbytes, job.dtype, target, block.nbytes)
+        self._codec.encode_into(source, job.nbytes, job.dtype, target, block.nbytes, mode="raw")
         if not in_one:
             self._scatter(block)
 
@@ -105,3 +110,8 @@ class Transfer:
         for offset, nbytes in block.pieces():
             ctypes.memmove(self._blob.address + done, self._pool.address + offset, nbytes)
             done += nbytes
+
+
+def _mode(blob: int) -> str:
+    """Return the mode of a blob that was just encoded, without reading the whole header again."""
+    return ancf.Mode(ctypes.string_at(blob + MODE_OFFSET, 1)[0]).name.lower()
