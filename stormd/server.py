@@ -23,6 +23,7 @@ from stormd.config import Config
 from stormd.control import ControlSocket
 from stormd.counters import Counters
 from stormd.errors import DirectoryUnsafe
+from stormd.health import stuck_workers
 from stormd.host_pool import HostPool
 from stormd.lanes import Lane, Result
 from stormd.lanes.opening import open_lanes
@@ -63,7 +64,7 @@ class Server:
         self._on_progress = on_progress
         self._socket = parse_address(config.address)
         self._cleanup = ExitStack()
-        self._counters = Counters()
+        self.counters = Counters()
         self._opened_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop
         self._stopping: asyncio.Event
@@ -132,6 +133,11 @@ class Server:
         self._cleanup.close()
         log.info("ended")
 
+    def stuck(self) -> list[str]:
+        """Return one sentence for each worker that hangs or has ended. On the event loop only."""
+        hearts = [heart for lane in self._lanes.values() for heart in lane.hearts]
+        return stuck_workers(hearts)
+
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only."""
         use = self._space.use()
@@ -156,8 +162,8 @@ class Server:
             "entries": self._ledger.entries,
             "raw_bytes": self._ledger.raw_bytes,
             "ratio": ratio,
-            "throughput": self._counters.throughput(),
-            "counters": self._counters.as_status(),
+            "throughput": self.counters.throughput(),
+            "counters": self.counters.as_status(),
         }
 
     # --- parts of open, in order ------------------------------------------------------------
@@ -188,7 +194,7 @@ class Server:
 
     def _bind(self) -> None:
         config = self._config
-        self._ledger = Ledger(self._space, _limits(config), self._counters)
+        self._ledger = Ledger(self._space, _limits(config), self.counters)
         try:
             control = ControlSocket(self._loop, config.address)
         except zmq.ZMQError as error:
@@ -197,7 +203,7 @@ class Server:
         self._service = Service(
             self._loop,
             ledger=self._ledger,
-            counters=self._counters,
+            counters=self.counters,
             lanes=self._lanes,
             control=control,
             lifeline_path=str(lifeline_path(self._socket)),
@@ -229,7 +235,7 @@ class Server:
         if self._ledger.sessions:
             return False
         uptime = time.monotonic() - self._opened_at
-        return self._counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
+        return self.counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until the condition holds; False where it does not by the deadline."""

@@ -19,6 +19,7 @@ from storm_kernels.errors import CorruptBlob
 
 from stormd.arena import Space
 from stormd.errors import LaneUnavailable
+from stormd.health import Heart
 from stormd.host_pool import HostPool
 from stormd.lanes import (
     Attachment,
@@ -86,9 +87,10 @@ class CpuLane:
         # Written by the loop in attach and by a worker in _let_go, read by workers in between.
         self._memories: dict[int, _Memory] = {}
         self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
+        self.hearts = tuple(Heart(f"stormd-cpu-{number}") for number in range(threads))
         self._workers = [
-            threading.Thread(target=self._work, name=f"stormd-cpu-{number}", daemon=True)
-            for number in range(threads)
+            threading.Thread(target=self._work, args=(heart,), name=heart.name, daemon=True)
+            for heart in self.hearts
         ]
         for worker in self._workers:
             worker.start()
@@ -148,16 +150,26 @@ class CpuLane:
 
     # --- run by the workers -----------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, heart: Heart) -> None:
+        try:
+            self._take_tasks(heart)
+        except BaseException as error:
+            heart.ended(f"{type(error).__name__}: {error}")
+            raise
+
+    def _take_tasks(self, heart: Heart) -> None:
         transfer = Transfer(self._pool, self._space, self._part_bytes)
         while (task := self._queue.take()) is not None:
-            session, job = task
-            if job is None:
-                self._let_go(session)
-                continue
-            self._post(self._perform(transfer, job))
-            self._queue.done(session)
+            with heart:
+                self._do(transfer, *task)
         transfer.close()
+
+    def _do(self, transfer: Transfer, session: int, job: StoreJob | RestoreJob | None) -> None:
+        if job is None:
+            self._let_go(session)
+            return
+        self._post(self._perform(transfer, job))
+        self._queue.done(session)
 
     def _perform(self, transfer: Transfer, job: StoreJob | RestoreJob) -> Result:
         try:
