@@ -1,1 +1,51 @@
-"""Offloads the activations of a training script to stormd."""
+"""Offloads the activations of a training script to stormd.
+
+    import storm_client as storm
+
+    with storm.connect() as client:
+        offload = client.offload(model)
+        for x, y in data:
+            with offload:
+                loss = model(x, y)
+            loss.backward()
+
+What stays true: losses and gradients are bit for bit those of the script without offload, or an
+exception of `storm_client.errors` is raised. Importing this loads neither CuPy nor CUDA.
+"""
+
+from storm_client import errors
+from storm_client.client import Client
+from storm_client.connect import connect, offload
+from storm_client.errors import (
+    ActivationLost,
+    CorruptBlob,
+    DaemonLost,
+    DaemonUnavailable,
+    ProtocolMismatch,
+    QuotaExceeded,
+    StormError,
+    UsageError,
+)
+from storm_client.hooks import Offload
+from storm_client.stats import OffloadStats
+from storm_client.status import DaemonStatus, PoolStatus, SessionStatus
+
+__all__ = [
+    "ActivationLost",
+    "Client",
+    "CorruptBlob",
+    "DaemonLost",
+    "DaemonStatus",
+    "DaemonUnavailable",
+    "Offload",
+    "OffloadStats",
+    "PoolStatus",
+    "ProtocolMismatch",
+    "QuotaExceeded",
+    "SessionStatus",
+    "StormError",
+    "UsageError",
+    "connect",
+    "errors",
+    "offload",
+]

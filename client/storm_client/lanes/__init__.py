@@ -100,7 +100,7 @@ class Lane(Protocol):
         """Copy a restored part out of the slot, in order before later work of this thread."""
         ...
 
-    def use(self, restored: torch.Tensor) -> None:
+    def use(self, restored: torch.UntypedStorage) -> None:
         """Order this thread's later work behind the copies that filled `restored`."""
         ...
 

@@ -33,7 +33,6 @@ class CpuLane:
         self.hello = LaneHello(device="cpu")
         self.staging_bytes = 0
         self._space = StagingSpace(0)
-        self._memory: mmap.mmap | None = None
         self._area: torch.Tensor | None = None
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:  # noqa: ARG002 - no message is needed here
@@ -48,8 +47,8 @@ class CpuLane:
                 "look for the reason in its log"
             )
         self.staging_bytes = welcome.staging_bytes
-        self._memory = mmap.mmap(descriptors[1], welcome.staging_bytes)
-        self._area = torch.frombuffer(self._memory, dtype=torch.uint8)
+        memory = mmap.mmap(descriptors[1], welcome.staging_bytes)
+        self._area = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
         self._space = StagingSpace(welcome.staging_bytes)
 
     def capturing(self) -> bool:
@@ -81,18 +80,15 @@ class CpuLane:
         """Copy the slot's bytes into `destination`; they are there on return."""
         destination.copy_(self._bytes(slot))
 
-    def use(self, restored: torch.Tensor) -> None:
+    def use(self, restored: torch.UntypedStorage) -> None:
         """Do nothing: what was copied is there."""
 
     def poison(self) -> None:
         """Do nothing: no thread waits on a counter here."""
 
     def close(self) -> None:
-        """Unmap the staging area."""
+        """Unmap the staging area as soon as no copy uses it any more."""
         self._area = None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
 
     def _bytes(self, slot: Slot) -> torch.Tensor:
         assert self._area is not None, "the lane is closed"

@@ -1,0 +1,108 @@
+"""The client: a connection to a daemon and what one does with it.
+
+What stays true: closing it ends every session and, if it started one, the daemon with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+
+from storm_client.embedded import EmbeddedDaemon
+from storm_client.errors import ProtocolMismatch, UsageError
+from storm_client.hooks import Offload
+from storm_client.policy import Policy
+from storm_client.sessions import Sessions
+from storm_client.status import DaemonStatus
+from stormd.protocol import CODECS, Status, StatusRequest
+
+__all__ = ["Client", "Modules"]
+
+Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
+
+
+class Client:
+    """A connection to a daemon; made by `storm_client.connect`."""
+
+    def __init__(self, sessions: Sessions, embedded: EmbeddedDaemon | None, timeout: float) -> None:
+        """Own the sessions, and the daemon if it is our own."""
+        self._sessions = sessions
+        self._embedded = embedded
+        self._timeout = timeout
+
+    @property
+    def address(self) -> str:
+        """The address in use."""
+        return self._sessions.address
+
+    def offload(
+        self, model: Modules = None, *, min_bytes: int = 1 << 20, codec: str = "ancf"
+    ) -> Offload:
+        """Return a reusable context: what autograd saves inside it goes to the daemon.
+
+        `model` is a module or several, whose parameters and buffers stay where they are, as do
+        tensors of less than `min_bytes`. `codec` is "ancf" (lossless) or "raw".
+
+        Raises:
+            UsageError: a bad value, or the client is closed.
+        """
+        self._sessions.check()
+        if type(min_bytes) is not int or min_bytes < 0:
+            raise UsageError(
+                f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0"
+            )
+        if codec not in CODECS:
+            raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
+        return Offload(self._sessions, Policy(_modules(model), min_bytes), codec)
+
+    def status(self) -> DaemonStatus:
+        """Return the daemon's state.
+
+        Raises:
+            DaemonLost: the daemon is gone or does not answer.
+        """
+        self._sessions.check()
+        answer = self._sessions.control.connection.request(StatusRequest(), self._timeout)
+        if not isinstance(answer, Status):
+            raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")
+        return DaemonStatus.of(answer.state)
+
+    def close(self) -> None:
+        """End the sessions; what is still stored is lost. Calling it twice is fine."""
+        self._sessions.close()
+        if self._embedded is not None:
+            self._embedded.close()
+            self._embedded = None
+
+    def __enter__(self) -> Client:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def _modules(model: Modules) -> list[torch.nn.Module]:
+    """Return the modules that were passed.
+
+    Raises:
+        UsageError: something else was.
+    """
+    if model is None:
+        return []
+    modules = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(
+                f"offload() got {type(module).__name__}; pass the module, or a list of modules, "
+                "whose parameters are to stay"
+            )
+    return modules

@@ -1,0 +1,122 @@
+"""Finding a daemon: by address, by convention, or by starting one.
+
+What stays true: connect either returns a client whose daemon has answered in our version of the
+protocol, or raises and leaves nothing open.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from typing import Any, Literal, get_args
+
+from storm_client.client import Client, Modules
+from storm_client.connection import is_listening, socket_path
+from storm_client.embedded import EmbeddedDaemon
+from storm_client.errors import DaemonUnavailable, UsageError
+from storm_client.hooks import Offload
+from storm_client.sessions import Sessions
+from stormd.protocol import default_addresses
+
+__all__ = ["ADDRESS_VARIABLE", "Embedded", "connect", "offload"]
+
+ADDRESS_VARIABLE = "STORMD_ADDRESS"
+
+LEAST_POOL_BYTES = 1 << 20
+
+Embedded = Literal["auto", "never", "always"]
+
+
+def connect(
+    address: str | None = None,
+    embedded: Embedded = "auto",
+    pool_bytes: int | None = None,
+    timeout: float = 5.0,
+) -> Client:
+    """Connect to a daemon.
+
+    Without `address`, it is the one named by STORMD_ADDRESS, else the system's, else the user's.
+    `embedded` says whether a private daemon is started: "auto" when none answers, "never", or
+    "always"; `pool_bytes` is the size of its pool. An address that was named, here or in the
+    environment, is never replaced by another daemon. `timeout` is in seconds.
+
+    Raises:
+        UsageError: a malformed address or a value out of range.
+        DaemonUnavailable: no daemon answers, or none may be started.
+        ProtocolMismatch: the daemon speaks another version.
+    """
+    _check(embedded, pool_bytes, timeout)
+    named = address if address is not None else os.environ.get(ADDRESS_VARIABLE) or None
+    if named is not None:
+        socket_path(named)
+    if embedded == "always":
+        return _connect_embedded(pool_bytes, timeout)
+    found = named or _running()
+    if found is not None:
+        return Client(Sessions(found, timeout), None, timeout)
+    if embedded == "never":
+        raise DaemonUnavailable(
+            f"no daemon listens at {' or '.join(_defaults())}; start one with `stormd serve`, "
+            "pass its address, or allow one of your own with embedded='auto'"
+        )
+    return _connect_embedded(pool_bytes, timeout)
+
+
+def offload(model: Modules = None, **options: Any) -> Offload:
+    """Return `Client.offload(model, **options)` of a client that the whole process shares.
+
+    The client is made by `connect()` at the first call and closed when the process ends. A
+    forked child gets one of its own.
+    """
+    return _SHARED.client().offload(model, **options)
+
+
+class _SharedClient:
+    """The client behind `offload`, one a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects both fields below
+        self._client: Client | None = None
+        self._pid = 0
+
+    def client(self) -> Client:
+        with self._lock:
+            if self._client is None or self._pid != os.getpid():
+                self._client = connect()
+                self._pid = os.getpid()
+                atexit.register(self._client.close)
+            return self._client
+
+
+_SHARED = _SharedClient()
+
+
+def _connect_embedded(pool_bytes: int | None, timeout: float) -> Client:
+    daemon = EmbeddedDaemon(pool_bytes)
+    try:
+        return Client(Sessions(daemon.address, timeout), daemon, timeout)
+    except BaseException:
+        daemon.kill()
+        raise
+
+
+def _running() -> str | None:
+    """Return the first of the usual addresses at which somebody listens."""
+    return next((address for address in _defaults() if is_listening(address)), None)
+
+
+def _defaults() -> list[str]:
+    return default_addresses(os.environ, os.getuid())
+
+
+def _check(embedded: str, pool_bytes: int | None, timeout: float) -> None:
+    if embedded not in get_args(Embedded):
+        raise UsageError(f"embedded is {embedded!r}; choose {', '.join(get_args(Embedded))}")
+    if pool_bytes is not None and (type(pool_bytes) is not int or pool_bytes < LEAST_POOL_BYTES):
+        raise UsageError(
+            f"pool_bytes is {pool_bytes!r}; it must be a number of bytes, at least "
+            f"{LEAST_POOL_BYTES}, or None for the daemon's default"
+        )
+    if not isinstance(timeout, (int, float)) or not 0 < timeout < 86400:
+        raise UsageError(f"timeout is {timeout!r}; it must be seconds above 0 and below a day")

@@ -1,0 +1,394 @@
+"""The control connection: one DEALER socket, one lifeline, one thread that listens.
+
+What stays true: the lock protects the socket and everything that replies change, so whoever holds
+it sees a consistent session; the thread "storm-io" needs nobody to call in for replies, heartbeats
+and the daemon's death to be noticed; no wait outlives its deadline or the daemon.
+
+Callers send in their own thread, under the lock, and handle what has arrived meanwhile: a send
+makes libzmq read its mailbox, after which the descriptor alone would not announce those replies.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import zmq
+
+from storm_client.errors import (
+    DaemonLost,
+    DaemonUnavailable,
+    ProtocolMismatch,
+    StormError,
+    UsageError,
+    named,
+)
+from storm_client.lanes import LaneHello
+from storm_client.lifeline import Lifeline
+from storm_client.wakeup import Wakeup
+from stormd.protocol import (
+    PROTOCOL_VERSION,
+    Envelope,
+    Goodbye,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Welcome,
+    decode,
+    encode,
+    parse_address,
+)
+
+__all__ = ["Connection", "is_listening", "socket_path"]
+
+PING_SECONDS = 1.0
+"""Between heartbeats; a fifth of the daemon's default lease."""
+
+GOODBYE_SECONDS = 5.0
+"""How long close waits for the daemon to free the session before it leaves anyway."""
+
+SEND_QUEUE = 16384
+"""Messages that may wait for a daemon that does not read before it is given up."""
+
+OnMessage = Callable[[int, Message], None]
+
+
+def socket_path(address: str) -> Path:
+    """Return the path of an address.
+
+    Raises:
+        UsageError: it is no `ipc:///PATH`.
+    """
+    try:
+        return parse_address(address)
+    except ProtocolError as error:
+        raise UsageError(f"{error}; pass address='ipc:///PATH' or set STORMD_ADDRESS") from error
+
+
+def is_listening(address: str) -> bool:
+    """Tell whether somebody accepts connections at the address, without speaking to them."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(socket_path(address)))
+        except OSError:
+            return False
+        return True
+
+
+class Connection:
+    """A session's control plane. `lock` and `changed` are shared with the session built on it.
+
+    `on_message` is called with the lock held for every reply that no request waits for;
+    `on_wake` with the lock held after `wake`; `on_lost` without it, once, when all is over.
+    """
+
+    def __init__(self, address: str, hello: LaneHello, timeout: float) -> None:
+        """Open a session at `address` within `timeout` seconds.
+
+        Raises:
+            UsageError: a malformed address.
+            DaemonUnavailable: nobody answers there, or takes no session.
+            ProtocolMismatch: the daemon speaks another version.
+        """
+        self.address = address
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Notified whenever something that waits may look for has changed."""
+        self.numbers = count(1)
+        """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
+        self.on_message: OnMessage = _ignore
+        self.on_wake: Callable[[], None] = _nothing
+        self.on_lost: Callable[[], None] = _nothing
+        self._pid = os.getpid()
+        self._lost: DaemonLost | None = None
+        self._answers: dict[int, Message | None] = {}
+        self._waiting = 0
+        self._draining = False
+        self._wakeup = Wakeup()
+        self._thread: threading.Thread | None = None
+        self._open(hello, timeout)
+
+    def start(self) -> None:
+        """Start listening; the callbacks are set."""
+        self._thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
+        self._thread.start()
+
+    # --- for callers ------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what keeps this connection from being used.
+
+        Raises:
+            DaemonLost: the daemon is gone, or the connection was closed.
+            UsageError: this is a forked child of the process that connected.
+        """
+        if self._lost is not None:
+            raise DaemonLost(str(self._lost)) from self._lost
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
+                f"{self.address} it cannot share; call storm_client.connect() in the child"
+            )
+
+    @property
+    def lost(self) -> bool:
+        """Whether the daemon is gone or the connection closed."""
+        return self._lost is not None
+
+    def send(self, request: int, message: Message) -> None:
+        """Send a message and handle the replies that have arrived; call with the lock held.
+
+        Raises:
+            DaemonLost, UsageError: as `check`.
+        """
+        self.check()
+        self._transmit(request, message)
+        self.drain()
+
+    def drain(self) -> None:
+        """Handle every reply that has arrived, in order; call with the lock held."""
+        if self._draining or self._socket.closed:
+            return  # a handler sends: the loop that called it goes on
+        self._draining = True
+        try:
+            while True:
+                self._handle(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        finally:
+            self._draining = False
+
+    def notify(self) -> None:
+        """Have every wait look again; call with the lock held."""
+        if self._waiting:
+            self.changed.notify_all()
+
+    def request(self, message: Message, timeout: float) -> Message:
+        """Send a message and return its answer.
+
+        Raises:
+            StormError: the kind that the daemon names in a refusal.
+            DaemonLost: the daemon died, or gave no answer within `timeout` seconds.
+        """
+        with self.lock:
+            number = next(self.numbers)
+            self._answers[number] = None
+            try:
+                self.send(number, message)
+                if not self.wait(lambda: self._answers[number] is not None, timeout):
+                    raise DaemonLost(
+                        f"the daemon at {self.address} did not answer {type(message).__name__} "
+                        f"within {timeout:g} s; see `stormd status`"
+                    )
+            finally:
+                answer = self._answers.pop(number)
+        if isinstance(answer, Refused):
+            raise named(answer.kind, answer.detail)
+        assert answer is not None
+        return answer
+
+    def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `ready()` or for `timeout` seconds; call with the lock held.
+
+        Returns whether it became ready.
+
+        Raises:
+            DaemonLost: the daemon died meanwhile and it is not ready.
+        """
+        deadline = time.monotonic() + timeout
+        self._waiting += 1
+        try:
+            while not ready():
+                self.check()
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self.changed.wait(left)
+            return True
+        finally:
+            self._waiting -= 1
+
+    def wake(self) -> None:
+        """Have the listening thread call `on_wake`. Takes no lock: destructors may call it."""
+        self._wakeup.signal()
+
+    def close(self) -> None:
+        """Say goodbye, wait until the daemon freed the session, and stop listening.
+
+        What is still stored is lost: asking for it raises DaemonLost. Calling it twice is fine.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self.lock:
+            if not self.lost:
+                self._transmit(0, Goodbye())
+                self._wait_for_the_end()
+                self._lose("the connection was closed")
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.lifeline.close()
+        self._context.destroy(linger=0)
+
+    # --- opening ----------------------------------------------------------------------------
+
+    def _open(self, hello: LaneHello, timeout: float) -> None:
+        path = socket_path(self.address)
+        if not is_listening(self.address):
+            raise DaemonUnavailable(
+                f"no daemon listens at {self.address} ({path} "
+                f"{'refuses connections' if path.exists() else 'does not exist'}); start one with "
+                f"`stormd serve --address {self.address}`, or name none to get one of your own"
+            )
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        try:
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+            self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by what this side asked for
+            self._socket.connect(self.address)
+            self.welcome = self._introduce(hello, timeout)
+            self.lifeline, self.descriptors = Lifeline.attach(
+                self.welcome.lifeline, self.welcome.token, timeout
+            )
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def _introduce(self, lane: LaneHello, timeout: float) -> Welcome:
+        """Exchange Hello for Welcome."""
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            features=[],
+            pid=os.getpid(),
+            uid=os.getuid(),
+            device=lane.device,
+            device_uuid=lane.device_uuid,
+            ipc_modes=list(lane.ipc_modes),
+            staging_bytes=lane.staging_bytes,
+            name=_process_name(),
+        )
+        self._socket.send(encode([Envelope(next(self.numbers), hello)]))
+        if not self._socket.poll(max(1, int(timeout * 1000))):
+            raise DaemonUnavailable(
+                f"whoever listens at {self.address} did not answer within {timeout:g} s; "
+                "check that it is stormd (`stormd status`), or raise timeout"
+            )
+        return self._welcomed(self._socket.recv())
+
+    def _welcomed(self, frame: bytes) -> Welcome:
+        try:
+            answer = decode(frame)[0].message
+        except ProtocolError as error:
+            raise ProtocolMismatch(
+                f"the daemon at {self.address} answered Hello in a way that version "
+                f"{PROTOCOL_VERSION} does not know ({error}); install the daemon's version"
+            ) from error
+        if isinstance(answer, Refused):
+            refusal = named(answer.kind, answer.detail)
+            if isinstance(refusal, DaemonLost):
+                raise DaemonUnavailable(answer.detail)
+            raise refusal
+        if not isinstance(answer, Welcome):
+            raise ProtocolMismatch(f"{self.address} answered Hello by {type(answer).__name__}")
+        return answer
+
+    # --- the listening thread ---------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            self._serve()
+        except (StormError, zmq.ZMQError) as error:
+            self._fail(f"the connection to {self.address} broke: {error}")
+        finally:
+            self._fail(f"the thread that listens to {self.address} ended; see its traceback")
+            self.on_lost()
+
+    def _serve(self) -> None:
+        poller = select.poll()
+        for descriptor in (self._socket.fileno(), self.lifeline.fileno(), self._wakeup.fileno()):
+            poller.register(descriptor, select.POLLIN)
+        next_ping = time.monotonic()
+        while not self.lost:
+            next_ping = self._turn(next_ping)
+            ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
+            if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
+                self._fail(f"the daemon at {self.address} ended, with all it held for us")
+
+    def _turn(self, next_ping: float) -> float:
+        """Handle what has come up, and return when the next heartbeat is due."""
+        with self.lock:
+            if self.lost:
+                return next_ping
+            self.drain()
+            if self._wakeup.clear():
+                self.on_wake()
+            if time.monotonic() < next_ping:
+                return next_ping
+            self._transmit(0, Ping())
+            self.drain()
+            return time.monotonic() + PING_SECONDS
+
+    def _fail(self, reason: str) -> None:
+        with self.lock:
+            if not self.lost:
+                self._lose(reason)
+
+    # --- with the lock held -----------------------------------------------------------------
+
+    def _transmit(self, request: int, message: Message) -> None:
+        try:
+            self._socket.send(encode([Envelope(request, message)]), zmq.NOBLOCK)
+        except zmq.Again:
+            self._lose(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
+            self.check()
+
+    def _handle(self, frame: bytes) -> None:
+        try:
+            batch = decode(frame)
+        except ProtocolError as error:
+            self._lose(
+                f"the daemon at {self.address} sent what its version does not allow: {error}"
+            )
+            self.check()
+            return
+        for request, message in batch:
+            if request in self._answers:
+                self._answers[request] = message
+            elif not isinstance(message, Pong):
+                self.on_message(request, message)
+        self.notify()
+
+    def _lose(self, reason: str) -> None:
+        self._lost = DaemonLost(reason)
+        self.changed.notify_all()
+        self.wake()
+
+    def _wait_for_the_end(self) -> None:
+        """Wait for the daemon to close the lifeline; the listener is kept out by the lock."""
+        poller = select.poll()
+        poller.register(self.lifeline, select.POLLIN)
+        poller.poll(GOODBYE_SECONDS * 1000)
+
+
+def _process_name() -> str:
+    """Return what the process calls itself, for `stormd status`."""
+    return Path("/proc/self/comm").read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _ignore(request: int, message: Message) -> None:
+    """Pass over a reply that comes before the session is built."""
+
+
+def _nothing() -> None:
+    """Do nothing: no session is built yet."""

@@ -1,0 +1,100 @@
+"""A private daemon for one process and whoever it tells the address.
+
+What stays true: the daemon ends with its last client, so nothing has to be cleaned up when this
+process is killed; the directory of its socket is readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from storm_client.connection import is_listening
+from storm_client.errors import DaemonUnavailable
+
+__all__ = ["EmbeddedDaemon"]
+
+START_SECONDS = 60.0
+"""For a daemon to pin its pool; a large pool on a slow machine takes a second a GiB."""
+
+END_SECONDS = 15.0
+"""For a daemon to end after its last client did; its own deadline is shorter."""
+
+POLL_SECONDS = 0.02
+
+
+class EmbeddedDaemon:
+    """A daemon process of our own."""
+
+    def __init__(self, pool_bytes: int | None) -> None:
+        """Start a daemon with a pool of `pool_bytes`, or of the daemon's default size.
+
+        Raises:
+            DaemonUnavailable: it ended before it listened, with what it said.
+        """
+        self._directory = Path(tempfile.mkdtemp(prefix="stormd-"))
+        self._log = self._directory / "daemon.log"
+        self.address = f"ipc://{self._directory / 'stormd.sock'}"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
+                self._command(pool_bytes),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The daemon's process id."""
+        return self._process.pid
+
+    def kill(self) -> None:
+        """End the daemon at once, whoever uses it."""
+        self._process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the daemon, whose last client has gone, and remove its directory."""
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return  # others still use it: it ends with them, and the directory is theirs
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _command(self, pool_bytes: int | None) -> list[str]:
+        command = [sys.executable, "-m", "stormd.cli", "serve", "--address", self.address]
+        command.append("--exit-with-last-client")
+        if pool_bytes is not None:
+            command += ["--pool-bytes", str(pool_bytes)]
+        return command
+
+    def _await_ready(self) -> None:
+        """Wait until somebody listens: the daemon binds its sockets when it is ready."""
+        deadline = time.monotonic() + START_SECONDS
+        while not is_listening(self.address):
+            if self._process.poll() is not None:
+                raise DaemonUnavailable(
+                    f"the embedded daemon ended with status {self._process.returncode}: "
+                    f"{self._said()}"
+                )
+            if time.monotonic() > deadline:
+                raise DaemonUnavailable(
+                    f"the embedded daemon was not ready within {START_SECONDS:g} s "
+                    f"({self._said()}); try a smaller pool_bytes"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _said(self) -> str:
+        """Return the end of the daemon's log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
+        return text[-1000:] or "it said nothing"

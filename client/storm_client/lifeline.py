@@ -1,0 +1,75 @@
+"""The lifeline: the stream connection whose end is the end of the session.
+
+What stays true: exactly one process holds the client's end. A forked child closes its copy at
+once, because a copy left open would hide the parent's death from the daemon.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+
+from storm_client.errors import DaemonUnavailable
+
+__all__ = ["MAX_DESCRIPTORS", "Lifeline"]
+
+MAX_DESCRIPTORS = 8
+"""More than any lane shares; received in one message."""
+
+
+class Lifeline:
+    """A connected lifeline. Readable, in the sense of poll, means that the daemon is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Own `connection`, on which the descriptors have been received."""
+        self._socket = connection
+        _OPEN.add(self)
+
+    @classmethod
+    def attach(cls, path: str, token: bytes, timeout: float) -> tuple[Lifeline, list[int]]:
+        """Connect to `path` with the session's `token`; return it and the descriptors sent.
+
+        The descriptors are the caller's to close.
+
+        Raises:
+            DaemonUnavailable: nobody answered within `timeout` seconds, or refused the token.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout)
+            connection.connect(path)
+            connection.sendall(token)
+            data, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+        except OSError as error:
+            connection.close()
+            raise DaemonUnavailable(
+                f"the daemon's lifeline {path} failed within {timeout:g} s ({error}); "
+                "see `stormd status` and the daemon's log"
+            ) from error
+        if not data:
+            connection.close()
+            raise DaemonUnavailable(f"the daemon closed the lifeline {path}; see its log")
+        connection.setblocking(False)
+        return cls(connection), descriptors
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll, -1 when closed."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """End the session as far as the daemon is concerned. Calling it twice is fine."""
+        _OPEN.discard(self)
+        self._socket.close()
+
+
+_OPEN: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+"""For the fork handler alone: the lifelines of this process."""
+
+
+def _close_in_child() -> None:
+    for lifeline in list(_OPEN):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

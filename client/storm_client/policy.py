@@ -1,0 +1,72 @@
+"""Which saved tensors stay where they are, and why. Pure: it looks, and changes nothing.
+
+What stays true: a tensor that passes is a plain strided tensor whose bytes are its storage's
+bytes. Whatever is doubtful is passed over, which costs memory and never a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+__all__ = ["Policy"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Exact types; a subclass may mean anything by its bytes."""
+
+_DEVICES = ("cpu", "cuda")
+
+
+class Policy:
+    """The choice of one Offload."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], min_bytes: int) -> None:
+        """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
+        self.min_bytes = min_bytes
+        self._modules = tuple(modules)
+        self._owned: dict[int, StorageWeakRef] = {}
+
+    def refresh(self) -> None:
+        """Look up the modules' storages anew: moving a module gives its parameters new ones."""
+        owned = {}
+        for tensor in self._tensors():
+            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                owned[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._owned = owned
+
+    def reason(self, tensor: torch.Tensor) -> str | None:
+        """Return why `tensor` stays with autograd, None where it may be offloaded.
+
+        Called for every saved tensor: what most of them are is looked at first.
+        """
+        if type(tensor) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return "subclass"
+        if tensor.layout is not torch.strided:
+            return "sparse" if "sparse" in str(tensor.layout) else "layout"
+        if tensor.nbytes < self.min_bytes or not tensor.nbytes:
+            return "small"
+        if tensor.device.type not in _DEVICES:
+            return "meta" if tensor.is_meta else "device"
+        return self._less_common(tensor)
+
+    def _less_common(self, tensor: torch.Tensor) -> str | None:
+        """Go on for a plain tensor that is large enough."""
+        if isinstance(tensor, torch.nn.Parameter) or self._is_owned(tensor):
+            return "parameter"
+        if tensor.is_quantized:
+            return "quantized"
+        return "inference" if tensor.is_inference() else None
+
+    def _is_owned(self, tensor: torch.Tensor) -> bool:
+        """Tell whether it is, or views, a parameter or buffer of the modules."""
+        if tensor.untyped_storage()._cdata in self._owned:
+            return True
+        return tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter)
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        for module in self._modules:
+            yield from module.parameters()
+            yield from module.buffers()

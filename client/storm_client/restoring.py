@@ -1,0 +1,235 @@
+"""The way back: stored ranges to memory, on demand and ahead of it.
+
+What stays true: what is fetched ahead waits in the staging area, never in memory of its own, and
+takes at most AHEAD_SHARE of it; it gives way to anything that is needed now. A thread that fetches
+on demand copies each part out as it comes, so it never holds a slot while waiting for another,
+and a range of any size passes through a staging area of two parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from storm_client.connection import Connection
+from storm_client.errors import ActivationLost, StormError, named
+from storm_client.lanes import Lane, Slot
+from storm_client.records import Part, StoredRange
+from stormd.protocol import Failed, Restore
+
+__all__ = ["Restorer"]
+
+AHEAD_SHARE = 0.75
+"""Of the staging area; the rest is left to stores and to other threads' restores."""
+
+STALL_SECONDS = 60.0
+"""How long a restore may make no progress before it is given up; disks are not in the way."""
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    """One part on its way back; in `slot` from the request until it has been copied out."""
+
+    slot: Slot
+    arrived: bool = False
+    abandoned: bool = False
+    error: StormError | None = None
+
+
+@dataclass(slots=True)
+class _Retrieval:
+    """The parts of one record that are on their way or wait in the staging area."""
+
+    parts: list[Part]
+    fetches: dict[int, _Fetch] = field(default_factory=dict)
+    """By the part's place in `parts`."""
+    demanded: bool = False
+
+
+class Restorer:
+    """Fetches records. Methods without a remark are called with the lock held."""
+
+    def __init__(self, connection: Connection, lane: Lane) -> None:
+        """Restore over `connection` through the lane's staging area."""
+        self._connection = connection
+        self._lane = lane
+        self._window = int(lane.staging_bytes * AHEAD_SHARE)
+        self._in_use = 0  # bytes of all fetches' slots
+        self._tickets: dict[int, _Fetch] = {}
+        self._retrievals: dict[int, _Retrieval] = {}
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the staging area that restores occupy."""
+        return self._in_use
+
+    def fetch(
+        self, record: StoredRange, upcoming: Callable[[], list[StoredRange]]
+    ) -> torch.UntypedStorage:
+        """Return the record's bytes in new memory (without the lock held).
+
+        As slots come free they are used to fetch what `upcoming` names.
+
+        Raises:
+            CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
+            DaemonLost: it is gone.
+        """
+        destination = self._lane.allocate(record.nbytes)
+        lock = self._connection.lock
+        with lock:
+            retrieval = self._demand(record)
+        try:
+            for index, part in enumerate(record.parts):
+                with lock:
+                    fetch = self._arrival(retrieval, index)
+                self._lane.unstage(fetch.slot, destination[part.begin : part.end])
+                with lock:
+                    self._drop(retrieval, index)
+                    self._request_more(retrieval, index + 1)
+                    self.fetch_ahead(upcoming)
+        finally:
+            with lock:
+                self.forget(record.key)
+        return destination.untyped_storage()
+
+    def fetch_ahead(self, upcoming: Callable[[], list[StoredRange]]) -> None:
+        """Request the parts of the records that `upcoming` returns, while the window has room.
+
+        Nothing is done until half of the window is free: looking is not free of charge.
+        """
+        if self._in_use > self._window // 2:
+            return
+        for record in upcoming():
+            if not self._is_worthwhile(record):
+                continue
+            retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
+            if not self._request_more(retrieval, 0):
+                return
+
+    def make_room(self) -> bool:
+        """Give up a part that was fetched ahead and waits; tell whether there was one."""
+        for retrieval in reversed(self._retrievals.values()):
+            if retrieval.demanded:
+                continue
+            for index in reversed(retrieval.fetches):
+                if retrieval.fetches[index].arrived:
+                    self._drop(retrieval, index)
+                    return True
+        return False
+
+    def forget(self, key: int) -> None:
+        """Give up what is left of a record's retrieval."""
+        retrieval = self._retrievals.pop(key, None)
+        if retrieval is not None:
+            for index in list(retrieval.fetches):
+                self._drop(retrieval, index)
+
+    # --- replies ----------------------------------------------------------------------------
+
+    def restored(self, ticket: int) -> None:
+        """Note that a part is in its slot."""
+        self._settle(ticket, None)
+
+    def failed(self, message: Failed) -> None:
+        """Note that a part cannot be had."""
+        self._settle(message.ticket, named(message.kind, message.detail))
+
+    def refused(self, ticket: int, error: StormError) -> None:
+        """Note that the request itself was refused."""
+        self._settle(ticket, error)
+
+    def concerns(self, request: int) -> bool:
+        """Tell whether the number is that of a restore under way."""
+        return request in self._tickets
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _is_worthwhile(self, record: StoredRange) -> bool:
+        return not record.being_restored and record.error is None and record.locate() is None
+
+    def _demand(self, record: StoredRange) -> _Retrieval:
+        retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
+        retrieval.demanded = True
+        return retrieval
+
+    def _arrival(self, retrieval: _Retrieval, index: int) -> _Fetch:
+        """Wait until the part at `index` is in its slot, requesting it and those behind it."""
+
+        def settled() -> bool:
+            self._require(retrieval, index)
+            fetch = retrieval.fetches.get(index)
+            return fetch is not None and fetch.arrived
+
+        self._connection.drain()
+        if not self._connection.wait(settled, STALL_SECONDS):
+            raise ActivationLost(
+                f"the daemon did not restore entry {retrieval.parts[index].entry} within "
+                f"{STALL_SECONDS:g} s; see `stormd status` and its log"
+            )
+        fetch = retrieval.fetches[index]
+        if fetch.error is not None:
+            raise fetch.error
+        return fetch
+
+    def _require(self, retrieval: _Retrieval, index: int) -> None:
+        """Request the part at `index` even where that takes the room of what waits."""
+        if index not in retrieval.fetches:
+            slot = self.reserve(retrieval.parts[index].nbytes)
+            if slot is None:
+                return
+            self._request(retrieval, index, slot)
+        self._request_more(retrieval, index + 1)
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Return a slot, giving up what was fetched ahead where there is no other room."""
+        slot = self._lane.reserve(nbytes)
+        while slot is None and self.make_room():
+            slot = self._lane.reserve(nbytes)
+        return slot
+
+    def _request_more(self, retrieval: _Retrieval, begin: int) -> bool:
+        """Request parts from `begin` on; return False when the window is full."""
+        for index in range(begin, len(retrieval.parts)):
+            if index in retrieval.fetches:
+                continue
+            nbytes = retrieval.parts[index].nbytes
+            slot = self._lane.reserve(nbytes) if self._in_use + nbytes <= self._window else None
+            if slot is None:
+                return False
+            self._request(retrieval, index, slot)
+        return True
+
+    def _request(self, retrieval: _Retrieval, index: int, slot: Slot) -> None:
+        part = retrieval.parts[index]
+        fetch = retrieval.fetches[index] = _Fetch(slot)
+        self._in_use += slot.nbytes
+        ticket = next(self._connection.numbers)
+        self._tickets[ticket] = fetch
+        sequence = self._lane.publish(slot)
+        self._connection.send(
+            ticket, Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
+        )
+
+    def _settle(self, ticket: int, error: StormError | None) -> None:
+        fetch = self._tickets.pop(ticket, None)
+        if fetch is None:
+            return
+        fetch.arrived = True
+        fetch.error = error
+        if fetch.abandoned:
+            self._free(fetch)
+
+    def _drop(self, retrieval: _Retrieval, index: int) -> None:
+        """Give a part's slot up, at once or as soon as the daemon no longer writes to it."""
+        fetch = retrieval.fetches.pop(index)
+        if fetch.arrived:
+            self._free(fetch)
+        else:
+            fetch.abandoned = True
+
+    def _free(self, fetch: _Fetch) -> None:
+        self._in_use -= fetch.slot.nbytes
+        self._lane.free(fetch.slot)
+        self._connection.notify()

@@ -1,0 +1,88 @@
+"""The sessions of one client, one a device, opened when first needed.
+
+What stays true: a device whose session could not be had is remembered, so that its tensors stay
+where they are without a question each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import torch
+
+from storm_client.errors import ProtocolMismatch, UsageError
+from storm_client.lanes import Lane
+from storm_client.lanes.cpu import CpuLane
+from storm_client.session import Session
+
+__all__ = ["Sessions"]
+
+CPU = torch.device("cpu")
+
+
+class Sessions:
+    """All sessions with the daemon at one address."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        """Open the session of the host's memory; it also carries status requests.
+
+        Raises:
+            StormError: as Connection.
+        """
+        self.address = address
+        self._timeout = timeout
+        self._lock = threading.Lock()  # protects what is opened and _closed
+        self._closed = False
+        self._sessions: dict[torch.device, Session | None] = {}
+        self.control = Session(address, CpuLane(), timeout)
+        self._sessions[CPU] = self.control
+
+    def check(self) -> None:
+        """Raise what keeps the sessions from being used: closed, forked, daemon lost."""
+        if self._closed:
+            raise UsageError("the client is closed; call storm_client.connect() for another")
+        self.control.connection.check()
+
+    def of(self, device: torch.device) -> Session | None:
+        """Return the session of `device`, opening it if need be; None where there is none."""
+        try:
+            return self._sessions[device]
+        except KeyError:
+            return self._open(device)
+
+    def holding(self, device: torch.device) -> Session:
+        """Return the session that a record of `device` was stored in."""
+        session = self._sessions[device]
+        assert session is not None, "records are made by sessions alone"
+        return session
+
+    def settle(self, timeout: float) -> None:
+        """Wait until the stores under way have been encoded, `timeout` seconds a session."""
+        for session in self._open_sessions():
+            session.settle(timeout)
+
+    def close(self) -> None:
+        """End all sessions. Calling it twice is fine."""
+        with self._lock:
+            self._closed = True
+        for session in self._open_sessions():
+            session.close()
+
+    def _open(self, device: torch.device) -> Session | None:
+        with self._lock:
+            if device not in self._sessions:
+                self.check()
+                session = None
+                # A daemon without a lane for the device refuses: the tensors stay there.
+                with suppress(UsageError, ProtocolMismatch):
+                    session = Session(self.address, _lane(device), self._timeout)
+                self._sessions[device] = session
+            return self._sessions[device]
+
+    def _open_sessions(self) -> list[Session]:
+        return [session for session in list(self._sessions.values()) if session is not None]
+
+
+def _lane(device: torch.device) -> Lane:
+    raise UsageError(f"no lane for device {device}; tensors there stay where they are")

@@ -1,0 +1,74 @@
+"""The daemon's state as Client.status returns it: what `stormd status --json` prints, typed.
+
+What stays true: every field is one that each daemon of this protocol version reports; whatever
+else it reports is in `details`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["DaemonStatus", "PoolStatus", "SessionStatus"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """The daemon's host memory."""
+
+    capacity_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """One connected process on one device."""
+
+    id: int
+    pid: int
+    uid: int
+    device: str
+    entries: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonStatus:
+    """The state of a daemon at one moment."""
+
+    version: str
+    uptime_seconds: float
+    entries: int
+    pool: PoolStatus
+    sessions: tuple[SessionStatus, ...]
+    details: Mapping[str, Any]
+    """The whole object as it was sent."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> DaemonStatus:
+        """Read the object that Status carries.
+
+        Raises:
+            KeyError: a field is missing.
+        """
+        pool = state["pool"]
+        return cls(
+            version=state["version"],
+            uptime_seconds=state["uptime_seconds"],
+            entries=state["entries"],
+            pool=PoolStatus(pool["capacity_bytes"], pool["used_bytes"]),
+            sessions=tuple(_session(item) for item in state["sessions"]),
+            details=state,
+        )
+
+
+def _session(item: Mapping[str, Any]) -> SessionStatus:
+    return SessionStatus(
+        id=item["id"],
+        pid=item["pid"],
+        uid=item["uid"],
+        device=item["device"],
+        entries=item["entries"],
+        used_bytes=item["used_bytes"],
+    )

@@ -1,0 +1,36 @@
+"""A signal that any code may give, a destructor's too: it takes no lock and never blocks.
+
+What stays true: the descriptor is closed only when nobody can be about to write to it, so a late
+signal never lands in a descriptor that was opened since.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+__all__ = ["Wakeup"]
+
+
+class Wakeup:
+    """An eventfd that is closed when the last reference to it goes."""
+
+    def __init__(self) -> None:
+        """Start unsignalled."""
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._descriptor
+
+    def signal(self) -> None:
+        """Make the descriptor readable."""
+        os.eventfd_write(self._descriptor, 1)
+
+    def clear(self) -> bool:
+        """Take the signal back; return whether there was one."""
+        try:
+            return os.eventfd_read(self._descriptor) > 0
+        except BlockingIOError:
+            return False
