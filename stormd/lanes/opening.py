@@ -5,7 +5,10 @@ What stays true: a device that was named is served or is an error; "auto" takes 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+from storm_kernels.errors import BackendUnavailable
 
 from stormd.arena import Space
 from stormd.config import Config
@@ -16,6 +19,8 @@ from stormd.lanes.cpu import CpuLane
 
 __all__ = ["open_lanes"]
 
+log = logging.getLogger(__name__)
+
 
 def open_lanes(
     config: Config, pool: HostPool, space: Space, post: Callable[[Result], None]
@@ -25,9 +30,35 @@ def open_lanes(
     Raises:
         LaneUnavailable: the config names a device that this machine or build does not have.
     """
-    if config.device == "cuda":
-        raise LaneUnavailable("this build has no cuda lane: use --device cpu")
-    return {"cpu": _open_cpu(config, pool, space, post)}
+    cuda = _open_cuda(config, pool, space, post) if config.device != "cpu" else None
+    cpu = _open_cpu(config, pool, space, post)
+    return {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
+
+
+def _open_cuda(
+    config: Config, pool: HostPool, space: Space, post: Callable[[Result], None]
+) -> Lane | None:
+    """Return the lane of all visible devices; None where there are none and "auto" was asked."""
+    try:
+        # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
+        from storm_kernels.cuda_driver import device_uuids
+
+        from stormd.lanes.cuda import CudaLane
+
+        ordinals = list(range(len(device_uuids())))
+    except (BackendUnavailable, ImportError) as error:
+        if config.device == "cuda":
+            raise LaneUnavailable(f"there is no cuda lane here: {error}") from error
+        log.info("no cuda lane: %s", error)
+        return None
+    return CudaLane(
+        ordinals,
+        pool=pool,
+        space=space,
+        post=post,
+        staging_bytes=config.staging_bytes_cuda,
+        part_bytes=config.part_bytes_cuda,
+    )
 
 
 def _open_cpu(

@@ -82,10 +82,9 @@ class MappedHost:
         ctypes.memset(self.address, 0, nbytes)
         self.device_address = int(call(driver.cuMemHostGetDevicePointer, self.address, 0))
 
-    def words(self) -> memoryview:
+    def words(self) -> ctypes.Array[ctypes.c_uint64]:
         """Return the memory as 64-bit words; not to be used after `close`."""
-        raw = (ctypes.c_uint64 * (self.nbytes // 8)).from_address(self.address)
-        return memoryview(raw).cast("B").cast("Q")
+        return (ctypes.c_uint64 * (self.nbytes // 8)).from_address(self.address)
 
     def close(self) -> None:
         """Free the memory; waits for the device."""

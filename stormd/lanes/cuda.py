@@ -1,0 +1,145 @@
+"""The cuda lane: tensors in device memory, encoded and decoded there, blobs in the pinned pool.
+
+What stays true: the event loop makes no CUDA call, it only hands over; a session is served by the
+device whose UUID its Hello names, whatever number that device has in either process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from typing import Final
+
+from storm_kernels.errors import KernelsError
+
+from stormd.arena import Space
+from stormd.errors import LaneUnavailable
+from stormd.host_pool import HostPool
+from stormd.lanes import Attachment, RestoreJob, Result, StoreJob
+from stormd.lanes.cuda_device import CudaDevice
+from stormd.lanes.cuda_session import CudaSession
+from stormd.protocol import Hello, MapSegment
+from stormd.protocol.timeline import PAGE_BYTES, STORED
+from stormd.shared_memory import SharedMemory
+
+__all__ = ["CudaLane"]
+
+log = logging.getLogger(__name__)
+
+ONE_CONNECTION: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""With the value 1, a stream that waits for one client's counter would hold every session up."""
+
+
+class CudaLane:
+    """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
+
+    `staging_bytes` and `part_bytes` are the most that a session is granted. `close` must follow.
+
+    Raises:
+        LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
+    """
+
+    device: Final = "cuda"
+
+    def __init__(
+        self,
+        ordinals: list[int],
+        *,
+        pool: HostPool,
+        space: Space,
+        post: Callable[[Result], None],
+        staging_bytes: int,
+        part_bytes: int,
+    ) -> None:
+        self._space = space
+        self._post = post
+        self._staging_bytes = staging_bytes
+        self._part_bytes = part_bytes
+        self._devices = _devices(ordinals, pool)
+        self.hearts = tuple(device.heart for device in self._devices.values())
+        # Changed on the loop alone.
+        self._sessions: dict[int, CudaSession] = {}
+        self._ending: list[CudaSession] = []
+
+    # --- called on the event loop -----------------------------------------------------------
+
+    def attach(self, session: int, hello: Hello) -> Attachment:
+        """Make the timeline page; the client makes the staging area and maps it as segment 0."""
+        device = self._devices.get(hello.device_uuid)
+        if device is None:
+            raise LaneUnavailable(
+                f"this daemon does not serve the GPU {hello.device_uuid or 'without a UUID'}, "
+                f"only {', '.join(self._devices)}: check CUDA_VISIBLE_DEVICES on both sides"
+            )
+        try:
+            page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
+        except OSError as error:
+            raise LaneUnavailable(
+                f"no shared page for a session ({error.strerror}): raise the limit of open files"
+            ) from error
+        staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
+        part = max(1, min(self._part_bytes, staging // 2))
+        self._sessions[session] = CudaSession(
+            session, device, page, part_bytes=part, space=self._space, post=self._post
+        )
+        return Attachment(
+            descriptors=(page.take_descriptor(),),
+            staging_bytes=staging,
+            part_bytes=part,
+            segment_bytes=0,
+        )
+
+    def store(self, job: StoreJob) -> None:
+        """Hand a store to its session's pipeline."""
+        self._sessions[job.session].stores.put(job)
+
+    def skip(self, session: int, sequence: int) -> None:
+        """Pass a rejected store over, once those before it are done."""
+        served = self._sessions[session]
+        served.stores.run(lambda: served.note(STORED, sequence))
+
+    def restore(self, job: RestoreJob) -> None:
+        """Hand a restore to its session's pipeline."""
+        self._sessions[job.session].restores.put(job)
+
+    def map_segment(self, session: int, request: MapSegment) -> None:
+        """Map a client's allocation by its CUDA IPC handle."""
+        self._sessions[session].map_segment(request)
+
+    def unmap_segment(self, session: int, segment: int) -> None:
+        """Unmap the segment once the jobs that were queued before are done."""
+        self._sessions[session].unmap_segment(segment)
+
+    def detach(self, session: int) -> None:
+        """Release what waits for the client, and let all of the session go."""
+        self._ending = [ending for ending in self._ending if not ending.join(0.0)]
+        self._ending.append(self._sessions.pop(session))
+        self._ending[-1].detach()
+
+    def close(self, seconds: float) -> bool:
+        """Let the devices go; False, and they are kept, where a session still uses one."""
+        deadline = time.monotonic() + seconds
+        for ending in self._ending:
+            if not ending.join(max(0.0, deadline - time.monotonic())):
+                return False
+        for device in self._devices.values():
+            device.close()
+        return not self._sessions
+
+
+def _devices(ordinals: list[int], pool: HostPool) -> dict[str, CudaDevice]:
+    """Open the devices, all or none; the result is by UUID."""
+    if os.environ.get(ONE_CONNECTION) == "1":
+        raise LaneUnavailable(
+            f"{ONE_CONNECTION}=1 would make sessions wait for each other: unset it for the daemon"
+        )
+    try:
+        with ExitStack() as opened:
+            devices = [opened.enter_context(closing(CudaDevice(n, pool))) for n in ordinals]
+            opened.pop_all()
+    except KernelsError as error:
+        raise LaneUnavailable(f"CUDA cannot be used: {error}") from error
+    return {device.uuid: device for device in devices}

@@ -1,0 +1,154 @@
+"""One GPU as all its sessions share it: context, codec, the pool as the device sees it, the link.
+
+What stays true: the pool is registered before the first session and until after the last; each
+direction of the link has one stream, so that both are busy at once and neither waits for the
+other; copies to the host never wait for a client, so one thread can wait for all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from storm_kernels.ancf.cuda import CudaCodec
+from storm_kernels.ancf.dtypes import DType
+from storm_kernels.ancf.layout import Mode
+from storm_kernels.cuda_driver import (
+    DeviceBuffer,
+    Event,
+    MappedHost,
+    PrimaryContext,
+    RegisteredHost,
+    Stream,
+    copy_async,
+    elapsed_seconds,
+)
+from storm_kernels.errors import CudaDriverError
+
+from stormd.arena import Block
+from stormd.health import Heart
+from stormd.host_pool import HostPool
+from stormd.lanes import blob_bound
+
+__all__ = ["CudaDevice", "Scratch"]
+
+MODE_OFFSET = 6
+"""Of the mode byte in a blob's header, which no extent cuts in two (FORMAT.md, section 2)."""
+
+RESULT_BYTES = 64
+"""Mapped host memory in which the codec leaves a blob's size and its status."""
+
+
+class CudaDevice:
+    """The device of one ordinal, ready to encode. Needs `close`.
+
+    Raises:
+        BackendUnavailable, CudaDriverError: the device cannot be used; nothing of it is left.
+    """
+
+    def __init__(self, ordinal: int, pool: HostPool) -> None:
+        self.context = PrimaryContext(ordinal)
+        self.uuid = self.context.uuid
+        self.context.make_current()
+        self._host_pool = pool
+        self._pool = RegisteredHost(pool.address, pool.nbytes)
+        self.codec = CudaCodec(ordinal)
+        self.down = Stream()
+        self.up = Stream()
+        self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
+        self.heart = Heart(f"stormd-cuda-{ordinal}-down")
+        self._waiter = threading.Thread(
+            target=self._wait_for_copies, name=self.heart.name, daemon=True
+        )
+        self._waiter.start()
+
+    def download(self, scratch: Scratch, block: Block) -> None:
+        """Put the copy of the scratch's blob to its block on the stream `down`."""
+        source = scratch.blob.address
+        scratch.copy_began.record(self.down.handle)
+        for offset, nbytes in block.pieces():
+            for target, size in self._pool.pieces(offset, nbytes):
+                copy_async(target, source, size, self.down.handle)
+                source += size
+        scratch.copied.record(self.down.handle)
+
+    def upload(self, block: Block, scratch: Scratch) -> None:
+        """Put the copy of a block's blob to the scratch on the stream `up`."""
+        destination = scratch.blob.address
+        scratch.copy_began.record(self.up.handle)
+        for offset, nbytes in block.pieces():
+            for source, size in self._pool.pieces(offset, nbytes):
+                copy_async(destination, source, size, self.up.handle)
+                destination += size
+        scratch.copied.record(self.up.handle)
+
+    def when_copied(self, scratch: Scratch, action: Callable[[str], None]) -> None:
+        """Call `action`, in another thread, once the scratch's download is complete.
+
+        It gets an empty text, or what went wrong with the copy, and must not raise.
+        """
+        self._copies.put((scratch.copied, action))
+
+    def mode(self, block: Block) -> str:
+        """Return the codec mode of the blob in a block."""
+        header = self._host_pool.address + block.extents[0].offset
+        return Mode(ctypes.c_uint8.from_address(header + MODE_OFFSET).value).name.lower()
+
+    def close(self) -> None:
+        """Let the device go; its sessions are gone. The pool must still be mapped."""
+        self._copies.put(None)
+        self._waiter.join()
+        self.context.make_current()
+        for owned in (self.down, self.up, self._pool, self.context):
+            owned.close()
+
+    def _wait_for_copies(self) -> None:
+        self.context.make_current()
+        while (item := self._copies.get()) is not None:
+            copied, action = item
+            with self.heart:
+                action(_problem(copied))
+
+
+def _problem(copied: Event) -> str:
+    """Wait for a copy; return what went wrong with it, empty where nothing did."""
+    try:
+        copied.synchronize()
+    except CudaDriverError as error:
+        return str(error)
+    return ""
+
+
+class Scratch:
+    """What one part of up to `part_bytes` needs on its way: device memory, results, events.
+
+    Raises:
+        CudaDriverError: the device has no memory left; nothing is kept.
+    """
+
+    def __init__(self, device: CudaDevice, part_bytes: int) -> None:
+        self.blob = DeviceBuffer(blob_bound(part_bytes))
+        work_bytes = max(device.codec.scratch_bytes(part_bytes, dtype) for dtype in DType)
+        try:
+            self.work = DeviceBuffer(work_bytes)
+        except CudaDriverError:
+            self.blob.close()
+            raise
+        self.result = MappedHost(RESULT_BYTES)
+        self.words = self.result.words()
+        self.code_began, self.coded = Event(timed=True), Event(timed=True)
+        self.copy_began, self.copied = Event(timed=True), Event(timed=True)
+
+    def seconds(self) -> float:
+        """Return how long the device coded and copied the part; both have been passed."""
+        coding = elapsed_seconds(self.code_began, self.coded)
+        return coding + elapsed_seconds(self.copy_began, self.copied)
+
+    def close(self) -> None:
+        """Free all of it; no stream uses it any more."""
+        for owned in (self.blob, self.work, self.result):
+            owned.close()
+        for event in (self.code_began, self.coded, self.copy_began, self.copied):
+            event.close()
