@@ -37,8 +37,8 @@ DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(kAllLanes, value, l
 DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(kAllLanes, value, delta); }
 DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
-DEVICE u32 ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
-DEVICE bool any(bool predicate) { return __any_sync(kAllLanes, predicate) != 0; }
+DEVICE u32 lanes_where(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+DEVICE bool any_lane(bool predicate) { return __any_sync(kAllLanes, predicate) != 0; }
 
 DEVICE u32 ones(u32 value) { return __popc(value); }
 DEVICE u32 lowest_bit(u32 value) { return __ffs(value) - 1; }   /* value != 0 */
@@ -68,6 +68,10 @@ DEVICE void store_shared_word(u64 *address, u64 value) {
 DEVICE u32 fetch_add(u32 *address, u32 value) { return atomicAdd(address, value); }
 DEVICE u64 fetch_add(u64 *address, u64 value) { return atomicAdd(address, value); }
 DEVICE void fetch_or(u32 *address, u32 value) { atomicOr(address, value); }
+DEVICE void fetch_or(u64 *address, u64 value) { atomicOr(address, value); }
+DEVICE void fetch_min(u32 *address, u32 value) { atomicMin(address, value); }
+DEVICE void fetch_min(u64 *address, u64 value) { atomicMin(address, value); }
+DEVICE void fetch_max(u64 *address, u64 value) { atomicMax(address, value); }
 DEVICE void memory_fence() { __threadfence(); }
 
 /* Lets others run while this thread waits for a word of another block. */

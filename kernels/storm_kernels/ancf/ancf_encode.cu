@@ -1,0 +1,505 @@
+/* The encode kernel: one pass over the tensor, whatever the plan says (FORMAT.md).
+ *
+ * A team takes units of a few tiles from a ticket counter. Fixed blocks go straight to their
+ * place; records gather in shared memory until the sizes of all earlier units are known, which
+ * the units tell each other through one word each (decoupled look-back, Merrill and Garland
+ * 2016). What stays true: a unit waits only for units with lower tickets, which running teams
+ * hold, so the kernel ends whatever the number of blocks; nothing is written past `limit`; and
+ * every byte of the blob depends on the input alone.
+ */
+#include <ancf_code.cuh>
+
+constexpr u64 kPartSum = 1ull << 62;   /* the word holds this unit's size */
+constexpr u64 kWholeSum = 2ull << 62;  /* the word holds the size of all units up to this one */
+constexpr u64 kSumMask = kPartSum - 1;
+constexpr u32 kListBytes = kTile;
+
+/* Bytes of shared memory a team has: compacted elements, a byte list, the records' buffer. */
+constexpr u32 kCompactBytes = kTile * kWidth + 32 * kWidth;
+constexpr u32 kBufferBytes = kWidth == 1 ? 9728 : kWidth == 2 ? 15360 : kWidth == 4 ? 25600 : 48640;
+constexpr u32 kArenaBytes = kCompactBytes + kListBytes + kBufferBytes;
+constexpr u32 kTableBytes = (1u << (8 * kWidth - kMantissa)) * 5;
+constexpr u32 kSharedBytes = kTeams * (sizeof(TeamShared) + kArenaBytes) + (kTableBytes + 15) / 16 * 16;
+static_assert(sizeof(TeamShared) % 16 == 0 && kArenaBytes % 16 == 0, "16-byte aligned arenas");
+
+/* One launch's arguments, and this thread's place in it. */
+struct Encoding {
+  const Plan &plan;
+  const u8 *src;
+  u8 *dst;
+  Work *work;
+  u64 *prefixes;
+  u32 unit_tiles;
+  Team team;
+  TeamShared *shared;
+  u8 *arena;
+  u32 turn;
+  u64 check;
+
+  DEVICE u8 *compact() const { return arena; }
+  DEVICE u8 *list() const { return arena + kCompactBytes; }
+  DEVICE u8 *buffer() const { return arena + kCompactBytes + kListBytes; }
+  DEVICE u64 limit() const { return kHeaderBytes + plan.raw_nbytes; }
+  DEVICE u32 units() const { return (plan.tiles + unit_tiles - 1) / unit_tiles; }
+
+  /* The next unit's number, the same for the whole team. */
+  DEVICE u32 take_unit() {
+    if (team.thread == 0) shared->unit = fetch_add(&work->next_unit, 1u);
+    team.meet();
+    return shared->unit;
+  }
+
+  /* Loads this warp's chunk of the tile and adds it to the checksum. */
+  DEVICE void load(uint4 (&rows)[kRows], u32 tile) {
+    u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes;
+    load_chunk(rows, src, at, plan.raw_nbytes, team.lane);
+    if ((plan.flags & kFlagChecksum) && at < plan.raw_nbytes) check += column_check(rows, at, team.lane);
+  }
+  DEVICE u32 tile_elements(u32 tile) const {
+    u64 rest = plan.elements - static_cast<u64>(tile) * kTile;
+    return rest < kTile ? static_cast<u32>(rest) : kTile;
+  }
+  DEVICE u8 *block(u32 tile) const {
+    return dst + plan.fixed_offset + tile * block_bytes(plan, kTile);
+  }
+};
+
+/* The records' bytes before unit `unit`, in units of 8; a whole warp calls it. */
+DEVICE u64 look_back(const u64 *prefixes, u32 unit, u32 lane) {
+  u64 sum = 0;
+  for (u32 end = unit; end != 0; end -= end < 32 ? end : 32) {
+    u64 word;
+    u32 whole, blank;
+    for (;;) {
+      word = lane < end ? load_shared_word(prefixes + (end - 1 - lane)) : kWholeSum;
+      whole = lanes_where((word & kWholeSum) != 0);
+      blank = lanes_where((word & ~kSumMask) == 0);
+      if (blank == 0 || (whole != 0 && lowest_bit(whole) < lowest_bit(blank))) break;
+      pause();
+    }
+    u32 last = whole ? lowest_bit(whole) : 31;
+    u64 part = lane <= last ? word & kSumMask : 0;
+    for (u32 step = 16; step; step /= 2) part += shuffle_xor(part, step);
+    sum += part;
+    if (whole) return sum;
+  }
+  return sum;
+}
+
+/* A unit's records: gathered in the team's buffer, then placed. Bytes but for `base`, in units. */
+struct Records {
+  Encoding &job;
+  u32 unit;
+  u32 gathered = 0;  /* bytes in the buffer */
+  u32 shipped = 0;   /* bytes already in the payload */
+  bool placed = false;
+  u64 base = 0;
+
+  DEVICE u8 *end() const { return job.buffer() + gathered; }
+
+  /* Notes where the record of the unit's tile number `index` starts. */
+  DEVICE void begin(u32 index, u32 most) {
+    if (gathered + most > kBufferBytes) ship();
+    if (job.team.thread == 0) job.shared->offsets[index] = (shipped + gathered) / kRecordUnit;
+  }
+
+  /* Takes a record of `bytes` bytes written at end(). */
+  DEVICE void add(u32 bytes) {
+    u32 padded = (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
+    if (job.team.thread < padded - bytes) end()[bytes + job.team.thread] = 0;
+    gathered += padded;
+  }
+
+  /* Learns the unit's place; tells the others its size when that is final. */
+  DEVICE void place(bool final) {
+    u64 size = (shipped + gathered) / kRecordUnit;
+    u64 *word = job.prefixes + unit;
+    if (job.team.warp == 0) {
+      bool tell = job.team.lane == 0 && final;
+      if (!placed) {
+        if (tell) store_shared_word(word, kPartSum | size);
+        u64 found = look_back(job.prefixes, unit, job.team.lane);
+        if (job.team.lane == 0) job.shared->base = found;
+        if (tell) store_shared_word(word, kWholeSum | (found + size));
+      } else if (tell) {
+        store_shared_word(word, kWholeSum | (base + size));
+      }
+    }
+    job.team.meet();
+    base = job.shared->base;
+    placed = true;
+  }
+
+  /* Copies the buffer to the payload; bytes that would pass the limit are left out. */
+  DEVICE void copy() {
+    u64 at = job.plan.payload_offset + base * kRecordUnit + shipped;
+    if (at + gathered <= job.limit()) {
+      const u64 *from = reinterpret_cast<const u64 *>(job.buffer());
+      u64 *to = reinterpret_cast<u64 *>(job.dst + at);
+      for (u32 i = job.team.thread; i < gathered / 8; i += kTeamThreads) to[i] = from[i];
+    }
+    shipped += gathered;
+    gathered = 0;
+  }
+
+  /* Empties the buffer before the unit is complete. */
+  DEVICE void ship() {
+    place(false);
+    copy();
+    job.team.meet();
+  }
+
+  /* Places the whole unit and writes its directory entries. */
+  DEVICE void settle(u32 first_tile, u32 tiles) {
+    place(true);
+    u32 *directory = reinterpret_cast<u32 *>(job.dst + job.plan.directory_offset) + first_tile;
+    if (job.team.thread < tiles) {
+      directory[job.team.thread] = static_cast<u32>(base) + job.shared->offsets[job.team.thread];
+    }
+    copy();
+    u32 done = first_tile + tiles;
+    if (done != job.plan.tiles) return;
+    u32 entries = static_cast<u32>(round_up(4ull * (job.plan.tiles + 1), kDirectoryAlign) / 4);
+    for (u32 i = done + job.team.thread; i < entries; i += kTeamThreads) {
+      u32 value = i == done ? static_cast<u32>(base) + shipped / kRecordUnit : 0;
+      directory[i - first_tile] = value;
+    }
+  }
+};
+
+template <u32 kBytes>
+DEVICE void write_escape(u8 *at, u64 value) {
+#pragma unroll
+  for (u32 i = 0; i < kBytes; i++) at[i] = static_cast<u8>(value >> (8 * i));
+}
+
+/* Eight bytes of the list from number 8 * octet on, those from `count` on as 0. */
+DEVICE uint2 list_octet(const u8 *list, u32 octet, u32 count) {
+  uint2 bytes = reinterpret_cast<const uint2 *>(list)[octet];
+  u32 left = count - 8 * octet;
+  if (left < 4) bytes.x &= (1u << 8 * left) - 1;
+  if (left <= 4) bytes.y = 0;
+  else if (left < 8) bytes.y &= (1u << 8 * (left - 4)) - 1;
+  return bytes;
+}
+
+/* Level 2 and escapes of a tile, from the flags of its codes; `source(i)` is element i of the
+ * coded ones. Returns the bytes written at `record`. */
+template <class C, class Source>
+DEVICE u32 write_misses(Encoding &job, u8 *record, const u32 (&flags)[kRows], Source source,
+                        const SymbolTable<C> &table) {
+  const Team &team = job.team;
+  u32 missed[kRows], escaped[kRows];
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    missed[row] = ones(flags[row] & 0xffff);
+    escaped[row] = ones(flags[row] >> 16);
+  }
+  Ranks ranks[C::kSecond ? 2 : 1];
+  ranks[0] = Ranks::in_warp(escaped, team.lane);
+  if constexpr (C::kSecond != 0) ranks[1] = Ranks::in_warp(missed, team.lane);
+  rank_in_team(ranks, team, *job.shared, job.turn);
+  u32 second_bytes = 0;
+  if constexpr (C::kSecond != 0) second_bytes = (ranks[1].total + 7) / 8 * C::kSecond;
+  u8 *escapes = record + second_bytes;
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 escape = ranks[0].start[row];
+    u32 miss = C::kSecond ? ranks[C::kSecond ? 1 : 0].start[row] : 0;
+    for (u32 left = C::kSecond ? flags[row] & 0xffff : flags[row] >> 16; left; left &= left - 1) {
+      u32 i = lowest_bit(left);
+      Element x = source(team.first(row) + i);
+      if constexpr (C::kSecond != 0) job.list()[miss++] = C::is_exact(x) ? table.second[C::symbol(x)] : C::kSecondSlots;
+      if (flags[row] >> 16 >> i & 1) {
+        write_escape<C::kEscapeBytes>(escapes + C::kEscapeBytes * escape++, C::kDrop ? x : C::symbol(x));
+      }
+    }
+  }
+  if constexpr (C::kSecond != 0) {
+    u32 count = ranks[1].total, plane_bytes = (count + 7) / 8;
+    team.meet();
+    for (u32 octet = team.thread; octet < plane_bytes; octet += kTeamThreads) {
+      uint2 bytes = list_octet(job.list(), octet, count);
+      transpose_bits(bytes.x, bytes.y);
+      for (u32 bit = 0; bit < C::kSecond; bit++) {
+        record[plane_bytes * bit + octet] = static_cast<u8>(bytes.x >> (8 * bit));
+      }
+    }
+  }
+  return second_bytes + C::kEscapeBytes * ranks[0].total;
+}
+
+/* Residues and codes of one row; returns its flags. */
+template <class C>
+DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 count,
+                     const SymbolTable<C> &table, u32 lane) {
+  u32 valid = first >= count ? 0 : count - first;
+  u64 turned[kPiece];
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) turned[i] = C::turned(element(piece, i));
+  write_residues<C>(planes, first, turned, first < planes.padded, lane);
+  return write_codes<C>(planes, first, piece, valid, table, lane);
+}
+
+template <class C>
+DEVICE void encode_window_tile(Encoding &job, u32 tile, Records &records, const SymbolTable<C> &table) {
+  u32 count = job.tile_elements(tile);
+  uint4 rows[kRows];
+  job.load(rows, tile);
+  PlaneSet planes = {job.block(tile), static_cast<u32>(round_up(count, 128))};
+  u32 flags[kRows];
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    flags[row] = write_row<C>(planes, job.team.first(row), rows[row], count, table, job.team.lane);
+  }
+  const u8 *start = job.src + static_cast<u64>(tile) * kTile * kWidth;
+  auto source = [&](u32 i) { return read_element(start + i * kWidth); };
+  records.add(write_misses<C>(job, records.end(), flags, source, table));
+}
+
+/* Every second bit of `bits`, from bit 0 on. */
+DEVICE u32 even_bits(u32 bits) {
+  bits &= 0x5555;
+  bits = (bits | bits >> 1) & 0x3333;
+  bits = (bits | bits >> 2) & 0x0f0f;
+  return (bits | bits >> 4) & 0xff;
+}
+
+/* The bits of a list of 0/1 bytes, as a plane padded to 32 bits; returns its bytes. */
+DEVICE u32 write_list_bits(const Team &team, u8 *plane, const u8 *list, u32 count) {
+  u32 bytes = (count + 31) / 32 * 4;
+  for (u32 octet = team.thread; octet < bytes; octet += kTeamThreads) {
+    uint2 flags = octet * 8 < count ? list_octet(list, octet, count) : make_uint2(0, 0);
+    plane[octet] = static_cast<u8>((flags.x * 0x10204080u) >> 28 | (flags.y * 0x10204080u) >> 28 << 4);
+  }
+  return bytes;
+}
+
+/* A sparse tile's bitmap and its other elements, these in job.compact(); `counts` become the
+ * ranks' totals: elements, pairs with one, pairs whose second is one. */
+DEVICE void split_sparse(Encoding &job, u32 tile, u32 count, u32 (&counts)[3]) {
+  const Team &team = job.team;
+  bool pairs = job.plan.bitmap == kBitmapPairs;
+  uint4 rows[kRows];
+  job.load(rows, tile);
+  u32 masks[kRows], kept[kRows], either[kRows], second[kRows];
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 mask = 0, first = team.first(row);
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      mask |= (first + i < count && element(rows[row], i) != job.plan.fill ? 1u : 0u) << i;
+    }
+    masks[row] = mask;
+    kept[row] = ones(mask);
+    u32 any_of_pair = even_bits(mask | mask >> 1);
+    either[row] = ones(any_of_pair);
+    second[row] = ones(even_bits(mask >> 1));
+    if (pairs) write_lane_bits<kPiece / 2>(job.block(tile), first / 2, any_of_pair, first < round_up(count, 256), team.lane);
+    else write_lane_bits<kPiece>(job.block(tile), first, mask, first < round_up(count, 128), team.lane);
+  }
+  Ranks ranks[3] = {Ranks::in_warp(kept, team.lane), Ranks::in_warp(either, team.lane),
+                    Ranks::in_warp(second, team.lane)};
+  rank_in_team(ranks, team, *job.shared, job.turn);
+  u8 *compact = job.compact();
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 at = ranks[0].start[row], pair = ranks[1].start[row], both = ranks[2].start[row];
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      if (masks[row] >> i & 1) write_escape<kWidth>(compact + kWidth * at++, element(rows[row], i));
+      if (!pairs || i % 2 || !(masks[row] >> i & 3)) continue;
+      job.list()[pair++] = masks[row] >> i >> 1 & 1;
+      if (masks[row] >> i & 2) job.list()[kTile / 2 + both++] = masks[row] >> i & 1;
+    }
+  }
+  for (u32 kind = 0; kind < 3; kind++) counts[kind] = ranks[kind].total;
+  if (team.thread < 32) write_escape<kWidth>(compact + kWidth * (counts[0] + team.thread), 0);
+  team.meet();
+}
+
+template <class C>
+DEVICE void encode_sparse_tile(Encoding &job, u32 tile, Records &records, const SymbolTable<C> &table) {
+  const Team &team = job.team;
+  u32 counts[3];
+  split_sparse(job, tile, job.tile_elements(tile), counts);
+  u8 *record = records.end();
+  u32 head = 0;
+  if (job.plan.bitmap == kBitmapPairs) {
+    head = write_list_bits(team, record, job.list(), counts[1]);
+    head += write_list_bits(team, record + head, job.list() + kTile / 2, counts[2]);
+  }
+  PlaneSet planes = {record + head, (counts[0] + 31) / 32 * 32};
+  const u8 *compact = job.compact();
+  u32 flags[kRows];
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 first = team.first(row);
+    uint4 piece = make_uint4(0, 0, 0, 0);
+    if (first < planes.padded) piece = *reinterpret_cast<const uint4 *>(compact + first * kWidth);
+    flags[row] = write_row<C>(planes, first, piece, counts[0], table, team.lane);
+  }
+  u32 front = head + planes.padded / 8 * C::kPlaneBits;
+  auto source = [&](u32 i) { return read_element(compact + i * kWidth); };
+  records.add(front + write_misses<C>(job, record + front, flags, source, table));
+}
+
+template <class C, bool kHasBitmap>
+DEVICE void encode_tiles(Encoding &job, SymbolTable<C> &table) {
+  static_assert(C::kMaxRecord <= kBufferBytes, "a record must fit the buffer");
+  fill_table(table, job.plan);
+  barrier(0, kBlockThreads);
+  for (;;) {
+    Records records{job, job.take_unit()};
+    if (records.unit >= job.units()) return;
+    u32 first = records.unit * job.unit_tiles;
+    u32 tiles = job.plan.tiles - first < job.unit_tiles ? job.plan.tiles - first : job.unit_tiles;
+    for (u32 i = 0; i < tiles; i++) {
+      records.begin(i, C::kMaxRecord);
+      if constexpr (kHasBitmap) encode_sparse_tile<C>(job, first + i, records, table);
+      else encode_window_tile<C>(job, first + i, records, table);
+    }
+    job.team.meet();
+    records.settle(first, tiles);
+  }
+}
+
+/* Picks the code that the plan asks for. */
+template <u32 kDrop>
+DEVICE void encode_coded(Encoding &job, u8 *table) {
+  using Exponent = Code<kDrop, 1, 2, 3>;
+  using Joint = Code<kDrop, 0, 2, 3>;
+  if (job.plan.mode == kSparse) {
+    if (job.plan.rotate) encode_tiles<Exponent, true>(job, *reinterpret_cast<SymbolTable<Exponent> *>(table));
+    else encode_tiles<Joint, true>(job, *reinterpret_cast<SymbolTable<Joint> *>(table));
+    return;
+  }
+  if (job.plan.k1 == Exponent::kFirst) {
+    if (job.plan.rotate) encode_tiles<Exponent, false>(job, *reinterpret_cast<SymbolTable<Exponent> *>(table));
+    else encode_tiles<Joint, false>(job, *reinterpret_cast<SymbolTable<Joint> *>(table));
+    return;
+  }
+  if constexpr (kDrop == 0) {
+    using FastExponent = Code<0, 1, 3, 0>;
+    using FastJoint = Code<0, 0, 3, 0>;
+    if (job.plan.rotate) encode_tiles<FastExponent, false>(job, *reinterpret_cast<SymbolTable<FastExponent> *>(table));
+    else encode_tiles<FastJoint, false>(job, *reinterpret_cast<SymbolTable<FastJoint> *>(table));
+  }
+}
+
+/* The bits of a piece of elements that are 0 or 1; `refused` if one is neither. */
+DEVICE u32 boolean_bits(const uint4 &piece, bool &refused) {
+  u32 bits = 0;
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    Element x = element(piece, i);
+    refused |= x > 1;
+    bits |= static_cast<u32>(x & 1) << i;
+  }
+  return bits;
+}
+
+/* Modes without tiles: the original bytes, one bit an element, or the checksum alone. */
+DEVICE void encode_flat(Encoding &job) {
+  u64 chunks = (job.plan.raw_nbytes + kCheckChunkBytes - 1) / kCheckChunkBytes;
+  u64 warps = static_cast<u64>(block_count()) * (kBlockThreads / kWarpThreads);
+  u64 body = job.plan.payload_offset - kHeaderBytes;
+  bool refused = false;
+  u64 warp = thread_in_block() / kWarpThreads + static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads);
+  for (u64 chunk = warp; chunk < chunks; chunk += warps) {
+    u64 at = chunk * kCheckChunkBytes;
+    uint4 rows[kRows];
+    load_chunk(rows, job.src, at, job.plan.raw_nbytes, job.team.lane);
+    if (job.plan.flags & kFlagChecksum) job.check += column_check(rows, at, job.team.lane);
+    if (job.plan.mode == kRaw) store_chunk(rows, job.dst + kHeaderBytes, at, job.plan.raw_nbytes, job.team.lane);
+    if (job.plan.mode != kBoolean) continue;
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      u32 first = row * kRowElements + job.team.lane * kPiece;
+      u8 *plane = job.dst + kHeaderBytes + at / kWidth / 8;
+      bool wanted = (at / kWidth + first) / 8 < body;
+      write_lane_bits<kPiece>(plane, first, boolean_bits(rows[row], refused), wanted, job.team.lane);
+    }
+  }
+  if (any_lane(refused) && job.team.lane == 0) fetch_add(&job.work->refused, 1u);
+}
+
+DEVICE void write_header(const Plan &plan, u8 *dst) {
+  u64 words[32];
+  pack_header(plan, words);
+  for (u32 i = 0; i < 32; i++) reinterpret_cast<u64 *>(dst)[i] = words[i];
+}
+
+/* After the last team: what became of the blob. One thread. */
+DEVICE void conclude(const Encoding &job, const u64 *values, Result *result) {
+  Plan plan = job.plan;
+  if (plan.tiles != 0) {
+    plan.payload_bytes = (load_shared_word(job.prefixes + job.units() - 1) & kSumMask) * kRecordUnit;
+  }
+  u32 mode = plan.mode;
+  if (plan.payload_offset + plan.payload_bytes > job.limit() || plan.payload_bytes >= kMaxRecordsBytes ||
+      job.work->refused) {
+    mode = kRaw;
+  } else if (plan.may_be_constant && plan.payload_bytes == 0) {
+    mode = kConstant;
+  }
+  if (mode != plan.mode) {
+    plan.mode = mode;
+    plan.bitmap = plan.rotate = plan.drop = plan.residue_bits = plan.k1 = plan.k2 = plan.dict_count = 0;
+    plan.payload_bytes = 0;
+    if (mode == kRaw) plan.fill = 0;
+    for (u32 i = 0; i < kWindowSlots; i++) plan.window[i] = 0;
+    derive(plan);
+  }
+  if (plan.flags & kFlagChecksum) plan.checksum = load_shared_word(&job.work->checksum) + plan.raw_nbytes * kCheckLength;
+  if (has_dictionary_apart(mode)) {
+    for (u32 i = 0; i < (plan.directory_offset - kHeaderBytes) / 8; i++) {
+      reinterpret_cast<u64 *>(job.dst + kHeaderBytes)[i] = i < plan.dict_count ? values[i] : 0;
+    }
+  }
+  write_header(plan, job.dst);
+  result->total_bytes = plan.payload_offset + plan.payload_bytes;
+  result->mode = mode;
+  result->status = kOk;
+}
+
+/* Encodes `src` to `dst` as the plan in `scratch` says. Blocks of kBlockThreads, any number.
+ * `dst`: 16-byte aligned, kHeaderBytes + raw_nbytes bytes. */
+KERNEL(kBlockThreads)
+ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  const Plan &plan = *plan_of(scratch);
+  Team team = Team::here();
+  u8 *memory = shared_memory();
+  TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
+  u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kArenaBytes;
+  u8 *table = memory + kTeams * (sizeof(TeamShared) + kArenaBytes);
+  Encoding job{plan, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
+               team, shared, arena, 0, 0};
+  if (!has_tiles(plan.mode)) encode_flat(job);
+  else if (plan.drop == 0) encode_coded<0>(job, table);
+  else if (kWidth == 4 && plan.drop == 16) encode_coded<kWidth == 4 ? 16 : 0>(job, table);
+  else if (kWidth == 4) encode_coded<kWidth == 4 ? 13 : 0>(job, table);
+  else encode_coded<kWidth == 8 ? 29 : 0>(job, table);
+  if (plan.flags & kFlagChecksum) add_check(job.check, &job.work->checksum, team.lane);
+  memory_fence();
+  barrier(0, kBlockThreads);
+  if (thread_in_block() != 0) return;
+  memory_fence();
+  if (fetch_add(&job.work->teams_done, 1u) + 1 == block_count()) conclude(job, values_of(scratch), result);
+}
+
+/* Runs after ancf_encode: copies the original bytes where only then it was clear that the blob
+ * must be raw. */
+KERNEL(kBlockThreads)
+ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, const u8 *scratch, const Result *result) {
+  const Plan &plan = *plan_of(scratch);
+  if (result->mode != kRaw || plan.mode == kRaw) return;
+  u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;
+  u64 warp = static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads) + thread_in_block() / kWarpThreads;
+  u32 lane = thread_in_block() % kWarpThreads;
+  for (u64 at = warp * kCheckChunkBytes; at < plan.raw_nbytes; at += stride) {
+    uint4 rows[kRows];
+    load_chunk(rows, src, at, plan.raw_nbytes, lane);
+    store_chunk(rows, dst + kHeaderBytes, at, plan.raw_nbytes, lane);
+  }
+}

@@ -1,0 +1,156 @@
+/* Runs the CUDA sources on a CPU, one fibre a CUDA thread, so that their bytes can be checked
+ * where no GPU exists. What stays true: every block-wide and warp-wide meeting point is a real
+ * one (a fibre waits until all the others named by the barrier or mask have come), so a missing
+ * barrier shows as a wrong result or as a dead end, which `launch` reports. Slow by design.
+ */
+#pragma once
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <ucontext.h>
+
+struct uint3_ { unsigned x, y, z; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+namespace emulation {
+
+constexpr size_t kStackBytes = 64 * 1024;
+constexpr unsigned kWarp = 32;
+
+/* A meeting point of `expected` fibres; `round` tells one meeting from the next. */
+struct Meeting { unsigned arrived = 0, round = 0; };
+
+struct Warp {
+  Meeting meeting;
+  uint64_t slot[kWarp];
+};
+
+struct Block {
+  unsigned index;
+  std::vector<uint8_t> shared;
+  std::vector<Warp> warps;
+  Meeting barriers[16];
+};
+
+struct Fibre {
+  ucontext_t context;
+  std::unique_ptr<uint8_t[]> stack;
+  Block *block;
+  unsigned thread;
+  bool done = false;
+};
+
+inline ucontext_t scheduler;
+inline Fibre *current;
+inline uint64_t progress;  /* meetings completed and fibres ended: no change in a round = dead end */
+inline std::function<void()> *body;
+
+inline void yield() { swapcontext(&current->context, &scheduler); }
+
+inline void meet(Meeting &meeting, unsigned expected) {
+  unsigned round = meeting.round;
+  if (++meeting.arrived == expected) {
+    meeting.arrived = 0;
+    meeting.round++;
+    progress++;
+    return;
+  }
+  while (meeting.round == round) yield();
+}
+
+inline void entry() {
+  (*body)();
+  current->done = true;
+  progress++;
+  swapcontext(&current->context, &scheduler);
+}
+
+}  // namespace emulation
+
+struct IndexView { unsigned x; };
+#define threadIdx (IndexView{emulation::current->thread})
+#define blockIdx (IndexView{emulation::current->block->index})
+#define blockDim (IndexView{emulation::block_dim})
+#define gridDim (IndexView{emulation::grid_dim})
+
+namespace emulation {
+
+inline unsigned block_dim, grid_dim;
+
+/* Says which fibres wait for ever. */
+inline bool report(const std::vector<std::unique_ptr<Fibre>> &fibres) {
+  unsigned left = 0, first = 0;
+  for (unsigned i = 0; i < fibres.size(); i++) {
+    if (fibres[i]->done) continue;
+    if (left++ == 0) first = i;
+  }
+  std::fprintf(stderr, "dead end: %u of %zu threads wait, the first is %u\n", left, fibres.size(), first);
+  return false;
+}
+
+/* Runs `kernel` over grid x block fibres. Returns false at a dead end (fibres wait for ever). */
+inline bool launch(unsigned grid, unsigned block, size_t shared_bytes, std::function<void()> kernel) {
+  grid_dim = grid;
+  block_dim = block;
+  body = &kernel;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<std::unique_ptr<Fibre>> fibres;
+  for (unsigned b = 0; b < grid; b++) {
+    auto made = std::make_unique<Block>();
+    made->index = b;
+    made->shared.assign(shared_bytes + 16, 0xA5);
+    made->warps.resize((block + kWarp - 1) / kWarp);
+    for (unsigned t = 0; t < block; t++) {
+      auto fibre = std::make_unique<Fibre>();
+      fibre->stack.reset(new uint8_t[kStackBytes]);
+      fibre->block = made.get();
+      fibre->thread = t;
+      getcontext(&fibre->context);
+      fibre->context.uc_stack.ss_sp = fibre->stack.get();
+      fibre->context.uc_stack.ss_size = kStackBytes;
+      fibre->context.uc_link = &scheduler;
+      makecontext(&fibre->context, entry, 0);
+      fibres.push_back(std::move(fibre));
+    }
+    blocks.push_back(std::move(made));
+  }
+  constexpr int kPatience = 1000;  /* rounds without progress: spinning on memory counts as none */
+  int idle = 0;
+  for (size_t left = fibres.size(); left != 0;) {
+    uint64_t before = progress;
+    left = 0;
+    for (auto &fibre : fibres) {
+      if (fibre->done) continue;
+      current = fibre.get();
+      swapcontext(&scheduler, &current->context);
+      left += !fibre->done;
+    }
+    idle = progress == before ? idle + 1 : 0;
+    if (idle > kPatience) return report(fibres);
+  }
+  return true;
+}
+
+inline Warp &warp() { return current->block->warps[current->thread / kWarp]; }
+inline unsigned lane() { return current->thread % kWarp; }
+
+/* All lanes exchange; `pick` maps the 32 values to this lane's result. */
+template <class Pick>
+inline uint64_t exchange(uint64_t value, Pick pick) {
+  Warp &w = warp();
+  w.slot[lane()] = value;
+  meet(w.meeting, kWarp);
+  uint64_t result = pick(w.slot);
+  meet(w.meeting, kWarp);
+  return result;
+}
+
+}  // namespace emulation

@@ -1,0 +1,27 @@
+/* The ANCF kernels as CPU functions for the tests: one call runs the launches of one encode or
+ * decode. Returns 0, or 1 at a dead end.
+ */
+#include <cstddef>
+
+#include "../../../kernels/storm_kernels/ancf/ancf_choose.cu"
+#include "../../../kernels/storm_kernels/ancf/ancf_encode.cu"
+
+extern "C" size_t scratch_bytes(u64 nbytes) {
+  return kPlanBytes + kValuesBytes + kWorkBytes + 8 * (nbytes / kWidth / kTile + 2);
+}
+
+extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *result, u32 dtype,
+                      u32 is_float, u32 is_signed, u32 mode, u32 dense, u32 checksum, u32 blocks,
+                      u32 unit_tiles) {
+  Request request = {nbytes, dtype, is_float, is_signed, mode, dense, checksum};
+  u32 words = (scratch_bytes(nbytes) - kPlanBytes - kValuesBytes) / 4;
+  bool ok = emulation::launch(2, kThreads, kChooseSharedBytes,
+                              [&] { ancf_choose(src, scratch, request, words); });
+  ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes, [&] {
+    ancf_encode(src, dst, scratch, reinterpret_cast<Result *>(result), unit_tiles);
+  });
+  ok = ok && emulation::launch(1, kBlockThreads, 0, [&] {
+    ancf_encode_raw(src, dst, scratch, reinterpret_cast<const Result *>(result));
+  });
+  return ok ? 0 : 1;
+}
