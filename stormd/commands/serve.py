@@ -1,17 +1,12 @@
-"""`stormd serve`: runs the daemon until it is told to stop.
+"""`stormd serve`: reads the settings and runs the daemon until it is told to stop.
 
-What stays true: the daemon says "ready" only once the pool is pinned and the socket answers;
-SIGTERM and SIGINT end it in order and within its deadline, also while it is starting.
+What stays true: a setting that cannot be used is refused before anything is opened.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import signal
-import sys
-from collections.abc import Callable, Iterator
+import functools
 from pathlib import Path
 
 from stormd.commands.output import EXIT_OK, write_line
@@ -25,8 +20,6 @@ from stormd.sizes import format_size
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "run the daemon in the foreground until SIGTERM or SIGINT"
-
-OnProgress = Callable[[int, int], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +38,14 @@ def run(args: argparse.Namespace) -> int:
         write_line(render_example().rstrip())
         return EXIT_OK
     flags = {option.name: getattr(args, option.name) for option in config_options()}
-    config = load_config(flags=flags, path=args.config)
+    read = functools.partial(load_config, flags=flags, path=args.config)
+    config = read()
     check_pool(config, memory_limit())
     setup_logging(config.log_format, config.log_level)
-    _run_loop(config)
+    # The daemon's modules load here, so that no other command waits for them.
+    from stormd.running import run_daemon
+
+    run_daemon(config, read if args.config is not None else None)
     return EXIT_OK
 
 
@@ -68,41 +65,3 @@ def _add_flag(parser: argparse.ArgumentParser, option: Option) -> None:
         return
     metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.kind.upper()
     parser.add_argument(option.flag, metavar=metavar, help=text)
-
-
-def _run_loop(config: Config) -> None:
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config))
-
-
-async def _serve(config: Config) -> None:
-    """Open, serve and close; a signal that comes while the pool is pinned ends it right after."""
-    from stormd.server import Server
-
-    loop = asyncio.get_running_loop()
-    with _pinning_progress() as progress:
-        server = Server(config, on_progress=progress)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.stop)
-        await server.open()
-    try:
-        await server.serve()
-    finally:
-        await server.close()
-
-
-@contextlib.contextmanager
-def _pinning_progress() -> Iterator[OnProgress | None]:
-    """Show a bar on a terminal while the pool is being pinned; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
-
-    columns = ("pinning the pool", BarColumn(), DownloadColumn(True), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("pool", total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -44,12 +44,13 @@ def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None
 def status_view(address: str, state: dict[str, Any], rates: Rates | None = None) -> Group:
     """Return heading, pool, sessions and counters of a state."""
     heading = f"stormd {state['version']} at {address}, up {_duration(state['uptime_seconds'])}"
+    troubles = _troubles(state["counters"])
     return Group(
         Text(heading, style="bold"),
         _pool(state),
         _flows(state, rates),
         _sessions(state["sessions"]) if state["sessions"] else "no sessions",
-        Text(_troubles(state["counters"]), style="yellow"),
+        *([Text(troubles, style="yellow")] if troubles else []),
     )
 
 

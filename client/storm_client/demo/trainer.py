@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +111,13 @@ def _report_end(device: torch.device, offload: Any) -> None:
         event="end",
         peak_bytes=_peak_host_bytes(),
         device_peak_bytes=_peak_device_bytes(device),
-        stats=asdict(offload.stats()) if offload is not None else None,
+        stats=_figures(offload.stats()) if offload is not None else None,
     )
+
+
+def _figures(stats: storm.OffloadStats) -> dict[str, float]:
+    names = ("saved", "deduplicated", "offloaded", "stored", "kept")
+    return {"ratio": stats.ratio, **{f"{n}_bytes": getattr(stats, f"{n}_bytes") for n in names}}
 
 
 def _peak_host_bytes() -> int:

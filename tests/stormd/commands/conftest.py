@@ -1,0 +1,15 @@
+"""A real daemon for the commands that ask one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from stormd.child_daemon import ChildDaemon
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[ChildDaemon]:
+    with ChildDaemon(flags=["--pool-bytes=8MiB", "--device=cpu"]) as daemon:
+        yield daemon

@@ -1,0 +1,95 @@
+"""`stormd serve` as a real process: readiness, signals, and refusals at the start."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stormd.commands.serve import check_pool
+from stormd.config import Config
+from stormd.errors import ConfigError
+from stormd.query import StatusQuery
+
+SERVE = [sys.executable, "-m", "stormd.cli", "serve", "--device=cpu"]
+
+
+@contextmanager
+def _serving(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([*SERVE, *flags], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _run(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=30, check=False)
+
+
+def _read_until(process: subprocess.Popen[str], event: str) -> dict[str, object]:
+    """The first log line of an event; the test's own deadline bounds the wait."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        fields: dict[str, object] = json.loads(line)
+        if fields["event"] == event:
+            return fields
+    raise AssertionError(f"the daemon ended without {event!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_answers_once_ready_and_ends_in_order(tmp_path: Path, number: int) -> None:
+    address = f"ipc://{tmp_path}/run/stormd.sock"
+    flags = (f"--address={address}", "--pool-bytes=8MiB", "--log-format=json")
+    with _serving(*flags) as process:
+        assert _read_until(process, "ready")["address"] == address
+        with StatusQuery(address) as query:
+            assert query.ask()["pool"]["capacity_bytes"] == 8 << 20
+        process.send_signal(number)
+        _read_until(process, "ended")
+        assert process.wait(10) == 0
+    assert (
+        not list((tmp_path / "run").glob("*.sock*"))
+        or not (tmp_path / "run" / "stormd.sock").exists()
+    )
+
+
+def test_reads_a_settings_file(tmp_path: Path) -> None:
+    path = tmp_path / "stormd.toml"
+    path.write_text(
+        f'address = "ipc://{tmp_path}/run/s.sock"\npool_bytes = "9MiB"\nlog_format = "json"\n'
+    )
+    with _serving("--config", str(path), "--pool-bytes", "8MiB") as process:
+        _read_until(process, "ready")
+        with StatusQuery(f"ipc://{tmp_path}/run/s.sock") as query:
+            assert query.ask()["pool"]["capacity_bytes"] == 8 << 20
+
+
+def test_a_second_daemon_at_the_address_is_refused(tmp_path: Path) -> None:
+    flags = (f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=8MiB", "--log-format=json")
+    with _serving(*flags) as first:
+        _read_until(first, "ready")
+        second = subprocess.run(
+            [*SERVE, *flags], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert second.returncode == 1
+        assert "s.sock" in second.stderr
+        assert "Traceback" not in second.stderr
+
+
+def test_prints_the_example_settings() -> None:
+    done = _run("--example-config")
+    assert done.returncode == 0
+    assert "# pool_bytes = " in done.stdout
+
+
+def test_a_pool_beyond_the_memory_is_refused() -> None:
+    check_pool(Config(pool_bytes=1 << 30), 1 << 30)
+    with pytest.raises(ConfigError, match=r"1\.0 GiB.*512\.0 MiB.*--pool-bytes"):
+        check_pool(Config(pool_bytes=1 << 30), 1 << 29)

@@ -1,0 +1,37 @@
+"""`stormd status` against a real daemon."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stormd import __version__, cli
+from stormd.child_daemon import ChildDaemon
+
+
+def test_json_has_what_is_promised(daemon: ChildDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--address", daemon.address, "--json"]) == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["version"] == __version__
+    assert state["uptime_seconds"] > 0
+    assert state["pool"]["capacity_bytes"] == 8 << 20
+    assert state["pool"]["used_bytes"] == 0
+    assert state["entries"] == 0
+    assert state["sessions"] == []
+
+
+def test_the_table_says_the_same(daemon: ChildDaemon, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--address", daemon.address]) == 0
+    shown = capsys.readouterr().out
+    assert __version__ in shown
+    assert "8.0 MiB" in shown
+    assert "no sessions" in shown
+
+
+def test_the_environment_names_the_daemon(
+    daemon: ChildDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STORMD_ADDRESS", daemon.address)
+    assert cli.main(["status"]) == 0
+    assert daemon.address in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""What people see of a state."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from stormd.commands.status_view import Rates, rates_between, status_view
+
+
+def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
+    flow = {
+        "operations": 7,
+        "raw_bytes": stored,
+        "blob_bytes": stored // 2,
+        "seconds": 2.0,
+        "failures": 0,
+        "bytes_per_second": stored / 2,
+    }
+    return {
+        "version": "1.2.3",
+        "uptime_seconds": uptime,
+        "pool": {"capacity_bytes": 4 << 30, "used_bytes": 1 << 30, "peak_used_bytes": 2 << 30},
+        "entries": 5,
+        "ratio": 1.5,
+        "throughput": {"store": flow, "restore": dict(flow)},
+        "sessions": [
+            {"id": 255, "pid": 10, "uid": 0, "device": "cpu", "entries": 1, "used_bytes": 1 << 20},
+            {"id": 256, "pid": 11, "uid": 7, "device": "cuda", "entries": 4, "used_bytes": 1 << 29},
+        ],
+        "counters": {
+            "rejected": {"pool_full": 3, "quota": 0},
+            "deaths": 2,
+            "corrupt": 0,
+            "malformed": 0,
+            "refused": 0,
+        },
+    }
+
+
+def _shown(state: dict[str, Any], rates: Rates | None = None) -> str:
+    console = Console(width=120, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(status_view("ipc:///x", state, rates))
+    return captured.get()
+
+
+def test_shows_pool_ratio_and_uptime() -> None:
+    shown = _shown(_state())
+    for part in ("stormd 1.2.3 at ipc:///x, up 1:02:05", "1.0 GiB of 4.0 GiB", "peak 2.0 GiB"):
+        assert part in shown
+    assert "ratio 1.50" in shown
+
+
+def test_shows_sessions_largest_first() -> None:
+    shown = _shown(_state())
+    assert shown.index("0000000000000100") < shown.index("00000000000000ff")
+
+
+def test_shows_only_troubles_that_happened() -> None:
+    shown = _shown(_state())
+    assert "rejected pool_full 3, deaths 2" in shown
+    assert "corrupt" not in shown
+
+
+def test_an_empty_pool_has_no_ratio() -> None:
+    shown = _shown({**_state(), "ratio": None, "sessions": []})
+    assert "ratio " not in shown
+    assert "no sessions" in shown
+
+
+def test_rates_come_from_two_states() -> None:
+    rates = rates_between(_state(10.0, 0), _state(12.0, 1 << 30))
+    assert rates == Rates(store=float(1 << 29), restore=float(1 << 29))
+    assert "512.0 MiB/s" in _shown(_state(), rates)
+
+
+def test_a_restarted_daemon_has_no_rates() -> None:
+    assert rates_between(_state(100.0), _state(1.0)) is None
