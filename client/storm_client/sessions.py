@@ -85,4 +85,8 @@ class Sessions:
 
 
 def _lane(device: torch.device) -> Lane:
+    if device.type == "cuda":
+        from storm_client.lanes.cuda import CudaLane  # loads CUDA, which a cpu run never needs
+
+        return CudaLane(device)
     raise UsageError(f"no lane for device {device}; tensors there stay where they are")
