@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal, cast
@@ -22,7 +22,15 @@ from stormd.protocol import ProtocolError, default_addresses, parse_address
 from stormd.protocol.limits import MAX_ENTRY_BYTES
 from stormd.sizes import format_size, parse_size
 
-__all__ = ["Config", "Option", "config_options", "default_address", "default_of", "load_config"]
+__all__ = [
+    "Config",
+    "Option",
+    "config_options",
+    "default_address",
+    "default_of",
+    "load_config",
+    "reloaded",
+]
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -39,6 +47,7 @@ class Option:
 
     `least` and `most` bound numbers, in the unit of the kind: bytes, seconds or a count.
     Where the default depends on the machine, `default_note` says how, and `example` is shown.
+    A daemon that is running takes a new value of a `reloadable` option on SIGHUP.
     """
 
     name: str
@@ -50,6 +59,7 @@ class Option:
     most: float | None = None
     default_note: str = ""
     example: Any = None
+    reloadable: bool = False
 
     @property
     def flag(self) -> str:
@@ -116,6 +126,7 @@ class Config:
         "listen",
         "user ids that may connect; empty means the daemon's own user and root",
         default=(),
+        reloadable=True,
     )
     metrics_address: str = _option(
         "text",
@@ -183,7 +194,7 @@ class Config:
     )
 
     max_sessions: int = _option(
-        "count", "limits", "sessions at one time", default=64, least=1, most=65536
+        "count", "limits", "sessions at one time", default=64, least=1, most=65536, reloadable=True
     )
     max_entries_per_session: int = _option(
         "count",
@@ -191,6 +202,7 @@ class Config:
         "stored pieces of one session at one time",
         default=1 << 20,
         least=1,
+        reloadable=True,
     )
     session_quota_bytes: int = _option(
         "size",
@@ -198,6 +210,7 @@ class Config:
         "pool bytes of one session; 0 sets no quota",
         default=0,
         least=0,
+        reloadable=True,
     )
     lease_seconds: float = _option(
         "seconds",
@@ -214,6 +227,7 @@ class Config:
         default=10.0,
         least=0.1,
         most=3600.0,
+        reloadable=True,
     )
     exit_with_last_client: bool = _option(
         "switch",
@@ -235,6 +249,7 @@ class Config:
         "least level that is logged",
         default="info",
         choices=("debug", "info", "warning", "error"),
+        reloadable=True,
     )
 
     def __post_init__(self) -> None:
@@ -282,6 +297,17 @@ def load_config(
         if value is not None
     }
     return Config(**settings)
+
+
+def reloaded(running: Config, read: Config) -> tuple[Config, list[str]]:
+    """Return `running` with the reloadable values of `read`, and the other options that differ."""
+    changed = [
+        option
+        for option in config_options()
+        if getattr(read, option.name) != getattr(running, option.name)
+    ]
+    taken = {option.name: getattr(read, option.name) for option in changed if option.reloadable}
+    return replace(running, **taken), [item.name for item in changed if not item.reloadable]
 
 
 # --- sources --------------------------------------------------------------------------------

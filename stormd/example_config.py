@@ -59,4 +59,6 @@ def _notes(option: Option) -> Iterator[str]:
         yield f"One of {', '.join(option.choices)}."
     if option.default_note:
         yield f"Default: {option.default_note}."
+    if option.reloadable:
+        yield "Read again on SIGHUP."
     yield f"{option.flag}, {option.variable}"

@@ -102,6 +102,10 @@ class Ledger:
         self._sessions[info.session] = Session(info, part_bytes, now, segments)
         self._counters.sessions += 1
 
+    def limit(self, limits: Limits) -> None:
+        """Hold everything that comes to other limits; what there is stays as it is."""
+        self._limits = limits
+
     def attach(self, session: int, now: float) -> None:
         """Note that the session's lifeline is connected: from now on it may store."""
         record = self._sessions[session]

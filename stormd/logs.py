@@ -12,7 +12,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Final, TextIO
 
-__all__ = ["JsonFormatter", "TextFormatter", "setup_logging"]
+__all__ = ["JsonFormatter", "TextFormatter", "set_level", "setup_logging"]
 
 _STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
@@ -56,5 +56,10 @@ def setup_logging(log_format: str, level: str, stream: TextIO | None = None) -> 
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logger = logging.getLogger("stormd")
     logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
     logger.propagate = False
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Log events of `level` and above from now on."""
+    logging.getLogger("stormd").setLevel(level.upper())

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, Protocol
 
+from stormd.config import Config
 from stormd.counters import Counters
 from stormd.endpoint import Endpoint
+from stormd.errors import ConfigError
+from stormd.logs import set_level
 from stormd.metrics import DaemonCollector, health_route, metrics_route
 from stormd.notify import Notifier, feed_watchdog
 from stormd.sizes import format_size
 
-__all__ = ["Operated", "StartReport", "operated"]
+__all__ = ["Operated", "StartReport", "operated", "reload_settings"]
+
+_LOGGER: Final = logging.getLogger("stormd.operation")
 
 _REPORT_SECONDS: Final = 1.0
 """Least time between two reports of how far the start has come."""
@@ -39,6 +45,9 @@ class Operated(Protocol):
 
     def stuck(self) -> list[str]:
         """One sentence for each worker that hangs or has ended."""
+
+    def reload(self, config: Config) -> list[str]:
+        """Take what can be taken while serving; return the options that need a restart."""
 
 
 @contextlib.asynccontextmanager
@@ -86,6 +95,20 @@ class StartReport:
             self._notifier.starting(text, _MORE_SECONDS)
 
 
+def reload_settings(server: Operated, notifier: Notifier, read: Callable[[], Config]) -> None:
+    """Have the server take the settings that `read` returns; a bad file changes nothing."""
+    notifier.reloading()
+    try:
+        config = read()
+    except ConfigError as error:
+        _LOGGER.error("settings not reloaded", extra={"reason": str(error)})  # noqa: TRY400 - the operator's fault, and the reason says all
+    else:
+        ignored = server.reload(config)
+        set_level(config.log_level)
+        _LOGGER.info("settings reloaded", extra={"need_restart": ignored})
+    notifier.ready()
+
+
 async def _opened_endpoint(server: Operated, address: str) -> Endpoint:
     stuck: Callable[[], Sequence[str]] = server.stuck
     collector = DaemonCollector(status=server.status, counters=server.counters, stuck=stuck)
@@ -93,6 +116,7 @@ async def _opened_endpoint(server: Operated, address: str) -> Endpoint:
         address, {"/metrics": metrics_route(collector), "/healthz": health_route(stuck)}
     )
     await endpoint.open()
+    _LOGGER.info("metrics served", extra={"metrics_address": address, "port": endpoint.port})
     return endpoint
 
 

@@ -19,7 +19,7 @@ import zmq
 
 from stormd import __version__
 from stormd.arena import Space
-from stormd.config import Config
+from stormd.config import Config, reloaded
 from stormd.control import ControlSocket
 from stormd.counters import Counters
 from stormd.errors import DirectoryUnsafe
@@ -110,6 +110,17 @@ class Server:
     def stop(self) -> None:
         """Ask `serve` to return. From any thread or a signal handler; twice is fine."""
         self._loop.call_soon_threadsafe(self._stopping.set)
+
+    def reload(self, config: Config) -> list[str]:
+        """Take the reloadable settings of `config`; the sessions there are stay as they are.
+
+        Returns the names of the other settings that differ: they need a restart.
+        """
+        fresh, ignored = reloaded(self._config, config)
+        self._config = fresh
+        self._ledger.limit(_limits(fresh))
+        self._service.allow(_allowed(fresh))
+        return ignored
 
     async def close(self) -> None:
         """End in order, by the deadline of the config, whatever the clients do.

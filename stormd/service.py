@@ -121,6 +121,10 @@ class Service:
             Ended: self._ended,
         }
 
+    def allow(self, uids: frozenset[int]) -> None:
+        """Let other users connect from now on; sessions that are open stay."""
+        self._allowed_uids = uids
+
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
         self._lifelines = lifelines

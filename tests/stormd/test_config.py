@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stormd.config import Config, config_options, default_of, load_config
+from stormd.config import Config, config_options, default_of, load_config, reloaded
 from stormd.errors import ConfigError
 
 NO_ENVIRONMENT: dict[str, str] = {}
@@ -142,3 +142,12 @@ def test_metrics_address_is_read_at_construction() -> None:
     assert Config().metrics_address == ""
     with pytest.raises(ConfigError, match="metrics_address is '9464'"):
         Config(metrics_address="9464")
+
+
+def test_a_reload_takes_limits_and_names_the_rest() -> None:
+    running = Config(pool_bytes=1 << 30, max_sessions=4, log_level="info")
+    read = Config(pool_bytes=2 << 30, max_sessions=8, log_level="info")
+    fresh, ignored = reloaded(running, read)
+    assert (fresh.pool_bytes, fresh.max_sessions) == (1 << 30, 8)
+    assert ignored == ["pool_bytes"]
+    assert reloaded(running, running) == (running, [])

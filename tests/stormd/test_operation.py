@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from stormd.config import Config
 from stormd.counters import Counters
-from stormd.errors import AddressInUse
+from stormd.errors import AddressInUse, ConfigError
 from stormd.notify import Notifier
-from stormd.operation import StartReport, operated
+from stormd.operation import StartReport, operated, reload_settings
 
 
 class FakeServer:
@@ -22,6 +24,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.counters = Counters()
         self.hanging: list[str] = []
+        self.taken: Config | None = None
 
     def status(self) -> dict[str, Any]:
         names = ("capacity", "used", "promised", "peak_used", "largest_free")
@@ -30,6 +33,10 @@ class FakeServer:
 
     def stuck(self) -> list[str]:
         return self.hanging
+
+    def reload(self, config: Config) -> list[str]:
+        self.taken = config
+        return ["pool_bytes"]
 
 
 @pytest.fixture
@@ -106,6 +113,28 @@ async def test_not_ready_where_the_endpoint_cannot_listen(
             ):
                 pytest.fail("served without its endpoint")
     assert said(manager) == []
+
+
+def test_reload_takes_settings_and_level(manager: socket.socket, notifier: Notifier) -> None:
+    server, level = FakeServer(), logging.getLogger("stormd").level
+    read = Config(log_level="error")
+    try:
+        reload_settings(server, notifier, lambda: read)
+        assert server.taken is read
+        assert logging.getLogger("stormd").level == logging.ERROR
+    finally:
+        logging.getLogger("stormd").setLevel(level)
+    assert said(manager) == ["RELOADING=1", "READY=1"]
+
+
+def test_a_bad_file_changes_nothing(manager: socket.socket, notifier: Notifier) -> None:
+    def read() -> Config:
+        raise ConfigError("config file x is not TOML")
+
+    server = FakeServer()
+    reload_settings(server, notifier, read)
+    assert server.taken is None
+    assert said(manager) == ["RELOADING=1", "READY=1"]
 
 
 def test_the_start_is_reported_once_a_second(manager: socket.socket, notifier: Notifier) -> None:

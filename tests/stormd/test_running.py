@@ -1,0 +1,161 @@
+"""The daemon as a process under a service manager: what it says, serves and takes anew."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.raw_client import RawClient
+
+from stormd.protocol import Refused, Welcome
+
+SETTINGS = """
+address = "ipc://{folder}/run/s.sock"
+device = "cpu"
+pool_bytes = "{pool}"
+max_sessions = {sessions}
+metrics_address = "127.0.0.1:0"
+log_format = "json"
+shutdown_seconds = 2
+"""
+
+
+class Managed:
+    """A daemon process with a service manager's socket, and its settings file."""
+
+    def __init__(self, process: subprocess.Popen[str], manager: socket.socket) -> None:
+        self.process = process
+        self._manager = manager
+
+    def logged(self, event: str) -> dict[str, Any]:
+        """Return the next log line of an event; the test's own deadline bounds the wait."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            fields: dict[str, Any] = json.loads(line)
+            if fields["event"] == event:
+                return fields
+        raise AssertionError(f"the daemon ended without {event!r}")
+
+    def told(self, wanted: str) -> list[str]:
+        """Return what the manager is told up to and with a datagram that begins with `wanted`."""
+        lines: list[str] = []
+        while not lines or lines[-1] != wanted:
+            lines.append(self._manager.recv(4096).decode().split("\n")[0])
+        return lines
+
+
+@contextmanager
+def managed(folder: Path, *flags: str, **environ: str) -> Iterator[Managed]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(folder / "notify"))
+        manager.settimeout(20)
+        command = [sys.executable, "-m", "stormd.cli", "serve", *flags]
+        environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify"), **environ}
+        with subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            try:
+                yield Managed(process, manager)
+            finally:
+                process.kill()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Return a writer of the settings file."""
+
+    def make(pool: str = "8MiB", sessions: int = 1) -> Path:
+        path = tmp_path / "stormd.toml"
+        path.write_text(SETTINGS.format(folder=tmp_path, pool=pool, sessions=sessions))
+        return path
+
+    return make
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+
+def test_a_manager_is_told_of_every_state(tmp_path: Path, write: Callable[..., Path]) -> None:
+    # The watchdog's interval is long enough for one sign of life alone.
+    with managed(tmp_path, "--config", str(write()), WATCHDOG_USEC="600000000") as daemon:
+        start = daemon.told("READY=1")
+        assert all(line.startswith("STATUS=pinning the pool") for line in start[:-1])
+        assert len(start) > 1
+        daemon.told("WATCHDOG=1")
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.told("STOPPING=1") == ["STOPPING=1"]
+        assert daemon.process.wait(10) == 0
+
+
+def test_metrics_and_health_of_a_real_daemon(tmp_path: Path, write: Callable[..., Path]) -> None:
+    with managed(tmp_path, "--config", str(write())) as daemon:
+        port = daemon.logged("metrics served")["port"]
+        assert get(port, "/healthz") == (200, "ok\n")
+        with RawClient(f"ipc://{tmp_path}/run/s.sock") as client:
+            client.open()
+            client.stored(b"x" * 5000)
+            status, text = get(port, "/metrics")
+        assert status == 200
+        assert 'stormd_raw_bytes_total{codec="raw",direction="store"} 5000.0' in text
+        assert 'stormd_sessions{device="cpu"} 1.0' in text
+        assert f'stormd_user_used_bytes{{uid="{os.getuid()}"}}' in text
+        assert "stormd_stuck_workers 0.0" in text
+
+
+def test_hangup_reads_the_limits_again(tmp_path: Path, write: Callable[..., Path]) -> None:
+    with managed(tmp_path, "--config", str(write(sessions=1))) as daemon:
+        daemon.told("READY=1")
+        address = f"ipc://{tmp_path}/run/s.sock"
+        with RawClient(address) as first, RawClient(address) as second:
+            first.open()
+            assert isinstance(second.hello(), Refused)
+            write(pool="9MiB", sessions=2)
+            daemon.process.send_signal(signal.SIGHUP)
+            assert daemon.logged("settings reloaded")["need_restart"] == ["pool_bytes"]
+            assert daemon.told("READY=1") == ["RELOADING=1", "READY=1"]
+            assert isinstance(second.hello(), Welcome)
+
+
+def test_a_bad_file_leaves_the_daemon_as_it_was(tmp_path: Path, write: Callable[..., Path]) -> None:
+    path = write()
+    with managed(tmp_path, "--config", str(path)) as daemon:
+        daemon.told("READY=1")
+        path.write_text("max_sesions = 3")
+        daemon.process.send_signal(signal.SIGHUP)
+        assert "max_sessions" in daemon.logged("settings not reloaded")["reason"]
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(10) == 0
+
+
+def test_without_a_file_a_hangup_ends_it_in_order(tmp_path: Path) -> None:
+    flags = (f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=8MiB", "--device=cpu")
+    with managed(tmp_path, *flags) as daemon:
+        daemon.told("READY=1")
+        daemon.process.send_signal(signal.SIGHUP)
+        assert daemon.process.wait(10) == 0
+
+
+def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:
+    flags = (f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=8MiB", "--device=cpu")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with managed(tmp_path, *flags, f"--metrics-address=127.0.0.1:{port}") as daemon:
+            _, errors = daemon.process.communicate(timeout=20)
+    assert daemon.process.returncode == 1
+    assert f"metrics_address 127.0.0.1:{port} cannot be listened on" in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "run" / "s.sock").exists()
