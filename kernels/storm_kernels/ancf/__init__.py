@@ -8,22 +8,28 @@ with them. FORMAT.md specifies every byte of a blob.
 from __future__ import annotations
 
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
+from .analyze import Analysis, analyze
 from .api import HostBackend, decode, encode, host_backend
 from .blob import Blob
 from .dtypes import DType, dtype_of
+from .encoder import Encoder, LayerStats
 from .header import Header, read_header
 from .layout import Mode
 from .plan import max_encoded_bytes
 
 __all__ = [
+    "Analysis",
     "BackendUnavailable",
     "Blob",
     "CorruptBlob",
     "DType",
+    "Encoder",
     "Header",
     "HostBackend",
+    "LayerStats",
     "Mode",
     "UsageError",
+    "analyze",
     "decode",
     "dtype_of",
     "encode",

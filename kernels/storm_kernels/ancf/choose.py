@@ -198,26 +198,49 @@ class Sample:
         return layout.BITMAP_PLAIN, self.count
 
     def _coding(self, elements: NDArray[np.unsignedinteger], drop: int, *, dense: bool) -> _Coding:
-        codes = DENSE if dense or drop else FAST
-        exponent = self._code_symbols(elements, 1, drop, codes)
-        joint = self._code_symbols(elements, 0, drop, codes)
+        codes = DENSE if dense or drop else (FAST,)
+        exponent = self._cheapest(elements, 1, drop, codes)
+        joint = self._cheapest(elements, 0, drop, codes)
         return joint if joint.bits * 33 < exponent.bits * 32 else exponent
 
-    def _code_symbols(
-        self, elements: NDArray[np.unsignedinteger], rotate: int, drop: int, codes: tuple[int, int]
+    def _cheapest(
+        self,
+        elements: NDArray[np.unsignedinteger],
+        rotate: int,
+        drop: int,
+        codes: tuple[tuple[int, int], ...],
     ) -> _Coding:
+        ranked = self._rank(elements, rotate, drop)
+        codings = [_code(self.dtype, ranked, rotate, drop, pair) for pair in codes]
+        return min(codings, key=lambda coding: coding.bits)  # the first of equals
+
+    def _rank(
+        self, elements: NDArray[np.unsignedinteger], rotate: int, drop: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Return the symbols that occur and their counts, the most frequent first."""
         residue_bits = self.dtype.mantissa_bits - drop + rotate
         symbols = _symbols(elements, self.dtype.width - drop, drop, rotate, residue_bits)
         values, counts = np.unique(symbols, return_counts=True)
         order = np.lexsort((values, -counts))
-        plan = Plan(Mode.WINDOW, 0, rotate, drop, residue_bits, *codes)
-        first, second = plan.slots
-        ranked = counts[order]
-        missed, escaped = ranked[first:].sum(), ranked[first + second :].sum()
-        bits = elements.size * (residue_bits + plan.k1) + int(missed) * plan.k2
-        bits += int(escaped) * 8 * plan.escape_bytes(self.dtype)
-        dictionary = tuple(int(value) for value in values[order[: first + second]])
-        return _Coding(bits, rotate, drop, residue_bits, codes, dictionary)
+        return values[order], counts[order]
+
+
+def _code(
+    dtype: DType,
+    ranked: tuple[NDArray[np.uint64], NDArray[np.int64]],
+    rotate: int,
+    drop: int,
+    codes: tuple[int, int],
+) -> _Coding:
+    """Return what coding the `ranked` symbols with codes of these widths costs."""
+    symbols, counts = ranked
+    residue_bits = dtype.mantissa_bits - drop + rotate
+    plan = Plan(Mode.WINDOW, 0, rotate, drop, residue_bits, *codes)
+    first, both = plan.slots[0], sum(plan.slots)
+    bits = int(counts.sum()) * (residue_bits + plan.k1) + int(counts[first:].sum()) * plan.k2
+    bits += int(counts[both:].sum()) * 8 * plan.escape_bytes(dtype)
+    dictionary = tuple(int(symbol) for symbol in symbols[:both])
+    return _Coding(bits, rotate, drop, residue_bits, codes, dictionary)
 
 
 def _symbols(

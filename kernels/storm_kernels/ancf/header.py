@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Header", "read_header"]
 
-_FIELDS = struct.Struct("<4sH10BQQQQIIQQQ16H")
+_FIELDS = struct.Struct(f"<4sH10BQQQQIIQQQ{layout.WINDOW_SLOTS}H")
 _CHECK = struct.Struct("<Q")
 _CHECK_AT = layout.HEADER_BYTES - _CHECK.size
 

@@ -43,7 +43,7 @@ RECORD_UNIT = 8  # bytes: the directory counts in it
 MAX_RECORDS_BYTES = 1 << 35  # the payload of a blob stays below: a directory entry is a u32
 FLAG_CHECKSUM = 1
 BITMAP_NONE, BITMAP_PLAIN, BITMAP_PAIRS = 0, 1, 2
-WINDOW_SLOTS = 16  # u16 entries of the dictionary in the header
+WINDOW_SLOTS = 32  # u16 entries of the dictionary in the header
 
 SAMPLE_MAX = 16384  # elements
 SAMPLE_RUN = 32  # neighbouring elements

@@ -14,13 +14,13 @@ from .layout import Mode
 
 __all__ = ["DROPS", "Geometry", "Plan", "max_encoded_bytes", "round_up"]
 
-FAST, DENSE, TERNARY = (3, 0), (2, 3), (2, 0)
+FAST, DENSE, TERNARY = (3, 0), ((2, 3), (3, 4)), (2, 0)  # (k1, k2)
 DROPS = {32: (16, 13), 64: (29,)}  # low bits that a truncated float of that width may lack
 _WHOLE_VALUE_CODES = {Mode.TERNARY: (TERNARY,), Mode.VALUES: ((7, 0), (8, 0), (9, 0))}
 _WINDOW_CODES = {
-    Mode.WINDOW: (FAST, DENSE),
-    Mode.TRUNCATED: (DENSE,),
-    Mode.SPARSE: (DENSE,),
+    Mode.WINDOW: (FAST, *DENSE),
+    Mode.TRUNCATED: DENSE,
+    Mode.SPARSE: DENSE,
 }
 _FLAT = frozenset({Mode.RAW, Mode.CONSTANT, Mode.BOOLEAN})  # no tiles
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Elements = NDArray[np.unsignedinteger]
 
-__all__ = ["decode_into", "encode_into"]
+__all__ = ["decode", "decode_into", "directory", "encode", "encode_into", "tile_parts"]
 
 
 def encode_into(
@@ -176,15 +176,16 @@ def _decode_elements(header: Header, blob: Bytes) -> Elements:
     if header.mode is Mode.BOOLEAN:
         return unpack_planes(body, 1, 8 * body.size, place.elements).astype(dtype)
     coder = TileCoder(header.plan, header.dtype)
-    bounds = _directory(header, blob)
+    bounds = directory(header, blob)
     tiles = [
-        coder.decode(*_tile_parts(place, blob, bounds, tile), place.tile_elements(tile))
+        coder.decode(*tile_parts(place, blob, bounds, tile), place.tile_elements(tile))
         for tile in range(place.tiles)
     ]
     return np.concatenate(tiles)
 
 
-def _directory(header: Header, blob: Bytes) -> list[int]:
+def directory(header: Header, blob: Bytes) -> list[int]:
+    """Return where each record of `blob` starts, and where the last ends."""
     place = header.geometry
     start = place.directory_offset
     entries = blob[start : start + 4 * (place.tiles + 1)].tobytes()
@@ -200,7 +201,8 @@ def _pad(part: Bytes, multiple: int) -> Bytes:
     return padded
 
 
-def _tile_parts(place: Geometry, blob: Bytes, bounds: list[int], tile: int) -> tuple[Bytes, Bytes]:
+def tile_parts(place: Geometry, blob: Bytes, bounds: list[int], tile: int) -> tuple[Bytes, Bytes]:
+    """Return the fixed block and the record of tile number `tile`."""
     start = place.block_offset(tile)
     block = blob[start : start + place.block_bytes(place.tile_elements(tile))]
     return block, blob[bounds[tile] : bounds[tile + 1]]

@@ -128,6 +128,16 @@ class TileCoder:
         tile[present] = self._decode_symbols(reader, reader, round_up(kept, 32), kept)
         return tile
 
+    def count(self, block: Bytes, record: Bytes, count: int) -> tuple[int, int]:
+        """Return how many of a tile's elements are coded, and how many of those are escapes."""
+        planes, rest, kept = _Reader(block), _Reader(record), count
+        padded = round_up(count, 128)
+        if self._plan.bitmap:
+            kept = int(_decode_bitmap(block, rest, self._plan.bitmap, count).sum())
+            planes, padded = rest, round_up(kept, 32)
+        _, index = self._decode_index(planes, rest, padded, kept)
+        return kept, int((index == sum(self._plan.slots)).sum())
+
     def _encode_symbols(self, tile: Elements, padded: int) -> tuple[Bytes, Bytes]:
         """Return the planes of residues and first codes; and level 2 with the escapes."""
         plan = self._plan
@@ -149,24 +159,29 @@ class TileCoder:
         return np.concatenate(planes), np.concatenate(rest)
 
     def _decode_symbols(self, planes: _Reader, rest: _Reader, padded: int, count: int) -> Elements:
-        plan = self._plan
-        first, second = plan.slots
-        residues = planes.take_planes(plan.residue_bits, padded, count)
-        index = planes.take_planes(plan.k1, padded, count)
-        missed = index == first
-        pending = int(missed.sum())
-        index[missed] += rest.take_planes(plan.k2, round_up(pending, 8), pending)
+        residues, index = self._decode_index(planes, rest, padded, count)
         symbols = self._entries[index]
-        escaped = index == first + second
+        escaped = index == sum(self._plan.slots)
         raw = rest.take(int(escaped.sum()) * self._escape.itemsize)
         escapes = np.frombuffer(raw.tobytes(), self._escape).astype(np.uint64)
-        if plan.drop:
+        if self._plan.drop:
             elements = self._join(symbols, residues)
             elements[escaped] = escapes
         else:
             symbols[escaped] = escapes
             elements = self._join(symbols, residues)
         return elements.astype(self._word)
+
+    def _decode_index(
+        self, planes: _Reader, rest: _Reader, padded: int, count: int
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return residues and places in the dictionary, as `_lookup` gave them."""
+        residues = planes.take_planes(self._plan.residue_bits, padded, count)
+        index = planes.take_planes(self._plan.k1, padded, count)
+        missed = index == self._plan.slots[0]
+        pending = int(missed.sum())
+        index[missed] += rest.take_planes(self._plan.k2, round_up(pending, 8), pending)
+        return residues, index
 
     def _split(self, tile: Elements) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return symbols and residues."""
