@@ -154,8 +154,8 @@ class CpuLane:
         try:
             self._take_tasks(heart)
         except BaseException as error:
+            log.exception("a worker has ended")
             heart.ended(f"{type(error).__name__}: {error}")
-            raise
 
     def _take_tasks(self, heart: Heart) -> None:
         transfer = Transfer(self._pool, self._space, self._part_bytes)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from support.daemon_thread import DaemonThread
+from support.raw_client import RawClient
+from support.waiting import wait_until
 
 from stormd.health import Heart, stuck_workers
+from stormd.lanes.transfer import Transfer
+from stormd.protocol import Stored
 
 
 class Clock:
@@ -49,3 +58,42 @@ def test_a_thread_that_ended_is_named() -> None:
     healthy, gone = Heart("cpu-0"), Heart("cpu-1")
     gone.ended("MemoryError()")
     assert stuck_workers([healthy, gone]) == ["cpu-1 has ended: MemoryError()"]
+
+
+def test_a_worker_of_a_real_daemon_that_hangs_is_named(
+    daemon: DaemonThread, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    store = Transfer.store
+
+    def hang(self: Transfer, *arguments: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
+        return store(self, *arguments)
+
+    def named() -> list[str]:
+        hearts = [heart for lane in daemon.server._lanes.values() for heart in lane.hearts]
+        return stuck_workers(hearts, limit_seconds=0.0)
+
+    monkeypatch.setattr(Transfer, "store", hang)
+    entry = client.store(b"x" * 1000)
+    assert entered.wait(10)
+    try:
+        assert [text.split(" has been at one job")[0] for text in named()] == ["stormd-cpu-0"]
+        assert daemon.on_loop(daemon.server.stuck) == []  # far below the daemon's own limit
+    finally:
+        go_on.set()
+    client.wait_for(Stored, entry=entry)
+    wait_until(lambda: named() == [], found=named)
+
+
+def test_a_worker_whose_thread_dies_is_named(
+    make_daemon: Callable[..., DaemonThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no scratch")
+
+    monkeypatch.setattr(Transfer, "__init__", fail)
+    daemon = make_daemon(encode_threads=1)
+    wait_until(lambda: bool(daemon.server.stuck()), found=daemon.status)
+    assert daemon.server.stuck() == ["stormd-cpu-0 has ended: MemoryError: no scratch"]
