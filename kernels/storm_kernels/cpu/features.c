@@ -5,11 +5,13 @@
 #include "ancf.h"
 #include "coder.h"
 
-#if defined(__x86_64__)
+#if defined(STORM_HAVE_AVX2) || defined(STORM_HAVE_AVX512)
 static int processor_has(int isa)
 {
     __builtin_cpu_init();
-    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+               __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("lzcnt") &&
+               __builtin_cpu_supports("popcnt");
     if (isa == STORM_ISA_AVX2)
         return avx2;
     return avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&

@@ -169,7 +169,7 @@ static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, 
 {
     T v[SCRATCH];
     uint8_t code[SCRATCH];
-    struct codes codes;
+    struct codes codes = {0};
     unsigned groups = groups_of(p), padded = 64 * groups;
     FN(rotate)(c, x, m, padded, v);
     FN(match)(c, v, padded, code);
@@ -256,7 +256,7 @@ static int FN(take_window)(const struct coder *c, const uint8_t *planes, unsigne
 {
     T v[SCRATCH];
     uint16_t symbols[SCRATCH], table[16];
-    struct codes codes;
+    struct codes codes = {0};
     unsigned groups = groups_of(m), r = c->residue_bits;
     if (take_codes(c, &codes, planes + p / 8 * r, m, p, rest) != 0)
         return -1;
