@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,8 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
     entry = client.store(b"x" * 1000)
     assert entered.wait(10)
     try:
-        assert [text.split(" has been at one job")[0] for text in named()] == ["stormd-cpu-0"]
+        (trouble,) = named()
+        assert re.match(r"stormd-cpu-[01] has been at one job", trouble)
         assert daemon.on_loop(daemon.server.stuck) == []  # far below the daemon's own limit
     finally:
         go_on.set()
