@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Encoder", "LayerStats"]
 
-_DRIFT = 0.05  # a ratio this much below the remembered one asks for a new choice
+_DRIFT = 0.05  # a ratio this far from the remembered one asks for a new choice
+_REFRESH = 64  # tensors after which a layer's mode is chosen anew in any case
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,9 @@ class _Layer:
     modes: Counter[str] = field(default_factory=Counter)
 
     def suits(self, blob: Blob) -> bool:
-        """Whether `blob` is as small as the choice that is remembered promised."""
-        return blob.mode == self.mode and blob.ratio >= self.ratio * (1 - _DRIFT)
+        """Whether `blob` is about as small as the remembered choice promised."""
+        near = abs(blob.ratio / self.ratio - 1) <= _DRIFT
+        return blob.mode == self.mode and near and self.modes.total() % _REFRESH > 0
 
     def add(self, blob: Blob, seconds: float) -> None:
         self.raw_nbytes += blob.raw_nbytes

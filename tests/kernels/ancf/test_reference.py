@@ -115,6 +115,19 @@ def test_float32_kept_in_float64(round_trip):
     assert mode_of(round_trip(data.view(np.uint8), DType.FLOAT64)) is Mode.TRUNCATED
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_wide_distributions(round_trip, dtype, zeros):
+    values = np.random.default_rng(0).standard_normal(20_000) ** 3
+    if zeros:
+        values[values < 0] = 0
+    data = values.astype(f"<f{max(4, dtype.element_bytes)}")
+    if dtype.width == 16:
+        data = data.astype("<f2") if dtype is DType.FLOAT16 else data.view("<u2")[1::2].copy()
+    blob = round_trip(data.view(np.uint8), dtype, speed="dense")
+    assert ancf.read_header(blob).plan.k1 == 3
+
+
 @pytest.mark.parametrize("policy", ["conservative", "adaptive", "aggressive"])
 @pytest.mark.parametrize("distinct", [1, 2, 127, 128, 300, 1000])
 def test_values(round_trip, distinct, policy):
@@ -215,6 +228,11 @@ def examples() -> dict[str, tuple[np.ndarray, DType, dict[str, str]]]:
         "raw": (bf16, DType.BFLOAT16, {"mode": "raw"}),
         "fast": (bf16, DType.BFLOAT16, {}),
         "dense": (bf16, DType.BFLOAT16, {"speed": "dense"}),
+        "wide": (
+            ((fp32 * fp32 * fp32).view("<u4") >> 16).astype("<u2"),
+            DType.BFLOAT16,
+            {"speed": "dense"},
+        ),
         "dense float32": (fp32, DType.FLOAT32, {"speed": "dense"}),
         "plain bitmap": (relu, DType.BFLOAT16, {}),
         "pairs": (rare, DType.BFLOAT16, {}),
@@ -299,6 +317,7 @@ GOLDEN = {  # bytes, and the start of the SHA-256
     "raw": (18256, "8cc3604620463db0"),
     "fast": (13112, "3f3f5a3f2e12c8cc"),
     "dense": (12600, "8d1264733a86d12e"),
+    "wide": (14560, "65c8d9541aa7967a"),
     "dense float32": (30776, "6649f11665e8efa9"),
     "plain bitmap": (7088, "2563540b025e4eb9"),
     "pairs": (3832, "abc06a4868a60304"),
