@@ -114,7 +114,7 @@ class Connection:
         self._answers: dict[int, Message | None] = {}
         self._waiting = 0
         self._draining = False
-        self._wakeup = Wakeup()
+        self._wakeup: Wakeup | None = Wakeup()
         self._thread: threading.Thread | None = None
         self._open(hello, timeout)
 
@@ -220,7 +220,9 @@ class Connection:
 
     def wake(self) -> None:
         """Have the listening thread call `on_wake`. Takes no lock: destructors may call it."""
-        self._wakeup.signal()
+        wakeup = self._wakeup  # close may drop it meanwhile
+        if wakeup is not None:
+            wakeup.signal()
 
     def close(self) -> None:
         """Say goodbye, wait until the daemon freed the session, and stop listening.
@@ -237,6 +239,7 @@ class Connection:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._wakeup = None
         self.lifeline.close()
         self._context.destroy(linger=0)
 
@@ -315,23 +318,25 @@ class Connection:
             self.on_lost()
 
     def _serve(self) -> None:
+        wakeup = self._wakeup
+        assert wakeup is not None, "close drops it after this thread has ended"
         poller = select.poll()
-        for descriptor in (self._socket.fileno(), self.lifeline.fileno(), self._wakeup.fileno()):
+        for descriptor in (self._socket.fileno(), self.lifeline.fileno(), wakeup.fileno()):
             poller.register(descriptor, select.POLLIN)
         next_ping = time.monotonic()
         while not self.lost:
-            next_ping = self._turn(next_ping)
+            next_ping = self._turn(next_ping, wakeup)
             ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
             if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
                 self._fail(f"the daemon at {self.address} ended, with all it held for us")
 
-    def _turn(self, next_ping: float) -> float:
+    def _turn(self, next_ping: float, wakeup: Wakeup) -> float:
         """Handle what has come up, and return when the next heartbeat is due."""
         with self.lock:
             if self.lost:
                 return next_ping
             self.drain()
-            if self._wakeup.clear():
+            if wakeup.clear():
                 self.on_wake()
             if time.monotonic() < next_ping:
                 return next_ping

@@ -73,7 +73,8 @@ class StepPlan:
         """Fix the order, at the first unpack and again when more was packed after it."""
         count = len(self._sizes)
         known = self._history.replace(tuple(self._sizes), self._actual)
-        learned = list(known) if known is not self._actual else []
+        # The order of a step that went on packing names tensors that this one may never have.
+        learned = [number for number in known if number < count]
         missing = set(range(count)).difference(learned)
         self._expected = learned + sorted(missing, reverse=True)
         self._position = {number: index for index, number in enumerate(self._expected)}

@@ -1,0 +1,48 @@
+"""A daemon process and a client of it; after each test the daemon holds nothing."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+from support.daemon_process import DaemonProcess, start_daemon
+from support.waiting import wait_until
+
+DEADLINE_SECONDS = 30.0
+
+
+@pytest.fixture(scope="session")
+def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
+    """Start daemons with the options given; all are ended with the tests."""
+    daemons = []
+    with tempfile.TemporaryDirectory(prefix="storm-") as base:  # pytest's own paths are too long
+
+        def make(*options: str) -> DaemonProcess:
+            directory = Path(base) / str(len(daemons))
+            directory.mkdir(mode=0o700)
+            daemons.append(start_daemon(directory, *options))
+            return daemons[-1]
+
+        yield make
+        for daemon in daemons:
+            daemon.stop()
+
+
+@pytest.fixture(scope="session")
+def daemon(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    """The daemon that most tests share."""
+    return make_daemon("--pool-bytes", "256MiB")
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
+    """A client of the shared daemon, which must hold nothing when the test is over."""
+    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
+        yield client
+        gc.collect()  # a failed test's traceback may be what holds a graph
+        wait_until(lambda: client.status().entries == 0, DEADLINE_SECONDS, client.status)
+        assert client.status().pool.used_bytes == 0

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from storm_client.policy import Policy
+from torch import Tensor, nn
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def quantized() -> Tensor:
+    return torch.ops.aten.quantize_per_tensor(torch.ones(64), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.ones(64), None),
+        (torch.ones(64, 64).t(), None),
+        (torch.ones(2), "small"),
+        (torch.ones(0), "small"),
+        (torch.ones(64).as_subclass(Subclass), "subclass"),
+        (torch.eye(64).to_sparse(), "sparse"),
+        (torch.eye(64).to_sparse_csr(), "sparse"),
+        (torch.ones(64, 64).to_mkldnn(), "layout"),
+        (torch.ones(64, device="meta"), "meta"),
+        (nn.Parameter(torch.ones(64)), "parameter"),
+        (nn.Parameter(torch.ones(64, 64)).t(), "parameter"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_each_reason(tensor: Tensor, reason: str | None) -> None:
+    assert Policy([], min_bytes=128).reason(tensor) == reason
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning")
+def test_quantized() -> None:
+    assert Policy([], min_bytes=1).reason(quantized()) == "quantized"
+
+
+def test_inference() -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(64)
+    assert Policy([], min_bytes=1).reason(tensor) == "inference"
+
+
+def test_a_tensor_inside_a_function_transform() -> None:
+    reasons = []
+
+    def function(x: Tensor) -> Tensor:
+        reasons.append(Policy([], min_bytes=1).reason(x))
+        return x.sum()
+
+    torch.func.vmap(function)(torch.ones(4, 64))
+    assert reasons == ["subclass"]
+
+
+def test_parameters_and_buffers_are_known_by_their_storage() -> None:
+    net = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
+    policy = Policy([net], min_bytes=1)
+    policy.refresh()
+    weight, mean = net[0].weight, net[1].running_mean
+    for tensor in (weight.detach(), weight.data.t(), weight.detach()[2:], mean, mean.view(4, 4)):
+        assert policy.reason(tensor) == "parameter"
+    assert policy.reason(weight.detach().clone()) is None
+
+
+def test_a_module_that_moved_is_known_again_after_refresh() -> None:
+    net = nn.Linear(16, 16)
+    policy = Policy([net], min_bytes=1)
+    policy.refresh()
+    net.double()
+    policy.refresh()
+    assert policy.reason(net.weight.detach()) == "parameter"
+
+
+def test_tied_weights_are_one_storage() -> None:
+    embedding, head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+    head.weight = embedding.weight
+    policy = Policy([embedding], min_bytes=1)
+    policy.refresh()
+    assert policy.reason(head.weight.detach().t()) == "parameter"
