@@ -30,7 +30,7 @@ HELP = "train a small GPT in two processes, with offload and without, and compar
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where and how much to train."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--steps", type=positive_int, default=6, help="steps a trainer takes")
+    parser.add_argument("--steps", type=positive_int, default=4, help="steps a trainer takes")
     parser.add_argument("--pool-bytes", default="2GiB", metavar="SIZE", help="the daemon's pool")
     parser.add_argument("--small", action="store_true", help="a model for seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

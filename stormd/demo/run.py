@@ -33,7 +33,7 @@ class Plan:
     device: str
     dtype: str
     trainers: int = 2
-    steps: int = 6
+    steps: int = 4
     layers: int = 8
     width: int = 256
     heads: int = 8
