@@ -25,8 +25,9 @@ __all__ = ["ControlSocket", "Delivery"]
 FRAMES_A_TURN: Final = 64
 """Frames handed on before the loop gets to other work."""
 
-HIGH_WATER: Final = 1024
-"""Frames that may wait in each direction for one peer."""
+HIGH_WATER: Final = 256
+"""Frames that may wait in each direction for one peer. Its own ZeroMQ holds 1,000 more, read
+without its interpreter lock: only a process that has stopped gets this far behind."""
 
 
 class Delivery(Enum):

@@ -196,36 +196,32 @@ class Service:
     # --- strangers --------------------------------------------------------------------------
 
     def _take_from_stranger(self, route: bytes, frame: zmq.Frame | None) -> None:
-        problem = self._stranger_problem(route, frame)
-        if problem is not None:
-            self._refuse(route, 0, problem)
+        try:
+            batch = decode(b"" if frame is None else frame.bytes)
+        except ProtocolError as error:
+            self._refuse(route, 0, self._undecodable(frame, error))
             return
         assert frame is not None
-        try:
-            batch = decode(frame.bytes)
-        except ProtocolError as error:
-            self._refuse(route, 0, self._undecodable(frame.bytes, error))
-            return
+        uid = _uid(frame)
+        problem = self._stranger_problem(route, uid)
         for request, message in batch:
             peer = self._peers.at(route)  # a Hello may stand in front of other messages
-            if peer is not None:
+            if problem is not None:
+                self._refuse(route, request, problem)
+            elif peer is not None:
                 self._request(peer, request, message)
             else:
-                self._answer_stranger(route, _uid(frame), request, message)
+                self._answer_stranger(route, uid, request, message)
 
-    def _stranger_problem(self, route: bytes, frame: zmq.Frame | None) -> Refused | None:
-        if frame is None:
-            self._counters.malformed += 1
-            return Refused("UsageError", "a message must have one frame")
+    def _stranger_problem(self, route: bytes, uid: int) -> Refused | None:
         if route[:1] != b"\0":  # ZeroMQ's own begin with a zero byte, chosen ones cannot
             return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
-        uid = _uid(frame)
         if uid not in self._allowed_uids:
             return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
         return None
 
-    def _undecodable(self, frame: bytes, error: ProtocolError) -> Refused:
-        version = hello_version(frame)
+    def _undecodable(self, frame: zmq.Frame | None, error: ProtocolError) -> Refused:
+        version = None if frame is None else hello_version(frame.bytes)
         if version is not None and version != PROTOCOL_VERSION:
             return _mismatch(version)
         self._counters.malformed += 1
@@ -337,7 +333,8 @@ class Service:
         self._send(peer, request, Pong())
 
     def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
-        self._send(peer, request, Status(self._status()))
+        """Answer in a frame of its own: a state is large, a batch of them might not fit."""
+        self._send_frame(peer, [Envelope(request, Status(self._status()))])
 
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._send_outbox(peer)
@@ -379,12 +376,15 @@ class Service:
     def _send_outbox(self, peer: Peer) -> None:
         outbox, peer.outbox = peer.outbox, []
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
-            frame = encode(outbox[start : start + MESSAGES_A_FRAME])
-            if self._control.send(peer.route, frame) is not Delivery.SENT:
-                # It does not read, or is gone: it would wait for ever for what it has missed.
-                self._counters.unsent += 1
-                self.end(peer.session, "unreachable")
-                return
+            if self._peers.at(peer.route) is not peer:
+                return  # cut off by the frame before
+            self._send_frame(peer, outbox[start : start + MESSAGES_A_FRAME])
+
+    def _send_frame(self, peer: Peer, batch: list[Envelope]) -> None:
+        if self._control.send(peer.route, encode(batch)) is not Delivery.SENT:
+            # It does not read, or is gone: it would wait for ever for what it has missed.
+            self._counters.unsent += 1
+            self.end(peer.session, "unreachable")
 
 
 def _uid(frame: zmq.Frame) -> int:

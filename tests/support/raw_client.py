@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +35,13 @@ TIMEOUT_SECONDS = 10.0
 class RawClient:
     """One connection; `open` makes it a session with `staging` mapped."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, **options: int | bytes) -> None:
+        """Connect, with these ZeroMQ options set (`RCVHWM=1`)."""
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
+        for name, value in options.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
         self.socket.connect(address)
         self.received: list[Envelope] = []
         self.welcome: Welcome | None = None
@@ -65,11 +69,13 @@ class RawClient:
         self, wanted: Callable[[Envelope], bool], timeout: float = TIMEOUT_SECONDS
     ) -> Envelope:
         """Return and remove the first message that is wanted; the others stay in `received`."""
+        deadline = time.monotonic() + timeout
         while True:
             for index, envelope in enumerate(self.received):
                 if wanted(envelope):
                     return self.received.pop(index)
-            if not self.socket.poll(int(timeout * 1000)):
+            left = deadline - time.monotonic()
+            if left < 0 or not self.socket.poll(int(left * 1000)):
                 raise TimeoutError(f"no such answer in {timeout} s; got {self.received}")
             self.received += decode(self.socket.recv())
 

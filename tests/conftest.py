@@ -1,0 +1,58 @@
+"""Fixtures for all tests: above all that no test leaves anything behind.
+
+What stays true: after each test there are as many threads, descriptors and shared-memory files
+as before it. Things that end on their own are given until a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.waiting import wait_until
+
+OPEN_FILES = Path("/proc/self/fd")
+SHARED_MEMORY = Path("/dev/shm")
+LEAVING_SECONDS = 5.0
+
+KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
+"""Descriptors that only our code opens; files are left out, which imports and logs open."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves threads, descriptors or shared memory behind."""
+    threads, descriptors, files = _threads(), _descriptors(), _shared_files()
+    yield
+    wait_until(lambda: not (_threads() - threads), LEAVING_SECONDS, lambda: _threads() - threads)
+    wait_until(
+        lambda: not (_descriptors() - descriptors),
+        LEAVING_SECONDS,
+        lambda: _descriptors() - descriptors,
+    )
+    assert not _shared_files() - files
+
+
+def _threads() -> set[str]:
+    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+
+
+def _descriptors() -> Counter[str]:
+    """Return how many descriptors of each kind are open, with memfds under their names."""
+    kinds: Counter[str] = Counter()
+    for entry in list(OPEN_FILES.iterdir()):
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue  # the descriptor of the listing itself
+        kind = next((kind for kind in KINDS if target.startswith(kind)), None)
+        if kind is not None:
+            kinds[target.partition(":[")[0]] += 1
+    return kinds
+
+
+def _shared_files() -> set[str]:
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
