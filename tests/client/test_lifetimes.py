@@ -1,0 +1,193 @@
+"""What a step stored is gone when autograd has dropped it, however the step ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import storm_client as storm
+import torch
+from support.daemon_process import DaemonProcess, resident_bytes
+from support.devices import DEVICES
+from support.waiting import wait_until
+from torch import Tensor
+
+GROWTH_BYTES = 8 << 20
+"""Less than what a thousandth part of the steps below store; allocators keep some memory."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def holds_nothing(client: storm.Client) -> Callable[[], None]:
+    """Wait until the daemon holds nothing."""
+
+    def check() -> None:
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+        assert client.status().pool.used_bytes == 0
+
+    return check
+
+
+def forward(x: Tensor, depth: int = 4) -> Tensor:
+    h = x.exp()
+    for _ in range(depth):
+        h = (h * h.cos()).tanh()
+    return h.sum()
+
+
+def leaf(device: str, nbytes: int = 1 << 20) -> Tensor:
+    return torch.full((nbytes // 4,), 0.5, device=device, requires_grad=True)
+
+
+def test_entries_live_as_long_as_the_graph(
+    device: str, client: storm.Client, holds_nothing: Callable[[], None]
+) -> None:
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = forward(leaf(device))
+    offload.stats()
+    assert client.status().entries > 0
+    del loss
+    holds_nothing()
+
+
+def test_backward_gives_entries_back_as_it_goes(
+    device: str, client: storm.Client, holds_nothing: Callable[[], None]
+) -> None:
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = forward(leaf(device))
+    loss.backward()
+    holds_nothing()  # although the loss is still there
+    assert loss.grad_fn is not None
+
+
+def test_an_exception_in_the_forward(
+    device: str, client: storm.Client, holds_nothing: Callable[[], None]
+) -> None:
+    offload = client.offload(min_bytes=1)
+
+    def failing() -> None:
+        with offload:
+            forward(leaf(device))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    holds_nothing()
+    with offload:
+        loss = forward(leaf(device))
+    loss.backward()
+    holds_nothing()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_saved_without_gradients(
+    mode: Callable[[], object], device: str, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    with offload, mode():
+        forward(leaf(device))
+    assert offload.stats().saved_bytes == 0
+
+
+def test_leaving_the_context_early(
+    device: str, client: storm.Client, holds_nothing: Callable[[], None]
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = leaf(device)
+    for _ in range(3):
+        with offload:
+            h = forward(x)
+            break
+    outside = h.cos()
+    saved = offload.stats().saved_bytes
+    outside.backward()
+    assert offload.stats().saved_bytes == saved
+    del h, outside
+    holds_nothing()
+
+
+def test_a_backward_that_is_broken_off(
+    device: str, client: storm.Client, holds_nothing: Callable[[], None]
+) -> None:
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = forward(Fail.apply(leaf(device).exp()), depth=20)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    del loss
+    holds_nothing()
+
+
+def test_an_offload_outlives_its_steps_but_keeps_nothing(
+    device: str, client: storm.Client, holds_nothing: Callable[[], None]
+) -> None:
+    offload = client.offload(min_bytes=1)
+    losses = []
+    for _ in range(5):
+        with offload:
+            losses.append(forward(leaf(device)))
+    for index in (3, 0, 4):
+        losses[index].backward()
+    losses.clear()
+    holds_nothing()
+
+
+def abandoned(offload: storm.Offload, x: Tensor) -> None:
+    with offload:
+        forward(x, depth=1)
+
+
+def failing(offload: storm.Offload, x: Tensor) -> None:
+    with pytest.raises(ZeroDivisionError), offload:
+        forward(x, depth=1)
+        raise ZeroDivisionError
+
+
+def completed(offload: storm.Offload, x: Tensor) -> None:
+    with offload:
+        loss = forward(x, depth=1)
+    loss.backward()
+
+
+@pytest.mark.parametrize("step", [abandoned, failing, completed])
+def test_thousands_of_steps_grow_neither_process(
+    step: Callable[[storm.Offload, Tensor], None],
+    device: str,
+    daemon: DaemonProcess,
+    client: storm.Client,
+    holds_nothing: Callable[[], None],
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = leaf(device, 16 << 10)
+
+    def sizes_after(steps: int) -> tuple[int, int]:
+        for _ in range(steps):
+            step(offload, x)
+        holds_nothing()
+        return resident_bytes(daemon.pid), resident_bytes_here()
+
+    before = sizes_after(500)
+    after = sizes_after(2000)
+    assert after[0] - before[0] < GROWTH_BYTES, "the daemon grew"
+    assert after[1] - before[1] < GROWTH_BYTES, "this process grew"
+
+
+def resident_bytes_here() -> int:
+    import os
+
+    return resident_bytes(os.getpid())
