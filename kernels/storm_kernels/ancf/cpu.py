@@ -1,8 +1,9 @@
 """ANCF by the C library: the same bytes as reference.py writes, some hundred times as fast.
 
 Addresses are host memory of any alignment. Nothing outside `[src, src + nbytes)` is read, and
-nothing outside `[dst, dst + dst_bytes)` is written, whatever a blob says. The interpreter lock is
-let go during each call.
+nothing outside `[dst, dst + dst_bytes)` is written, whatever a blob says, and also when another
+process changes `src` or the blob during the call: the result is then garbage, which the checksum
+tells, and nothing else happens. The interpreter lock is let go during each call.
 """
 
 from __future__ import annotations

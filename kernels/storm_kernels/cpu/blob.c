@@ -138,7 +138,8 @@ static int drop_is_known(const struct ancf_header *h, unsigned width)
 static int window_is_known(const struct ancf_header *h)
 {
     const struct ancf_dtype_info *dtype = &dtypes[h->dtype];
-    int fast = h->k1 == 3 && h->k2 == 0, dense = h->k1 == 2 && h->k2 == 3;
+    int fast = h->k1 == 3 && h->k2 == 0;
+    int dense = (h->k1 == 2 && h->k2 == 3) || (h->k1 == 3 && h->k2 == 4);
     int has_bitmap = h->bitmap == ANCF_PLAIN || h->bitmap == ANCF_PAIRS;
     if (!(dense || (fast && h->mode == ANCF_WINDOW)))
         return 0;

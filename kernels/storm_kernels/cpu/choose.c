@@ -6,8 +6,7 @@
 
 #include "ancf.h"
 
-#define MAX_SYMBOLS 4096 /* float64: sign and 11 exponent bits */
-#define MAX_RANKED 10
+#define MAX_RANKED 22 /* 7 + 15 entries: the largest dictionary of symbols */
 
 static uint64_t element_at(const uint8_t *elements, unsigned bytes, uint64_t index)
 {
@@ -90,36 +89,49 @@ static unsigned rank_symbols(const struct histogram *h, int joint, unsigned limi
     return ranked;
 }
 
-static void price(const struct sample *s, const struct histogram *h, int joint, unsigned drop,
-                  int dense, struct coding *out)
+/* The cost of the ranked symbols with codes of k1 and k2 bits; sets out->k1, k2 and cost. */
+static void price(const struct sample *s, const uint32_t *counts, uint32_t total, unsigned k1,
+                  unsigned k2, struct coding *out)
 {
-    uint32_t counts[MAX_RANKED], level1 = 0, known = 0;
-    unsigned slots = dense ? 3 : 7, all = dense ? 10 : 7;
-    out->rotate = !joint;
-    out->drop = drop;
-    out->residue_bits = s->mantissa - drop + (unsigned)!joint;
-    out->k1 = dense ? 2 : 3;
-    out->k2 = dense ? 3 : 0;
-    out->ranked = rank_symbols(h, joint, all, out->dictionary, counts);
-    for (unsigned i = 0; i < out->ranked; i++) {
+    uint32_t level1 = 0, known = 0;
+    unsigned slots = (1u << k1) - 1, all = slots + (1u << k2) - 1;
+    for (unsigned i = 0; i < out->ranked && i < all; i++) {
         known += counts[i];
         level1 += i < slots ? counts[i] : 0;
     }
-    unsigned symbol_bits = drop ? s->bits : s->bits - drop - out->residue_bits;
+    unsigned symbol_bits = out->drop ? s->bits : s->bits - out->residue_bits;
     unsigned escape_bits = symbol_bits <= 8 ? 8 : symbol_bits <= 16 ? 16 : s->bits;
-    out->cost = (uint64_t)h->total * (out->residue_bits + out->k1) +
-                (uint64_t)(h->total - level1) * out->k2 +
-                (uint64_t)(h->total - known) * escape_bits;
+    out->k1 = k1;
+    out->k2 = k2;
+    out->cost = (uint64_t)total * (out->residue_bits + k1) + (uint64_t)(total - level1) * k2 +
+                (uint64_t)(total - known) * escape_bits;
+}
+
+/* The cheapest codes for exponents, or for joint symbols. */
+static struct coding cheapest(const struct sample *s, const struct histogram *h, int joint,
+                              unsigned drop, int dense)
+{
+    uint32_t counts[MAX_RANKED];
+    struct coding narrow = {.rotate = !joint, .drop = drop,
+                            .residue_bits = s->mantissa - drop + (unsigned)!joint};
+    narrow.ranked = rank_symbols(h, joint, MAX_RANKED, narrow.dictionary, counts);
+    struct coding wide = narrow;
+    if (!dense) {
+        price(s, counts, h->total, 3, 0, &narrow);
+        return narrow;
+    }
+    price(s, counts, h->total, 2, 3, &narrow);
+    price(s, counts, h->total, 3, 4, &wide);
+    return wide.cost < narrow.cost ? wide : narrow;
 }
 
 /* Joint where it saves more than a 33rd. */
 static struct coding best_coding(const struct sample *s, const struct histogram *h, unsigned drop,
                                  int dense)
 {
-    struct coding exponent, joint;
     dense = dense || drop;
-    price(s, h, 0, drop, dense, &exponent);
-    price(s, h, 1, drop, dense, &joint);
+    struct coding exponent = cheapest(s, h, 0, drop, dense);
+    struct coding joint = cheapest(s, h, 1, drop, dense);
     return joint.cost * 33 < exponent.cost * 32 ? joint : exponent;
 }
 
@@ -291,8 +303,9 @@ static void set_coding(struct ancf_header *h, const struct coding *coding)
     h->residue_bits = (uint8_t)coding->residue_bits;
     h->k1 = (uint8_t)coding->k1;
     h->k2 = (uint8_t)coding->k2;
-    h->dict_count = coding->ranked;
-    memcpy(h->window, coding->dictionary, coding->ranked * sizeof *h->window);
+    unsigned slots = (1u << coding->k1) - 1 + (1u << coding->k2) - 1;
+    h->dict_count = coding->ranked < slots ? coding->ranked : slots;
+    memcpy(h->window, coding->dictionary, h->dict_count * sizeof *h->window);
 }
 
 static unsigned forced_drop(const struct view *v, int mode)

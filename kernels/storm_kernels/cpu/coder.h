@@ -29,13 +29,29 @@ struct coder {
     unsigned dict_count;
     uint64_t fill;
     uint16_t window[ANCF_WINDOW_SLOTS];
+    const uint8_t *code_of_symbol;   /* encoder of window codes: MAX_SYMBOLS of them */
     const uint64_t *dictionary;      /* modes ternary and values: dict_count entries, else NULL */
     const struct value_index *index; /* the same for the encoder */
 };
 
 /* Window codes inside this library. One level: 0..6 name the dictionary, 7 is the escape.
- * Two levels: 0..2 are level 1's, 8..14 level 2's, 15 is the escape; bit 3 thus says "level 2". */
-enum { ONE_LEVEL_BITS = 3, TWO_LEVEL_BITS = 4, TWO_LEVEL_FIRST = 8, LEVEL1_SLOTS = 3 };
+ * Two levels: bit k2 says "level 2", the bits below it are code 1 or code 2; all ones is the
+ * escape. So a code has code_bits bits, and its planes are those of both levels. */
+#define MAX_CODE_BITS 5
+#define CODE_TABLE (1 << MAX_CODE_BITS)
+#define MAX_SYMBOLS 4096 /* float64: sign and 11 exponent bits */
+
+static inline unsigned code_bits(const struct coder *coder)
+{
+    return coder->k2 ? coder->k2 + 1 : coder->k1;
+}
+
+/* The code of dictionary entry number `entry`. */
+static inline unsigned code_of_entry(const struct coder *coder, unsigned entry)
+{
+    unsigned level1 = (1u << coder->k1) - 1;
+    return entry < level1 ? entry : entry - level1 + (1u << coder->k2);
+}
 
 struct kernels {
     const char *name;

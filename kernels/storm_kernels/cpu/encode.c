@@ -23,6 +23,7 @@ struct encoding {
     struct plan plan;
     struct coder coder;
     struct value_index index; /* set where the plan has a dictionary of whole values */
+    uint8_t code_of_symbol[MAX_SYMBOLS]; /* set where it has one of symbols */
 };
 
 /* A range of tiles, coded by one thread. Records of the first range go to their final place; the
@@ -246,6 +247,22 @@ static void plan_encoding(struct encoding *job, struct sample *sample)
     lay_out(header);
 }
 
+static void prepare_lookup(struct encoding *job)
+{
+    const struct ancf_header *header = &job->plan.header;
+    struct coder *coder = &job->coder;
+    if (has_dictionary_apart(header)) {
+        index_values(job->plan.dictionary, header->dict_count, (uint16_t)((1u << header->k1) - 1),
+                     &job->index);
+        coder->index = &job->index;
+        return;
+    }
+    memset(job->code_of_symbol, (1 << code_bits(coder)) - 1, sizeof job->code_of_symbol);
+    for (unsigned i = 0; i < header->dict_count; i++)
+        job->code_of_symbol[header->window[i]] = (uint8_t)code_of_entry(coder, i);
+    coder->code_of_symbol = job->code_of_symbol;
+}
+
 static int64_t encode_planned(struct encoding *job)
 {
     const struct ancf_header *header = &job->plan.header;
@@ -256,11 +273,7 @@ static int64_t encode_planned(struct encoding *job)
     if (header->mode == ANCF_BOOLEAN)
         return encode_booleans(job);
     make_coder(&job->plan, &job->coder);
-    if (has_dictionary_apart(header)) {
-        index_values(job->plan.dictionary, header->dict_count, (uint16_t)((1u << header->k1) - 1),
-                     &job->index);
-        job->coder.index = &job->index;
-    }
+    prepare_lookup(job);
     return encode_tiles(job);
 }
 

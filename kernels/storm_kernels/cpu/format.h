@@ -14,7 +14,7 @@
 #define ANCF_HEADER_BYTES 256
 #define ANCF_TILE 4096
 #define ANCF_ALIGN 128
-#define ANCF_WINDOW_SLOTS 16
+#define ANCF_WINDOW_SLOTS 32
 #define ANCF_SAMPLE 16384
 #define ANCF_SAMPLE_RUNS 512
 #define ANCF_SAMPLE_RUN 32
@@ -95,7 +95,7 @@ struct ancf_header {
     uint64_t payload_offset;
     uint64_t payload_bytes;
     uint16_t window[ANCF_WINDOW_SLOTS];
-    uint8_t zero[136];
+    uint8_t zero[104];
     uint64_t header_check;
 };
 

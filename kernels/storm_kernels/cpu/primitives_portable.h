@@ -61,9 +61,9 @@ static inline void portable_bytes_of_planes(const uint64_t planes[][WORDS], unsi
         }
 }
 
-/* symbols[i] = table[code of value i], the code's bits taken from 3 or 4 planes. */
+/* symbols[i] = table[code of value i], the code's bits taken from 3 to 5 planes. */
 static inline void portable_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
-                                              unsigned bits, const uint16_t table[16],
+                                              unsigned bits, const uint16_t table[CODE_TABLE],
                                               uint16_t *symbols)
 {
     uint8_t codes[64];

@@ -61,13 +61,13 @@ static inline void load_plane(const uint8_t *from, unsigned p, uint64_t *words)
 /* -- Codes: planes of level 1, streams of level 2, masks of escapes --------------------------- */
 
 struct codes {
-    uint64_t planes[TWO_LEVEL_BITS][WORDS]; /* of the codes of enum ONE_LEVEL_BITS' comment */
+    uint64_t planes[MAX_CODE_BITS][WORDS];
     uint64_t escapes[WORDS];                    /* which values follow raw */
 };
 
 static inline void find_escapes(const struct coder *c, struct codes *codes, unsigned groups)
 {
-    unsigned bits = c->k2 ? TWO_LEVEL_BITS : ONE_LEVEL_BITS;
+    unsigned bits = code_bits(c);
     for (unsigned g = 0; g < groups; g++) {
         uint64_t all = codes->planes[0][g];
         for (unsigned b = 1; b < bits; b++)
@@ -82,7 +82,7 @@ static uint8_t *put_level1(const struct coder *c, const struct codes *codes, uns
     for (unsigned b = 0; b < c->k1; b++, dst += p / 8) {
         uint64_t words[WORDS];
         for (unsigned g = 0; g < groups_of(p); g++)
-            words[g] = codes->planes[b][g] | (c->k2 ? codes->planes[3][g] : 0);
+            words[g] = codes->planes[b][g] | (c->k2 ? codes->planes[c->k2][g] : 0);
         memcpy(dst, words, p / 8);
     }
     return dst;
@@ -91,7 +91,7 @@ static uint8_t *put_level1(const struct coder *c, const struct codes *codes, uns
 static uint8_t *put_level2(const struct coder *c, const struct codes *codes, unsigned groups,
                            uint8_t *dst)
 {
-    const uint64_t *nested = codes->planes[3];
+    const uint64_t *nested = codes->planes[c->k2];
     for (unsigned b = 0; b < c->k2; b++) {
         uint64_t words[WORDS + 2];
         struct bit_writer out = {words, 0};
@@ -126,7 +126,7 @@ static inline const uint8_t *take(struct reader *from, size_t bytes)
 static int take_level2(const struct coder *c, struct codes *codes, unsigned groups,
                        struct reader *from)
 {
-    const uint64_t *nested = codes->planes[3];
+    const uint64_t *nested = codes->planes[c->k2];
     unsigned count = count_ones(nested, groups);
     unsigned bytes = (count + 7) / 8;
     const uint8_t *streams = take(from, (size_t)bytes * c->k2);
@@ -153,9 +153,11 @@ static int take_codes(const struct coder *c, struct codes *codes, const uint8_t 
     for (unsigned b = 0; b < c->k1; b++)
         load_plane(planes + (size_t)b * (p / 8), p, codes->planes[b]);
     if (c->k2) {
-        memset(codes->planes[2], 0, sizeof codes->planes[2]);
-        for (unsigned g = 0; g < groups; g++)
-            codes->planes[3][g] = codes->planes[0][g] & codes->planes[1][g] & valid_bits(g, m);
+        memset(codes->planes[c->k1], 0, sizeof codes->planes[c->k1]);
+        for (unsigned g = 0; g < groups; g++) {
+            uint64_t all = codes->planes[0][g] & codes->planes[1][g] & valid_bits(g, m);
+            codes->planes[c->k2][g] = c->k1 == 3 ? all & codes->planes[2][g] : all;
+        }
         if (take_level2(c, codes, groups, from) != 0)
             return -1;
     }
@@ -165,15 +167,9 @@ static int take_codes(const struct coder *c, struct codes *codes, const uint8_t 
     return 0;
 }
 
-/* Dictionary index -> code, see enum ONE_LEVEL_BITS' comment. */
-static inline unsigned code_of_entry(const struct coder *c, unsigned entry)
+static void fill_symbol_table(const struct coder *c, uint16_t table[CODE_TABLE])
 {
-    return c->k2 == 0 || entry < LEVEL1_SLOTS ? entry : entry - LEVEL1_SLOTS + TWO_LEVEL_FIRST;
-}
-
-static void fill_symbol_table(const struct coder *c, uint16_t table[16])
-{
-    memset(table, 0, 16 * sizeof *table);
+    memset(table, 0, CODE_TABLE * sizeof *table);
     for (unsigned i = 0; i < c->dict_count; i++)
         table[code_of_entry(c, i)] = c->window[i];
 }

@@ -115,40 +115,48 @@ static void FN(rotate)(const struct coder *c, const ANY *restrict x, unsigned m,
     memset(v + m, 0, (p - m) * sizeof *v);
 }
 
-/* The code of each symbol by comparison with every entry: no symbol has 16 set bits, so unused
- * entries match nothing. */
+/* The code of each symbol: by comparison with the few entries where vectors do that in one step
+ * each, else from a table. No symbol has 16 set bits, so unused entries match nothing. */
+#define MATCH(entries, escape)                                                                    \
+    for (unsigned i = 0; i < p; i++) {                                                            \
+        uint16_t s = (uint16_t)(v[i] >> r), k = escape;                                           \
+        for (unsigned entry = 0; entry < entries; entry++)                                        \
+            k = s == symbol[entry] ? number[entry] : k;                                           \
+        code[i] = (uint8_t)k;                                                                     \
+    }
+
 static void FN(match)(const struct coder *c, const T *restrict v, unsigned p,
                       uint8_t *restrict code)
 {
     const unsigned r = c->residue_bits;
-    uint16_t d[10];
-    for (unsigned i = 0; i < 10; i++)
-        d[i] = i < c->dict_count ? c->window[i] : 0xFFFF;
-    if (c->k2 == 0)
-        for (unsigned i = 0; i < p; i++) {
-            uint16_t s = (uint16_t)(v[i] >> r), k = 7;
-            for (unsigned entry = 0; entry < 7; entry++)
-                k = s == d[entry] ? (uint16_t)entry : k;
-            code[i] = (uint8_t)k;
-        }
-    else
-        for (unsigned i = 0; i < p; i++) {
-            uint16_t s = (uint16_t)(v[i] >> r), k = 15;
-            for (unsigned entry = 0; entry < 3; entry++)
-                k = s == d[entry] ? (uint16_t)entry : k;
-            for (unsigned entry = 3; entry < 10; entry++)
-                k = s == d[entry] ? (uint16_t)(entry - 3 + TWO_LEVEL_FIRST) : k;
-            code[i] = (uint8_t)k;
-        }
+#ifdef MATCH_BY_COMPARISON
+    uint16_t symbol[10], number[10];
+    for (unsigned i = 0; i < 10; i++) {
+        symbol[i] = i < c->dict_count ? c->window[i] : 0xFFFF;
+        number[i] = (uint16_t)code_of_entry(c, i);
+    }
+    if (c->k2 == 0) {
+        MATCH(7, 7)
+        return;
+    }
+    if (c->k2 == 3) {
+        MATCH(10, 15)
+        return;
+    }
+#endif
+    for (unsigned i = 0; i < p; i++)
+        code[i] = c->code_of_symbol[(v[i] >> r) % MAX_SYMBOLS];
 }
+#undef MATCH
 
 /* Elements whose dropped bits are not all 0 match no entry: they are escapes, kept whole. */
 static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x, unsigned m,
                                    uint8_t *restrict code)
 {
     const T low = (T)(((T)1 << c->drop) - 1);
+    const uint8_t escape = (uint8_t)((1u << code_bits(c)) - 1);
     for (unsigned i = 0; i < m; i++)
-        code[i] = (x[i] & low) ? 15 : code[i];
+        code[i] = (x[i] & low) ? escape : code[i];
 }
 
 static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
@@ -176,7 +184,7 @@ static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, 
     if (c->drop)
         FN(escape_undroppable)(c, x, m, code);
     memset(code + m, 0, padded - m);
-    planes_of_bytes(code, groups, c->k2 ? TWO_LEVEL_BITS : ONE_LEVEL_BITS, codes.planes);
+    planes_of_bytes(code, groups, code_bits(c), codes.planes);
     find_escapes(c, &codes, groups);
     planes = FN(put_planes)(v, c->residue_bits, p, planes);
     put_level1(c, &codes, p, planes);
@@ -255,14 +263,14 @@ static int FN(take_window)(const struct coder *c, const uint8_t *planes, unsigne
                            struct reader *rest, ANY *out)
 {
     T v[SCRATCH];
-    uint16_t symbols[SCRATCH], table[16];
+    uint16_t symbols[SCRATCH], table[CODE_TABLE];
     struct codes codes = {0};
     unsigned groups = groups_of(m), r = c->residue_bits;
     if (take_codes(c, &codes, planes + p / 8 * r, m, p, rest) != 0)
         return -1;
     fill_symbol_table(c, table);
-    symbols_of_planes((const uint64_t(*)[WORDS])codes.planes, groups,
-                      c->k2 ? TWO_LEVEL_BITS : ONE_LEVEL_BITS, table, symbols);
+    symbols_of_planes((const uint64_t(*)[WORDS])codes.planes, groups, code_bits(c), table,
+                      symbols);
     if (c->drop == 0 && FN(take_escapes)(c, codes.escapes, groups, rest, symbols) != 0)
         return -1;
     for (unsigned i = 0; i < m; i++)

@@ -51,21 +51,33 @@ static inline void avx2_bytes_of_planes(const uint64_t planes[][WORDS], unsigned
                             avx2_codes_of_planes(planes, half, bits));
 }
 
+/* Sixteen bytes of a table, for pshufb in both halves. */
+static inline __m256i avx2_table(const uint16_t *entries, unsigned shift)
+{
+    uint8_t bytes[16];
+    for (unsigned i = 0; i < 16; i++)
+        bytes[i] = (uint8_t)(entries[i] >> shift);
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes));
+}
+
+/* Bytes looked up by codes below 32: pshufb takes four bits, the fifth selects the table. */
+static inline __m256i avx2_look_up(__m256i first, __m256i second, __m256i codes)
+{
+    __m256i fifth_bit_on_top = _mm256_slli_epi16(codes, 3);
+    return _mm256_blendv_epi8(_mm256_shuffle_epi8(first, codes),
+                              _mm256_shuffle_epi8(second, codes), fifth_bit_on_top);
+}
+
 static inline void avx2_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
-                                          unsigned bits, const uint16_t table[16],
+                                          unsigned bits, const uint16_t table[CODE_TABLE],
                                           uint16_t *symbols)
 {
-    uint8_t low[16], high[16];
-    for (unsigned i = 0; i < 16; i++) {
-        low[i] = (uint8_t)table[i];
-        high[i] = (uint8_t)(table[i] >> 8);
-    }
-    __m256i low_table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)low));
-    __m256i high_table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)high));
+    __m256i low1 = avx2_table(table, 0), low2 = avx2_table(table + 16, 0);
+    __m256i high1 = avx2_table(table, 8), high2 = avx2_table(table + 16, 8);
     for (unsigned half = 0; half < 2 * groups; half++) {
         __m256i codes = avx2_codes_of_planes(planes, half, bits);
-        __m256i lows = _mm256_shuffle_epi8(low_table, codes);
-        __m256i highs = _mm256_shuffle_epi8(high_table, codes);
+        __m256i lows = avx2_look_up(low1, low2, codes);
+        __m256i highs = avx2_look_up(high1, high2, codes);
         __m256i even = _mm256_unpacklo_epi8(lows, highs); /* symbols 0..7 and 16..23 */
         __m256i odd = _mm256_unpackhi_epi8(lows, highs);  /* symbols 8..15 and 24..31 */
         __m256i *out = (__m256i *)(symbols + 32 * half);
@@ -260,6 +272,7 @@ static uint64_t avx2_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
     return sum;
 }
 
+#define MATCH_BY_COMPARISON
 #define TABLE kernels_avx2
 #define TABLE_NAME "avx2"
 

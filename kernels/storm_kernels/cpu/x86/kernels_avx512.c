@@ -32,10 +32,10 @@ static inline void avx512_bytes_of_planes(const uint64_t planes[][WORDS], unsign
 }
 
 static inline void avx512_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
-                                            unsigned bits, const uint16_t table[16],
+                                            unsigned bits, const uint16_t table[CODE_TABLE],
                                             uint16_t *symbols)
 {
-    __m512i entries = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)table));
+    __m512i entries = _mm512_loadu_si512(table);
     for (unsigned half = 0; half < 2 * groups; half++) {
         __m512i codes = _mm512_setzero_si512();
         for (unsigned b = 0; b < bits; b++) {
@@ -174,6 +174,7 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
     return sum;
 }
 
+#define MATCH_BY_COMPARISON
 #define TABLE kernels_avx512
 #define TABLE_NAME "avx512"
 
