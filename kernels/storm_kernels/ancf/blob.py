@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import CorruptBlob
 from . import layout
 from .checksum import checksum
-from .header import Header, read_header
+from .header import HEAD_BYTES, Header, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,9 @@ class Blob:
     @cached_property
     def header(self) -> Header:
         """The blob's header; raises CorruptBlob where it is damaged."""
-        return read_header(self.host_data())
+        head = self._data[:HEAD_BYTES]
+        on_host = head if isinstance(head, np.ndarray) else head.cpu().numpy()
+        return read_header(on_host, self.nbytes)
 
     def host_data(self) -> NDArray[np.uint8]:
         """Return the blob's bytes in host memory, copied there if they are on a device."""

@@ -62,7 +62,6 @@ class _Layer:
     def add(self, blob: Blob, seconds: float) -> None:
         self.raw_nbytes += blob.raw_nbytes
         self.nbytes += blob.nbytes
-        self.escape_rate = escape_rate(blob.host_data())
         self.encode_seconds += seconds
         self.modes[blob.mode] += 1
 
@@ -133,7 +132,8 @@ class Encoder:
         return torch.equal(same.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
 
     def stats(self) -> dict[Hashable, LayerStats]:
-        """Return what was done for each layer so far; `escape_rate` is of its last tensor."""
+        """Return what was done for each layer; `escape_rate` is of the last tensor
+        for which a mode was chosen."""
         return {layer_id: layer.summary() for layer_id, layer in self._layers.items()}
 
     def set_tolerance(self, tolerance: float) -> None:
@@ -156,6 +156,7 @@ class Encoder:
             if layer.suits(blob):
                 return blob
         blob = self._encode(tensor, "auto")
+        layer.escape_rate = escape_rate(blob.host_data())
         if self._caching and not self._tolerance:
             layer.mode, layer.ratio = blob.mode, blob.ratio
         return blob

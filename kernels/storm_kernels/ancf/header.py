@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Header", "read_header"]
+__all__ = ["HEAD_BYTES", "Header", "read_header"]
 
+HEAD_BYTES = layout.HEADER_BYTES + (8 << 9)  # the header and the longest dictionary
 _FIELDS = struct.Struct(f"<4sH10BQQQQIIQQQ{layout.WINDOW_SLOTS}H")
 _CHECK = struct.Struct("<Q")
 _CHECK_AT = layout.HEADER_BYTES - _CHECK.size
@@ -86,11 +87,14 @@ class Header:
         return head + _CHECK.pack(header_check(head))
 
 
-def read_header(view: bytes | bytearray | memoryview | NDArray[np.uint8]) -> Header:
-    """Return the header of the blob that `view` holds from its first byte to its last.
+def read_header(
+    view: bytes | bytearray | memoryview | NDArray[np.uint8], blob_bytes: int | None = None
+) -> Header:
+    """Return the header of a blob of `blob_bytes` bytes, or of as many as `view` has.
 
-    Raises CorruptBlob when the header is damaged, of another version, or does not describe
-    exactly as many bytes as `view` has. The records and the checksum are not looked at.
+    `view` holds the blob or its first bytes, `HEAD_BYTES` of them or more. Raises CorruptBlob when
+    the header is damaged, of another version, or describes a blob of another size. The records
+    and the checksum are not looked at.
     """
     data = memoryview(view).cast("B")  # type: ignore[arg-type]  # typeshed: ndarray has no buffer in 3.11
     if len(data) < layout.HEADER_BYTES:
@@ -98,8 +102,9 @@ def read_header(view: bytes | bytearray | memoryview | NDArray[np.uint8]) -> Hea
     head = bytes(data[: layout.HEADER_BYTES])
     _check_identity(head)
     header = _parse(head, data)
-    if header.encoded_nbytes != len(data):  # also keeps every number below in its field's range
-        raise CorruptBlob(f"the header describes {header.encoded_nbytes} bytes, got {len(data)}")
+    size = len(data) if blob_bytes is None else blob_bytes
+    if header.encoded_nbytes != size:  # also keeps every number below in its field's range
+        raise CorruptBlob(f"the header describes {header.encoded_nbytes} bytes, got {size}")
     if header.pack() != head:
         raise CorruptBlob("the header's sizes, offsets or padding contradict its mode and dtype")
     return header

@@ -8,6 +8,7 @@ import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, Header, Mode, layout
 from storm_kernels.ancf.checksum import header_check
+from storm_kernels.ancf.header import HEAD_BYTES
 from storm_kernels.ancf.plan import Plan
 
 WINDOW = Plan(Mode.WINDOW, 0, 1, 0, 8, 3, 0, 0, (127, 126, 128))
@@ -90,3 +91,11 @@ def test_absent_checksum_is_told_from_zero():
     absent = dataclasses.replace(RAW, checksum=None)
     assert ancf.read_header(blob_of(zero)).checksum == 0
     assert ancf.read_header(blob_of(absent)).checksum is None
+
+
+@pytest.mark.parametrize("header", [EMPTY_WINDOW, RAW, TERNARY])
+def test_the_first_bytes_are_enough(header):
+    blob = blob_of(header)
+    assert ancf.read_header(blob[:HEAD_BYTES], len(blob)) == header
+    with pytest.raises(ancf.CorruptBlob):
+        ancf.read_header(blob[:HEAD_BYTES], len(blob) + 1)
