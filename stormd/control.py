@@ -30,6 +30,12 @@ HIGH_WATER: Final = 256
 without its interpreter lock: only a process that has stopped gets this far behind."""
 
 
+# As plain numbers: operations on pyzmq's flag types cost as much as a message.
+DONTWAIT: Final = int(zmq.DONTWAIT)
+SEND_ROUTE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+POLLIN: Final = int(zmq.POLLIN)
+
+
 class Delivery(Enum):
     """What became of a frame that was sent."""
 
@@ -73,9 +79,13 @@ class ControlSocket:
         self.settle()
 
     def send(self, route: bytes, frame: bytes) -> Delivery:
-        """Send one frame to a peer, without waiting; `settle` must follow."""
+        """Send one frame to a peer, without waiting; `settle` must follow.
+
+        Only the first part can fail: a socket that has taken it takes the rest of the message.
+        """
         try:
-            self._socket.send_multipart((route, frame), zmq.DONTWAIT)
+            self._socket.send(route, SEND_ROUTE)
+            self._socket.send(frame, DONTWAIT)
         except zmq.Again:
             return Delivery.FULL
         except zmq.ZMQError as error:
@@ -86,7 +96,7 @@ class ControlSocket:
 
     def settle(self) -> None:
         """Schedule a read if there is input whose edge was swallowed."""
-        if self._scheduled is None and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._scheduled is None and int(self._socket.getsockopt(zmq.EVENTS)) & POLLIN:
             self._scheduled = self._loop.call_soon(self._read)
 
     def close(self) -> None:
@@ -107,14 +117,23 @@ class ControlSocket:
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
 
+    def _only_frame(self) -> zmq.Frame | None:
+        """Return what follows the route where it is one frame; the parts of a message are there."""
+        frame = self._socket.recv(DONTWAIT, copy=False)
+        if not frame.more:
+            return frame
+        while frame.more:
+            frame = self._socket.recv(DONTWAIT, copy=False)
+        return None
+
     def _read(self) -> None:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
         try:
             for _ in range(FRAMES_A_TURN):
-                route, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
-                self._on_frame(route.bytes, frames[0] if len(frames) == 1 else None)
+                route = bytes(self._socket.recv(DONTWAIT))
+                self._on_frame(route, self._only_frame())
         except zmq.Again:
             pass
         self._on_batch()
