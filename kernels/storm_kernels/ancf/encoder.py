@@ -133,7 +133,8 @@ class Encoder:
 
     def stats(self) -> dict[Hashable, LayerStats]:
         """Return what was done for each layer; `escape_rate` is of the last tensor
-        for which a mode was chosen."""
+        for which a mode was chosen.
+        """
         return {layer_id: layer.summary() for layer_id, layer in self._layers.items()}
 
     def set_tolerance(self, tolerance: float) -> None:
