@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(VENV)/bin/python -m
-C_SOURCES := $(wildcard kernels/storm_kernels/cpu/*.[ch] kernels/storm_kernels/cpu/*.txt)
+C_SOURCES := $(shell find kernels/storm_kernels/cpu -name "*.[ch]" -o -name CMakeLists.txt)
 
 .PHONY: demo test lint test-gpu bench clean
 
