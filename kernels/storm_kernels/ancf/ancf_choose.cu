@@ -10,8 +10,7 @@ constexpr u32 kThreads = 1024;
 constexpr u32 kPairs = kSampleMax / 2 / kThreads;   /* pairs of sampled elements of a thread */
 constexpr u32 kBins = 1u << (8 * kWidth - kMantissa);  /* joint symbols */
 constexpr u32 kCopies = kBins > 512 ? 2 : 8;        /* of the histogram: fewer lanes on one word */
-constexpr u32 kRanked = 10;                         /* most entries of a window dictionary */
-constexpr u32 kFastSlots = 7, kDenseFirst = 3;
+constexpr u32 kRanked = 22;                         /* most entries of a window dictionary */
 
 using Element = u64;
 
@@ -173,7 +172,7 @@ DEVICE u32 occurrences(const Shared &shared, u32 choice, u32 symbol, u64 fill) {
   return rest && symbol == fill_symbol ? count - shared.fills : count;
 }
 
-/* The ten most frequent symbols of one kind, by one warp. */
+/* The most frequent symbols of one kind, by one warp. */
 DEVICE void rank_symbols(Shared &shared, u32 choice, u64 fill, u32 lane) {
   u32 bins = choice == kExponentAll || choice == kExponentRest ? kBins / 2 : kBins;
   constexpr u32 kPerLane = (kBins + 31) / 32;
@@ -204,28 +203,38 @@ struct Coding {
   u32 choice, rotate, residue_bits, k1, k2;
 };
 
-DEVICE Coding coding(const Shared &shared, u32 choice, u32 count, u32 drop, bool dense) {
+DEVICE u32 slots_of(u32 bits) { return bits ? (1u << bits) - 1 : 0; }
+
+/* Codes of k1 and, for what these miss, k2 bits. */
+DEVICE Coding coding(const Shared &shared, u32 choice, u32 count, u32 drop, u32 k1, u32 k2) {
   Coding made;
   made.choice = choice;
   made.rotate = choice == kExponentAll || choice == kExponentRest;
   made.residue_bits = kMantissa - drop + made.rotate;
-  made.k1 = dense ? 2 : 3;
-  made.k2 = dense ? 3 : 0;
-  u32 first = dense ? kDenseFirst : kFastSlots, both = dense ? kRanked : kFastSlots;
+  made.k1 = k1;
+  made.k2 = k2;
   u32 escape_bits = drop ? 8 * kWidth : 8 * kWidth - made.residue_bits <= 8 ? 8 : 16;
   u64 missed = count, escaped = count;
-  for (u32 i = 0; i < kRanked; i++) {
+  for (u32 i = 0; i < slots_of(k1) + slots_of(k2); i++) {
     u64 key = shared.ranked[choice][i];
     u32 found = key ? static_cast<u32>(key >> 16) + 1 : 0;
-    if (i < first) missed -= found;
-    if (i < both) escaped -= found;
+    if (i < slots_of(k1)) missed -= found;
+    escaped -= found;
   }
-  made.bits = static_cast<u64>(count) * (made.residue_bits + made.k1) + missed * made.k2 + escaped * escape_bits;
+  made.bits = static_cast<u64>(count) * (made.residue_bits + k1) + missed * k2 + escaped * escape_bits;
   return made;
 }
 
+DEVICE Coding cheapest_codes(const Shared &shared, u32 choice, u32 count, u32 drop, bool dense) {
+  if (!dense) return coding(shared, choice, count, drop, 3, 0);
+  Coding narrow = coding(shared, choice, count, drop, 2, 3);
+  Coding wide = coding(shared, choice, count, drop, 3, 4);
+  return wide.bits < narrow.bits ? wide : narrow;
+}
+
 DEVICE Coding better(const Shared &shared, u32 joint, u32 exponent, u32 count, u32 drop, bool dense) {
-  Coding a = coding(shared, joint, count, drop, dense), b = coding(shared, exponent, count, drop, dense);
+  Coding a = cheapest_codes(shared, joint, count, drop, dense);
+  Coding b = cheapest_codes(shared, exponent, count, drop, dense);
   return a.bits * 33 < b.bits * 32 ? a : b;
 }
 
@@ -235,7 +244,7 @@ DEVICE void apply(Plan &plan, const Shared &shared, const Coding &coding, u32 dr
   plan.residue_bits = coding.residue_bits;
   plan.k1 = coding.k1;
   plan.k2 = coding.k2;
-  u32 slots = coding.k2 ? kRanked : kFastSlots;
+  u32 slots = slots_of(coding.k1) + slots_of(coding.k2);
   for (u32 i = 0; i < slots; i++) {
     u64 key = shared.ranked[coding.choice][i];
     if (!key) break;

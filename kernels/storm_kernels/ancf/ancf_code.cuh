@@ -21,9 +21,9 @@ struct Code {
   static constexpr u32 kFirstSlots = (1u << kFirst) - 1;
   static constexpr u32 kSecondSlots = kSecond ? (1u << kSecond) - 1 : 0;
   static constexpr u32 kPlaneBits = kResidue + kFirst;
-  /* Most bytes of a record, bitmaps included. */
+  /* Most bytes of a record, bitmaps included; a multiple of the unit. */
   static constexpr u32 kMaxRecord =
-      kTile / 8 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + kTile / 8 + 8;
+      kTile / 8 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + kTile / 8;
 
   static constexpr u64 kMask = kBits == 64 ? ~0ull : (1ull << kBits % 64) - 1;
   static constexpr u64 kResidueMask = (1ull << kResidue) - 1;
@@ -41,6 +41,8 @@ struct Code {
     if (!kRotate) return static_cast<u32>(x >> (kDrop + kResidue));
     return static_cast<u32>(x >> (kDrop + kResidue - 1)) & (kSymbols - 1);
   }
+  /* The bits of an element that `symbol` stands for. */
+  DEVICE static Element place(u64 symbol) { return turned_back(symbol << kResidue & kMask); }
   DEVICE static bool is_exact(Element x) { return (x & kDropMask) == 0; }
 };
 
@@ -165,4 +167,28 @@ DEVICE u32 write_codes(const PlaneSet &planes, u32 first, const uint4 &piece, u3
     write_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first, value, first < planes.padded, lane);
   }
   return missed | (sums[0] >> 24 | sums[1] >> 24 << 8) << 16;
+}
+
+template <u32 kDrop, u32 kRotate, class Action>
+DEVICE void with_code_bits(const Plan &plan, const Action &action) {
+  if (plan.k1 == 2) return action.template run<Code<kDrop, kRotate, 2, 3>>();
+  if (plan.k2 == 4) return action.template run<Code<kDrop, kRotate, 3, 4>>();
+  if constexpr (kDrop == 0) action.template run<Code<kDrop, kRotate, 3, 0>>();
+}
+
+template <u32 kDrop, class Action>
+DEVICE void with_code_drop(const Plan &plan, const Action &action) {
+  if (plan.rotate) return with_code_bits<kDrop, 1>(plan, action);
+  with_code_bits<kDrop, 0>(plan, action);
+}
+
+/* Runs `action` with the Code that the plan of a window, truncated or sparse blob stands for. */
+template <class Action>
+DEVICE void with_code(const Plan &plan, const Action &action) {
+  if (plan.drop == 0) return with_code_drop<0>(plan, action);
+  if constexpr (kWidth == 4) {
+    if (plan.drop == 16) return with_code_drop<16>(plan, action);
+    with_code_drop<13>(plan, action);
+  }
+  if constexpr (kWidth == 8) with_code_drop<29>(plan, action);
 }

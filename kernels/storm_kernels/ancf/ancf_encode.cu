@@ -15,12 +15,12 @@ constexpr u64 kSumMask = kPartSum - 1;
 constexpr u32 kListBytes = kTile;
 
 /* Bytes of shared memory a team has: compacted elements, a byte list, the records' buffer. */
-constexpr u32 kCompactBytes = kTile * kWidth + 32 * kWidth;
-constexpr u32 kBufferBytes = kWidth == 1 ? 9728 : kWidth == 2 ? 15360 : kWidth == 4 ? 25600 : 48640;
+constexpr u32 kCompactBytes = kTile * kWidth;
+constexpr u32 kBufferBytes = kWidth == 1 ? 10240 : kWidth == 2 ? 15872 : kWidth == 4 ? 26112 : 49152;
 constexpr u32 kArenaBytes = kCompactBytes + kListBytes + kBufferBytes;
 constexpr u32 kTableBytes = (1u << (8 * kWidth - kMantissa)) * 5;
 constexpr u32 kSharedBytes = kTeams * (sizeof(TeamShared) + kArenaBytes) + (kTableBytes + 15) / 16 * 16;
-static_assert(sizeof(TeamShared) % 16 == 0 && kArenaBytes % 16 == 0, "16-byte aligned arenas");
+static_assert(kArenaBytes % 16 == 0, "16-byte aligned arenas");
 
 /* One launch's arguments, and this thread's place in it. */
 struct Encoding {
@@ -314,7 +314,8 @@ DEVICE void split_sparse(Encoding &job, u32 tile, u32 count, u32 (&counts)[3]) {
     }
   }
   for (u32 kind = 0; kind < 3; kind++) counts[kind] = ranks[kind].total;
-  if (team.thread < 32) write_escape<kWidth>(compact + kWidth * (counts[0] + team.thread), 0);
+  u32 pad = counts[0] + team.thread;
+  if (pad < (counts[0] + 31) / 32 * 32) write_escape<kWidth>(compact + kWidth * pad, 0);
   team.meet();
 }
 
@@ -364,28 +365,22 @@ DEVICE void encode_tiles(Encoding &job, SymbolTable<C> &table) {
   }
 }
 
-/* Picks the code that the plan asks for. */
-template <u32 kDrop>
-DEVICE void encode_coded(Encoding &job, u8 *table) {
-  using Exponent = Code<kDrop, 1, 2, 3>;
-  using Joint = Code<kDrop, 0, 2, 3>;
-  if (job.plan.mode == kSparse) {
-    if (job.plan.rotate) encode_tiles<Exponent, true>(job, *reinterpret_cast<SymbolTable<Exponent> *>(table));
-    else encode_tiles<Joint, true>(job, *reinterpret_cast<SymbolTable<Joint> *>(table));
-    return;
+/* Runs the encoder of the code that the plan asks for. */
+template <class C>
+DEVICE void encode_as(Encoding &job, u8 *table) {
+  SymbolTable<C> &symbols = *reinterpret_cast<SymbolTable<C> *>(table);
+  if constexpr (C::kSecond != 0) {
+    if (job.plan.mode == kSparse) return encode_tiles<C, true>(job, symbols);
   }
-  if (job.plan.k1 == Exponent::kFirst) {
-    if (job.plan.rotate) encode_tiles<Exponent, false>(job, *reinterpret_cast<SymbolTable<Exponent> *>(table));
-    else encode_tiles<Joint, false>(job, *reinterpret_cast<SymbolTable<Joint> *>(table));
-    return;
-  }
-  if constexpr (kDrop == 0) {
-    using FastExponent = Code<0, 1, 3, 0>;
-    using FastJoint = Code<0, 0, 3, 0>;
-    if (job.plan.rotate) encode_tiles<FastExponent, false>(job, *reinterpret_cast<SymbolTable<FastExponent> *>(table));
-    else encode_tiles<FastJoint, false>(job, *reinterpret_cast<SymbolTable<FastJoint> *>(table));
-  }
+  encode_tiles<C, false>(job, symbols);
 }
+
+struct EncodeCoded {
+  Encoding &job;
+  u8 *table;
+  template <class C>
+  DEVICE void run() const { encode_as<C>(job, table); }
+};
 
 /* The bits of a piece of elements that are 0 or 1; `refused` if one is neither. */
 DEVICE u32 boolean_bits(const uint4 &piece, bool &refused) {
@@ -476,10 +471,7 @@ ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Resul
   Encoding job{plan, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
                team, shared, arena, 0, 0};
   if (!has_tiles(plan.mode)) encode_flat(job);
-  else if (plan.drop == 0) encode_coded<0>(job, table);
-  else if (kWidth == 4 && plan.drop == 16) encode_coded<kWidth == 4 ? 16 : 0>(job, table);
-  else if (kWidth == 4) encode_coded<kWidth == 4 ? 13 : 0>(job, table);
-  else encode_coded<kWidth == 8 ? 29 : 0>(job, table);
+  else with_code(plan, EncodeCoded{job, table});
   if (plan.flags & kFlagChecksum) add_check(job.check, &job.work->checksum, team.lane);
   memory_fence();
   barrier(0, kBlockThreads);

@@ -180,13 +180,14 @@ struct Ranks {
 };
 
 constexpr u32 kRankKinds = 3;
+constexpr u32 kMaxUnitTiles = 4;  /* tiles that a team encodes before it needs their place */
 
 /* Shared words of one team. `totals` has two halves, used in turn, so that one meeting a scan
  * is enough: the half written now was last read before the previous meeting. */
-struct TeamShared {
-  u32 totals[2][kRankKinds][16];
+struct alignas(16) TeamShared {
+  u32 totals[2][kRankKinds][kTeamWarps];
   u32 unit;
-  u32 offsets[8];
+  u32 offsets[kMaxUnitTiles];
   u64 base;
 };
 

@@ -5,6 +5,7 @@
 
 #include "../../../kernels/storm_kernels/ancf/ancf_choose.cu"
 #include "../../../kernels/storm_kernels/ancf/ancf_encode.cu"
+#include "../../../kernels/storm_kernels/ancf/ancf_decode.cu"
 
 extern "C" size_t scratch_bytes(u64 nbytes) {
   return kPlanBytes + kValuesBytes + kWorkBytes + 8 * (nbytes / kWidth / kTile + 2);
@@ -23,5 +24,15 @@ extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *resul
   ok = ok && emulation::launch(1, kBlockThreads, 0, [&] {
     ancf_encode_raw(src, dst, scratch, reinterpret_cast<const Result *>(result));
   });
+  return ok ? 0 : 1;
+}
+
+extern "C" int decode(const u8 *blob, u64 blob_bytes, u8 *dst, u64 dst_bytes, u8 *scratch,
+                      u32 *status, u32 dtype, u32 blocks) {
+  bool ok = emulation::launch(1, kWarpThreads, 0, [&] {
+    ancf_decode_begin(blob, blob_bytes, dst_bytes, scratch, status, dtype);
+  });
+  ok = ok && emulation::launch(blocks, kBlockThreads, kDecodeSharedBytes,
+                               [&] { ancf_decode(blob, dst, scratch, status); });
   return ok ? 0 : 1;
 }

@@ -1,0 +1,538 @@
+/* The decode kernels: the header is checked by one thread, then every tile by its own team.
+ *
+ * What stays true: nothing read from a blob is used as a place or a size before it was compared
+ * with what the blob and the output have, so damaged bytes give a status, never an access
+ * outside. FORMAT.md, section 12, lists the checks.
+ */
+#include <ancf_code.cuh>
+
+/* Shared memory of a team: elements being put together, and those of the escapes. */
+constexpr u32 kStageBytes = kTile * kWidth;
+constexpr u32 kDecodeArenaBytes = 2 * kStageBytes;
+constexpr u32 kPlacedEntries = 24;
+constexpr u32 kDecodeSharedBytes =
+    kTeams * (sizeof(TeamShared) + kDecodeArenaBytes) + kPlacedEntries * sizeof(u64);
+
+/* One launch's arguments, and this thread's place in it. */
+struct Decoding {
+  const Plan &plan;
+  const u8 *blob;
+  u8 *dst;
+  Work *work;
+  Team team;
+  TeamShared *shared;
+  u8 *stage, *misses;
+  const u64 *placed;  /* dictionary entries as bits of an element; level 2 starts at 8 */
+  u32 turn;
+  u64 check;
+
+  DEVICE u32 tile_elements(u32 tile) const {
+    u64 rest = plan.elements - static_cast<u64>(tile) * kTile;
+    return rest < kTile ? static_cast<u32>(rest) : kTile;
+  }
+  DEVICE void refuse() const { fetch_or(&work->status, 1u); }
+
+  /* Adds the chunk to the checksum and stores it. */
+  DEVICE void store(const uint4 (&rows)[kRows], u64 at) {
+    if (at >= plan.raw_nbytes) return;
+    if (plan.flags & kFlagChecksum) check += column_check(rows, at, team.lane);
+    store_chunk(rows, dst, at, plan.raw_nbytes, team.lane);
+  }
+};
+
+/* A record, and how much of it has been used. `ok` turns false for good when it is too short;
+ * it is the same in all threads of a team. */
+struct Reader {
+  const u8 *at;
+  u32 left;
+  bool ok;
+  DEVICE const u8 *take(u32 bytes) {
+    const u8 *from = at;
+    ok = ok && bytes <= left;
+    if (!ok) return nullptr;
+    at += bytes;
+    left -= bytes;
+    return from;
+  }
+};
+
+/* The record of `tile`; not ok where the directory is damaged. */
+DEVICE Reader record_of(const Decoding &job, u32 tile) {
+  const u32 *directory = reinterpret_cast<const u32 *>(job.blob + job.plan.directory_offset);
+  u64 start = directory[tile], end = directory[tile + 1];
+  bool ok = start <= end && end * kRecordUnit <= job.plan.payload_bytes;
+  if (!ok) return {job.blob, 0, false};
+  /* No valid record is as long as 2^31 bytes; a longer claim is cut, which changes nothing. */
+  u64 bytes = (end - start) * kRecordUnit;
+  u32 left = bytes < 0x7fffffff ? static_cast<u32>(bytes) : 0x7fffffff;
+  return {job.blob + job.plan.payload_offset + start * kRecordUnit, left, true};
+}
+
+struct ConstPlaneSet {
+  const u8 *base;
+  u32 padded;
+  DEVICE const u8 *plane(u32 bit) const { return base + padded / 8 * bit; }
+};
+
+/* kBits bits (a power of two up to 16) at bit number `place` of `plane`. */
+template <u32 kBits>
+DEVICE u32 read_lane_bits(const u8 *plane, u32 place) {
+  if (kBits == 16) return *reinterpret_cast<const u16 *>(plane + place / 8);
+  return plane[place / 8] >> (place % 8) & ((1u << kBits) - 1);
+}
+
+/* Bits [kAt, kAt + kSize) of each of a lane's elements, from a whole-byte piece. */
+template <u32 kAt, u32 kSize>
+DEVICE void read_piece(const ConstPlaneSet &planes, u32 first, u64 *values) {
+  constexpr u32 kBytes = kPiece * kSize / 8;
+  const u8 *at = planes.plane(kAt) + first * (kSize / 8);
+  u32 words[2] = {0, 0};
+  if (kBytes == 2) words[0] = *reinterpret_cast<const u16 *>(at);
+  else words[0] = *reinterpret_cast<const u32 *>(at);
+  if (kBytes == 8) words[1] = reinterpret_cast<const u32 *>(at)[1];
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    u32 field = words[i * kSize / 32] >> (i * kSize % 32);
+    if (kSize < 32) field &= (1u << kSize % 32) - 1;
+    values[i] |= static_cast<u64>(field) << kAt;
+  }
+}
+
+/* Bits that lie in planes: byte i of the result holds element i's, from bit 0 on. */
+template <u32 kPlanes>
+DEVICE void gather_planes(const u32 (&planes)[kPlanes], u32 octet, u32 &low, u32 &high) {
+  low = high = 0;
+#pragma unroll
+  for (u32 bit = 0; bit < kPlanes; bit++) {
+    u32 byte = planes[bit] >> (8 * octet) & 0xff;
+    if (bit < 4) low |= byte << (8 * bit);
+    else high |= byte << (8 * (bit - 4));
+  }
+  transpose_bits(low, high);
+}
+
+DEVICE u32 octet_byte(u32 low, u32 high, u32 i) { return (i < 4 ? low : high) >> (8 * (i % 4)) & 0xff; }
+
+/* Whole-byte pieces and left-over bits of the residues of a lane's piece. */
+template <class C>
+DEVICE void read_residues(const ConstPlaneSet &planes, u32 first, u64 (&values)[kPiece]) {
+  constexpr u32 kWords = C::kResidue / 32 * 32;
+  constexpr u32 kHalves = C::kResidue / 16 * 16;
+  constexpr u32 kBytes = C::kResidue / 8 * 8;
+  if constexpr (kWords != 0) read_piece<0, 32>(planes, first, values);
+  if constexpr (kHalves != kWords) read_piece<kWords, 16>(planes, first, values);
+  if constexpr (kBytes != kHalves) read_piece<kHalves, 8>(planes, first, values);
+  constexpr u32 kLeft = C::kResidue - kBytes;
+  if constexpr (kLeft != 0) {
+    u32 bits[kLeft];
+#pragma unroll
+    for (u32 bit = 0; bit < kLeft; bit++) bits[bit] = read_lane_bits<kPiece>(planes.plane(kBytes + bit), first);
+    u32 low = 0, high = 0;
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      if (i % 8 == 0) gather_planes(bits, i / 8, low, high);
+      values[i] |= static_cast<u64>(octet_byte(low, high, i % 8)) << kBytes;
+    }
+  }
+}
+
+/* Elements of one row, those of the missed codes without their symbol; returns the missed. */
+template <class C>
+DEVICE u32 read_row(const Decoding &job, const ConstPlaneSet &planes, u32 first, u32 count, uint4 &piece) {
+  piece = make_uint4(0, 0, 0, 0);
+  if (first >= count) return 0;
+  u64 values[kPiece] = {};
+  read_residues<C>(planes, first, values);
+  u32 bits[C::kFirst];
+  u32 missed = 0xffff;
+#pragma unroll
+  for (u32 bit = 0; bit < C::kFirst; bit++) {
+    bits[bit] = read_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first);
+    missed &= bits[bit];
+  }
+  u32 valid = count - first;
+  u32 words[4] = {0, 0, 0, 0};
+  u32 low = 0, high = 0;
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    if (i % 8 == 0) gather_planes(bits, i / 8, low, high);
+    Element x = C::turned_back(values[i]) | job.placed[octet_byte(low, high, i % 8)];
+    put_element(words, i, i < valid ? x : 0);
+  }
+  piece = make_uint4(words[0], words[1], words[2], words[3]);
+  return valid < kPiece ? missed & ((1u << valid) - 1) : missed;
+}
+
+/* The bits of an element that its symbol takes, or the whole element of a truncated one. */
+template <class C>
+DEVICE Element read_escape(const u8 *at) {
+  u64 value = 0;
+#pragma unroll
+  for (u32 i = 0; i < C::kEscapeBytes; i++) value |= static_cast<u64>(at[i]) << (8 * i);
+  return C::kDrop ? value : C::place(value);
+}
+
+DEVICE void write_staged(u8 *stage, u32 index, Element value) {
+  if (kWidth == 8) reinterpret_cast<u64 *>(stage)[index] = value;
+  else if (kWidth == 4) reinterpret_cast<u32 *>(stage)[index] = static_cast<u32>(value);
+  else if (kWidth == 2) reinterpret_cast<u16 *>(stage)[index] = static_cast<u16>(value);
+  else stage[index] = static_cast<u8>(value);
+}
+
+/* Level 2: the missing bits of `count` elements, in order, into job.misses. */
+template <class C>
+DEVICE void read_misses(Decoding &job, Reader &record, u32 count) {
+  const Team &team = job.team;
+  u32 plane_bytes = (count + 7) / 8;
+  const u8 *planes = record.take(plane_bytes * C::kSecond);
+  if (!record.ok) return;
+  u32 finals[kRows], codes[kRows][C::kSecond];
+  u32 counts[kRows];
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 first = team.first(row);
+    finals[row] = 0xffff;
+#pragma unroll
+    for (u32 bit = 0; bit < C::kSecond; bit++) {
+      u32 place = plane_bytes * bit + first / 8;
+      u32 bits = first < count ? planes[place] >> (first % 8) : 0;
+      if (kPiece == 16 && first + 8 < count) bits |= static_cast<u32>(planes[place + 1]) << 8;
+      codes[row][bit] = bits & ((1u << kPiece) - 1);
+      finals[row] &= codes[row][bit];
+    }
+    u32 valid = first < count ? count - first : 0;
+    if (valid < kPiece) finals[row] &= (1u << valid) - 1;
+    counts[row] = ones(finals[row]);
+  }
+  Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
+  rank_in_team(ranks, team, *job.shared, job.turn);
+  const u8 *escapes = record.take(ranks[0].total * C::kEscapeBytes);
+  if (!record.ok) return;
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 first = team.first(row), rank = ranks[0].start[row], low = 0, high = 0;
+    if (first >= count) continue;
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      if (i % 8 == 0) gather_planes(codes[row], i / 8, low, high);
+      Element bits = job.placed[8 + octet_byte(low, high, i % 8)];
+      if (finals[row] >> i & 1) bits = read_escape<C>(escapes + C::kEscapeBytes * rank++);
+      if (first + i < count) write_staged(job.misses, first + i, bits);
+    }
+  }
+  team.meet();
+}
+
+/* `count` elements, coded in `planes` and the rest of `record`, into job.stage. Each lane reads
+ * back no others than it wrote unless the team meets. */
+template <class C>
+DEVICE void decode_elements(Decoding &job, const ConstPlaneSet &planes, Reader &record, u32 count,
+                            uint4 (&rows)[kRows]) {
+  const Team &team = job.team;
+  u32 missed[kRows], counts[kRows];
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    missed[row] = read_row<C>(job, planes, team.first(row), count, rows[row]);
+    counts[row] = ones(missed[row]);
+  }
+  Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
+  rank_in_team(ranks, team, *job.shared, job.turn);
+  const u8 *escapes = nullptr;
+  if constexpr (C::kSecond != 0) read_misses<C>(job, record, ranks[0].total);
+  else escapes = record.take(ranks[0].total * C::kEscapeBytes);
+  if (!record.ok) return;
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 first = team.first(row), rank = ranks[0].start[row];
+    *reinterpret_cast<uint4 *>(job.stage + first * kWidth) = rows[row];
+    for (u32 left = missed[row]; left; left &= left - 1) {
+      u32 index = first + lowest_bit(left);
+      Element bits = C::kSecond ? read_element(job.misses + rank * kWidth)
+                                : read_escape<C>(escapes + C::kEscapeBytes * rank);
+      write_staged(job.stage, index, read_element(job.stage + index * kWidth) | bits);
+      rank++;
+    }
+    rows[row] = *reinterpret_cast<const uint4 *>(job.stage + first * kWidth);
+  }
+}
+
+template <class C>
+DEVICE void decode_window_tile(Decoding &job, u32 tile) {
+  u32 count = job.tile_elements(tile);
+  Reader record = record_of(job, tile);
+  uint4 rows[kRows];
+  ConstPlaneSet planes = {job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile),
+                          static_cast<u32>(round_up(count, 128))};
+  decode_elements<C>(job, planes, record, count, rows);
+  if (!record.ok) return job.refuse();
+  job.store(rows, static_cast<u64>(tile) * kTile * kWidth + job.team.warp * kCheckChunkBytes);
+}
+
+/* One bit of a plane for each set bit of `flags`, in order from bit `rank` on. */
+DEVICE u32 pick_bits(const u8 *plane, u32 flags, u32 rank) {
+  u32 picked = 0;
+  for (u32 left = flags; left; left &= left - 1, rank++) {
+    if (plane[rank / 8] >> (rank % 8) & 1) picked |= left & (0 - left);
+  }
+  return picked;
+}
+
+/* Bit i of `bits` to bit 2i. */
+DEVICE u32 spread_bits(u32 bits) {
+  bits = (bits | bits << 4) & 0x0f0f;
+  bits = (bits | bits << 2) & 0x3333;
+  return (bits | bits << 1) & 0x5555;
+}
+
+/* Ranks of flagged bits of all rows in the team. */
+DEVICE Ranks rank_bits(Decoding &job, const u32 (&flags)[kRows]) {
+  u32 counts[kRows];
+  for (u32 row = 0; row < kRows; row++) counts[row] = ones(flags[row]);
+  Ranks ranks[1] = {Ranks::in_warp(counts, job.team.lane)};
+  rank_in_team(ranks, job.team, *job.shared, job.turn);
+  return ranks[0];
+}
+
+/* Turns plane A of a pairs bitmap, in `masks`, into the elements' bits. */
+DEVICE void read_pairs(Decoding &job, Reader &record, u32 (&masks)[kRows]) {
+  Ranks ranks = rank_bits(job, masks);
+  const u8 *plane = record.take((ranks.total + 31) / 32 * 4);
+  if (!record.ok) return;
+  u32 second[kRows];
+  for (u32 row = 0; row < kRows; row++) second[row] = pick_bits(plane, masks[row], ranks.start[row]);
+  ranks = rank_bits(job, second);
+  plane = record.take((ranks.total + 31) / 32 * 4);
+  if (!record.ok) return;
+  for (u32 row = 0; row < kRows; row++) {
+    u32 both = pick_bits(plane, second[row], ranks.start[row]);
+    u32 first = masks[row] & (~second[row] | both);
+    masks[row] = spread_bits(first) | spread_bits(second[row]) << 1;
+  }
+}
+
+/* Which of this lane's elements of a sparse tile differ from the fill. */
+DEVICE void read_bitmap(Decoding &job, Reader &record, u32 tile, u32 count, u32 (&masks)[kRows]) {
+  const u8 *block = job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile);
+  bool pairs = job.plan.bitmap == kBitmapPairs;
+  u32 bound = static_cast<u32>(pairs ? round_up(count, 256) : round_up(count, 128));
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 first = job.team.first(row);
+    masks[row] = first >= bound ? 0
+                 : pairs        ? read_lane_bits<kPiece / 2>(block, first / 2)
+                                : read_lane_bits<kPiece>(block, first);
+  }
+  if (pairs) read_pairs(job, record, masks);
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 valid = count > job.team.first(row) ? count - job.team.first(row) : 0;
+    if (valid < kPiece) masks[row] &= (1u << valid) - 1;
+  }
+}
+
+template <class C>
+DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
+  const Team &team = job.team;
+  u32 count = job.tile_elements(tile);
+  Reader record = record_of(job, tile);
+  u32 masks[kRows];
+  read_bitmap(job, record, tile, count, masks);
+  if (!record.ok) return job.refuse();
+  Ranks ranks = rank_bits(job, masks);
+  u32 padded = (ranks.total + 31) / 32 * 32;
+  ConstPlaneSet planes = {record.take(padded / 8 * C::kPlaneBits), padded};
+  if (!record.ok) return job.refuse();
+  uint4 rows[kRows];
+  decode_elements<C>(job, planes, record, ranks.total, rows);
+  if (!record.ok) return job.refuse();
+  team.meet();
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 words[4] = {0, 0, 0, 0}, rank = ranks.start[row], first = team.first(row);
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      Element x = job.plan.fill;
+      if (masks[row] >> i & 1) x = read_element(job.stage + kWidth * rank++);
+      put_element(words, i, first + i < count ? x : 0);
+    }
+    rows[row] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  job.store(rows, static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes);
+}
+
+/* The dictionary as bits of elements; the codes that stand for no entry give none. */
+template <class C>
+DEVICE void fill_placed(const Plan &plan, u64 *placed) {
+  if (thread_in_block() < kPlacedEntries) {
+    bool first = thread_in_block() < 8;
+    u32 code = first ? thread_in_block() : thread_in_block() - 8;
+    u32 slots = first ? C::kFirstSlots : C::kSecondSlots;
+    u32 index = first ? code : C::kFirstSlots + code;
+    bool used = code < slots && index < plan.dict_count;
+    placed[thread_in_block()] = C::place(used ? plan.window[index] : 0);
+  }
+  barrier(0, kBlockThreads);
+}
+
+template <class C, bool kHasBitmap>
+DEVICE void decode_tiles(Decoding &job, u64 *placed) {
+  fill_placed<C>(job.plan, placed);
+  for (u32 tile = block_index() * kTeams + job.team.id; tile < job.plan.tiles; tile += block_count() * kTeams) {
+    if constexpr (kHasBitmap) decode_sparse_tile<C>(job, tile);
+    else decode_window_tile<C>(job, tile);
+  }
+}
+
+struct DecodeCoded {
+  Decoding &job;
+  u64 *placed;
+  template <class C>
+  DEVICE void run() const {
+    if constexpr (C::kSecond != 0) {
+      if (job.plan.mode == kSparse) return decode_tiles<C, true>(job, placed);
+    }
+    decode_tiles<C, false>(job, placed);
+  }
+};
+
+/* A piece of a mode without tiles, of the chunk at byte `at`. */
+DEVICE uint4 flat_piece(const Decoding &job, u64 at, u32 row) {
+  u32 words[4] = {0, 0, 0, 0};
+  u64 place = (at + row * 512 + job.team.lane * 16) / kWidth;
+  u32 bits = 0;
+  if (job.plan.mode == kBoolean && place < job.plan.elements) {
+    bits = read_lane_bits<kPiece>(job.blob + kHeaderBytes + place / 8, place % 8);
+  }
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    Element x = job.plan.mode == kBoolean ? bits >> i & 1 : job.plan.fill;
+    put_element(words, i, place + i < job.plan.elements ? x : 0);
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+DEVICE void decode_flat(Decoding &job) {
+  constexpr u32 kWarps = kBlockThreads / kWarpThreads;
+  u64 warp = static_cast<u64>(block_index()) * kWarps + thread_in_block() / kWarpThreads;
+  u64 step = static_cast<u64>(block_count()) * kWarps * kCheckChunkBytes;
+  for (u64 at = warp * kCheckChunkBytes; at < job.plan.raw_nbytes; at += step) {
+    uint4 rows[kRows];
+    if (job.plan.mode == kRaw) {
+      load_chunk(rows, job.blob + kHeaderBytes, at, job.plan.raw_nbytes, job.team.lane);
+    } else {
+#pragma unroll
+      for (u32 row = 0; row < kRows; row++) rows[row] = flat_piece(job, at, row);
+    }
+    job.store(rows, at);
+  }
+}
+
+/* Decodes `blob` to `dst` as the plan in `scratch` says. Blocks of kBlockThreads, any number. */
+KERNEL(kBlockThreads)
+ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u32 *status) {
+  const Plan &plan = *plan_of(scratch);
+  if (plan.status != kOk) return;
+  Team team = Team::here();
+  u8 *memory = shared_memory();
+  TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
+  u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kDecodeArenaBytes;
+  u64 *placed = reinterpret_cast<u64 *>(memory + kTeams * (sizeof(TeamShared) + kDecodeArenaBytes));
+  Decoding job{plan, blob, dst, work_of(scratch), team, shared, arena, arena + kStageBytes, placed, 0, 0};
+  if (!has_tiles(plan.mode)) decode_flat(job);
+  else with_code(plan, DecodeCoded{job, placed});
+  if (plan.flags & kFlagChecksum) add_check(job.check, &job.work->checksum, team.lane);
+  memory_fence();
+  barrier(0, kBlockThreads);
+  if (thread_in_block() != 0) return;
+  memory_fence();
+  if (fetch_add(&job.work->teams_done, 1u) + 1 != block_count()) return;
+  u64 found = load_shared_word(&job.work->checksum) + plan.raw_nbytes * kCheckLength;
+  bool differs = (plan.flags & kFlagChecksum) && found != plan.checksum;
+  *status = fetch_add(&job.work->status, 0u) ? kBadRecord : differs ? kBadChecksum : kOk;
+}
+
+DEVICE bool is_window_code(const Plan &plan) {
+  bool fast = plan.k1 == 3 && plan.k2 == 0 && plan.mode == kWindow;
+  bool dense = (plan.k1 == 2 && plan.k2 == 3) || (plan.k1 == 3 && plan.k2 == 4);
+  bool bitmap = plan.mode == kSparse ? plan.bitmap == kBitmapPlain || plan.bitmap == kBitmapPairs
+                                     : plan.bitmap == kBitmapNone;
+  bool truncates = (kWidth == 4 && (plan.drop == 16 || plan.drop == 13)) || (kWidth == 8 && plan.drop == 29);
+  bool drop = plan.mode == kWindow ? plan.drop == 0 : truncates || (plan.mode == kSparse && plan.drop == 0);
+  return (fast || dense) && bitmap && drop && plan.rotate <= 1 &&
+         plan.residue_bits == kMantissa - plan.drop + plan.rotate;
+}
+
+/* Whether some encoder writes blobs with these parameters. */
+DEVICE bool is_known(const Plan &plan) {
+  if (plan.mode == kWindow || plan.mode == kSparse || plan.mode == kTruncated) return is_window_code(plan);
+  if (plan.bitmap || plan.rotate || plan.drop || plan.residue_bits || plan.k2) return false;
+  if (plan.mode == kTernary) return plan.k1 == 2;
+  if (plan.mode == kValues) return plan.k1 >= 7 && plan.k1 <= 9;
+  return plan.mode <= kInteger && plan.k1 == 0;
+}
+
+/* Reads the parameters from a header's words; the rest follows from them. */
+DEVICE Plan parse_header(const u64 (&words)[32]) {
+  Plan plan = {};
+  plan.mode = static_cast<u32>(words[0] >> 48 & 0xff);
+  plan.dtype = static_cast<u32>(words[0] >> 56);
+  plan.flags = static_cast<u32>(words[1] & 0xff);
+  plan.bitmap = static_cast<u32>(words[1] >> 8 & 0xff);
+  plan.rotate = static_cast<u32>(words[1] >> 16 & 0xff);
+  plan.drop = static_cast<u32>(words[1] >> 24 & 0xff);
+  plan.residue_bits = static_cast<u32>(words[1] >> 32 & 0xff);
+  plan.k1 = static_cast<u32>(words[1] >> 40 & 0xff);
+  plan.k2 = static_cast<u32>(words[1] >> 48 & 0xff);
+  plan.raw_nbytes = words[2];
+  plan.checksum = words[4];
+  plan.fill = words[5];
+  plan.dict_count = static_cast<u32>(words[6] >> 32);
+  plan.payload_bytes = words[9];
+  for (u32 i = 0; i < kWindowSlots; i++) {
+    plan.window[i] = i < plan.dict_count ? words[10 + i / 4] >> (16 * (i % 4)) & 0xffff : 0;
+  }
+  return plan;
+}
+
+/* Whether the plan can be trusted with these sizes and equals the header it came from. */
+DEVICE bool is_valid(Plan &plan, const u64 (&words)[32], u32 dtype, u64 blob_bytes, u64 dst_bytes) {
+  u32 slots = ((1u << plan.k1 % 16) - 1) + (plan.k2 ? (1u << plan.k2 % 16) - 1 : 0);
+  if (plan.dtype != dtype || !is_known(plan) || plan.raw_nbytes != dst_bytes || dst_bytes % kWidth) return false;
+  if (plan.dict_count > slots || (plan.flags & ~kFlagChecksum)) return false;
+  if (kWidth < 8 && plan.fill >> (8 * kWidth % 64)) return false;
+  if (!(plan.flags & kFlagChecksum) && plan.checksum) return false;
+  derive(plan);
+  if (plan.payload_offset > blob_bytes || plan.payload_bytes != blob_bytes - plan.payload_offset) return false;
+  u64 expected[32];
+  pack_header(plan, expected);
+  for (u32 i = 0; i < 32; i++) {
+    if (expected[i] != words[i]) return false;
+  }
+  return true;
+}
+
+DEVICE bool directory_ends_fit(const Plan &plan, const u8 *blob) {
+  if (!has_tiles(plan.mode)) return plan.payload_bytes == 0;
+  const u32 *directory = reinterpret_cast<const u32 *>(blob + plan.directory_offset);
+  return directory[0] == 0 && directory[plan.tiles] * static_cast<u64>(kRecordUnit) == plan.payload_bytes;
+}
+
+/* Checks the header of `blob` and prepares ancf_decode. One block of one warp.
+ * `status` is left at what the header deserves; ancf_decode completes it. */
+KERNEL(kWarpThreads)
+ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u32 *status, u32 dtype) {
+  u32 *work = reinterpret_cast<u32 *>(work_of(scratch));
+  for (u32 i = thread_in_block(); i < sizeof(Work) / 4; i += kWarpThreads) work[i] = 0;
+  if (thread_in_block() != 0) return;
+  Plan plan = {};
+  bool ok = blob_bytes >= kHeaderBytes;
+  if (ok) {
+    u64 words[32];
+    for (u32 i = 0; i < 32; i++) words[i] = reinterpret_cast<const u64 *>(blob)[i];
+    plan = parse_header(words);
+    ok = is_valid(plan, words, dtype, blob_bytes, dst_bytes) && directory_ends_fit(plan, blob);
+  }
+  plan.status = ok ? kOk : kBadHeader;
+  *reinterpret_cast<Plan *>(scratch) = plan;
+  *status = plan.status;
+}
