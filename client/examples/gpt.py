@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS, ROWS, LENGTH, WIDTH, LAYERS = 5, 8, 256, 256, 4
+STEPS, ROWS, LENGTH, WIDTH, LAYERS = 5, 16, 128, 256, 4
 
 
 class GPT(nn.Module):

@@ -1,0 +1,27 @@
+"""`stormd bench link` runs and gives every figure; how large they are is not a test's matter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+
+def test_link_gives_its_figures() -> None:
+    flags = ["--tensors=2", "--tensor-bytes=2MiB", "--rounds=1", "--operations=20", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "stormd.cli", "bench", "link", *flags],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["machine"]["command"].startswith("stormd bench link")
+    figures = result["figures"]
+    assert figures["bytes"] == 4 << 20
+    assert figures["kept_bytes"] == 0
+    assert figures["offloaded_bytes"] == 4 << 20
+    for name in ("link_to_memcpy", "hook_store_seconds", "hook_restore_seconds"):
+        assert figures[name] > 0

@@ -1,0 +1,56 @@
+"""`stormd demo` as a newcomer runs it, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def _demo(device: str) -> dict[str, object]:
+    command = [sys.executable, "-m", "stormd.cli", "demo", "--json", "--small", "--steps=2"]
+    done = subprocess.run(
+        [*command, f"--device={device}"], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, object] = json.loads(done.stdout)
+    return figures
+
+
+def _check(figures: dict[str, object]) -> None:
+    assert figures["passed"] is True
+    trainers = figures["trainers"]
+    assert isinstance(trainers, list)
+    assert len(trainers) == 2
+    for trainer in trainers:
+        assert trainer["identical"]
+        assert trainer["steps"] == trainer["equal_losses"] == trainer["equal_gradients"] == 2
+        assert trainer["saved_bytes"] >= trainer["offloaded_bytes"] > 16 << 20
+        assert trainer["ratio"] > 1.1
+    pool = figures["pool"]
+    assert isinstance(pool, dict)
+    assert pool["peak_used_bytes"] > 0
+    assert pool["left_bytes"] == 0
+
+
+def test_on_the_cpu() -> None:
+    _check(_demo("cpu"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    _check(_demo("cuda"))
+
+
+@pytest.mark.slow
+def test_the_whole_demo_frees_the_clients_memory() -> None:
+    command = [sys.executable, "-m", "stormd.cli", "demo", "--json", "--device=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for trainer in json.loads(done.stdout)["trainers"]:
+        assert trainer["peak_drop"] >= 0.7

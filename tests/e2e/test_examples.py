@@ -1,0 +1,49 @@
+"""The examples run, and the one with offload prints what the other prints."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from stormd.child_daemon import ChildDaemon
+
+EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
+
+
+def _losses(script: str, **environ: str) -> list[str]:
+    # one thread: sums in another order would differ in their last bits
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environ},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_offload_prints_the_same_losses(daemon: ChildDaemon) -> None:
+    plain = _losses("gpt.py")
+    assert len(plain) == 5
+    assert _losses("gpt_offload.py", STORMD_ADDRESS=daemon.address) == plain
+    state = daemon.status()
+    assert state["throughput"]["store"]["operations"] > 0
+    assert state["pool"]["used_bytes"] == 0
+
+
+def test_the_change_is_an_import_and_two_lines() -> None:
+    plain, offload = (
+        [line.strip() for line in (EXAMPLES / name).read_text().splitlines()[1:] if line.strip()]
+        for name in ("gpt.py", "gpt_offload.py")
+    )
+    changes = [line for line in difflib.ndiff(plain, offload) if line[0] in "+-"]
+    assert sorted(changes) == [
+        "+ import storm_client as storm",
+        "+ offload = storm.offload(model)",
+        "+ with offload:",
+    ]
