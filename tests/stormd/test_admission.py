@@ -1,0 +1,93 @@
+"""Admission: each thing that a client may say wrong has its answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stormd.admission import MAX_RESTORES, restore_problem, segment_problem, store_problem
+from stormd.protocol import MapSegment, Restore, Store
+from stormd.records import Entry, Limits, Phase, Session, SessionInfo, Ticket
+
+LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
+STORE = Store(5, 0, 0, 100, "uint8", "raw", 0)
+RESTORE = Restore(1, 3, 0, 0, 100, 0)
+
+
+@pytest.fixture
+def session() -> Session:
+    info = SessionInfo(1, "cpu", 0, 1, "test")
+    record = Session(info, part_bytes=4096, seen=0.0, segments={0: 8192}, phase=Phase.ATTACHED)
+    record.entries[3] = Entry(100, "raw", 0.0, 356, 512)
+    record.last_entry = 3
+    record.used_bytes = 512
+    return record
+
+
+def test_what_is_right_passes(session: Session) -> None:
+    assert store_problem(session, STORE, LIMITS, draining=False) is None
+    assert restore_problem(session, RESTORE) is None
+    assert segment_problem(session, MapSegment(1, b"", 0, 1)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"entry": 3}, "follow"),
+        ({"nbytes": 4097}, "limit is 4096"),
+        ({"offset": 8093}, "outside"),
+        ({"segment": 1}, "not mapped"),
+    ],
+)
+def test_an_invalid_store_is_explained(
+    session: Session, changes: dict[str, int], words: str
+) -> None:
+    problem = store_problem(session, replace(STORE, **changes), LIMITS, draining=False)
+    assert problem is not None
+    assert problem[0] == "invalid"
+    assert words in problem[1]
+
+
+def test_the_last_byte_of_a_segment_may_be_used(session: Session) -> None:
+    assert store_problem(session, replace(STORE, offset=8092), LIMITS, draining=False) is None
+
+
+def test_limits_are_told_apart(session: Session) -> None:
+    quota = replace(LIMITS, quota_bytes=1023)
+    assert store_problem(session, STORE, quota, draining=False) is not None
+    assert store_problem(session, STORE, replace(quota, quota_bytes=1024), draining=False) is None
+    few = store_problem(session, STORE, replace(LIMITS, max_entries=1), draining=False)
+    assert few is not None
+    assert few[0] == "too_many_entries"
+    drained = store_problem(session, STORE, LIMITS, draining=True)
+    assert drained is not None
+    assert drained[0] == "draining"
+
+
+def test_restores_are_limited(session: Session) -> None:
+    for number in range(2, MAX_RESTORES + 2):
+        session.tickets[number] = Ticket(3, 0, RESTORE, 0.0)
+    problem = restore_problem(session, RESTORE)
+    assert problem is not None
+    assert problem[0] == "QuotaExceeded"
+
+
+def test_a_ticket_under_way_is_taken(session: Session) -> None:
+    session.tickets[1] = Ticket(3, 0, RESTORE, 0.0)
+    problem = restore_problem(session, RESTORE)
+    assert problem is not None
+    assert "under way" in problem[1]
+
+
+def test_nothing_goes_without_a_lifeline(session: Session) -> None:
+    session.phase = Phase.OPENED
+    assert store_problem(session, STORE, LIMITS, draining=False) is not None
+    assert restore_problem(session, RESTORE) is not None
+    assert segment_problem(session, MapSegment(1, b"", 0, 1)) is not None
+
+
+def test_a_segment_has_its_own_number_and_a_size(session: Session) -> None:
+    session.mapping[2] = (0, 10)
+    for message in (MapSegment(0, b"", 0, 1), MapSegment(2, b"", 0, 1), MapSegment(3, b"", 0, 0)):
+        assert segment_problem(session, message) is not None

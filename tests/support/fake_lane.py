@@ -1,0 +1,85 @@
+"""A lane that does nothing until a test says so: it performs the ledger's jobs on numbers only."""
+
+from __future__ import annotations
+
+from stormd.arena import Space
+from stormd.instructions import Detach, Ended, Instruction, Map, Reply
+from stormd.lanes import (
+    Detached,
+    RestoreDone,
+    RestoreFailed,
+    RestoreJob,
+    Result,
+    SegmentMapped,
+    SegmentRefused,
+    StoreDone,
+    StoreFailed,
+    StoreJob,
+)
+from stormd.ledger import Ledger
+from stormd.protocol import Message
+
+
+class FakeLane:
+    """Takes the ledger's instructions; `jobs` are those not yet answered, oldest first.
+
+    `replies` are the messages sent to clients, `ended` the sessions that are gone.
+    """
+
+    def __init__(self, ledger: Ledger, space: Space) -> None:
+        self.ledger = ledger
+        self.space = space
+        self.jobs: list[StoreJob | RestoreJob | Map] = []
+        self.detaching: set[int] = set()
+        self.replies: list[tuple[int, int, Message]] = []
+        self.ended: list[int] = []
+        self.others: list[Instruction] = []
+
+    def take(self, instructions: list[Instruction]) -> None:
+        """Perform instructions."""
+        for instruction in instructions:
+            if isinstance(instruction, StoreJob | RestoreJob | Map):
+                assert instruction.session not in self.detaching, "a job for an ending session"
+                self.jobs.append(instruction)
+            elif isinstance(instruction, Reply):
+                assert instruction.session not in self.detaching, "an answer after the end"
+                reply = (instruction.session, instruction.request, instruction.message)
+                self.replies.append(reply)
+            elif isinstance(instruction, Detach):
+                self.detaching.add(instruction.session)
+            elif isinstance(instruction, Ended):
+                self.detaching.remove(instruction.session)
+                self.ended.append(instruction.session)
+            else:
+                self.others.append(instruction)
+
+    def finish(self, index: int = 0, *, share: float = 1.0, fail: bool = False) -> None:
+        """Answer a job: a blob of `share` of what was promised, or a failure."""
+        job = self.jobs.pop(index)
+        result = self._failed(job) if fail else self._done(job, share)
+        self.take(self.ledger.result(result, 0.0))
+
+    def detach(self, session: int) -> None:
+        """Answer what is left of an ending session, then let go of it."""
+        while indices := [i for i, job in enumerate(self.jobs) if job.session == session]:
+            self.finish(indices[0], fail=True)
+        self.take(self.ledger.result(Detached(session), 0.0))
+
+    def last(self) -> Message:
+        """Return the last message sent to a client."""
+        return self.replies[-1][2]
+
+    def _done(self, job: StoreJob | RestoreJob | Map, share: float) -> Result:
+        if isinstance(job, StoreJob):
+            block = self.space.place(job.promised, max(1, int(job.promised * share)))
+            return StoreDone(job.session, job.entry, block, "raw", 0.001)
+        if isinstance(job, RestoreJob):
+            return RestoreDone(job.session, job.ticket, 0.001)
+        return SegmentMapped(job.session, job.segment.segment)
+
+    def _failed(self, job: StoreJob | RestoreJob | Map) -> Result:
+        if isinstance(job, StoreJob):
+            return StoreFailed(job.session, job.entry, "broken")
+        if isinstance(job, RestoreJob):
+            return RestoreFailed(job.session, job.ticket, "CorruptBlob", "damaged")
+        return SegmentRefused(job.session, job.segment.segment, "no such handle")
