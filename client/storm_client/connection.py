@@ -53,6 +53,10 @@ __all__ = ["Connection", "is_listening", "socket_path"]
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
 
+QUIET_SECONDS = 0.002
+"""The listener's pause after each turn while nobody waits: replies then come in batches, and a
+training thread, which handles them itself when it sends, rarely shares the interpreter lock."""
+
 GOODBYE_SECONDS = 5.0
 """How long close waits for the daemon to free the session before it leaves anyway."""
 
@@ -113,6 +117,7 @@ class Connection:
         self._lost: DaemonLost | None = None
         self._answers: dict[int, Message | None] = {}
         self._waiting = 0
+        self._needed = threading.Event()  # set while somebody waits, or when all is over
         self._draining = False
         self._wakeup: Wakeup | None = Wakeup()
         self._thread: threading.Thread | None = None
@@ -205,8 +210,11 @@ class Connection:
         Raises:
             DaemonLost: the daemon died meanwhile and it is not ready.
         """
+        if ready():
+            return True
         deadline = time.monotonic() + timeout
         self._waiting += 1
+        self._needed.set()
         try:
             while not ready():
                 self.check()
@@ -217,6 +225,8 @@ class Connection:
             return True
         finally:
             self._waiting -= 1
+            if not self._waiting:
+                self._needed.clear()
 
     def wake(self) -> None:
         """Have the listening thread call `on_wake`. Takes no lock: destructors may call it."""
@@ -326,6 +336,7 @@ class Connection:
         next_ping = time.monotonic()
         while not self.lost:
             next_ping = self._turn(next_ping, wakeup)
+            self._needed.wait(QUIET_SECONDS)
             ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
             if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
                 self._fail(f"the daemon at {self.address} ended, with all it held for us")
@@ -376,6 +387,7 @@ class Connection:
 
     def _lose(self, reason: str) -> None:
         self._lost = DaemonLost(reason)
+        self._needed.set()
         self.changed.notify_all()
         self.wake()
 

@@ -6,7 +6,10 @@ are all the order there is, and sequence numbers stay 0.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from contextlib import suppress
+from ctypes import memmove
 
 import torch
 
@@ -20,11 +23,19 @@ __all__ = ["CpuLane"]
 STAGING = 0
 """The segment that is the staging area; it exists from Welcome on."""
 
+HUGE_BYTES = 4 << 20
+"""From here on memory to restore into is asked for in huge pages: touching 32 MiB for the first
+time took 18 ms in pages of 4 KiB, and takes 4.5."""
+
+_LIBC = ctypes.CDLL(None)
+
 
 class CpuLane:
     """Copies between host tensors and a memory file shared with the daemon.
 
-    Copies go through torch, which releases the interpreter lock meanwhile.
+    Copies are plain memmoves in the calling thread, without the interpreter lock. Tensor.copy_
+    would share them among torch's threads, which wait for each other: on cores that the daemon
+    uses as well that made a copy of 8 MiB take 16 ms instead of 0.5.
     """
 
     def __init__(self) -> None:
@@ -48,6 +59,8 @@ class CpuLane:
             )
         self.staging_bytes = welcome.staging_bytes
         memory = mmap.mmap(descriptors[1], welcome.staging_bytes)
+        with suppress(OSError):  # a kernel without huge pages for shared memory: only slower
+            memory.madvise(mmap.MADV_HUGEPAGE)
         self._area = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
         self._space = StagingSpace(welcome.staging_bytes)
 
@@ -70,15 +83,18 @@ class CpuLane:
 
     def stage(self, source: torch.Tensor, slot: Slot) -> None:
         """Copy `source` into the slot; the bytes are there on return."""
-        self._bytes(slot).copy_(source)
+        memmove(self._address(slot), source.data_ptr(), slot.nbytes)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor in host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes >= HUGE_BYTES:
+            _advise_huge_pages(tensor)
+        return tensor
 
     def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
         """Copy the slot's bytes into `destination`; they are there on return."""
-        destination.copy_(self._bytes(slot))
+        memmove(destination.data_ptr(), self._address(slot), slot.nbytes)
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Do nothing: what was copied is there."""
@@ -90,6 +106,13 @@ class CpuLane:
         """Unmap the staging area as soon as no copy uses it any more."""
         self._area = None
 
-    def _bytes(self, slot: Slot) -> torch.Tensor:
+    def _address(self, slot: Slot) -> int:
         assert self._area is not None, "the lane is closed"
-        return self._area[slot.offset : slot.offset + slot.nbytes]
+        return self._area.data_ptr() + slot.offset
+
+
+def _advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask for huge pages in the whole pages of `tensor`; where the kernel has none it says no."""
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
