@@ -1,0 +1,171 @@
+"""The client's cuda lane: streams, captures and memory; what all lanes do is in test_gradients."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import storm_client as storm
+import torch
+from support.waiting import wait_until
+from torch import Tensor, nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+
+Context = AbstractContextManager[object]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))] * 4
+    return nn.Sequential(*layers).to("cuda")
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randn(1024, 512, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def forward(model: nn.Module, x: Tensor, context: Context) -> Tensor:
+    with context:
+        return model(x).square().mean()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    return found
+
+
+def plain(model: nn.Module, x: Tensor) -> list[Tensor]:
+    forward(model, x, nullcontext()).backward()
+    return gradients(model)
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def assert_offloaded(offload: storm.Offload, least: int = 1 << 20) -> None:
+    assert offload.stats().offloaded_bytes >= least, offload.stats()
+
+
+def test_a_side_streams_forward(client: storm.Client) -> None:
+    model, x = network(), batch()
+    expected = plain(model, x)
+    offload = client.offload(model, min_bytes=1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loss = forward(model, x, offload)
+    torch.cuda.current_stream().wait_stream(side)
+    loss.backward()
+    assert_same(gradients(model), expected)
+    assert_offloaded(offload)
+
+
+def test_the_stream_changes_within_a_forward(client: storm.Client) -> None:
+    model, x = network(), batch()
+    expected = plain(model, x)
+    offload = client.offload(model, min_bytes=1)
+    streams = [torch.cuda.Stream() for _ in model]
+    for _ in range(5):
+        with offload:
+            y = x
+            for layer, stream in zip(model, streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    y = layer(y)
+                torch.cuda.current_stream().wait_stream(stream)
+            loss = y.square().mean()
+        loss.backward()
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        assert_same(gradients(model), expected)
+    assert_offloaded(offload)
+
+
+def test_threads_with_streams_of_their_own(client: storm.Client) -> None:
+    expected: dict[int, list[Tensor]] = {}
+    models = [network() for _ in range(3)]
+    for number, model in enumerate(models):
+        expected[number] = plain(model, batch(number))
+    wrong: list[int] = []
+
+    def train(number: int) -> None:
+        model, x = models[number], batch(number)
+        offload = client.offload(model, min_bytes=1)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(10):
+                forward(model, x, offload).backward()
+                found = gradients(model)
+                if not all(map(torch.equal, found, expected[number])):
+                    wrong.append(number)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(len(models))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_captured_graph_passes_through(client: storm.Client) -> None:
+    model, x = network(), batch()
+    expected = plain(model, x)
+    offload = client.offload(model, min_bytes=1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # capture wants everything warm
+        forward(model, x, nullcontext()).backward()
+    torch.cuda.current_stream().wait_stream(side)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward(model, x, offload).backward()
+    graph.replay()
+    assert_same(gradients(model), expected)
+    stats = offload.stats()
+    assert stats.offloaded_bytes == 0
+    assert stats.skipped["capture"] > 0
+
+
+def test_the_device_holds_less_while_the_tensors_are_away(client: storm.Client) -> None:
+    model, x = network(), batch()
+    plain(model, x)
+    before = torch.cuda.memory_allocated()
+    kept = forward(model, x, nullcontext())
+    held = torch.cuda.memory_allocated() - before
+    del kept
+    offload = client.offload(model, min_bytes=1)
+    loss = forward(model, x, offload)
+    wait_until(lambda: offload.stats().stored_bytes > 0)
+    away = torch.cuda.memory_allocated() - before
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    assert away < 0.3 * held, f"{away} of {held} bytes stay"
+
+
+def test_memory_stays_flat_over_many_steps(client: storm.Client) -> None:
+    model, x = network(), batch()
+    offload = client.offload(model, min_bytes=1)
+    sizes = []
+    for number in range(300):
+        rows = x[: 512 + number % 7 * 64]  # shapes change, segments are freed and reused
+        loss = forward(model, rows, offload)
+        if number % 3:
+            loss.backward()
+        del loss
+        model.zero_grad(set_to_none=True)
+        if number % 50 == 49:
+            torch.cuda.empty_cache()
+            gc.collect()
+            sizes.append(torch.cuda.memory_allocated())
+    assert len(set(sizes)) == 1, sizes
