@@ -1,0 +1,193 @@
+"""The cpu lane by itself: real threads and memory, a list in the place of the daemon."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+from collections.abc import Iterator
+
+import pytest
+from storm_kernels.ancf import DType
+from support.waiting import wait_until
+
+from stormd.arena import Block, Space
+from stormd.errors import LaneUnavailable
+from stormd.host_pool import HostPool
+from stormd.lanes import (
+    Attachment,
+    Detached,
+    RestoreDone,
+    RestoreFailed,
+    RestoreJob,
+    Result,
+    SegmentRefused,
+    StoreDone,
+    StoreFailed,
+    StoreJob,
+    blob_bound,
+)
+from stormd.lanes.cpu import CpuLane
+from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
+
+KIB = 1 << 10
+MIB = 1 << 20
+POOL = 8 * MIB
+
+
+class Bench:
+    """A lane, what it posted, and the client's side of its sessions."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self.pool = HostPool(POOL)
+        self.space = Space(POOL)
+        self.results: queue.Queue[Result] = queue.Queue()
+        self.lane = CpuLane(
+            pool=self.pool,
+            space=self.space,
+            post=self.results.put,
+            staging_bytes=2 * MIB,
+            part_bytes=MIB,
+            threads=threads,
+        )
+        self.memories: dict[int, mmap.mmap] = {}
+
+    def attach(self, session: int, staging: int = 0) -> Attachment:
+        hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], staging, "test")
+        attachment = self.lane.attach(session, hello)
+        self.memories[session] = mmap.mmap(attachment.descriptors[1], attachment.staging_bytes)
+        for descriptor in attachment.descriptors:
+            os.close(descriptor)
+        return attachment
+
+    def store(self, session: int, entry: int, data: bytes, codec: str = "raw") -> None:
+        self.memories[session][: len(data)] = data
+        assert self.space.promise(blob_bound(len(data)))
+        self.lane.store(
+            StoreJob(session, entry, 0, 0, len(data), DType.UINT8, codec, 0, blob_bound(len(data)))
+        )
+
+    def next(self) -> Result:
+        return self.results.get(timeout=10)
+
+    def close(self) -> None:
+        for memory in self.memories.values():
+            memory.close()
+        assert self.lane.close(10)
+        self.pool.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def end(bench: Bench, *sessions: int) -> None:
+    for session in sessions:
+        bench.lane.detach(session)
+    for _ in sessions:
+        assert isinstance(bench.next(), Detached)
+
+
+def stored(bench: Bench, session: int, data: bytes, codec: str) -> Block:
+    bench.store(session, 1, data, codec)
+    result = bench.next()
+    assert isinstance(result, StoreDone)
+    assert (result.session, result.entry) == (session, 1)
+    assert result.seconds > 0
+    return result.block
+
+
+@pytest.mark.parametrize("codec", ["raw", "ancf"])
+def test_a_part_goes_in_and_comes_back(bench: Bench, codec: str) -> None:
+    bench.attach(1)
+    data = os.urandom(300 * KIB)
+    block = stored(bench, 1, data, codec)
+    bench.lane.restore(RestoreJob(1, 9, 1, block, 0, MIB, len(data), 0))
+    restored = bench.next()
+    assert isinstance(restored, RestoreDone)
+    assert restored.ticket == 9
+    assert bench.memories[1][MIB : MIB + len(data)] == data
+    end(bench, 1)
+
+
+def test_staging_is_granted_within_bounds(bench: Bench) -> None:
+    assert bench.attach(1).staging_bytes == 2 * MIB
+    assert bench.attach(2, staging=1).staging_bytes == 64 * KIB
+    assert bench.attach(3, staging=100 * KIB + 1).staging_bytes == 104 * KIB
+    assert bench.attach(4, staging=1 << 62).staging_bytes == 2 * MIB
+    assert bench.attach(5, staging=100 * KIB).part_bytes == 50 * KIB
+    end(bench, 1, 2, 3, 4, 5)
+
+
+def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
+    hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], 0, "test")
+    attachment = bench.lane.attach(1, hello)
+    for descriptor in attachment.descriptors:
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+    end(bench, 1)
+
+
+def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
+    bench.attach(1)
+    block = stored(bench, 1, os.urandom(1000), "raw")
+    bench.lane.restore(RestoreJob(1, 9, 1, block, 0, 0, 999, 0))
+    failed = bench.next()
+    assert isinstance(failed, RestoreFailed)
+    assert failed.kind == "CorruptBlob"
+    end(bench, 1)
+
+
+def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
+    bench.attach(1)
+    bench.lane.store(StoreJob(1, 4, 0, 2 * MIB, 10, DType.UINT8, "raw", 0, 266))
+    failed = bench.next()
+    assert isinstance(failed, StoreFailed)
+    assert failed.entry == 4
+    stored(bench, 1, b"the worker goes on", "raw")
+    end(bench, 1)
+
+
+def test_detaching_answers_every_job_once_and_then_says_so(bench: Bench) -> None:
+    bench.attach(1)
+    bench.attach(2)
+    for entry in range(1, 7):
+        bench.store(1, entry, bytes(MIB), "ancf")
+    bench.lane.detach(1)
+    answered = []
+    while not isinstance(result := bench.next(), Detached):
+        assert isinstance(result, StoreDone | StoreFailed)
+        answered.append(result.entry)
+    assert sorted(answered) == list(range(1, 7))
+    stored(bench, 2, b"the neighbour is served", "raw")
+    end(bench, 2)
+
+
+def test_segments_are_refused(bench: Bench) -> None:
+    bench.attach(1)
+    bench.lane.map_segment(1, MapSegment(3, b"handle", 1, 10))
+    refused = bench.next()
+    assert isinstance(refused, SegmentRefused)
+    assert refused.segment == 3
+    end(bench, 1)
+
+
+def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", no_memory)
+    hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], 0, "test")
+    with pytest.raises(LaneUnavailable, match="Too many open files"):
+        bench.lane.attach(1, hello)
+
+
+def test_workers_are_alive_and_idle(bench: Bench) -> None:
+    bench.attach(1)
+    stored(bench, 1, b"work", "raw")
+    wait_until(lambda: all(not heart.trouble(0.0) for heart in bench.lane.hearts))
+    end(bench, 1)

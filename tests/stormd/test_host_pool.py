@@ -1,0 +1,91 @@
+"""The pool's memory: resident when it is said to be, shown while it is made, given back."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from stormd import host_pool
+from stormd.errors import PoolUnavailable
+from stormd.host_pool import CHUNK_BYTES, HostPool
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_the_pool_is_resident_zeroed_and_given_back() -> None:
+    before = resident_bytes()
+    pool = HostPool(192 * MIB)
+    assert resident_bytes() - before > 180 * MIB
+    assert ctypes.string_at(pool.address + 100 * MIB, 64) == bytes(64)
+    ctypes.memset(pool.address, 7, 192 * MIB)
+    pool.close()
+    pool.close()
+    assert resident_bytes() - before < 20 * MIB
+
+
+def test_progress_grows_to_the_whole() -> None:
+    seen: list[tuple[int, int]] = []
+    pool = HostPool(3 * CHUNK_BYTES, on_progress=lambda done, total: seen.append((done, total)))
+    pool.close()
+    assert [total for _, total in seen] == [3 * CHUNK_BYTES] * 3
+    assert [done for done, _ in seen] == [CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
+
+
+def test_older_kernels_write_to_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such_call(*_: object) -> int:
+        ctypes.set_errno(22)
+        return -1
+
+    monkeypatch.setattr(host_pool._libc, "madvise", no_such_call)
+    before = resident_bytes()
+    pool = HostPool(64 * MIB)
+    assert resident_bytes() - before > 60 * MIB
+    pool.close()
+
+
+def test_pieces_cover_the_pool_without_overlap() -> None:
+    pool = HostPool(10 * MIB)
+    pieces = list(pool.pieces(4 * MIB))
+    assert [address - pool.address for address, _ in pieces] == [0, 4 * MIB, 8 * MIB]
+    assert [nbytes for _, nbytes in pieces] == [4 * MIB, 4 * MIB, 2 * MIB]
+    pool.close()
+
+
+def test_too_much_is_refused_with_what_there_is() -> None:
+    with pytest.raises(PoolUnavailable, match=r"pool_bytes is 1024.0 TiB.*--pool-bytes"):
+        HostPool(1 << 50)
+
+
+def test_what_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> int:
+        ctypes.set_errno(12)
+        return -1
+
+    monkeypatch.setattr(host_pool._libc, "madvise", no_memory)
+    with pytest.raises(PoolUnavailable, match="Cannot allocate memory"):
+        HostPool(4 * MIB)
+
+
+def test_an_unlocked_pool_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_pool._libc, "mlock", lambda *_: -1)
+    pool = HostPool(4 * MIB)
+    assert not pool.locked
+    assert "LimitMEMLOCK" in caplog.text
+    pool.close()
+
+
+def test_a_pool_that_may_be_in_use_stays_mapped() -> None:
+    pool = HostPool(4 * MIB)
+    pool.keep()
+    pool.close()
+    ctypes.memset(pool.address, 1, 4 * MIB)
+    pool._mapping.close()
