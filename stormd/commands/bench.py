@@ -10,10 +10,12 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import positive_int
+from stormd.commands.bench_codec import measure_codec, print_codec
 from stormd.commands.output import EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
 from stormd.machine import describe
@@ -21,7 +23,7 @@ from stormd.sizes import format_size, parse_size
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure this machine: link, the way through the daemon against plain copies"
+HELP = "measure this machine: link, the way through the daemon; codec, ratios and speeds"
 
 _SECONDS: Final = 300.0
 
@@ -35,16 +37,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link.add_argument("--tensor-bytes", default="16MiB", metavar="SIZE", help="size of each")
     link.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
     link.add_argument("--operations", type=positive_int, default=2000, help="small tensors")
-    link.add_argument("--json", action="store_true", help="print the figures as JSON")
+    text = "ratio and speed of the lossless codec on the kinds of tensors that autograd saves"
+    codec = benchmarks.add_parser("codec", help=text, description=text)
+    codec.add_argument("--values", type=positive_int, default=1 << 24, help="values of a tensor")
+    codec.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
+    for benchmark in (link, codec):
+        benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its figures."""
-    figures = _measure_link(args)
-    if args.json:
-        write_json({"benchmark": "link", "machine": describe(), "figures": figures})
+    figures: Any
+    show: Callable[[Any], None]
+    if args.benchmark == "link":
+        figures, show = _measure_link(args), _print_link
     else:
-        _print_link(figures)
+        figures, show = measure_codec(args.values, args.rounds), print_codec
+    if args.json:
+        write_json({"benchmark": args.benchmark, "machine": describe(), "figures": figures})
+    else:
+        show(figures)
     return EXIT_OK
 
 

@@ -1,23 +1,37 @@
-"""`stormd bench link` runs and gives every figure; how large they are is not a test's matter."""
+"""`stormd bench` runs and gives every figure; how large the speeds are is not a test's matter."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from typing import Any
 
 
-def test_link_gives_its_figures() -> None:
-    flags = ["--tensors=2", "--tensor-bytes=2MiB", "--rounds=1", "--operations=20", "--json"]
+def _bench(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "stormd.cli", "bench", "link", *flags],
+        [sys.executable, "-m", "stormd.cli", "bench", *arguments, "--json"],
         capture_output=True,
         text=True,
         timeout=110,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_codec_reaches_its_ratios() -> None:
+    figures = _bench("codec", "--values=300000", "--rounds=1")["figures"]
+    ratios = {(one["kind"], one["speed"]): one["ratio"] for one in figures}
+    assert ratios["bfloat16, dense N(0,1)", "fast"] >= 1.42
+    assert ratios["bfloat16, after ReLU", "fast"] >= 2.5
+    assert ratios["float32, dense N(0,1)", "dense"] >= 1.19
+    assert ratios["uint8, random", "dense"] >= 0.995
+
+
+def test_link_gives_its_figures() -> None:
+    result = _bench("link", "--tensors=2", "--tensor-bytes=2MiB", "--rounds=1", "--operations=20")
     assert result["machine"]["command"].startswith("stormd bench link")
     figures = result["figures"]
     assert figures["bytes"] == 4 << 20
