@@ -1,0 +1,28 @@
+"""Prints one JSON object; run as `python -m storm_client.bench.activations`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from storm_client.bench.activations.figures import measure
+from storm_client.bench.activations.picture import draw
+
+
+def main() -> None:
+    """Measure, draw where asked to, and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--min-bytes", type=int, default=1 << 16)
+    parser.add_argument("--image", type=Path)
+    args = parser.parse_args()
+    families = measure(args.steps, args.min_bytes)
+    if args.image is not None:
+        draw(families, args.image)
+    json.dump({"steps": args.steps, "families": families}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
