@@ -66,6 +66,7 @@ class Server:
         self._cleanup = ExitStack()
         self.counters = Counters()
         self._opened_at = time.monotonic()
+        self._is_open = False
         self._loop: asyncio.AbstractEventLoop
         self._stopping: asyncio.Event
         self._progress: asyncio.Event
@@ -94,6 +95,7 @@ class Server:
         except BaseException:
             self._cleanup.close()
             raise
+        self._is_open = True
         log.info("ready", extra={"address": self._config.address, "lanes": list(self._lanes)})
 
     async def serve(self) -> None:
@@ -125,12 +127,17 @@ class Server:
     async def close(self) -> None:
         """End in order, by the deadline of the config, whatever the clients do.
 
+        Does nothing where `open` failed or the daemon has ended already.
+
         1. Take no new session and no new entry; say so to those who ask.
         2. Let clients fetch what they have stored, until nothing is held or time is short.
         3. End the sessions: lanes finish what runs, skip what waits, and let their memory go.
         4. Close the lifelines and the control socket, remove their files.
         5. End the lanes' workers, then unmap the pool, and give the address up.
         """
+        if not self._is_open:
+            return
+        self._is_open = False
         deadline = time.monotonic() + self._config.shutdown_seconds
         kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
         self._lifelines.stop_listening()

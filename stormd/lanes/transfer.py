@@ -1,7 +1,8 @@
 """Moves bytes between a session's memory and blobs in the arena, on the processor.
 
-What stays true: a blob is encoded from bytes that the client cannot change meanwhile, unless each
-byte is read only once; what is decoded is verified by the codec before it is called restored.
+What stays true: nothing outside the given ranges is read or written, also when a client changes
+its memory meanwhile (the codec's promise: the blob is then garbage and found to be so), and what
+is decoded is verified by the codec before it is called restored.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ class Scratch:
 class Transfer:
     """One worker's stores and restores of up to `part_bytes` each. Not thread-safe.
 
-    Its scratch holds a private copy of the source and a blob. Pages are taken when touched, so
-    raw blobs in one piece, which need neither, cost nothing.
+    Its scratch holds a blob whose size is not known yet, or that lies in pieces. Its pages are
+    taken when touched, so raw blobs in one piece, which do not need it, cost nothing.
     """
 
     def __init__(self, pool: HostPool, space: Space, part_bytes: int) -> None:
         self._codec = ancf.host_backend()
         self._pool = pool
         self._space = space
-        self._source = Scratch(part_bytes)
         self._blob = Scratch(blob_bound(part_bytes))
 
     def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
@@ -56,9 +56,8 @@ class Transfer:
         """
         if job.codec == "raw":
             return self._store_raw(source, job), "raw"
-        ctypes.memmove(self._source.address, source, job.nbytes)
         size = self._codec.encode_into(
-            self._source.address, job.nbytes, job.dtype, self._blob.address, job.promised
+            source, job.nbytes, job.dtype, self._blob.address, job.promised
         )
         block = self._space.place(job.promised, size)
         self._scatter(block)
@@ -70,20 +69,16 @@ class Transfer:
         Raises:
             CorruptBlob: the blob is damaged; the destination may hold anything.
         """
-        blob = self._blob.address
         if block.offset is None:
             self._gather(block)
-        else:
-            blob = self._pool.address + block.offset
-        self._codec.decode_into(blob, block.nbytes, destination, nbytes)
+        self._codec.decode_into(self._address(block), block.nbytes, destination, nbytes)
 
     def close(self) -> None:
         """Give the scratch back. Twice is fine."""
-        self._source.close()
         self._blob.close()
 
     def _store_raw(self, source: int, job: StoreJob) -> Block:
-        """Encode straight into the arena: a raw blob's size is known, and it reads a byte once."""
+        """Encode straight into the arena, where it has room in one piece: the size is known."""
         block = self._space.place(job.promised, blob_bound(job.nbytes))
         try:
             self._encode_raw(source, job, block)
@@ -93,11 +88,14 @@ class Transfer:
         return block
 
     def _encode_raw(self, source: int, job: StoreJob, block: Block) -> None:
-        in_one = block.offset is not None
-        target = self._pool.address + (block.offset or 0) if in_one else self._blob.address
+        target = self._address(block)
         self._codec.encode_into(source, job.nbytes, job.dtype, target, block.nbytes, mode="raw")
-        if not in_one:
+        if block.offset is None:
             self._scatter(block)
+
+    def _address(self, block: Block) -> int:
+        """Return where the blob is to be whole: in the arena, or in scratch if there in pieces."""
+        return self._blob.address if block.offset is None else self._pool.address + block.offset
 
     def _scatter(self, block: Block) -> None:
         done = 0
