@@ -8,31 +8,49 @@
 
 #define MAX_RANKED 22 /* 7 + 15 entries: the largest dictionary of symbols */
 
-static uint64_t element_at(const uint8_t *elements, unsigned bytes, uint64_t index)
+/* count neighbouring elements from index `first` on, widened. */
+#define LOAD_ELEMENTS(type)                                                                       \
+    for (uint64_t i = 0; i < count; i++) {                                                        \
+        type element;                                                                             \
+        memcpy(&element, elements + (first + i) * sizeof element, sizeof element);                \
+        out[i] = element;                                                                         \
+    }
+
+static void load_elements(const uint8_t *elements, unsigned bits, uint64_t first, uint64_t count,
+                          uint64_t *out)
 {
-    uint64_t element = 0;
-    memcpy(&element, elements + index * bytes, bytes);
-    return element;
+    switch (bits) {
+    case 8:
+        LOAD_ELEMENTS(uint8_t)
+        break;
+    case 16:
+        LOAD_ELEMENTS(uint16_t)
+        break;
+    case 32:
+        LOAD_ELEMENTS(uint32_t)
+        break;
+    default:
+        LOAD_ELEMENTS(uint64_t)
+    }
 }
 
 void take_sample(struct sample *sample, int dtype, const uint8_t *elements, uint64_t n)
 {
     const struct ancf_dtype_info *info = dtype_info(dtype);
-    unsigned bytes = info->bits / 8;
     sample->bits = info->bits;
     sample->mantissa = info->mantissa;
     sample->is_signed = info->is_signed;
     sample->is_float = info->is_float;
     sample->dtype = dtype;
     sample->count = n < ANCF_SAMPLE ? (uint32_t)n : ANCF_SAMPLE;
-    for (uint32_t i = 0; i < sample->count; i++) {
-        uint64_t index = i;
-        if (n > ANCF_SAMPLE) {
-            uint64_t run = i / ANCF_SAMPLE_RUN, last = n / ANCF_SAMPLE_RUN - 1;
-            index = run * last / (ANCF_SAMPLE_RUNS - 1) * ANCF_SAMPLE_RUN + i % ANCF_SAMPLE_RUN;
-        }
-        sample->elements[i] = element_at(elements, bytes, index);
+    if (n <= ANCF_SAMPLE) {
+        load_elements(elements, info->bits, 0, n, sample->elements);
+        return;
     }
+    uint64_t last = n / ANCF_SAMPLE_RUN - 1;
+    for (uint64_t run = 0; run < ANCF_SAMPLE_RUNS; run++)
+        load_elements(elements, info->bits, run * last / (ANCF_SAMPLE_RUNS - 1) * ANCF_SAMPLE_RUN,
+                      ANCF_SAMPLE_RUN, sample->elements + run * ANCF_SAMPLE_RUN);
 }
 
 /* -- Cost of coding symbols ------------------------------------------------------------------- */

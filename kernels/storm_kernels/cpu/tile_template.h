@@ -289,6 +289,14 @@ static int take_bitmap(const struct coder *c, const uint8_t *fixed, struct reade
     return 0;
 }
 
+/* How an element splits into symbol and residue: the coder's numbers, known to the compiler where
+ * that makes better loops. */
+struct shape {
+    unsigned rotate, drop, residue_bits;
+};
+
+#define INLINE inline __attribute__((always_inline))
+
 /* -- Everything that depends on the element's width ------------------------------------------- */
 
 #define JOIN_(a, b) a##b

@@ -39,7 +39,7 @@ static inline void FN(portable_expand)(const T *restrict kept, const uint64_t *m
 /* -- planes(values, k, p) of FORMAT.md, section 5 ----------------------------------------------- */
 
 /* Writes the low k bits of v[0, p); v is readable up to the next multiple of 64. */
-static uint8_t *FN(put_planes)(const T *restrict v, unsigned k, unsigned p, uint8_t *restrict dst)
+static INLINE uint8_t *FN(put_planes)(const T *restrict v, unsigned k, unsigned p, uint8_t *restrict dst)
 {
     unsigned b = 0;
 #if BITS >= 32
@@ -68,7 +68,7 @@ static uint8_t *FN(put_planes)(const T *restrict v, unsigned k, unsigned p, uint
 }
 
 /* Adds the k bits read from src to the low bits of v[0, m), which must be 0 there. */
-static void FN(take_planes)(const uint8_t *restrict src, unsigned k, unsigned p, unsigned m,
+static INLINE void FN(take_planes)(const uint8_t *restrict src, unsigned k, unsigned p, unsigned m,
                             T *restrict v)
 {
     unsigned b = 0;
@@ -96,15 +96,42 @@ static void FN(take_planes)(const uint8_t *restrict src, unsigned k, unsigned p,
     }
 }
 
+/* -- Shapes ------------------------------------------------------------------------------------- */
+
+/* How an element splits. The loops over elements are compiled for each common shape of 16 bits,
+ * since compilers only shift 16-bit lanes as such when they know by how much. */
+#if BITS == 16
+#define WITH_SHAPE(c, call)                                                                       \
+    if ((c)->rotate && (c)->residue_bits == 8) { /* bfloat16, exponent */                         \
+        const struct shape shape = {1, 0, 8};                                                     \
+        call;                                                                                     \
+    } else if (!(c)->rotate && (c)->residue_bits == 7) { /* bfloat16, joint */                    \
+        const struct shape shape = {0, 0, 7};                                                     \
+        call;                                                                                     \
+    } else if ((c)->rotate) { /* float16, exponent */                                             \
+        const struct shape shape = {1, 0, 11};                                                    \
+        call;                                                                                     \
+    } else { /* float16, joint */                                                                 \
+        const struct shape shape = {0, 0, 10};                                                    \
+        call;                                                                                     \
+    }
+#else
+#define WITH_SHAPE(c, call)                                                                       \
+    {                                                                                             \
+        const struct shape shape = {(c)->rotate, BITS >= 32 ? (c)->drop : 0, (c)->residue_bits};  \
+        call;                                                                                     \
+    }
+#endif
+
 /* -- Encoding: window, truncated, sparse -------------------------------------------------------- */
 
 /* v[0, m) = elements without their dropped bits, rotated where asked; v[m, p) = 0. */
-static void FN(rotate)(const struct coder *c, const ANY *restrict x, unsigned m, unsigned p,
-                       T *restrict v)
+static INLINE void FN(rotate)(const struct shape shape, const ANY *restrict x, unsigned m,
+                              unsigned p, T *restrict v)
 {
-    const unsigned drop = c->drop, sign = BITS - 1 - drop;
+    const unsigned drop = shape.drop, sign = BITS - 1 - drop;
     const T mask = (T)((T)~(T)0 >> drop);
-    if (c->rotate)
+    if (shape.rotate)
         for (unsigned i = 0; i < m; i++) {
             T u = (T)(x[i] >> drop);
             v[i] = (T)(((T)(u << 1) & mask) | (T)(u >> sign));
@@ -125,10 +152,10 @@ static void FN(rotate)(const struct coder *c, const ANY *restrict x, unsigned m,
         code[i] = (uint8_t)k;                                                                     \
     }
 
-static void FN(match)(const struct coder *c, const T *restrict v, unsigned p,
-                      uint8_t *restrict code)
+static INLINE void FN(match)(const struct coder *c, const struct shape shape,
+                             const T *restrict v, unsigned p, uint8_t *restrict code)
 {
-    const unsigned r = c->residue_bits;
+    const unsigned r = shape.residue_bits;
 #ifdef MATCH_BY_COMPARISON
     uint16_t symbol[10], number[10];
     for (unsigned i = 0; i < 10; i++) {
@@ -159,16 +186,40 @@ static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x,
         code[i] = (x[i] & low) ? escape : code[i];
 }
 
+/* Most words hold few escapes, but how many is random: the first four are written without asking,
+ * so that the processor has nothing to mispredict. */
 static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
                                 const uint64_t *escapes, unsigned groups, uint8_t *dst)
 {
-    for (unsigned g = 0; g < groups; g++)
-        for (uint64_t mask = escapes[g]; mask != 0; mask &= mask - 1) {
-            unsigned i = 64 * g + (unsigned)__builtin_ctzll(mask);
-            store_u64(dst, c->drop ? x[i] : v[i] >> c->residue_bits);
-            dst += c->escape_bytes;
-        }
+    const unsigned bytes = c->escape_bytes;
+    for (unsigned g = 0; g < groups; g++) {
+        uint64_t mask = escapes[g];
+        uint8_t *end = dst + bytes * (unsigned)__builtin_popcountll(mask);
+        do {
+            for (unsigned step = 0; step < 4; step++, mask &= mask - 1, dst += bytes) {
+                unsigned i = mask ? 64 * g + (unsigned)__builtin_ctzll(mask) : 0;
+                store_u64(dst, c->drop ? x[i] : v[i] >> c->residue_bits);
+            }
+        } while (mask != 0);
+        dst = end;
+    }
     return dst;
+}
+
+/* The planes of residues, and the codes of m elements as bytes and as planes. */
+static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape,
+                                 const ANY *restrict x, unsigned m, unsigned p, T *restrict v,
+                                 struct codes *codes, uint8_t *planes)
+{
+    uint8_t code[SCRATCH];
+    unsigned groups = groups_of(p), padded = 64 * groups;
+    FN(rotate)(shape, x, m, padded, v);
+    FN(match)(c, shape, v, padded, code);
+    if (shape.drop)
+        FN(escape_undroppable)(c, x, m, code);
+    memset(code + m, 0, padded - m);
+    planes_of_bytes(code, groups, code_bits(c), codes->planes);
+    return FN(put_planes)(v, shape.residue_bits, p, planes);
 }
 
 /* m elements as p columns: the planes at `planes`, level 2 and escapes at `rest`. */
@@ -176,17 +227,10 @@ static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, 
                                uint8_t *planes, uint8_t *rest)
 {
     T v[SCRATCH];
-    uint8_t code[SCRATCH];
-    struct codes codes = {0};
-    unsigned groups = groups_of(p), padded = 64 * groups;
-    FN(rotate)(c, x, m, padded, v);
-    FN(match)(c, v, padded, code);
-    if (c->drop)
-        FN(escape_undroppable)(c, x, m, code);
-    memset(code + m, 0, padded - m);
-    planes_of_bytes(code, groups, code_bits(c), codes.planes);
+    struct codes codes;
+    unsigned groups = groups_of(p);
+    WITH_SHAPE(c, planes = FN(split)(c, shape, x, m, p, v, &codes, planes))
     find_escapes(c, &codes, groups);
-    planes = FN(put_planes)(v, c->residue_bits, p, planes);
     put_level1(c, &codes, p, planes);
     rest = put_level2(c, &codes, groups, rest);
     return FN(put_escapes)(c, x, v, codes.escapes, groups, rest);
@@ -214,48 +258,57 @@ static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned cou
 
 /* -- Decoding them ------------------------------------------------------------------------------ */
 
-/* Escaped symbols take the place of what their codes looked up. */
-static int FN(take_escapes)(const struct coder *c, const uint64_t *escapes, unsigned groups,
+/* Escapes take the place of what their codes looked up: symbols, or whole elements where bits are
+ * dropped. `to` has SCRATCH places, the last of which nobody reads; see put_escapes. */
+#define TAKE_ESCAPES(type, bytes, to)                                                             \
+    do {                                                                                          \
+        uint8_t padded[ANCF_TILE * sizeof(type) + 64];                                            \
+        size_t total = (size_t)count_ones(escapes, groups) * (bytes);                             \
+        const uint8_t *from = take(rest, total), *next = padded;                                  \
+        if (from == NULL)                                                                         \
+            return -1;                                                                            \
+        memcpy(padded, from, total);                                                              \
+        memset(padded + total, 0, 64);                                                            \
+        for (unsigned g = 0; g < groups; g++) {                                                   \
+            uint64_t mask = escapes[g];                                                           \
+            const uint8_t *end = next + (bytes) * (unsigned)__builtin_popcountll(mask);           \
+            do {                                                                                  \
+                for (unsigned step = 0; step < 4; step++, mask &= mask - 1, next += (bytes)) {    \
+                    unsigned i = mask ? 64 * g + (unsigned)__builtin_ctzll(mask) : SCRATCH - 1;   \
+                    (to)[i] = (type)(load_u64(next) & (~UINT64_C(0) >> (64 - 8 * (bytes))));      \
+                }                                                                                 \
+            } while (mask != 0);                                                                  \
+            next = end;                                                                           \
+        }                                                                                         \
+    } while (0)
+
+static int FN(take_escapes)(const uint64_t *escapes, unsigned groups, unsigned bytes,
                             struct reader *rest, uint16_t *symbols)
 {
-    const uint8_t *escape = take(rest, (size_t)count_ones(escapes, groups) * c->escape_bytes);
-    if (escape == NULL)
-        return -1;
-    for (unsigned g = 0; g < groups; g++)
-        for (uint64_t mask = escapes[g]; mask != 0; mask &= mask - 1) {
-            uint16_t symbol = 0;
-            memcpy(&symbol, escape, c->escape_bytes < 2 ? 1 : 2);
-            symbols[64 * g + (unsigned)__builtin_ctzll(mask)] = symbol;
-            escape += c->escape_bytes;
-        }
+    TAKE_ESCAPES(uint16_t, bytes, symbols);
     return 0;
 }
 
-/* The same where whole elements escape. */
 static int FN(take_whole_escapes)(const uint64_t *escapes, unsigned groups, struct reader *rest,
-                                  ANY *out)
+                                  T *elements)
 {
-    const uint8_t *escape = take(rest, (size_t)count_ones(escapes, groups) * sizeof(T));
-    if (escape == NULL)
-        return -1;
-    for (unsigned g = 0; g < groups; g++)
-        for (uint64_t mask = escapes[g]; mask != 0; mask &= mask - 1, escape += sizeof(T))
-            memcpy(&out[64 * g + (unsigned)__builtin_ctzll(mask)], escape, sizeof(T));
+    TAKE_ESCAPES(T, sizeof(T), elements);
     return 0;
 }
+#undef TAKE_ESCAPES
 
-static void FN(rotate_back)(const struct coder *c, const T *restrict v, unsigned m,
-                            ANY *restrict out)
+/* v[0, m) = elements from symbols and residues: the inverse of split. */
+static INLINE void FN(join)(const struct shape shape, const uint16_t *restrict symbols,
+                            const uint8_t *restrict planes, unsigned m, unsigned p, T *restrict v)
 {
-    const unsigned drop = c->drop, sign = BITS - 1 - drop;
-    if (c->rotate)
-        for (unsigned i = 0; i < m; i++) {
-            T u = (T)((T)(v[i] >> 1) | (T)((T)(v[i] & 1) << sign));
-            out[i] = (T)(u << drop);
-        }
-    else
-        for (unsigned i = 0; i < m; i++)
-            out[i] = (T)(v[i] << drop);
+    const unsigned drop = shape.drop, sign = BITS - 1 - drop, r = shape.residue_bits;
+    for (unsigned i = 0; i < m; i++)
+        v[i] = (T)((T)symbols[i] << r);
+    FN(take_planes)(planes, r, p, m, v);
+    for (unsigned i = 0; i < m; i++) {
+        T u = shape.rotate ? (T)((T)(v[i] >> 1) | (T)((T)(v[i] & 1) << sign)) : v[i];
+        v[i] = (T)(u << drop);
+    }
 }
 
 /* The inverse of put_window; `rest` is the record from level 2 on. */
@@ -264,20 +317,21 @@ static int FN(take_window)(const struct coder *c, const uint8_t *planes, unsigne
 {
     T v[SCRATCH];
     uint16_t symbols[SCRATCH], table[CODE_TABLE];
-    struct codes codes = {0};
-    unsigned groups = groups_of(m), r = c->residue_bits;
-    if (take_codes(c, &codes, planes + p / 8 * r, m, p, rest) != 0)
+    struct codes codes;
+    unsigned groups = groups_of(m);
+    if (take_codes(c, &codes, planes + p / 8 * c->residue_bits, m, p, rest) != 0)
         return -1;
     fill_symbol_table(c, table);
     symbols_of_planes((const uint64_t(*)[WORDS])codes.planes, groups, code_bits(c), table,
                       symbols);
-    if (c->drop == 0 && FN(take_escapes)(c, codes.escapes, groups, rest, symbols) != 0)
+    if (c->drop == 0 &&
+        FN(take_escapes)(codes.escapes, groups, c->escape_bytes, rest, symbols) != 0)
         return -1;
-    for (unsigned i = 0; i < m; i++)
-        v[i] = (T)((T)symbols[i] << r);
-    FN(take_planes)(planes, r, p, m, v);
-    FN(rotate_back)(c, v, m, out);
-    return c->drop ? FN(take_whole_escapes)(codes.escapes, groups, rest, out) : 0;
+    WITH_SHAPE(c, FN(join)(shape, symbols, planes, m, p, v))
+    if (c->drop && FN(take_whole_escapes)(codes.escapes, groups, rest, v) != 0)
+        return -1;
+    memcpy(out, v, m * sizeof *v);
+    return 0;
 }
 
 static int FN(take_sparse)(const struct coder *c, const uint8_t *fixed, struct reader *record,
@@ -363,13 +417,14 @@ static int FN(take_integers)(struct reader *record, unsigned count, ANY *restric
     T v[SCRATCH] = {0};
     unsigned p = (unsigned)ancf_up(count, 32);
     const uint8_t *head = take(record, INTEGER_HEAD_BYTES);
-    if (head == NULL || head[8] > BITS)
-        return -1;
-    const uint8_t *planes = take(record, (size_t)p / 8 * head[8]);
-    if (planes == NULL)
+    if (head == NULL)
         return -1;
     const T base = (T)load_u64(head);
-    FN(take_planes)(planes, head[8], p, count, v);
+    const unsigned width = head[8];
+    const uint8_t *planes = width > BITS ? NULL : take(record, (size_t)p / 8 * width);
+    if (planes == NULL)
+        return -1;
+    FN(take_planes)(planes, width, p, count, v);
     for (unsigned i = 0; i < count; i++)
         out[i] = (T)(v[i] + base);
     return 0;
@@ -458,4 +513,5 @@ static void FN(spread)(uint64_t fill, unsigned count, void *elements)
 #undef FN
 #undef ANY
 #undef SCRATCH
+#undef WITH_SHAPE
 #undef INTEGER_HEAD_BYTES
