@@ -1,4 +1,4 @@
-"""The benchmark on real activations: what it captures, that its figures add up, and that the codec is close."""
+"""The benchmark on real activations: what it captures, and that the codec is near the bound."""
 
 from __future__ import annotations
 
