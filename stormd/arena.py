@@ -68,12 +68,16 @@ def granules(nbytes: int) -> int:
 
 
 class Space:
-    """`capacity` bytes to be promised, placed and released; rounded down to whole granules.
+    """`capacity` bytes from `base` on to be promised, placed and released, in whole granules.
+
+    `capacity` is rounded down to them; `base`, where it begins in the pool, must be one.
 
     Thread-safe: lanes place blocks from their workers, all else comes from the event loop.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, base: int = 0) -> None:
+        assert base % GRANULE == 0, f"a space begins at {base}, inside a granule"
+        self.base: Final = base
         self.capacity: Final = capacity // GRANULE * GRANULE
         self._lock = threading.Lock()  # protects all below
         self._promised = 0
@@ -83,7 +87,7 @@ class Space:
         self._by_end: dict[int, int] = {}  # the same: end -> start
         self._by_size: list[tuple[int, int]] = []  # the same, sorted: (bytes, start)
         if self.capacity:
-            self._add_free(0, self.capacity)
+            self._add_free(base, self.capacity)
 
     def promise(self, nbytes: int) -> bool:
         """Set room for a block of up to `nbytes` aside; False, and no change, if there is none."""
@@ -142,10 +146,10 @@ class Space:
             for start, size in free:
                 assert start % GRANULE == 0 < size
                 assert size % GRANULE == 0
-            ends = [0, *(start + size for start, size in free)]
+            ends = [self.base, *(start + size for start, size in free)]
             for end, (start, _) in zip(ends[1:], free[1:], strict=False):
                 assert end < start, "free extents touch or overlap"
-            assert ends[-1] <= self.capacity
+            assert ends[-1] <= self.base + self.capacity
 
     # --- called with the lock held ----------------------------------------------------------
 

@@ -180,6 +180,7 @@ class Ledger:
             message.codec,
             message.sequence,
             promised,
+            self._space,
         )
         return [Reply(session, request, Admitted(message.entry)), job]
 

@@ -206,7 +206,7 @@ class Server:
         self._mailbox = Mailbox(self._loop, self._take_results)
         self._cleanup.callback(self._mailbox.close)
         self._lanes = await asyncio.to_thread(
-            open_lanes, self._config, self._pool, self._space, self._mailbox.post
+            open_lanes, self._config, self._pool, self._mailbox.post
         )
         self._cleanup.callback(self._close_lanes)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from storm_kernels import ancf
 from storm_kernels.ancf import DType
 
-from stormd.arena import Block
+from stormd.arena import Block, Space
 from stormd.health import Heart
 from stormd.protocol import Hello, MapSegment
 
@@ -56,7 +56,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Encode `nbytes` at `offset` of `segment` and place the blob on the promise of `promised`.
+    """Encode `nbytes` at `offset` of `segment`; place the blob on `space`'s promise of `promised`.
 
     `sequence` is the value of the session's `published` counter to wait for (cuda lane).
     """
@@ -70,6 +70,7 @@ class StoreJob:
     codec: str
     sequence: int
     promised: int
+    space: Space
 
 
 @dataclass(frozen=True, slots=True)

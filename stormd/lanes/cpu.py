@@ -17,7 +17,6 @@ from typing import Final
 
 from storm_kernels.errors import CorruptBlob
 
-from stormd.arena import Space
 from stormd.errors import LaneUnavailable
 from stormd.health import Heart
 from stormd.host_pool import HostPool
@@ -73,14 +72,12 @@ class CpuLane:
         self,
         *,
         pool: HostPool,
-        space: Space,
         post: Callable[[Result], None],
         staging_bytes: int,
         part_bytes: int,
         threads: int,
     ) -> None:
         self._pool = pool
-        self._space = space
         self._post = post
         self._staging_bytes = staging_bytes
         self._part_bytes = part_bytes
@@ -158,7 +155,7 @@ class CpuLane:
             heart.ended(f"{type(error).__name__}: {error}")
 
     def _take_tasks(self, heart: Heart) -> None:
-        transfer = Transfer(self._pool, self._space, self._part_bytes)
+        transfer = Transfer(self._pool, self._part_bytes)
         while (task := self._queue.take()) is not None:
             with heart:
                 self._do(transfer, *task)

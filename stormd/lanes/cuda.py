@@ -15,7 +15,6 @@ from typing import Final
 
 from storm_kernels.errors import KernelsError
 
-from stormd.arena import Space
 from stormd.errors import LaneUnavailable
 from stormd.host_pool import HostPool
 from stormd.lanes import Attachment, RestoreJob, Result, StoreJob
@@ -49,12 +48,10 @@ class CudaLane:
         ordinals: list[int],
         *,
         pool: HostPool,
-        space: Space,
         post: Callable[[Result], None],
         staging_bytes: int,
         part_bytes: int,
     ) -> None:
-        self._space = space
         self._post = post
         self._staging_bytes = staging_bytes
         self._part_bytes = part_bytes
@@ -83,7 +80,7 @@ class CudaLane:
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
         part = max(1, min(self._part_bytes, staging // 2))
         self._sessions[session] = CudaSession(
-            session, device, page, part_bytes=part, space=self._space, post=self._post
+            session, device, page, part_bytes=part, post=self._post
         )
         return Attachment(
             descriptors=(page.take_descriptor(),),

@@ -29,7 +29,7 @@ from storm_kernels.cuda_driver import (
 )
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
 
-from stormd.arena import Block, Space
+from stormd.arena import Block
 from stormd.lanes import (
     Detached,
     RestoreDone,
@@ -94,12 +94,10 @@ class CudaSession:
         page: SharedMemory,
         *,
         part_bytes: int,
-        space: Space,
         post: Callable[[Result], None],
     ) -> None:
         self.session = session
         self.device = device
-        self.space = space
         self.post = post
         self._part_bytes = part_bytes
         self._page = page
@@ -245,11 +243,11 @@ class _Stores:
         """Place the blob once its size is known, and put its copy on the link."""
         session = self._session
         scratch.coded.synchronize()
-        block = session.space.place(job.promised, _encoded_bytes(job, scratch))
+        block = job.space.place(job.promised, _encoded_bytes(job, scratch))
         try:
             session.device.download(scratch, block)
         except BaseException:
-            session.space.unplace(block, job.promised)
+            job.space.unplace(block, job.promised)
             raise
         session.device.when_copied(scratch, partial(self._copied, job, scratch, block))
         return False
@@ -269,7 +267,7 @@ class _Stores:
         """Answer the store: its blob lies in the pool, or `problem` says why it does not."""
         session = self._session
         if problem:
-            session.space.unplace(block, job.promised)
+            job.space.unplace(block, job.promised)
             session.post(StoreFailed(job.session, job.entry, problem))
         else:
             mode, seconds = session.device.mode(block), scratch.seconds()

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from storm_kernels.errors import BackendUnavailable
 
-from stormd.arena import Space
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
 from stormd.host_pool import HostPool
@@ -22,22 +21,18 @@ __all__ = ["open_lanes"]
 log = logging.getLogger(__name__)
 
 
-def open_lanes(
-    config: Config, pool: HostPool, space: Space, post: Callable[[Result], None]
-) -> dict[str, Lane]:
+def open_lanes(config: Config, pool: HostPool, post: Callable[[Result], None]) -> dict[str, Lane]:
     """Return the lanes by device. May take seconds; not for the event loop.
 
     Raises:
         LaneUnavailable: the config names a device that this machine or build does not have.
     """
-    cuda = _open_cuda(config, pool, space, post) if config.device != "cpu" else None
-    cpu = _open_cpu(config, pool, space, post)
+    cuda = _open_cuda(config, pool, post) if config.device != "cpu" else None
+    cpu = _open_cpu(config, pool, post)
     return {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
 
 
-def _open_cuda(
-    config: Config, pool: HostPool, space: Space, post: Callable[[Result], None]
-) -> Lane | None:
+def _open_cuda(config: Config, pool: HostPool, post: Callable[[Result], None]) -> Lane | None:
     """Return the lane of all visible devices; None where there are none and "auto" was asked."""
     try:
         # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
@@ -54,19 +49,15 @@ def _open_cuda(
     return CudaLane(
         ordinals,
         pool=pool,
-        space=space,
         post=post,
         staging_bytes=config.staging_bytes_cuda,
         part_bytes=config.part_bytes_cuda,
     )
 
 
-def _open_cpu(
-    config: Config, pool: HostPool, space: Space, post: Callable[[Result], None]
-) -> CpuLane:
+def _open_cpu(config: Config, pool: HostPool, post: Callable[[Result], None]) -> CpuLane:
     return CpuLane(
         pool=pool,
-        space=space,
         post=post,
         staging_bytes=config.staging_bytes_cpu,
         part_bytes=config.part_bytes_cpu,

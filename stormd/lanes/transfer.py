@@ -13,7 +13,7 @@ from typing import Final
 
 from storm_kernels import ancf
 
-from stormd.arena import Block, Space
+from stormd.arena import Block
 from stormd.host_pool import HostPool
 from stormd.lanes import StoreJob, blob_bound
 
@@ -43,10 +43,9 @@ class Transfer:
     taken when touched, so raw blobs in one piece, which do not need it, cost nothing.
     """
 
-    def __init__(self, pool: HostPool, space: Space, part_bytes: int) -> None:
+    def __init__(self, pool: HostPool, part_bytes: int) -> None:
         self._codec = ancf.host_backend()
         self._pool = pool
-        self._space = space
         self._blob = Scratch(blob_bound(part_bytes))
 
     def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
@@ -59,7 +58,7 @@ class Transfer:
         size = self._codec.encode_into(
             source, job.nbytes, job.dtype, self._blob.address, job.promised
         )
-        block = self._space.place(job.promised, size)
+        block = job.space.place(job.promised, size)
         self._scatter(block)
         return block, _mode(self._blob.address)
 
@@ -79,11 +78,11 @@ class Transfer:
 
     def _store_raw(self, source: int, job: StoreJob) -> Block:
         """Encode straight into the arena, where it has room in one piece: the size is known."""
-        block = self._space.place(job.promised, blob_bound(job.nbytes))
+        block = job.space.place(job.promised, blob_bound(job.nbytes))
         try:
             self._encode_raw(source, job, block)
         except BaseException:
-            self._space.unplace(block, job.promised)
+            job.space.unplace(block, job.promised)
             raise
         return block
 

@@ -41,7 +41,7 @@ class Fixture:
         self.space = Space(CAPACITY)
         self.counters = Counters()
         self.ledger = Ledger(self.space, limits, self.counters)
-        self.lane = FakeLane(self.ledger, self.space)
+        self.lane = FakeLane(self.ledger)
 
     def open(self, session: int = 1, *, attach: bool = True) -> int:
         info = SessionInfo(session, "cpu", 0, 100 + session, "test")

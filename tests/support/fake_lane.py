@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from stormd.arena import Space
 from stormd.instructions import Detach, Ended, Instruction, Map, Reply
 from stormd.lanes import (
     Detached,
@@ -26,9 +25,8 @@ class FakeLane:
     `replies` are the messages sent to clients, `ended` the sessions that are gone.
     """
 
-    def __init__(self, ledger: Ledger, space: Space) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.space = space
         self.jobs: list[StoreJob | RestoreJob | Map] = []
         self.detaching: set[int] = set()
         self.replies: list[tuple[int, int, Message]] = []
@@ -71,7 +69,7 @@ class FakeLane:
 
     def _done(self, job: StoreJob | RestoreJob | Map, share: float) -> Result:
         if isinstance(job, StoreJob):
-            block = self.space.place(job.promised, max(1, int(job.promised * share)))
+            block = job.space.place(job.promised, max(1, int(job.promised * share)))
             return StoreDone(job.session, job.entry, block, "raw", 0.001)
         if isinstance(job, RestoreJob):
             return RestoreDone(job.session, job.ticket, 0.001)

@@ -44,7 +44,6 @@ class Bench:
         self.results: queue.Queue[Result] = queue.Queue()
         self.lane = CpuLane(
             pool=self.pool,
-            space=self.space,
             post=self.results.put,
             staging_bytes=2 * MIB,
             part_bytes=MIB,
@@ -64,7 +63,18 @@ class Bench:
         self.memories[session][: len(data)] = data
         assert self.space.promise(blob_bound(len(data)))
         self.lane.store(
-            StoreJob(session, entry, 0, 0, len(data), DType.UINT8, codec, 0, blob_bound(len(data)))
+            StoreJob(
+                session,
+                entry,
+                0,
+                0,
+                len(data),
+                DType.UINT8,
+                codec,
+                0,
+                blob_bound(len(data)),
+                self.space,
+            )
         )
 
     def next(self) -> Result:
@@ -144,7 +154,7 @@ def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
 
 def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     bench.attach(1)
-    bench.lane.store(StoreJob(1, 4, 0, 2 * MIB, 10, DType.UINT8, "raw", 0, 266))
+    bench.lane.store(StoreJob(1, 4, 0, 2 * MIB, 10, DType.UINT8, "raw", 0, 266, bench.space))
     failed = bench.next()
     assert isinstance(failed, StoreFailed)
     assert failed.entry == 4

@@ -70,7 +70,9 @@ class Bench:
         promised = blob_bound(nbytes)
         assert self.space.promise(promised)
         dtype = parse_dtype("bfloat16", nbytes)
-        self.lane.store(StoreJob(SESSION, entry, 0, offset, nbytes, dtype, codec, entry, promised))
+        self.lane.store(
+            StoreJob(SESSION, entry, 0, offset, nbytes, dtype, codec, entry, promised, self.space)
+        )
 
     def restore(self, ticket: int, block: Any, offset: int, nbytes: int) -> None:
         self.lane.restore(RestoreJob(SESSION, ticket, 1, block, 0, offset, nbytes, ticket))
@@ -96,9 +98,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
     pool = HostPool(4 * MIB)
     space, results = Space(pool.nbytes), []
-    lane = CudaLane(
-        [0], pool=pool, space=space, post=results.append, staging_bytes=MIB, part_bytes=PART
-    )
+    lane = CudaLane([0], pool=pool, post=results.append, staging_bytes=MIB, part_bytes=PART)
     bench = Bench(lane, pool, space, results)
     yield bench
     if not any(isinstance(result, Detached) for result in results):

@@ -31,7 +31,7 @@ class Made:
         ctypes.memmove(self.memory.address, data, len(data))
         promised = blob_bound(len(data))
         assert self.space.promise(promised)
-        job = StoreJob(1, 1, 0, 0, len(data), dtype, codec, 0, promised)
+        job = StoreJob(1, 1, 0, 0, len(data), dtype, codec, 0, promised, self.space)
         return self.transfer.store(self.memory.address, job)
 
     def restore(self, block: Block, nbytes: int) -> bytes:
@@ -52,7 +52,7 @@ class Made:
 def made() -> Iterator[Made]:
     pool = HostPool(POOL)
     space = Space(POOL)
-    made = Made(pool, space, Transfer(pool, space, PART), Scratch(PART))
+    made = Made(pool, space, Transfer(pool, PART), Scratch(PART))
     yield made
     made.transfer.close()
     made.memory.close()
