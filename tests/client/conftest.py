@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,27 +17,36 @@ from support.waiting import wait_until
 DEADLINE_SECONDS = 30.0
 
 
-@pytest.fixture(scope="session")
-def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
-    """Start daemons with the options given; all are ended with the tests."""
-    daemons = []
+@contextmanager
+def daemons() -> Iterator[Callable[..., DaemonProcess]]:
+    """Start daemons with the options given, and end them."""
+    started: list[DaemonProcess] = []
+    numbers = count()
     with tempfile.TemporaryDirectory(prefix="storm-") as base:  # pytest's own paths are too long
 
         def make(*options: str) -> DaemonProcess:
-            directory = Path(base) / str(len(daemons))
+            directory = Path(base) / str(next(numbers))
             directory.mkdir(mode=0o700)
-            daemons.append(start_daemon(directory, *options))
-            return daemons[-1]
+            started.append(start_daemon(directory, *options))
+            return started[-1]
 
         yield make
-        for daemon in daemons:
+        for daemon in started:
             daemon.stop()
 
 
+@pytest.fixture
+def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
+    """Start daemons for one test."""
+    with daemons() as make:
+        yield make
+
+
 @pytest.fixture(scope="session")
-def daemon(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+def daemon() -> Iterator[DaemonProcess]:
     """The daemon that most tests share."""
-    return make_daemon("--pool-bytes", "256MiB")
+    with daemons() as make:
+        yield make("--pool-bytes", "256MiB")
 
 
 @pytest.fixture
