@@ -131,6 +131,8 @@ def _parse(head: bytes, data: memoryview) -> Header:
         raise CorruptBlob(f"no encoder writes {problem}")
     if fill >> DType(dtype).width:
         raise CorruptBlob(f"fill value {fill:#x} is wider than {DType(dtype).name}")
+    if payload_bytes and not bare.has_tiles:
+        raise CorruptBlob(f"{payload_bytes} bytes of records in mode {bare.mode.name.lower()}")
     if raw_nbytes % DType(dtype).element_bytes:
         raise CorruptBlob(f"{raw_nbytes} bytes are no whole number of {DType(dtype).name} elements")
     entries = _dictionary(bare, dict_count, window, data)

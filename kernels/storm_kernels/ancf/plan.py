@@ -77,6 +77,8 @@ class Plan:
 
     def problem(self, dtype: DType) -> str | None:
         """Return why no encoder writes this plan for `dtype` (FORMAT.md, section 12), or None."""
+        if self.fill and self.mode not in (Mode.SPARSE, Mode.CONSTANT):
+            return f"a fill value in mode {self.mode.name.lower()}"
         if self.mode in _WINDOW_CODES:
             return self._window_problem(dtype)
         if self.bitmap or self.rotate or self.drop or self.residue_bits:
