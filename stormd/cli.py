@@ -19,7 +19,7 @@ from stormd.commands.output import EXIT_FAILED, EXIT_NO_DAEMON, EXIT_USAGE
 from stormd.errors import ConfigError, NoDaemon, StormdError
 from stormd.protocol import ProtocolError
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _COMMANDS: Final[dict[str, ModuleType]] = {
     "serve": serve,
@@ -33,7 +33,7 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, sys.argv where None, and return the exit status."""
-    chosen = _parser().parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     try:
         exit_status: int = _COMMANDS[chosen.command].run(chosen)
     except NoDaemon as error:
@@ -47,18 +47,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line; `command` names the chosen command."""
+    top_level = argparse.ArgumentParser(
         prog="stormd",
         description="Keeps training activations losslessly compressed in shared host memory.",
         epilog="exit status: 0 done, 1 a check failed, 2 wrong usage, 3 no daemon answers",
     )
-    parser.add_argument("--version", action="version", version=f"stormd {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    top_level.add_argument("--version", action="version", version=f"stormd {__version__}")
+    commands = top_level.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
-    return parser
+    return top_level
 
 
 def _failed(error: Exception, exit_status: int) -> int:

@@ -1,0 +1,59 @@
+"""What the README says exists: its targets, commands, files, and its two lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from stormd import cli
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def _commands(program: str) -> list[str]:
+    """The README's command lines of a program, without their comments."""
+    lines = re.findall(rf"^    ({program} .*)$", TEXT, flags=re.MULTILINE)
+    return [line.split("#")[0].strip() for line in lines]
+
+
+@pytest.mark.parametrize("command", _commands("make"))
+def test_make_targets_exist(command: str) -> None:
+    target = command.split()[1]
+    assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
+    assert target in MAKEFILE.partition(".PHONY:")[2].splitlines()[0]
+
+
+@pytest.mark.parametrize("command", _commands("stormd"))
+def test_commands_parse(command: str) -> None:
+    chosen = cli.parser().parse_args(command.split()[1:])
+    assert chosen.command in command
+
+
+def test_the_two_commands_come_first() -> None:
+    assert _commands("make")[:2] == ["make demo", "make test"]
+
+
+def test_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_the_two_lines_are_the_examples() -> None:
+    block = TEXT.partition("```diff\n")[2].partition("```")[0]
+    shown = {line[1:].strip() for line in block.splitlines() if line.startswith("+")}
+    example = (ROOT / "client" / "examples" / "gpt_offload.py").read_text()
+    for line in ("import storm_client as storm", "offload = storm.offload(model)", "with offload:"):
+        assert line in shown
+        assert line in example
+
+
+def test_ci_runs_lint_and_the_test_command() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "make lint" in script
+    assert "make test" in script
