@@ -1,0 +1,127 @@
+"""The runtime directory: nobody else's, and one daemon's an address."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stormd.errors import AddressInUse, DirectoryUnsafe
+from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("socket_mode", "expected"), [(0o600, 0o700), (0o660, 0o750)])
+def test_a_missing_directory_is_made_private(
+    tmp_path: Path, socket_mode: int, expected: int
+) -> None:
+    directory = tmp_path / "a" / "b"
+    prepare_directory(directory, socket_mode=socket_mode, group="")
+    assert mode_of(directory) == expected
+
+
+def test_an_existing_directory_is_left_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    prepare_directory(tmp_path, socket_mode=0o600, group="")
+    assert mode_of(tmp_path) == 0o755
+
+
+def test_a_directory_that_anyone_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(DirectoryUnsafe, match="chmod o-w"):
+        prepare_directory(tmp_path, socket_mode=0o600, group="")
+    tmp_path.chmod(0o1777)
+    prepare_directory(tmp_path, socket_mode=0o600, group="")
+
+
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "theirs"
+    directory.mkdir()
+    if os.getuid() == 0:
+        os.chown(directory, 4242, 4242)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4242)
+    with pytest.raises(DirectoryUnsafe, match="belongs to user"):
+        prepare_directory(directory, socket_mode=0o600, group="")
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryUnsafe, match="no directory"):
+        prepare_directory(tmp_path / "file", socket_mode=0o600, group="")
+    with pytest.raises(DirectoryUnsafe, match="cannot be made"):
+        prepare_directory(tmp_path / "file" / "below", socket_mode=0o600, group="")
+
+
+def test_an_unknown_group_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryUnsafe, match="no-such-group"):
+        grant(tmp_path, 0o700, "no-such-group")
+
+
+def test_only_sockets_are_removed(tmp_path: Path) -> None:
+    remove_stale(tmp_path / "absent")
+    with socket.socket(socket.AF_UNIX) as left_over:
+        left_over.bind(str(tmp_path / "s"))
+    remove_stale(tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DirectoryUnsafe, match="is no socket"):
+        remove_stale(tmp_path / "notes.txt")
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_one_holds_the_lock_until_it_closes(tmp_path: Path) -> None:
+    first = AddressLock(tmp_path / "s")
+    with pytest.raises(AddressInUse, match=f"ipc://{tmp_path}/s"):
+        AddressLock(tmp_path / "s")
+    AddressLock(tmp_path / "other").close()
+    first.close()
+    first.close()
+    AddressLock(tmp_path / "s").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dead_holders_lock_is_free(tmp_path: Path) -> None:
+    script = (
+        "import os, sys; from pathlib import Path; "
+        "from stormd.runtime_directory import AddressLock; "
+        "AddressLock(Path(sys.argv[1])); os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "s")], check=False, timeout=60)
+    assert (tmp_path / "s.lock").exists()
+    AddressLock(tmp_path / "s").close()
+
+
+def test_a_lock_that_was_removed_while_we_waited_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our open and our lock its holder may end and remove the file we have opened."""
+    import stormd.runtime_directory as module
+
+    holder = AddressLock(tmp_path / "s")
+    locked = module._locked
+    calls: list[int] = []
+
+    def locked_too_late(path: Path, socket: Path) -> int:
+        if not calls:
+            descriptor = os.open(path, os.O_RDWR)
+            holder.close()
+        else:
+            descriptor = locked(path, socket)
+        calls.append(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(module, "_locked", locked_too_late)
+    lock = AddressLock(tmp_path / "s")
+    assert len(calls) == 2
+    lock.close()
