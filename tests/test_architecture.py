@@ -37,7 +37,9 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-@pytest.mark.parametrize(("package", "path"), list(_modules()), ids=lambda value: Path(str(value)).stem)
+@pytest.mark.parametrize(
+    ("package", "path"), list(_modules()), ids=lambda value: Path(str(value)).stem
+)
 def test_imports_point_one_way(package: str, path: Path) -> None:
     allowed = MAY_IMPORT[package]
     for name in _imported(path):
