@@ -66,10 +66,10 @@ def hello_version(frame: bytes) -> int | None:
     peer of another version is told about the mismatch whatever else it sends.
     """
     try:
-        first = _unpack(frame)[0]
-        return int(first[2]) if first[0] == Hello.OP else None
+        op, _, version = _unpack(frame)[0][:3]
     except (ProtocolError, TypeError, ValueError, LookupError):
         return None
+    return version if op == Hello.OP and type(version) is int else None
 
 
 def _unpack(frame: bytes) -> Any:

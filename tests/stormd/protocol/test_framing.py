@@ -1,0 +1,169 @@
+"""Frames: what goes in comes out, and whatever else arrives is a ProtocolError."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stormd.protocol import (
+    CODECS,
+    DEVICES,
+    PROTOCOL_VERSION,
+    REJECTIONS,
+    Envelope,
+    Message,
+    Ping,
+    ProtocolError,
+    Release,
+    Status,
+    decode,
+    encode,
+    hello_version,
+    message_types,
+)
+from stormd.protocol.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_ID
+
+IDS = st.integers(0, MAX_ID)
+TEXTS = st.text(max_size=20)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: IDS,
+    str: TEXTS,
+    bytes: st.binary(max_size=64),
+    float: st.floats(0.001, 1e6),
+    list[int]: st.lists(IDS, max_size=5),
+    list[str]: st.lists(TEXTS, max_size=5),
+    dict[str, Any]: st.dictionaries(TEXTS, IDS | TEXTS | st.none(), max_size=4),
+}
+BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+    "device": st.sampled_from(DEVICES),
+    "codec": st.sampled_from(CODECS),
+    "reason": st.sampled_from(REJECTIONS),
+    "part_bytes": st.integers(1, 1 << 30),
+}
+
+
+def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
+    hints = get_type_hints(kind)
+    values: dict[str, st.SearchStrategy[Any]] = {}
+    for field in fields(kind):
+        values[field.name] = BY_NAME.get(field.name, BY_TYPE[hints[field.name]])
+        if field.name == "nbytes" and kind.__name__ != "MapSegment":
+            values[field.name] = BY_NAME["part_bytes"]
+    return st.builds(kind, **values)
+
+
+ANY_MESSAGE = st.one_of([messages(kind) for kind in message_types().values()])
+BATCHES = st.lists(st.builds(Envelope, IDS, ANY_MESSAGE), min_size=1, max_size=6)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(BATCHES)
+@settings(deadline=None)
+def test_a_batch_comes_back_as_it_was(batch: list[Envelope]) -> None:
+    assert decode(encode(batch)) == batch
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_any_bytes_are_a_batch_or_a_protocol_error(frame: bytes) -> None:
+    check(frame)
+
+
+@given(VALUES)
+@settings(deadline=None)
+def test_any_msgpack_is_a_batch_or_a_protocol_error(value: Any) -> None:
+    check(msgpack.packb(value))
+
+
+@given(st.integers(0, 80), st.lists(VALUES, max_size=11))
+@settings(deadline=None)
+def test_any_fields_are_a_message_or_a_protocol_error(op: int, values: list[Any]) -> None:
+    check(msgpack.packb([[op, 1, *values]]))
+
+
+@given(BATCHES, st.data())
+@settings(deadline=None)
+def test_a_damaged_frame_is_a_batch_or_a_protocol_error(
+    batch: list[Envelope], data: st.DataObject
+) -> None:
+    frame = bytearray(encode(batch))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] = data.draw(st.integers(0, 255))
+    check(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+
+
+def check(frame: bytes) -> None:
+    hello_version(frame)
+    try:
+        batch = decode(frame)
+    except ProtocolError:
+        return
+    assert batch
+    for request, message in batch:
+        assert 0 <= request <= MAX_ID
+        assert isinstance(message, Message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [],
+        {},
+        [[]],
+        [[7]],
+        [["7", 1]],
+        [[7, -1]],
+        [[7, 1 << 63]],
+        [[7, True]],
+        [[True, 1]],
+        [[7, 1, "more"]],
+        [[0, 1]],
+        [[255, 1]],
+        [[7, 1]] * (MAX_BATCH + 1),
+    ],
+)
+def test_what_is_no_batch_is_refused(value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(value))
+
+
+def test_a_deeply_nested_frame_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode(b"\x91" * 100_000)
+
+
+def test_a_frame_that_claims_to_be_huge_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        decode(b"\xdd\xff\xff\xff\xff")
+    with pytest.raises(ProtocolError, match="limit"):
+        decode(bytes(MAX_FRAME_BYTES + 1))
+
+
+def test_too_much_is_not_encoded() -> None:
+    with pytest.raises(ProtocolError, match="4097 messages"):
+        encode([Envelope(1, Ping())] * (MAX_BATCH + 1))
+    with pytest.raises(ProtocolError, match="bytes"):
+        encode([Envelope(1, Status({"text": "x" * MAX_FRAME_BYTES}))])
+
+
+def test_the_largest_release_fits() -> None:
+    frame = encode([Envelope(0, Release([MAX_ID] * MAX_BATCH))])
+    assert decode(frame)[0].message == Release([MAX_ID] * MAX_BATCH)
+
+
+def test_a_hello_of_any_version_says_which() -> None:
+    assert hello_version(msgpack.packb([[1, 5, PROTOCOL_VERSION + 1, {"new": "shape"}]])) == (
+        PROTOCOL_VERSION + 1
+    )
+    for value in ([[7, 1]], [[1, 5]], [[1, 5, "x"]], [], {}, 3, [[1, 5, None]], [[1, 5, 1e400]]):
+        assert hello_version(msgpack.packb(value)) is None
+    assert hello_version(b"\xc1") is None

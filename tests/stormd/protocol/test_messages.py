@@ -1,0 +1,123 @@
+"""Messages: one that exists is valid; the numbers on the wire do not move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stormd.protocol import (
+    Hello,
+    MapSegment,
+    Message,
+    ProtocolError,
+    Rejected,
+    Release,
+    Restore,
+    Status,
+    Store,
+    Welcome,
+    message_types,
+)
+from stormd.protocol.limits import MAX_BATCH, MAX_ENTRY_BYTES, MAX_HANDLE_BYTES, MAX_ID, MAX_TEXT
+
+STORE: dict[str, Any] = {
+    "entry": 1,
+    "segment": 0,
+    "offset": 0,
+    "nbytes": 1,
+    "dtype": "uint8",
+    "codec": "raw",
+    "sequence": 0,
+}
+HELLO: dict[str, Any] = {
+    "protocol": 1,
+    "features": [],
+    "pid": 1,
+    "uid": 0,
+    "device": "cpu",
+    "device_uuid": "",
+    "ipc_modes": [],
+    "staging_bytes": 0,
+    "name": "",
+}
+
+
+def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
+    assert {op: kind.__name__ for op, kind in message_types().items()} == {
+        1: "Hello",
+        2: "MapSegment",
+        3: "UnmapSegment",
+        4: "Store",
+        5: "Restore",
+        6: "Release",
+        7: "Ping",
+        8: "StatusRequest",
+        9: "Goodbye",
+        64: "Welcome",
+        65: "Mapped",
+        66: "Admitted",
+        67: "Rejected",
+        68: "Stored",
+        69: "Restored",
+        70: "Failed",
+        71: "Pong",
+        72: "Status",
+        73: "Refused",
+    }
+
+
+def test_fields_travel_in_their_order() -> None:
+    assert Restore(1, 2, 3, 4, 5, 6).to_wire() == (1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("name", ["entry", "segment", "offset", "sequence"])
+@pytest.mark.parametrize("value", [-1, MAX_ID + 1, 1.0, True, None, "1"])
+def test_an_id_is_a_number_of_63_bits(name: str, value: Any) -> None:
+    with pytest.raises(ProtocolError, match=f"Store.{name}"):
+        Store(**{**STORE, name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, MAX_ENTRY_BYTES + 1, 1.5, False])
+def test_a_size_is_within_bounds(value: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"Store.nbytes"):
+        Store(**{**STORE, "nbytes": value})
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        (Store, {**STORE, "codec": "zip"}),
+        (Store, {**STORE, "dtype": "x" * (MAX_TEXT + 1)}),
+        (Store, {**STORE, "dtype": b"uint8"}),
+        (Hello, {**HELLO, "device": "tpu"}),
+        (Hello, {**HELLO, "features": "all"}),
+        (Hello, {**HELLO, "features": [1]}),
+        (Hello, {**HELLO, "features": ["x"] * 65}),
+        (MapSegment, {"segment": 1, "handle": "text", "buffer_id": 0, "nbytes": 1}),
+        (
+            MapSegment,
+            {"segment": 1, "handle": bytes(MAX_HANDLE_BYTES + 1), "buffer_id": 0, "nbytes": 1},
+        ),
+        (Release, {"entries": (1, 2)}),
+        (Release, {"entries": [1, -2]}),
+        (Release, {"entries": [1] * (MAX_BATCH + 1)}),
+        (Rejected, {"entry": 1, "reason": "because", "detail": ""}),
+        (Status, {"state": []}),
+    ],
+)
+def test_what_is_not_valid_does_not_exist(make: type[Message], changes: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolError):
+        make(**changes)
+
+
+@pytest.mark.parametrize("lease", [0.0, -1.0, float("nan"), float("inf"), 5])
+def test_a_lease_is_a_time(lease: Any) -> None:
+    with pytest.raises(ProtocolError, match="lease_seconds"):
+        Welcome(1, b"", 1, [], "", "", 0, 1, lease)
+
+
+def test_a_message_names_what_it_was_given_in_short() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        Store(**{**STORE, "codec": "x" * 1000})
+    assert len(str(caught.value)) < 200
