@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 
 
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads, descriptors or shared memory behind."""
+    if request.node.get_closest_marker("gpu"):
+        _open_cuda()
     threads, descriptors, files = _threads(), _descriptors(), _shared_files()
     yield
     wait_until(lambda: not (_threads() - threads), LEAVING_SECONDS, lambda: _threads() - threads)
@@ -34,6 +37,16 @@ def no_leaks() -> Iterator[None]:
         lambda: _descriptors() - descriptors,
     )
     assert not _shared_files() - files
+
+
+@cache
+def _open_cuda() -> None:
+    """Have the driver open the descriptors that it keeps for the life of the process."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.ones(8, device="cuda", requires_grad=True).square().sum().backward()
+        torch.cuda.synchronize()
 
 
 def _threads() -> set[str]:
