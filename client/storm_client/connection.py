@@ -275,6 +275,7 @@ class Connection:
                 self.welcome.lifeline, self.welcome.token, timeout
             )
         except BaseException:
+            self._wakeup = None
             self._context.destroy(linger=0)
             raise
 

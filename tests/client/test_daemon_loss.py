@@ -1,0 +1,92 @@
+"""The daemon's death raises at once in whoever needs it, and never ends in a wrong gradient."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import storm_client as storm
+import torch
+from support.daemon_process import DaemonProcess
+
+NOTICED_SECONDS = 5.0
+
+
+def forward(offload: storm.Offload, x: torch.Tensor) -> torch.Tensor:
+    with offload:
+        h = x.exp()
+        for _ in range(3):
+            h = (h * h.cos()).tanh()
+        return h.sum()
+
+
+@pytest.fixture
+def mortal(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    return make_daemon("--pool-bytes", "64MiB")
+
+
+def test_between_forward_and_backward(mortal: DaemonProcess) -> None:
+    with storm.connect(mortal.address) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.ones(1 << 16, requires_grad=True)
+        loss = forward(offload, x)
+        offload.stats()
+        mortal.kill()
+        begin = time.monotonic()
+        with pytest.raises(storm.DaemonLost, match="ended"):
+            loss.backward()
+        assert time.monotonic() - begin < NOTICED_SECONDS
+        assert x.grad is None
+        with pytest.raises(storm.DaemonLost):
+            forward(offload, x)
+        with pytest.raises(storm.DaemonLost):
+            client.status()
+
+
+def test_while_a_thread_waits_for_its_bytes(mortal: DaemonProcess) -> None:
+    """The daemon is stopped, a backward pass waits for it, and then it is killed."""
+    with storm.connect(mortal.address) as client:
+        offload = client.offload(min_bytes=1)
+        loss = forward(offload, torch.ones(1 << 16, requires_grad=True))
+        offload.stats()
+        os.kill(mortal.pid, signal.SIGSTOP)
+        errors: list[BaseException] = []
+
+        def backward() -> None:
+            try:
+                loss.backward()
+            except storm.DaemonLost as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        mortal.kill()
+        thread.join(NOTICED_SECONDS)
+        assert not thread.is_alive()
+        assert len(errors) == 1
+
+
+def test_what_is_still_in_memory_is_not_lost(mortal: DaemonProcess) -> None:
+    with storm.connect(mortal.address) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.ones(1 << 16, requires_grad=True)
+        with offload:
+            h = x.exp()
+            loss = h.square().sum()
+        offload.stats()
+        mortal.kill()
+        loss.backward()  # h is held above, so nothing needs to come back
+        assert torch.equal(x.grad, 2 * h.detach() * h.detach())
+
+
+def test_an_orderly_end(mortal: DaemonProcess) -> None:
+    with storm.connect(mortal.address) as client:
+        mortal.stop()
+        with pytest.raises(storm.DaemonLost):
+            forward(client.offload(min_bytes=1), torch.ones(1 << 16, requires_grad=True))
