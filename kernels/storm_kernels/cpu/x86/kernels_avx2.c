@@ -6,6 +6,7 @@
 /* Copies this large go past the caches: nobody reads them again soon. */
 #define STREAM_BYTES (4u << 20)
 
+
 static inline void avx2_planes_of_bytes(const uint8_t *bytes, unsigned groups, unsigned bits,
                                         uint64_t planes[][WORDS])
 {
@@ -208,25 +209,28 @@ static inline __m256i avx2_multiply(__m256i a, uint64_t constant)
     return _mm256_add_epi64(_mm256_mul_epu32(a, b), _mm256_slli_epi64(crossed, 32));
 }
 
-/* Two columns from `at` on: lanes hold words 0, 1 and words 2, 3 of each, summed over the rows. */
-static inline __m256i avx2_two_columns(const uint8_t *at, uint8_t *copy, int stream)
+#define UNROLLED _Pragma("GCC unroll 8")
+
+/* Half a row of a chunk added to its columns' sums, in memory order. Vector i holds columns 2i and
+ * 2i + 1 of the half; its lanes sum words 0, 1 and words 2, 3 of each. */
+static inline __attribute__((always_inline)) void avx2_add_row(const uint8_t *at, uint8_t *copy,
+                                                               int stream, unsigned row,
+                                                               __m256i sums[8])
 {
-    __m256i sum = _mm256_setzero_si256();
-    for (unsigned row = 0; row < 4; row++) {
-        const uint64_t *k = checksum_keys + 4 * row;
-        __m256i even = _mm256_setr_epi64x((long long)k[0], (long long)k[2], (long long)k[0],
-                                          (long long)k[2]);
-        __m256i odd = _mm256_setr_epi64x((long long)k[1], (long long)k[3], (long long)k[1],
-                                         (long long)k[3]);
-        __m256i words = _mm256_loadu_si256((const __m256i *)(at + 512 * row));
+    const long long *k = (const long long *)checksum_keys + 4 * row;
+    __m256i even = _mm256_setr_epi64x(k[0], k[2], k[0], k[2]);
+    __m256i odd = _mm256_setr_epi64x(k[1], k[3], k[1], k[3]);
+    UNROLLED
+    for (unsigned i = 0; i < 8; i++) {
+        __m256i words = _mm256_loadu_si256((const __m256i *)(at + 32 * i));
         if (copy != NULL && stream)
-            _mm256_stream_si256((__m256i *)(copy + 512 * row), words);
+            _mm256_stream_si256((__m256i *)(copy + 32 * i), words);
         else if (copy != NULL)
-            _mm256_storeu_si256((__m256i *)(copy + 512 * row), words);
-        sum = _mm256_add_epi64(sum, _mm256_mul_epu32(words, even));
-        sum = _mm256_add_epi64(sum, _mm256_mul_epu32(_mm256_srli_epi64(words, 32), odd));
+            _mm256_storeu_si256((__m256i *)(copy + 32 * i), words);
+        __m256i products = _mm256_add_epi64(
+            _mm256_mul_epu32(words, even), _mm256_mul_epu32(_mm256_srli_epi64(words, 32), odd));
+        sums[i] = row == 0 ? products : _mm256_add_epi64(sums[i], products);
     }
-    return sum;
 }
 
 static inline __attribute__((always_inline)) uint64_t
@@ -236,16 +240,20 @@ avx2_sum(const uint8_t *data, uint8_t *copy, size_t chunks, uint64_t first_chunk
     const __m256i order = _mm256_setr_epi64x(0, (long long)(2 * ANCF_C1), (long long)ANCF_C1,
                                              (long long)(3 * ANCF_C1));
     __m256i total = _mm256_setzero_si256();
-    for (size_t chunk = 0; chunk < chunks; chunk++) {
-        uint64_t column = (first_chunk + chunk) * ANCF_CHUNK_COLUMNS;
-        for (unsigned part = 0; part < ANCF_CHUNK_COLUMNS / 4; part++) {
-            size_t at = chunk * ANCF_CHUNK_BYTES + 64 * part;
-            __m256i a = avx2_two_columns(data + at, copy ? copy + at : NULL, stream);
-            __m256i b = avx2_two_columns(data + at + 32, copy ? copy + at + 32 : NULL, stream);
-            __m256i sums = _mm256_add_epi64(_mm256_unpacklo_epi64(a, b),
-                                            _mm256_unpackhi_epi64(a, b));
-            __m256i first = _mm256_set1_epi64x((long long)((column + 4 * part) * ANCF_C1));
-            __m256i h = _mm256_xor_si256(sums, _mm256_add_epi64(first, order));
+    for (size_t half = 0; half < 2 * chunks; half++) {
+        uint64_t column = (2 * first_chunk + half) * (ANCF_CHUNK_COLUMNS / 2);
+        __m256i sums[8];
+        UNROLLED
+        for (unsigned row = 0; row < 4; row++) {
+            size_t at = half / 2 * ANCF_CHUNK_BYTES + 512 * row + 256 * (half % 2);
+            avx2_add_row(data + at, copy ? copy + at : NULL, stream, row, sums);
+        }
+        UNROLLED
+        for (unsigned i = 0; i < 8; i += 2) {
+            __m256i four = _mm256_add_epi64(_mm256_unpacklo_epi64(sums[i], sums[i + 1]),
+                                            _mm256_unpackhi_epi64(sums[i], sums[i + 1]));
+            __m256i first = _mm256_set1_epi64x((long long)((column + 2 * i) * ANCF_C1));
+            __m256i h = _mm256_xor_si256(four, _mm256_add_epi64(first, order));
             h = _mm256_xor_si256(h, _mm256_srli_epi64(h, 32));
             h = avx2_multiply(h, ANCF_C2);
             h = _mm256_xor_si256(h, _mm256_srli_epi64(h, 29));

@@ -112,24 +112,28 @@ DEFINE_COMPACTION(64, 8)
 
 /* -- Checksum ------------------------------------------------------------------------------------ */
 
-/* Four columns from `at` on: lanes hold words 0, 1 and words 2, 3 of each, summed over the rows. */
-static inline __attribute__((always_inline)) __m512i avx512_four_columns(const uint8_t *at,
-                                                                         uint8_t *copy, int stream)
+#define UNROLLED _Pragma("GCC unroll 8")
+
+/* One row of a chunk added to its columns' sums, in memory order. Vector i holds columns 4i to
+ * 4i + 3; its lanes sum words 0, 1 and words 2, 3 of each. */
+static inline __attribute__((always_inline)) void avx512_add_row(const uint8_t *at, uint8_t *copy,
+                                                                 int stream, unsigned row,
+                                                                 __m512i sums[8])
 {
-    __m512i sum = _mm512_setzero_si512();
-    for (unsigned row = 0; row < 4; row++) {
-        const uint64_t *k = checksum_keys + 4 * row;
-        __m512i even = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)k[2], (long long)k[0]));
-        __m512i odd = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)k[3], (long long)k[1]));
-        __m512i words = _mm512_loadu_si512(at + 512 * row);
+    const uint64_t *k = checksum_keys + 4 * row;
+    __m512i even = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)k[2], (long long)k[0]));
+    __m512i odd = _mm512_broadcast_i32x4(_mm_set_epi64x((long long)k[3], (long long)k[1]));
+    UNROLLED
+    for (unsigned i = 0; i < 8; i++) {
+        __m512i words = _mm512_loadu_si512(at + 64 * i);
         if (copy != NULL && stream)
-            _mm512_stream_si512((__m512i *)(copy + 512 * row), words);
+            _mm512_stream_si512((__m512i *)(copy + 64 * i), words);
         else if (copy != NULL)
-            _mm512_storeu_si512(copy + 512 * row, words);
-        sum = _mm512_add_epi64(sum, _mm512_mul_epu32(words, even));
-        sum = _mm512_add_epi64(sum, _mm512_mul_epu32(_mm512_srli_epi64(words, 32), odd));
+            _mm512_storeu_si512(copy + 64 * i, words);
+        __m512i products = _mm512_add_epi64(
+            _mm512_mul_epu32(words, even), _mm512_mul_epu32(_mm512_srli_epi64(words, 32), odd));
+        sums[i] = row == 0 ? products : _mm512_add_epi64(sums[i], products);
     }
-    return sum;
 }
 
 static inline __attribute__((always_inline)) uint64_t
@@ -142,14 +146,18 @@ avx512_sum(const uint8_t *data, uint8_t *copy, size_t chunks, uint64_t first_chu
     __m512i total = _mm512_setzero_si512();
     for (size_t chunk = 0; chunk < chunks; chunk++) {
         uint64_t column = (first_chunk + chunk) * ANCF_CHUNK_COLUMNS;
-        for (unsigned part = 0; part < ANCF_CHUNK_COLUMNS / 8; part++) {
-            size_t at = chunk * ANCF_CHUNK_BYTES + 128 * part;
-            __m512i a = avx512_four_columns(data + at, copy ? copy + at : NULL, stream);
-            __m512i b = avx512_four_columns(data + at + 64, copy ? copy + at + 64 : NULL, stream);
-            __m512i sums = _mm512_add_epi64(_mm512_unpacklo_epi64(a, b),
-                                            _mm512_unpackhi_epi64(a, b));
-            __m512i first = _mm512_set1_epi64((long long)((column + 8 * part) * ANCF_C1));
-            __m512i h = _mm512_xor_si512(sums, _mm512_add_epi64(first, order));
+        __m512i sums[8];
+        UNROLLED
+        for (unsigned row = 0; row < 4; row++) {
+            size_t at = chunk * ANCF_CHUNK_BYTES + 512 * row;
+            avx512_add_row(data + at, copy ? copy + at : NULL, stream, row, sums);
+        }
+        UNROLLED
+        for (unsigned i = 0; i < 8; i += 2) {
+            __m512i eight = _mm512_add_epi64(_mm512_unpacklo_epi64(sums[i], sums[i + 1]),
+                                             _mm512_unpackhi_epi64(sums[i], sums[i + 1]));
+            __m512i first = _mm512_set1_epi64((long long)((column + 4 * i) * ANCF_C1));
+            __m512i h = _mm512_xor_si512(eight, _mm512_add_epi64(first, order));
             h = _mm512_xor_si512(h, _mm512_srli_epi64(h, 32));
             h = _mm512_mullo_epi64(h, mix);
             h = _mm512_xor_si512(h, _mm512_srli_epi64(h, 29));
