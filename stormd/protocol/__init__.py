@@ -4,6 +4,22 @@ It imports the standard library and msgpack alone, so that a client never loads 
 """
 
 from stormd.protocol.addresses import default_addresses, lifeline_path, parse_address
+from stormd.protocol.cache_messages import (
+    CACHE_FEATURE,
+    NAMES_A_PAGE,
+    CacheCancel,
+    CacheCommit,
+    CacheDelete,
+    CacheFind,
+    CacheFound,
+    CacheGet,
+    CacheList,
+    CacheNames,
+    CachePut,
+    CacheReady,
+    CacheTensor,
+    part_count,
+)
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.framing import Envelope, decode, encode, hello_version
 from stormd.protocol.limits import PROTOCOL_VERSION
@@ -35,11 +51,24 @@ from stormd.protocol.messages import (
 )
 
 __all__ = [
+    "CACHE_FEATURE",
     "CODECS",
     "DEVICES",
+    "NAMES_A_PAGE",
     "PROTOCOL_VERSION",
     "REJECTIONS",
     "Admitted",
+    "CacheCancel",
+    "CacheCommit",
+    "CacheDelete",
+    "CacheFind",
+    "CacheFound",
+    "CacheGet",
+    "CacheList",
+    "CacheNames",
+    "CachePut",
+    "CacheReady",
+    "CacheTensor",
     "Envelope",
     "Failed",
     "Goodbye",
@@ -68,4 +97,5 @@ __all__ = [
     "lifeline_path",
     "message_types",
     "parse_address",
+    "part_count",
 ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
+import stormd.protocol.cache_messages  # noqa: F401 - so that its messages are known by number
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_ID
 from stormd.protocol.messages import Hello, Message, message_types

@@ -5,11 +5,14 @@ operator may change live in the daemon's config and reach the client in Welcome.
 """
 
 __all__ = [
+    "FIRST_LEASED",
     "MAX_BATCH",
+    "MAX_DIMENSIONS",
     "MAX_ENTRY_BYTES",
     "MAX_FRAME_BYTES",
     "MAX_HANDLE_BYTES",
     "MAX_ID",
+    "MAX_NAME",
     "MAX_TEXT",
     "PROTOCOL_VERSION",
     "TOKEN_BYTES",
@@ -37,3 +40,12 @@ MAX_HANDLE_BYTES = 512
 
 TOKEN_BYTES = 16
 """Bytes of the secret that ties a lifeline connection to its session."""
+
+MAX_NAME = 256
+"""Characters of a name in the shared cache."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor in the shared cache; what PyTorch allows."""
+
+FIRST_LEASED = 1 << 62
+"""Entries that the daemon lends to a session are numbered from here, a client's own below."""

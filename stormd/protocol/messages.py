@@ -7,7 +7,7 @@ PROTOCOL_VERSION.
 
 Client to daemon: Hello first, then MapSegment / UnmapSegment, Store, Restore, Release, Ping,
 StatusRequest, Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored,
-Restored, Failed, Pong, Status, Refused.
+Restored, Failed, Pong, Status, Refused. The shared cache's are in cache_messages.py.
 
 One storage of the client travels as one or more entries. The way of an entry:
     Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
@@ -23,8 +23,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from stormd.protocol.errors import ProtocolError
-from stormd.protocol.limits import MAX_BATCH, MAX_ENTRY_BYTES, MAX_HANDLE_BYTES, MAX_ID, MAX_TEXT
+from stormd.protocol.checks import (
+    check_blob,
+    check_id,
+    check_ids,
+    check_map,
+    check_one_of,
+    check_seconds,
+    check_size,
+    check_text,
+    check_texts,
+)
 
 __all__ = [
     "CODECS",
@@ -95,15 +104,15 @@ class Hello(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Hello.protocol", self.protocol)
-        _texts("Hello.features", self.features)
-        _id("Hello.pid", self.pid)
-        _id("Hello.uid", self.uid)
-        _one_of("Hello.device", self.device, DEVICES)
-        _text("Hello.device_uuid", self.device_uuid)
-        _texts("Hello.ipc_modes", self.ipc_modes)
-        _id("Hello.staging_bytes", self.staging_bytes)
-        _text("Hello.name", self.name)
+        check_id("Hello.protocol", self.protocol)
+        check_texts("Hello.features", self.features)
+        check_id("Hello.pid", self.pid)
+        check_id("Hello.uid", self.uid)
+        check_one_of("Hello.device", self.device, DEVICES)
+        check_text("Hello.device_uuid", self.device_uuid)
+        check_texts("Hello.ipc_modes", self.ipc_modes)
+        check_id("Hello.staging_bytes", self.staging_bytes)
+        check_text("Hello.name", self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +132,10 @@ class MapSegment(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("MapSegment.segment", self.segment)
-        _blob("MapSegment.handle", self.handle)
-        _id("MapSegment.buffer_id", self.buffer_id)
-        _id("MapSegment.nbytes", self.nbytes)
+        check_id("MapSegment.segment", self.segment)
+        check_blob("MapSegment.handle", self.handle)
+        check_id("MapSegment.buffer_id", self.buffer_id)
+        check_id("MapSegment.nbytes", self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,7 @@ class UnmapSegment(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("UnmapSegment.segment", self.segment)
+        check_id("UnmapSegment.segment", self.segment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +171,13 @@ class Store(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Store.entry", self.entry)
-        _id("Store.segment", self.segment)
-        _id("Store.offset", self.offset)
-        _size("Store.nbytes", self.nbytes)
-        _text("Store.dtype", self.dtype)
-        _one_of("Store.codec", self.codec, CODECS)
-        _id("Store.sequence", self.sequence)
+        check_id("Store.entry", self.entry)
+        check_id("Store.segment", self.segment)
+        check_id("Store.offset", self.offset)
+        check_size("Store.nbytes", self.nbytes)
+        check_text("Store.dtype", self.dtype)
+        check_one_of("Store.codec", self.codec, CODECS)
+        check_id("Store.sequence", self.sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +197,12 @@ class Restore(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Restore.ticket", self.ticket)
-        _id("Restore.entry", self.entry)
-        _id("Restore.segment", self.segment)
-        _id("Restore.offset", self.offset)
-        _size("Restore.nbytes", self.nbytes)
-        _id("Restore.sequence", self.sequence)
+        check_id("Restore.ticket", self.ticket)
+        check_id("Restore.entry", self.entry)
+        check_id("Restore.segment", self.segment)
+        check_id("Restore.offset", self.offset)
+        check_size("Restore.nbytes", self.nbytes)
+        check_id("Restore.sequence", self.sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +214,7 @@ class Release(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _ids("Release.entries", self.entries)
+        check_ids("Release.entries", self.entries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +264,15 @@ class Welcome(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Welcome.session", self.session)
-        _blob("Welcome.token", self.token)
-        _id("Welcome.protocol", self.protocol)
-        _texts("Welcome.features", self.features)
-        _text("Welcome.version", self.version)
-        _text("Welcome.lifeline", self.lifeline)
-        _id("Welcome.staging_bytes", self.staging_bytes)
-        _size("Welcome.part_bytes", self.part_bytes)
-        _seconds("Welcome.lease_seconds", self.lease_seconds)
+        check_id("Welcome.session", self.session)
+        check_blob("Welcome.token", self.token)
+        check_id("Welcome.protocol", self.protocol)
+        check_texts("Welcome.features", self.features)
+        check_text("Welcome.version", self.version)
+        check_text("Welcome.lifeline", self.lifeline)
+        check_id("Welcome.staging_bytes", self.staging_bytes)
+        check_size("Welcome.part_bytes", self.part_bytes)
+        check_seconds("Welcome.lease_seconds", self.lease_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +284,7 @@ class Mapped(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Mapped.segment", self.segment)
+        check_id("Mapped.segment", self.segment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +296,7 @@ class Admitted(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Admitted.entry", self.entry)
+        check_id("Admitted.entry", self.entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,9 +310,9 @@ class Rejected(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Rejected.entry", self.entry)
-        _one_of("Rejected.reason", self.reason, REJECTIONS)
-        _text("Rejected.detail", self.detail)
+        check_id("Rejected.entry", self.entry)
+        check_one_of("Rejected.reason", self.reason, REJECTIONS)
+        check_text("Rejected.detail", self.detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,9 +326,9 @@ class Stored(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Stored.entry", self.entry)
-        _id("Stored.stored_bytes", self.stored_bytes)
-        _text("Stored.mode", self.mode)
+        check_id("Stored.entry", self.entry)
+        check_id("Stored.stored_bytes", self.stored_bytes)
+        check_text("Stored.mode", self.mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +340,7 @@ class Restored(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Restored.ticket", self.ticket)
+        check_id("Restored.ticket", self.ticket)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,10 +359,10 @@ class Failed(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _id("Failed.ticket", self.ticket)
-        _id("Failed.entry", self.entry)
-        _text("Failed.kind", self.kind)
-        _text("Failed.detail", self.detail)
+        check_id("Failed.ticket", self.ticket)
+        check_id("Failed.entry", self.entry)
+        check_text("Failed.kind", self.kind)
+        check_text("Failed.detail", self.detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,8 +381,7 @@ class Status(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        if type(self.state) is not dict:
-            raise ProtocolError(f"Status.state is {type(self.state).__name__}, not a map")
+        check_map("Status.state", self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,8 +398,8 @@ class Refused(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        _text("Refused.kind", self.kind)
-        _text("Refused.detail", self.detail)
+        check_text("Refused.kind", self.kind)
+        check_text("Refused.detail", self.detail)
 
 
 def message_types() -> dict[int, type[Message]]:
@@ -407,56 +415,3 @@ def _field_names(kind: type[Message]) -> tuple[str, ...]:
     if names is None:
         names = _FIELD_NAMES[kind] = tuple(field.name for field in fields(kind))
     return names
-
-
-# --- checks ---------------------------------------------------------------------------------
-# `type(x) is int` and not isinstance: True is an int to isinstance, and no id.
-
-
-def _id(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value <= MAX_ID:
-        raise ProtocolError(f"{name} is {_shown(value)}, not an integer in 0 .. 2^63-1")
-
-
-def _size(name: str, value: object) -> None:
-    if type(value) is not int or not 0 < value <= MAX_ENTRY_BYTES:
-        raise ProtocolError(f"{name} is {_shown(value)}, not in 1 .. {MAX_ENTRY_BYTES} bytes")
-
-
-def _ids(name: str, value: object) -> None:
-    if type(value) is not list or len(value) > MAX_BATCH:
-        raise ProtocolError(f"{name} is {_shown(value)}, not a list of at most {MAX_BATCH} ids")
-    for item in value:
-        _id(name, item)
-
-
-def _seconds(name: str, value: object) -> None:
-    if type(value) is not float or not 0.0 < value < 1e9:
-        raise ProtocolError(f"{name} is {_shown(value)}, not a positive number of seconds")
-
-
-def _text(name: str, value: object) -> None:
-    if type(value) is not str or len(value) > MAX_TEXT:
-        raise ProtocolError(f"{name} is {_shown(value)}, not text of at most {MAX_TEXT} characters")
-
-
-def _texts(name: str, value: object) -> None:
-    if type(value) is not list or len(value) > 64:
-        raise ProtocolError(f"{name} is {_shown(value)}, not a list of at most 64 texts")
-    for item in value:
-        _text(name, item)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if type(value) is not str or value not in allowed:
-        raise ProtocolError(f"{name} is {_shown(value)}, not one of {', '.join(allowed)}")
-
-
-def _blob(name: str, value: object) -> None:
-    if type(value) is not bytes or len(value) > MAX_HANDLE_BYTES:
-        raise ProtocolError(f"{name} is {_shown(value)}, not at most {MAX_HANDLE_BYTES} bytes")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

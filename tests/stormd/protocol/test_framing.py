@@ -30,8 +30,10 @@ from stormd.protocol.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_ID
 
 IDS = st.integers(0, MAX_ID)
 TEXTS = st.text(max_size=20)
+NAMES = st.text(min_size=1, max_size=20).filter(str.isprintable)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: IDS,
+    bool: st.booleans(),
     str: TEXTS,
     bytes: st.binary(max_size=64),
     float: st.floats(0.001, 1e6),
@@ -43,7 +45,9 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "device": st.sampled_from(DEVICES),
     "codec": st.sampled_from(CODECS),
     "reason": st.sampled_from(REJECTIONS),
-    "part_bytes": st.integers(1, 1 << 30),
+    "part_bytes": st.integers(1 << 18, 1 << 30),
+    "name": NAMES,
+    "names": st.lists(NAMES, max_size=5),
 }
 
 
@@ -53,7 +57,7 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
     for field in fields(kind):
         values[field.name] = BY_NAME.get(field.name, BY_TYPE[hints[field.name]])
         if field.name == "nbytes" and kind.__name__ != "MapSegment":
-            values[field.name] = BY_NAME["part_bytes"]
+            values[field.name] = st.integers(1, 1 << 30)
     return st.builds(kind, **values)
 
 
@@ -84,7 +88,7 @@ def test_any_msgpack_is_a_batch_or_a_protocol_error(value: Any) -> None:
     check(msgpack.packb(value))
 
 
-@given(st.integers(0, 80), st.lists(VALUES, max_size=11))
+@given(st.integers(0, 90), st.lists(VALUES, max_size=11))
 @settings(deadline=None)
 def test_any_fields_are_a_message_or_a_protocol_error(op: int, values: list[Any]) -> None:
     check(msgpack.packb([[op, 1, *values]]))
