@@ -14,7 +14,6 @@ from queue import SimpleQueue
 
 from storm_kernels.ancf.cuda import CudaCodec
 from storm_kernels.ancf.dtypes import DType
-from storm_kernels.ancf.layout import Mode
 from storm_kernels.cuda_driver import (
     DeviceBuffer,
     Event,
@@ -34,11 +33,11 @@ from stormd.lanes import blob_bound
 
 __all__ = ["CudaDevice", "Scratch"]
 
-MODE_OFFSET = 6
-"""Of the mode byte in a blob's header, which no extent cuts in two (FORMAT.md, section 2)."""
+DTYPE_OFFSET = 7
+"""Of the dtype byte in a blob's header, which no extent cuts in two (FORMAT.md, section 2)."""
 
 RESULT_BYTES = 64
-"""Mapped host memory in which the codec leaves a blob's size and its status."""
+"""Mapped host memory in which the codec leaves a blob's size, its status and its mode."""
 
 
 class CudaDevice:
@@ -55,6 +54,8 @@ class CudaDevice:
         self._host_pool = pool
         self._pool = RegisteredHost(pool.address, pool.nbytes)
         self.codec = CudaCodec(ordinal)
+        for dtype in DType:  # now, and not while the first client waits
+            self.codec.prepare(dtype)
         self.down = Stream()
         self.up = Stream()
         self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
@@ -91,10 +92,11 @@ class CudaDevice:
         """
         self._copies.put((scratch.copied, action))
 
-    def mode(self, block: Block) -> str:
-        """Return the codec mode of the blob in a block."""
+    def kind(self, block: Block) -> DType | None:
+        """Return the element type that a blob's header names, None where it names none."""
         header = self._host_pool.address + block.extents[0].offset
-        return Mode(ctypes.c_uint8.from_address(header + MODE_OFFSET).value).name.lower()
+        number = ctypes.c_uint8.from_address(header + DTYPE_OFFSET).value
+        return DType(number) if number in DType.__members__.values() else None
 
     def close(self) -> None:
         """Let the device go; its sessions are gone. The pool must still be mapped."""

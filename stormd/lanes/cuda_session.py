@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from storm_kernels.ancf.layout import Mode
 from storm_kernels.cuda_driver import (
     IpcMapping,
     RegisteredHost,
@@ -270,8 +271,8 @@ class _Stores:
             job.space.unplace(block, job.promised)
             session.post(StoreFailed(job.session, job.entry, problem))
         else:
-            mode, seconds = session.device.mode(block), scratch.seconds()
-            session.post(StoreDone(job.session, job.entry, block, mode, seconds))
+            mode = Mode(scratch.words[2]).name.lower()
+            session.post(StoreDone(job.session, job.entry, block, mode, scratch.seconds()))
         session.stores.give_back(scratch)
 
 
@@ -298,6 +299,7 @@ class _Restores:
             scratch.work.address,
             scratch.result.device_address,
             stream,
+            dtype=device.kind(job.block),
         )
         scratch.coded.record(stream)
 

@@ -177,15 +177,22 @@ class CudaCodec:
         if CudaCodec.broken:
             CudaCodec.broken = False
             raise KernelsError("this encoder does not start")
-        words = (ctypes.c_uint64 * 2).from_address(size_ptr)
+        words = (ctypes.c_uint64 * 3).from_address(size_ptr)
 
         def encode() -> None:
             words[0] = self._host.encode_into(src, nbytes, dtype, dst, dst_bytes, mode=mode)
             words[1] = 0
+            words[2] = ctypes.c_uint8.from_address(dst + 6).value
 
         _streams[stream].put(encode)
 
-    def decode_async(self, blob, blob_bytes, dst, dst_bytes, scratch, status_ptr, stream) -> None:
+    def prepare(self, dtype: ancf.DType) -> None:
+        pass
+
+    def decode_async(
+        self, blob, blob_bytes, dst, dst_bytes, scratch, status_ptr, stream, *, dtype=None
+    ) -> None:
+        assert dtype == ancf.DType.BFLOAT16
         status = ctypes.c_uint64.from_address(status_ptr)
 
         def decode() -> None:
