@@ -144,13 +144,13 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def daemon(device: torch.device, pool: str) -> Iterator[str]:
-    """Run a daemon; yield its address."""
+def daemon(device: torch.device, pool: str, flags: list[str]) -> Iterator[str]:
+    """Run a daemon with a pool of that size and these flags; yield its address."""
     with tempfile.TemporaryDirectory(prefix="stormd-bench-") as directory:
         address = f"ipc://{directory}/stormd.sock"
         log = Path(directory, "log")
         command = [sys.executable, "-m", "stormd.cli", "serve", "--address", address]
-        command += ["--device", device.type, "--pool-bytes", pool]
+        command += ["--device", device.type, "--pool-bytes", pool, *flags]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
@@ -188,6 +188,9 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["W1"], choices=list(WORKLOADS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--pool", default="32GiB", help="the daemon's pool")
+    parser.add_argument(
+        "--flag", action="append", default=[], help="a flag more for the daemon: --flag=--x=y"
+    )
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -196,7 +199,7 @@ def main() -> None:
         print(json.dumps(measure(*options.child, device)))
         return
     results = {"machine": describe(device), "command": sys.argv, "workloads": {}}
-    with daemon(device, options.pool) as address:
+    with daemon(device, options.pool, options.flag) as address:
         for workload in options.workloads:
             rows = results["workloads"][workload] = {}
             for method in options.methods:
