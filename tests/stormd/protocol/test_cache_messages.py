@@ -35,9 +35,7 @@ def put(**changes: Any) -> CachePut:
 @pytest.mark.parametrize(
     ("nbytes", "part_bytes", "parts"), [(0, 8, 0), (1, 8, 1), (8, 8, 1), (9, 8, 2)]
 )
-def test_a_tensor_travels_in_full_parts_and_a_rest(
-    nbytes: int, part_bytes: int, parts: int
-) -> None:
+def test_a_tensor_has_full_parts_and_a_rest(nbytes: int, part_bytes: int, parts: int) -> None:
     assert part_count(nbytes, part_bytes) == parts
 
 

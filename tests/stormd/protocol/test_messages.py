@@ -54,6 +54,13 @@ def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
         7: "Ping",
         8: "StatusRequest",
         9: "Goodbye",
+        16: "CachePut",
+        17: "CacheCommit",
+        18: "CacheCancel",
+        19: "CacheGet",
+        20: "CacheFind",
+        21: "CacheDelete",
+        22: "CacheList",
         64: "Welcome",
         65: "Mapped",
         66: "Admitted",
@@ -64,6 +71,10 @@ def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
         71: "Pong",
         72: "Status",
         73: "Refused",
+        80: "CacheReady",
+        81: "CacheTensor",
+        82: "CacheFound",
+        83: "CacheNames",
     }
 
 
