@@ -128,12 +128,12 @@ class Service:
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
         self._lifelines = lifelines
-        self._control.start(self.take_frame, self.flush)
+        self._control.start(self.take_frame, self._flush)
 
     # --- events -----------------------------------------------------------------------------
 
     def take_frame(self, route: bytes, frame: zmq.Frame | None) -> None:
-        """Take a message from a client; `flush` must follow."""
+        """Take a message from a client; the control socket flushes after a batch of them."""
         peer = self._peers.at(route)
         try:
             if peer is None:
@@ -185,12 +185,15 @@ class Service:
         self.flush()
 
     def flush(self) -> None:
-        """Send what is in the outboxes."""
+        """Send what is in the outboxes, at the end of any event but a frame."""
+        self._flush()
+        self._control.settle()
+
+    def _flush(self) -> None:
         while self._unsent:
             peer = next(iter(self._unsent))
             del self._unsent[peer]
             self._send_outbox(peer)
-        self._control.settle()
         self._on_progress()
 
     # --- strangers --------------------------------------------------------------------------
