@@ -1,0 +1,201 @@
+"""What comes back: views of one storage, for as long as it is needed, or an error."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.restoring import AHEAD_SHARE
+from support.daemon_thread import DaemonThread
+from support.devices import DEVICES
+from support.waiting import wait_until
+from torch import Tensor
+
+from stormd.config import Config
+
+STAGING_BYTES = 8 << 20
+
+
+@pytest.fixture
+def inner_daemon() -> Iterator[DaemonThread]:
+    """A daemon whose memory the test can reach."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
+        daemon = DaemonThread(
+            Config(
+                address=f"ipc://{directory}/stormd.sock",
+                device="cpu",
+                pool_bytes=64 << 20,
+                staging_bytes_cpu=STAGING_BYTES,
+                part_bytes_cpu=1 << 20,
+            )
+        )
+        yield daemon
+        daemon.wait_until_empty()
+        daemon.stop()
+
+
+def test_a_damaged_block_is_an_error(inner_daemon: DaemonThread) -> None:
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.randn(1 << 18, requires_grad=True)
+        with offload:
+            loss = x.exp().square().sum()
+        offload.stats()
+        pool = inner_daemon.server._pool
+        ctypes.memset(pool.address + (300 << 10), 0x55, 64 << 10)
+        with pytest.raises(storm.CorruptBlob):
+            loss.backward()
+        assert x.grad is None
+        del loss
+
+
+class Unpacked(torch.autograd.Function):
+    """Notes the storages of what its backward gets back."""
+
+    found: list[tuple[int, int, int]]
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].sum()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, ...]:
+        tensors = ctx.saved_tensors
+        Unpacked.found = [
+            (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride(0))
+            for tensor in tensors
+        ]
+        return tuple(torch.ones_like(tensor) for tensor in tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_views_come_back_as_views_of_one_storage(device: str, client: storm.Client) -> None:
+    x = torch.randn(128, 96, device=device, requires_grad=True)
+    with client.offload(min_bytes=1):
+        h = x.exp()
+        loss = Unpacked.apply(h, h.t(), h[32:], h[:, ::3])
+    del h  # and with it the original storage
+    loss.backward()
+    assert len({found[0] for found in Unpacked.found}) == 1
+    assert [found[1:] for found in Unpacked.found] == [(0, 96), (0, 1), (32 * 96, 96), (0, 96)]
+
+
+def test_a_restored_storage_is_shared_until_its_last_user(inner_daemon: DaemonThread) -> None:
+    """Three operations share one input: it is fetched once, and then it is gone."""
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.randn(1 << 18, requires_grad=True)
+        with offload:
+            h = x.exp()
+            loss = h.sin().sum() + h.cos().sum() + h.square().sum()
+        del h
+        offload.stats()
+        loss.backward()
+        restores = inner_daemon.status()["throughput"]["restore"]["operations"]
+        assert restores == 1
+        del loss
+
+
+def test_a_retained_graph_is_fetched_again(inner_daemon: DaemonThread) -> None:
+    """Between two passes over a retained graph, nothing of it stays in memory."""
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.randn(1 << 18, requires_grad=True)
+        with offload:
+            loss = x.exp().square().sum()
+        offload.stats()
+        loss.backward(retain_graph=True)
+        first = x.grad.clone()
+        once = inner_daemon.status()["throughput"]["restore"]["operations"]
+        loss.backward()
+        assert torch.equal(x.grad, first + first)
+        assert inner_daemon.status()["throughput"]["restore"]["operations"] == 2 * once
+        del loss
+
+
+def test_what_is_fetched_ahead_stays_in_the_staging_area(inner_daemon: DaemonThread) -> None:
+    """After the first unpack of a long graph the next ones arrive, in a part of the area."""
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        hold, go_on = threading.Event(), threading.Event()
+
+        class Pause(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: object, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: object, grad: Tensor) -> Tensor:
+                hold.set()
+                assert go_on.wait(30)
+                return grad
+
+        x = torch.zeros(1 << 18, requires_grad=True)
+        with offload:
+            h = x
+            for _ in range(20):
+                h = h.exp().clamp(max=2)
+            h = Pause.apply(h).exp()
+            loss = h.sum()
+        del h
+        offload.stats()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        assert hold.wait(30)
+        restorer = client._sessions.control._restorer
+        wait_until(lambda: all(fetch.arrived for fetch in restorer._tickets.values()), 30)
+        ahead = restorer.in_use
+        go_on.set()
+        thread.join(30)
+        assert 0 < ahead <= AHEAD_SHARE * STAGING_BYTES
+        assert restorer.in_use == 0
+        del loss
+
+
+def test_an_abandoned_graph_gives_up_what_was_fetched_ahead(inner_daemon: DaemonThread) -> None:
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.zeros(1 << 18, requires_grad=True)
+        with offload:
+            h = x
+            for _ in range(20):
+                h = h.exp().clamp(max=2)
+            last = h.exp()
+            loss = last.sum()
+        offload.stats()
+        (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
+        session = client._sessions.control
+        assert gradient is not None
+        del h, last, loss, gradient
+        gc.collect()
+        wait_until(lambda: session._restorer.in_use == 0, 30)
+        assert session.lane._space.free_bytes == session.lane._space.capacity
+        assert not len(session._known)
+        assert not len(session._grave)
+
+
+def test_no_tensor_is_left_behind_by_many_steps(inner_daemon: DaemonThread) -> None:
+    """After steps of all kinds the session knows nothing any more."""
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        for number in range(6):
+            x = torch.randn(1 << 16, requires_grad=True)
+            with offload:
+                h = x.exp()
+                loss = (h * h.cos()).tanh().sum()
+            del h
+            if number % 3:
+                loss.backward(retain_graph=number % 3 == 2)
+            del loss
+        session = client._sessions.control
+        wait_until(lambda: not len(session._grave), 30)
+        assert not session._storer.under_way
+        assert session.lane._space.free_bytes == session.lane._space.capacity
+        assert not session._restorer._retrievals
