@@ -14,10 +14,11 @@ constexpr u32 kRanked = 22;                         /* most entries of a window 
 
 using Element = u64;
 
-/* A request, as the host states it. */
+/* What the host asks for. */
 struct Request {
   u64 nbytes;
-  u32 dtype, is_float, is_signed, mode, dense, checksum;
+  u32 dtype, mode;
+  bool dense, checksum, is_float, is_signed;
 };
 constexpr u32 kAuto = 255;
 
@@ -283,7 +284,7 @@ struct Decision {
   DEVICE u64 raw_bits() const { return static_cast<u64>(count) * 8 * kWidth; }
 
   DEVICE u32 best_mode() const {
-    if (request.is_float == 2) return kBoolean;
+    if (request.dtype == kBoolType) return kBoolean;
     if (!shared.differ) return kConstant;
     u64 bits = raw_bits();
     u32 mode = kRaw;
@@ -362,7 +363,6 @@ DEVICE void make_plan(const Decision *decision, const Request &request, u8 *scra
   plan.raw_nbytes = request.nbytes;
   plan.dtype = request.dtype;
   plan.flags = request.checksum ? kFlagChecksum : 0;
-  plan.signed_elements = request.is_signed;
   if (decision) decision->decide(plan, values_of(scratch));
   derive(plan);
   if (plan.payload_offset > kHeaderBytes + plan.raw_nbytes) {
@@ -384,17 +384,23 @@ DEVICE void clear(u32 *words, u32 count) {
   for (u32 i = thread_in_block(); i < count; i += kThreads) words[i] = 0;
 }
 
+/* For the host: the dynamic shared memory of a block. */
+extern "C" __device__ const u32 ancf_choose_shared_bytes = kChooseSharedBytes;
+
 /* Chooses the plan of `src` and clears the work area. Blocks of kThreads: the first chooses, the
  * others clear `words` words after the plan's dictionary; at least two blocks. */
 KERNEL(kThreads)
-ancf_choose(const u8 *__restrict__ src, u8 *scratch, Request request, u32 words) {
+ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 dtype, u32 mode, u32 dense,
+            u32 checksum, u32 policy) {
   if (block_index() != 0) {
     u32 *area = reinterpret_cast<u32 *>(work_of(scratch));
     u32 step = (block_count() - 1) * kThreads;
     for (u32 i = (block_index() - 1) * kThreads + thread_in_block(); i < words; i += step) area[i] = 0;
     return;
   }
-  u64 n = request.nbytes / kWidth;
+  Traits traits = traits_of(dtype);
+  Request request = {nbytes, dtype, mode, dense != 0, checksum != 0, traits.is_float, traits.is_signed};
+  u64 n = nbytes / kWidth;
   if (n == 0 || request.mode == kRaw) {
     if (thread_in_block() == 0) make_plan(nullptr, request, scratch);
     return;
@@ -426,7 +432,7 @@ ancf_choose(const u8 *__restrict__ src, u8 *scratch, Request request, u32 words)
   }
   u32 warp = thread_in_block() / kWarpThreads;
   if (warp < kChoices) rank_symbols(shared, warp, fill, thread_in_block() % kWarpThreads);
-  bool wants_distinct = request.mode == kTernary || (request.mode == kAuto && request.is_float == 1);
+  bool wants_distinct = request.mode == kTernary || (request.mode == kAuto && request.is_float);
   u32 distinct = wants_distinct ? count_distinct(shared, sampled, src, n, first) : 4;
   barrier(0, kThreads);
   if (thread_in_block() != 0) return;

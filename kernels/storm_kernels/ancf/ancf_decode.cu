@@ -427,11 +427,15 @@ DEVICE void decode_flat(Decoding &job) {
   }
 }
 
-/* Decodes `blob` to `dst` as the plan in `scratch` says. Blocks of kBlockThreads, any number. */
-KERNEL(kBlockThreads)
-ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u32 *status) {
+/* For the host: the dynamic shared memory of a block. */
+extern "C" __device__ const u32 ancf_decode_shared_bytes = kDecodeSharedBytes;
+
+/* Decodes `blob` to `dst` as the plan in `scratch` says; does nothing where that is of another
+ * element type or bad. Blocks of kBlockThreads, any number. */
+KERNEL_TWICE(kBlockThreads)
+ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   const Plan &plan = *plan_of(scratch);
-  if (plan.status != kOk) return;
+  if (plan.status != kOk || plan.width != kWidth || plan.mantissa != kMantissa) return;
   Team team = Team::here();
   u8 *memory = shared_memory();
   TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
@@ -445,7 +449,7 @@ ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u32 
   barrier(0, kBlockThreads);
   if (thread_in_block() != 0) return;
   memory_fence();
-  if (fetch_add(&job.work->teams_done, 1u) + 1 != block_count()) return;
+  if (fetch_add(&job.work->blocks_done, 1u) + 1 != block_count()) return;
   u64 found = load_shared_word(&job.work->checksum) + plan.raw_nbytes * kCheckLength;
   bool differs = (plan.flags & kFlagChecksum) && found != plan.checksum;
   *status = fetch_add(&job.work->status, 0u) ? kBadRecord : differs ? kBadChecksum : kOk;
@@ -456,10 +460,11 @@ DEVICE bool is_window_code(const Plan &plan) {
   bool dense = (plan.k1 == 2 && plan.k2 == 3) || (plan.k1 == 3 && plan.k2 == 4);
   bool bitmap = plan.mode == kSparse ? plan.bitmap == kBitmapPlain || plan.bitmap == kBitmapPairs
                                      : plan.bitmap == kBitmapNone;
-  bool truncates = (kWidth == 4 && (plan.drop == 16 || plan.drop == 13)) || (kWidth == 8 && plan.drop == 29);
+  u32 width = traits_of(plan.dtype).width;
+  bool truncates = (width == 4 && (plan.drop == 16 || plan.drop == 13)) || (width == 8 && plan.drop == 29);
   bool drop = plan.mode == kWindow ? plan.drop == 0 : truncates || (plan.mode == kSparse && plan.drop == 0);
   return (fast || dense) && bitmap && drop && plan.rotate <= 1 &&
-         plan.residue_bits == kMantissa - plan.drop + plan.rotate;
+         plan.residue_bits == traits_of(plan.dtype).mantissa - plan.drop + plan.rotate;
 }
 
 /* Whether some encoder writes blobs with these parameters. */
@@ -495,11 +500,13 @@ DEVICE Plan parse_header(const u64 (&words)[32]) {
 }
 
 /* Whether the plan can be trusted with these sizes and equals the header it came from. */
-DEVICE bool is_valid(Plan &plan, const u64 (&words)[32], u32 dtype, u64 blob_bytes, u64 dst_bytes) {
+DEVICE bool is_valid(Plan &plan, const u64 (&words)[32], u64 blob_bytes, u64 dst_bytes) {
   u32 slots = ((1u << plan.k1 % 16) - 1) + (plan.k2 ? (1u << plan.k2 % 16) - 1 : 0);
-  if (plan.dtype != dtype || !is_known(plan) || plan.raw_nbytes != dst_bytes || dst_bytes % kWidth) return false;
+  if (plan.dtype >= kDtypes || !is_known(plan)) return false;
+  u32 width = traits_of(plan.dtype).width;
+  if (plan.raw_nbytes != dst_bytes || dst_bytes % width) return false;
   if (plan.dict_count > slots || (plan.flags & ~kFlagChecksum)) return false;
-  if (kWidth < 8 && plan.fill >> (8 * kWidth % 64)) return false;
+  if (width < 8 && plan.fill >> 8 * width) return false;
   if (!(plan.flags & kFlagChecksum) && plan.checksum) return false;
   derive(plan);
   if (plan.payload_offset > blob_bytes || plan.payload_bytes != blob_bytes - plan.payload_offset) return false;
@@ -517,10 +524,10 @@ DEVICE bool directory_ends_fit(const Plan &plan, const u8 *blob) {
   return directory[0] == 0 && directory[plan.tiles] * static_cast<u64>(kRecordUnit) == plan.payload_bytes;
 }
 
-/* Checks the header of `blob` and prepares ancf_decode. One block of one warp.
- * `status` is left at what the header deserves; ancf_decode completes it. */
+/* Checks the header of `blob` and prepares ancf_decode. One block of one warp. `status` is set
+ * where the header is bad; otherwise ancf_decode sets it. */
 KERNEL(kWarpThreads)
-ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u32 *status, u32 dtype) {
+ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u64 *status) {
   u32 *work = reinterpret_cast<u32 *>(work_of(scratch));
   for (u32 i = thread_in_block(); i < sizeof(Work) / 4; i += kWarpThreads) work[i] = 0;
   if (thread_in_block() != 0) return;
@@ -530,9 +537,9 @@ ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8
     u64 words[32];
     for (u32 i = 0; i < 32; i++) words[i] = reinterpret_cast<const u64 *>(blob)[i];
     plan = parse_header(words);
-    ok = is_valid(plan, words, dtype, blob_bytes, dst_bytes) && directory_ends_fit(plan, blob);
+    ok = is_valid(plan, words, blob_bytes, dst_bytes) && directory_ends_fit(plan, blob);
   }
   plan.status = ok ? kOk : kBadHeader;
   *reinterpret_cast<Plan *>(scratch) = plan;
-  *status = plan.status;
+  if (!ok) *status = kBadHeader;
 }

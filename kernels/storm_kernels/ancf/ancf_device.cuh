@@ -11,6 +11,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+/* The same, with registers for two blocks at a time on one multiprocessor. */
+#define KERNEL_TWICE(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
 #define DEVICE __device__ __forceinline__
 
 constexpr u32 kWarpThreads = 32;

@@ -438,6 +438,7 @@ DEVICE void conclude(const Encoding &job, const u64 *values, Result *result) {
   } else if (plan.may_be_constant && plan.payload_bytes == 0) {
     mode = kConstant;
   }
+  job.work->copy_raw = mode == kRaw && plan.mode != kRaw;
   if (mode != plan.mode) {
     plan.mode = mode;
     plan.bitmap = plan.rotate = plan.drop = plan.residue_bits = plan.k1 = plan.k2 = plan.dict_count = 0;
@@ -458,9 +459,12 @@ DEVICE void conclude(const Encoding &job, const u64 *values, Result *result) {
   result->status = kOk;
 }
 
+/* For the host: the dynamic shared memory of a block. */
+extern "C" __device__ const u32 ancf_encode_shared_bytes = kSharedBytes;
+
 /* Encodes `src` to `dst` as the plan in `scratch` says. Blocks of kBlockThreads, any number.
  * `dst`: 16-byte aligned, kHeaderBytes + raw_nbytes bytes. */
-KERNEL(kBlockThreads)
+KERNEL_TWICE(kBlockThreads)
 ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
   const Plan &plan = *plan_of(scratch);
   Team team = Team::here();
@@ -477,15 +481,15 @@ ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Resul
   barrier(0, kBlockThreads);
   if (thread_in_block() != 0) return;
   memory_fence();
-  if (fetch_add(&job.work->teams_done, 1u) + 1 == block_count()) conclude(job, values_of(scratch), result);
+  if (fetch_add(&job.work->blocks_done, 1u) + 1 == block_count()) conclude(job, values_of(scratch), result);
 }
 
 /* Runs after ancf_encode: copies the original bytes where only then it was clear that the blob
  * must be raw. */
-KERNEL(kBlockThreads)
-ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, const u8 *scratch, const Result *result) {
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {
   const Plan &plan = *plan_of(scratch);
-  if (result->mode != kRaw || plan.mode == kRaw) return;
+  if (!work_of(scratch)->copy_raw) return;
   u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;
   u64 warp = static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads) + thread_in_block() / kWarpThreads;
   u32 lane = thread_in_block() % kWarpThreads;

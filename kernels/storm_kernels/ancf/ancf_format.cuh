@@ -49,25 +49,54 @@ struct Plan {
   u64 raw_nbytes, elements;
   u64 fixed_offset, payload_offset, payload_bytes;
   u64 fill, checksum;
-  u32 mode, dtype, flags, bitmap, rotate, drop, residue_bits, k1, k2, escape_bytes;
+  u32 mode, dtype, width, mantissa;  /* width: bytes of an element */
+  u32 flags, bitmap, rotate, drop, residue_bits, k1, k2, escape_bytes;
   u32 dict_count, tiles, directory_offset;
   u32 status;                /* of reading the header; an encoder's is kOk */
-  u32 signed_elements;       /* mode integer: order of elements */
   u32 may_be_constant;       /* the sample is; if no element differs the blob says constant */
   u32 window[kWindowSlots];
 };
 
 /* What the blocks of one launch share; zero before it. */
 struct Work {
-  u32 next_unit, teams_done, refused, status;
+  u32 next_unit, blocks_done, refused, status;
   u64 checksum;
+  u32 copy_raw, unused;
 };
 
 /* What an encoder tells its caller, in memory of the caller's choice. */
 struct Result {
-  u64 total_bytes;
-  u32 mode, status;
+  u64 total_bytes, status, mode;
 };
+
+/* An element type: bytes, mantissa bits (FORMAT.md, section 3), kind. */
+struct Traits {
+  u32 width, mantissa;
+  bool is_float, is_signed;
+};
+constexpr u32 kBytesType = 0, kBoolType = 7, kDtypes = 19;
+
+DEVICE Traits traits_of(u32 dtype) {
+  switch (dtype) {
+    case 1: return {2, 7, true, false};    /* bfloat16 */
+    case 2: return {2, 10, true, false};   /* float16 */
+    case 3: return {4, 23, true, false};   /* float32 */
+    case 4: return {8, 52, true, false};   /* float64 */
+    case 5: return {1, 3, true, false};    /* float8_e4m3fn */
+    case 6: return {1, 2, true, false};    /* float8_e5m2 */
+    case 8: return {1, 3, false, true};    /* int8 */
+    case 10: return {2, 7, false, true};   /* int16 */
+    case 11: return {2, 7, false, false};  /* uint16 */
+    case 12: return {4, 23, false, true};  /* int32 */
+    case 13: return {4, 23, false, false}; /* uint32 */
+    case 14: return {8, 52, false, true};  /* int64 */
+    case 15: return {8, 52, false, false}; /* uint64 */
+    case 16: return {2, 10, true, false};  /* complex32 */
+    case 17: return {4, 23, true, false};  /* complex64 */
+    case 18: return {8, 52, true, false};  /* complex128 */
+    default: return {1, 3, false, false};  /* bytes, bool, uint8 */
+  }
+}
 
 /* Scratch: the plan, the dictionary of whole values, the work, a word a unit. */
 constexpr u32 kPlanBytes = 512;
@@ -101,8 +130,10 @@ DEVICE bool has_dictionary_apart(u32 mode) { return mode == kTernary || mode == 
 
 /* Fills in everything that follows from mode, bits and raw_nbytes. */
 DEVICE void derive(Plan &plan) {
-  plan.elements = plan.raw_nbytes / kWidth;
-  u32 symbol_bits = plan.drop ? 8 * kWidth : 8 * kWidth - plan.residue_bits;
+  plan.width = traits_of(plan.dtype).width;
+  plan.mantissa = traits_of(plan.dtype).mantissa;
+  plan.elements = plan.raw_nbytes / plan.width;
+  u32 symbol_bits = plan.drop ? 8 * plan.width : 8 * plan.width - plan.residue_bits;
   plan.escape_bytes = !plan.k1 ? 0 : symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
   u64 tiles = has_tiles(plan.mode) ? (plan.elements + kTile - 1) / kTile : 0;
   plan.tiles = static_cast<u32>(tiles);

@@ -10,6 +10,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define KERNEL(threads) extern "C" void
+#define KERNEL_TWICE(threads) extern "C" void
 #define DEVICE inline
 #define __restrict__
 #define __constant__ static

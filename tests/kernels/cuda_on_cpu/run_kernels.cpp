@@ -12,25 +12,24 @@ extern "C" size_t scratch_bytes(u64 nbytes) {
 }
 
 extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *result, u32 dtype,
-                      u32 is_float, u32 is_signed, u32 mode, u32 dense, u32 checksum, u32 blocks,
+                      u32 mode, u32 dense, u32 checksum, u32 blocks,
                       u32 unit_tiles) {
-  Request request = {nbytes, dtype, is_float, is_signed, mode, dense, checksum};
   u32 words = (scratch_bytes(nbytes) - kPlanBytes - kValuesBytes) / 4;
   bool ok = emulation::launch(2, kThreads, kChooseSharedBytes,
-                              [&] { ancf_choose(src, scratch, request, words); });
+                              [&] { ancf_choose(src, nbytes, scratch, words, dtype, mode, dense, checksum, 1); });
   ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes, [&] {
     ancf_encode(src, dst, scratch, reinterpret_cast<Result *>(result), unit_tiles);
   });
   ok = ok && emulation::launch(1, kBlockThreads, 0, [&] {
-    ancf_encode_raw(src, dst, scratch, reinterpret_cast<const Result *>(result));
+    ancf_encode_raw(src, dst, scratch);
   });
   return ok ? 0 : 1;
 }
 
 extern "C" int decode(const u8 *blob, u64 blob_bytes, u8 *dst, u64 dst_bytes, u8 *scratch,
-                      u32 *status, u32 dtype, u32 blocks) {
+                      u64 *status, u32 blocks) {
   bool ok = emulation::launch(1, kWarpThreads, 0, [&] {
-    ancf_decode_begin(blob, blob_bytes, dst_bytes, scratch, status, dtype);
+    ancf_decode_begin(blob, blob_bytes, dst_bytes, scratch, status);
   });
   ok = ok && emulation::launch(blocks, kBlockThreads, kDecodeSharedBytes,
                                [&] { ancf_decode(blob, dst, scratch, status); });

@@ -1,0 +1,174 @@
+"""cuda.py and its kernels on a real device: the reference's bytes, and nothing outside buffers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from storm_kernels import backends
+from storm_kernels.ancf import DType, max_encoded_bytes, reference
+from storm_kernels.errors import CorruptBlob
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not backends()["cuda"].available, reason=backends()["cuda"].detail),
+]
+
+GUARD = 64
+POISON = 0xA5
+SIZES = (0, 1, 31, 33, 1023, 1025, 4095, 4096, 4097, 12_289, 300_001)
+
+
+class Guarded:
+    """Poisoned device memory whose surroundings must stay as they are."""
+
+    def __init__(self, nbytes: int, offset: int = 0) -> None:
+        self._memory = torch.full((nbytes + 2 * GUARD + offset,), POISON, dtype=torch.uint8, device="cuda")
+        self.data = self._memory[GUARD + offset : GUARD + offset + nbytes]
+        self._start = GUARD + offset
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr() + self._start
+
+    def check(self) -> None:
+        end = self._start + self.data.numel()
+        assert bool((self._memory[: self._start] == POISON).all()), "bytes before the buffer written"
+        assert bool((self._memory[end:] == POISON).all()), "bytes after the buffer written"
+
+
+@pytest.fixture(scope="module")
+def codec():
+    from storm_kernels.ancf.cuda import CudaCodec
+
+    return CudaCodec()
+
+
+def encode(codec, data: np.ndarray, dtype: DType, offset: int = 0, **options) -> np.ndarray:
+    source = Guarded(data.size, offset)
+    source.data.copy_(torch.from_numpy(data))
+    target = Guarded(max_encoded_bytes(data.size, dtype))
+    scratch = Guarded(codec.scratch_bytes(data.size, dtype))
+    result = torch.full((3,), -1, dtype=torch.int64, device="cuda")
+    codec.encode_async(
+        source.address, data.size, dtype, target.address, target.data.numel(), scratch.address,
+        result.data_ptr(), torch.cuda.current_stream().cuda_stream, **options,
+    )  # fmt: skip
+    size, status, _ = result.tolist()
+    assert status == 0
+    for buffer in (source, target, scratch):
+        buffer.check()
+    return target.data[:size].cpu().numpy()
+
+
+def decode(codec, blob: np.ndarray, nbytes: int, offset: int = 0, dtype: DType | None = None):
+    source = Guarded(blob.size)
+    source.data.copy_(torch.from_numpy(blob))
+    target = Guarded(nbytes, offset)
+    scratch = Guarded(codec.scratch_bytes(nbytes, DType.UINT8))
+    status = torch.full((1,), -1, dtype=torch.int64, device="cuda")
+    codec.decode_async(
+        source.address, blob.size, target.address, nbytes, scratch.address, status.data_ptr(),
+        torch.cuda.current_stream().cuda_stream, dtype=dtype,
+    )  # fmt: skip
+    outcome = int(status[0])
+    for buffer in (source, target, scratch):
+        buffer.check()
+    return outcome, target.data.cpu().numpy()
+
+
+def check(codec, data: np.ndarray, dtype: DType, offset: int = 0, **options) -> np.ndarray:
+    expected = reference.encode(data, dtype, **options)
+    blob = encode(codec, data, dtype, offset, **options)
+    assert blob.tobytes() == expected.tobytes()
+    status, same = decode(codec, expected, data.size, offset, dtype)
+    assert status == 0
+    assert (same == data).all()
+    return blob
+
+
+def samples(dtype: DType, count: int) -> dict[str, np.ndarray]:
+    """Bytes of tensors of every kind that the modes are made for."""
+    rng = np.random.default_rng(count + dtype)
+    normal = torch.from_numpy(rng.standard_normal(count))
+    kind = getattr(torch, dtype.torch_name)
+    made = {
+        "normal": normal,
+        "relu": normal.relu(),
+        "few": normal * torch.from_numpy(rng.random(count) < 0.1),
+        "same": torch.ones(count, dtype=torch.float64),
+        "narrow": normal.bfloat16().double(),
+    }
+    found = {name: values.to(kind).view(torch.uint8).numpy() for name, values in made.items()}
+    found["noise"] = rng.integers(0, 256, count * dtype.element_bytes, dtype=np.uint8)
+    return found
+
+
+@pytest.mark.parametrize("speed", ["fast", "dense"])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32], ids=lambda d: d.name)
+def test_same_bytes_as_the_reference(codec, dtype, speed):
+    for data in samples(dtype, 70_001).values():
+        check(codec, data, dtype, speed=speed)
+        for mode in ("window", "sparse", "constant", "boolean", "raw", "truncated"):
+            check(codec, data, dtype, speed=speed, mode=mode)
+
+
+@pytest.mark.parametrize("count", SIZES)
+def test_sizes_and_alignment(codec, count):
+    data = samples(DType.BFLOAT16, 300_001)["normal"][: 2 * count]
+    for offset in (0, 2):
+        check(codec, data, DType.BFLOAT16, offset)
+        check(codec, data, DType.BFLOAT16, offset, mode="sparse", checksum=False)
+
+
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda d: d.name)
+@pytest.mark.parametrize("mode", ["window", "sparse"])
+def test_all_patterns(codec, dtype, mode):
+    data = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype=np.uint16))
+    check(codec, np.tile(data, 3).view(np.uint8), dtype, mode=mode)
+    few = np.where(np.arange(3 << 16) % 3, np.uint16(0x3F80), np.tile(data, 3))
+    check(codec, few.view(np.uint8), dtype, mode=mode, speed="dense")
+
+
+def test_large_tensors_come_out_the_same_each_time(codec):
+    values = torch.randn(40_000_000, device="cuda").bfloat16().view(torch.uint8).cpu().numpy()
+    first = check(codec, values, DType.BFLOAT16)
+    for _ in range(3):
+        assert encode(codec, values, DType.BFLOAT16).tobytes() == first.tobytes()
+
+
+def test_decoding_without_a_type(codec):
+    data = samples(DType.FLOAT32, 9_000)["normal"]
+    status, same = decode(codec, reference.encode(data, DType.FLOAT32), data.size)
+    assert status == 0
+    assert (same == data).all()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("mode", ["window", "sparse", "raw", "boolean"])
+def test_damage_is_told(codec, mode, checksum):
+    rng = np.random.default_rng(5)
+    data = samples(DType.BFLOAT16, 20_001)["few" if mode == "sparse" else "normal"]
+    blob = reference.encode(data, DType.BFLOAT16, mode=mode, speed="dense", checksum=checksum)
+    for _ in range(60):
+        damaged = blob.copy()
+        for place in rng.integers(0, blob.size, 1 + rng.integers(3)):
+            damaged[place] ^= 1 << rng.integers(8)
+        cut = blob.size - (rng.integers(1, blob.size) if rng.random() < 0.2 else 0)
+        status, out = decode(codec, damaged[:cut], data.size, dtype=DType.BFLOAT16)
+        assert status != 0 or not checksum or (out == data).all()
+
+
+def test_tensors(codec):
+    from storm_kernels import ancf
+
+    tensor = torch.randn(300, 400, device="cuda").bfloat16()
+    blob = ancf.encode(tensor)
+    assert blob.to_bytes() == ancf.encode(tensor.cpu()).to_bytes()
+    assert torch.equal(ancf.decode(blob), tensor)
+    assert torch.equal(ancf.decode(blob, device="cpu"), tensor.cpu())
+    broken = blob.data.clone()
+    broken[500] ^= 1
+    with pytest.raises(CorruptBlob):
+        ancf.decode(ancf.Blob(broken, blob.shape, blob.device))
