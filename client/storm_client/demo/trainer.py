@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
@@ -30,14 +29,10 @@ __all__ = ["main"]
 
 _KIB: Final = 1 << 10
 
-_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
-_LARGE_BYTES: Final = 1 << 20
-
 
 def main(arguments: list[str] | None = None) -> None:
     """Train as the arguments say."""
     args = _parser().parse_args(arguments)
-    _return_freed_memory()
     _make_deterministic(args.seed, args.threads)
     device = torch.device(args.device)
     shape = Shape(args.layers, args.width, args.heads, args.rows, args.length)
@@ -59,15 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("seed", "steps", "threads", "layers", "width", "heads", "rows", "length"):
         parser.add_argument(f"--{name}", type=int, required=True)
     return parser
-
-
-def _return_freed_memory() -> None:
-    """Have malloc give every large tensor a mapping of its own, which free returns at once.
-
-    Otherwise the heap keeps holes of freed tensors, differently in every run, and the peak of
-    resident memory would tell of malloc rather than of what the training holds.
-    """
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _make_deterministic(seed: int, threads: int) -> None:
