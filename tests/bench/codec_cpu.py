@@ -1,0 +1,264 @@
+"""Speed and ratio of the host codecs, as a table and as JSON.
+
+    python tests/bench/codec_cpu.py [--mib 64] [--repeat 7] [--output FILE]
+
+One thread unless a row says otherwise; GB/s count original bytes, of the fastest repetition, since
+other programs only ever make one slower. Buffers are touched before. Peers are zstd -1, blosc2
+and zipnn, each left out with the reason when its package is missing. What stays true: every timed
+blob was decoded to the original bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+from storm_kernels import ancf
+from storm_kernels.ancf import DType, reference
+from storm_kernels.ancf.cpu import CpuCodec
+from storm_kernels.cpu import InstructionSet, available_sets
+
+MIB = 1 << 20
+NUMPY_BYTES = 2 * MIB  # the reference is slow; its speed does not depend on the size
+Bytes = np.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor and how it is coded; `make` returns the bytes of about that many."""
+
+    name: str
+    dtype: DType
+    make: Callable[[int], Bytes]
+    speed: str = "fast"
+    mode: str = "auto"
+    checksum: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured: GB/s of original bytes."""
+
+    tensor: str
+    codec: str
+    threads: int
+    ratio: float
+    encode: float
+    decode: float
+
+
+def normal(nbytes: int, width: int = 16) -> Bytes:
+    wide = np.random.default_rng(0).standard_normal(nbytes // (width // 8), np.float32)
+    return (wide.view("<u4") >> (32 - width)).astype(f"<u{width // 8}").view(np.uint8)
+
+
+def normal_fp16(nbytes: int) -> Bytes:
+    wide = np.random.default_rng(0).standard_normal(nbytes // 2, np.float32)
+    return wide.astype("<f2").view(np.uint8)
+
+
+def normal_fp32(nbytes: int) -> Bytes:
+    return normal(nbytes, 32)
+
+
+def with_zeros(nbytes: int, share: float) -> Bytes:
+    """bfloat16 without signs, of which `share` is +0."""
+    elements = normal(nbytes).view("<u2") & 0x7FFF
+    elements[np.random.default_rng(1).random(elements.size) < share] = 0
+    return elements.view(np.uint8)
+
+
+def relu(nbytes: int) -> Bytes:
+    return with_zeros(nbytes, 0.5)
+
+
+def mostly_zero(nbytes: int) -> Bytes:
+    return with_zeros(nbytes, 0.75)
+
+
+def mask(nbytes: int) -> Bytes:
+    return (np.random.default_rng(0).random(nbytes) < 0.1).astype(np.uint8)
+
+
+def bf16_in_fp32(nbytes: int) -> Bytes:
+    return (normal(nbytes // 2).view("<u2").astype("<u4") << 16).view(np.uint8)
+
+
+def token_ids(nbytes: int) -> Bytes:
+    return np.random.default_rng(0).integers(0, 50_000, nbytes // 8).view(np.uint8)
+
+
+def noise(nbytes: int) -> Bytes:
+    return np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+
+
+BF16 = DType.BFLOAT16
+CASES = [
+    Case("bf16 N(0,1) fast", BF16, normal),
+    Case("bf16 N(0,1) fast, no checksum", BF16, normal, checksum=False),
+    Case("bf16 N(0,1) dense", BF16, normal, "dense"),
+    Case("fp16 N(0,1) fast", DType.FLOAT16, normal_fp16),
+    Case("fp16 N(0,1) dense", DType.FLOAT16, normal_fp16, "dense"),
+    Case("fp32 N(0,1) fast", DType.FLOAT32, normal_fp32),
+    Case("fp32 N(0,1) dense", DType.FLOAT32, normal_fp32, "dense"),
+    Case("bf16 ReLU, 50% zeros", BF16, relu),
+    Case("bf16 no sign, 75% zeros", BF16, mostly_zero),
+    Case("bool p = 0.1", DType.BOOL, mask),
+    Case("fp32 holding bf16", DType.FLOAT32, bf16_in_fp32),
+    Case("int64 token ids", DType.INT64, token_ids),
+    Case("random bits", BF16, noise),
+    Case("raw", BF16, normal, mode="raw"),
+    Case("raw, no checksum", BF16, normal, mode="raw", checksum=False),
+]
+
+
+def seconds(action: Callable[[], object], repeat: int) -> float:
+    """Return the least time of `action` in `repeat` tries, after one that does not count."""
+    times = []
+    action()
+    for _ in range(repeat):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def ours(case: Case, data: Bytes, codec, name: str, threads: int, repeat: int) -> Row:
+    """Measure one of our host backends."""
+    blob = np.ones(ancf.max_encoded_bytes(data.size, case.dtype), np.uint8)
+    back = np.ones(data.size, np.uint8)
+    options = {"mode": case.mode, "speed": case.speed, "checksum": case.checksum}
+    more = {"threads": threads} if codec is not reference else {}
+    source = (data.ctypes.data, data.size, case.dtype)
+
+    def encode() -> int:
+        return codec.encode_into(*source, blob.ctypes.data, blob.size, **options, **more)
+
+    size = encode()
+    encoding = seconds(encode, repeat)
+    decoding = seconds(
+        lambda: codec.decode_into(blob.ctypes.data, size, back.ctypes.data, back.size, **more),
+        repeat,
+    )
+    assert (back == data).all(), f"{name} did not give {case.name} back"
+    return row(case.name, name, threads, data.size, size, encoding, decoding)
+
+
+def row(tensor, codec, threads, nbytes, size, encoding, decoding) -> Row:
+    rates = (nbytes / encoding / 1e9, nbytes / decoding / 1e9)
+    return Row(tensor, codec, threads, round(nbytes / size, 3), *(round(r, 2) for r in rates))
+
+
+def all_of_ours(data: dict[str, Bytes], repeat: int) -> Iterator[Row]:
+    """Yield every case on every instruction set; the first case also on NumPy and all cores."""
+    for case in CASES:
+        for one in available_sets():
+            yield ours(case, data[case.name], CpuCodec(one), one.name.lower(), 1, repeat)
+    first, cores = CASES[0], os.cpu_count() or 1
+    for case in CASES[:3]:
+        best = CpuCodec(InstructionSet.BEST)
+        yield ours(case, data[case.name], best, available_sets()[-1].name.lower(), cores, repeat)
+    small = data[first.name][:NUMPY_BYTES].copy()
+    yield ours(first, small, reference, "numpy", 1, 2)
+
+
+Coder = Callable[[bytes], bytes]
+
+
+def zstd() -> tuple[Coder, Coder]:
+    module = import_module("zstandard")
+    return module.ZstdCompressor(level=1).compress, module.ZstdDecompressor().decompress
+
+
+def blosc2() -> tuple[Coder, Coder]:
+    module = import_module("blosc2")
+    module.set_nthreads(1)
+    options = {"typesize": 2, "clevel": 1, "codec": module.Codec.ZSTD}
+    return lambda data: module.compress2(data, **options), module.decompress2
+
+
+def zipnn() -> tuple[Coder, Coder]:
+    coder = import_module("zipnn").ZipNN(bytearray_dtype="bfloat16", threads=1)
+    return coder.compress, coder.decompress
+
+
+def peers(data: Bytes, repeat: int) -> Iterator[Row | str]:
+    """Yield a row for each peer on the first case, or why it was left out."""
+    original = data.tobytes()
+    for name, make in {"zstd -1": zstd, "blosc2 zstd -1": blosc2, "zipnn": zipnn}.items():
+        try:
+            compress, decompress = make()
+        except ImportError as missing:
+            yield f"{name} was left out: {missing}"
+            continue
+        packed = compress(original)
+        assert decompress(packed) == original
+        encoding = seconds(lambda compress=compress: compress(original), repeat)
+        decoding = seconds(lambda d=decompress, packed=packed: d(packed), repeat)
+        yield row(CASES[0].name, name, 1, len(original), len(packed), encoding, decoding)
+
+
+def memcpy(data: Bytes, repeat: int) -> Row:
+    copy = np.ones_like(data)
+    spent = seconds(lambda: np.copyto(copy, data), repeat)
+    return row(CASES[0].name, "memcpy", 1, data.size, data.size, spent, spent)
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else 'unknown'}, {os.cpu_count()} cores"
+
+
+def show(row: Row | str) -> None:
+    if isinstance(row, str):
+        print(row, flush=True)
+        return
+    print(
+        f"{row.tensor:32}{row.codec:16}{row.threads:3}{row.ratio:8.3f}"
+        f"{row.encode:9.2f}{row.decode:9.2f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mib", type=int, default=64, help="size of each tensor")
+    parser.add_argument("--repeat", type=int, default=7, help="repetitions of each measurement")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    data = {case.name: case.make(arguments.mib * MIB) for case in CASES}
+    print(f"{'tensor':32}{'codec':16}thr   ratio   encode   decode  GB/s")
+    rows: list[Row | str] = []
+    first = data[CASES[0].name]
+    measured = (
+        [memcpy(first, arguments.repeat)],
+        peers(first, arguments.repeat),
+        all_of_ours(data, arguments.repeat),
+    )
+    for part in measured:
+        for one in part:
+            show(one)
+            rows.append(one)
+    if arguments.output:
+        found = {
+            "processor": processor(),
+            "mib": arguments.mib,
+            "rows": [asdict(one) for one in rows if isinstance(one, Row)],
+            "left_out": [one for one in rows if isinstance(one, str)],
+        }
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
