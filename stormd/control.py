@@ -11,6 +11,7 @@ times cheaper than zmq.asyncio's future for each message.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
@@ -24,6 +25,10 @@ __all__ = ["ControlSocket", "Delivery"]
 
 FRAMES_A_TURN: Final = 64
 """Frames handed on before the loop gets to other work."""
+
+TURN_SECONDS: Final = 0.005
+"""Time after which no further frame is begun in a turn. ZeroMQ takes peers in rotation, so one
+that sends full frames without end holds each of the others up by one frame."""
 
 HIGH_WATER: Final = 256
 """Frames that may wait in each direction for one peer. Its own ZeroMQ holds 1,000 more, read
@@ -131,8 +136,10 @@ class ControlSocket:
         if self._scheduled is not None:
             self._scheduled.cancel()
             self._scheduled = None
+        deadline = time.monotonic() + TURN_SECONDS
         for _ in range(FRAMES_A_TURN):
-            if not self._has_input():  # cheaper than the exception of a recv in vain
+            # Asking is cheaper than the exception of a recv in vain.
+            if not self._has_input() or time.monotonic() > deadline:
                 break
             route = bytes(self._socket.recv(DONTWAIT))
             self._on_frame(route, self._only_frame())

@@ -9,11 +9,20 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from stormd.lanes import Lane
 from stormd.protocol import Envelope
 
-__all__ = ["Peer", "Peers"]
+__all__ = ["Credentials", "Peer", "Peers"]
+
+
+class Credentials(NamedTuple):
+    """Whose process it is, as the kernel says; `pid` 0 where it is of another namespace."""
+
+    uid: int
+    gid: int
+    pid: int
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +31,7 @@ class Peer:
 
     session: int
     route: bytes
-    uid: int
+    credentials: Credentials
     lane: Lane
     token: bytes
     descriptors: tuple[int, ...]
@@ -61,7 +70,7 @@ class Peers:
         """
         found = None
         for peer in self._waiting.values():
-            if hmac.compare_digest(peer.token, token) and peer.uid == uid:
+            if hmac.compare_digest(peer.token, token) and peer.credentials.uid == uid:
                 found = peer
         if found is not None:
             del self._waiting[found.session]

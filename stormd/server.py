@@ -30,7 +30,9 @@ from stormd.lanes.opening import open_lanes
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.mailbox import Mailbox
+from stormd.peers import Peers
 from stormd.protocol import lifeline_path, parse_address
+from stormd.reception import Reception
 from stormd.records import Limits
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
 from stormd.service import Service
@@ -75,6 +77,7 @@ class Server:
         self._ledger: Ledger
         self._lanes: dict[str, Lane]
         self._mailbox: Mailbox[Result]
+        self._reception: Reception
         self._service: Service
         self._lifelines: LifelineListener
 
@@ -121,7 +124,7 @@ class Server:
         fresh, ignored = reloaded(self._config, config)
         self._config = fresh
         self._ledger.limit(_limits(fresh))
-        self._service.allow(_allowed(fresh))
+        self._reception.allow(_allowed(fresh))
         return ignored
 
     async def close(self) -> None:
@@ -218,23 +221,35 @@ class Server:
         except zmq.ZMQError as error:
             raise DirectoryUnsafe(f"{config.address} cannot be bound: {error}") from error
         self._cleanup.callback(control.close)
-        self._service = Service(
-            self._loop,
-            ledger=self._ledger,
-            counters=self.counters,
-            lanes=self._lanes,
-            control=control,
-            lifeline_path=str(lifeline_path(self._socket)),
-            allowed_uids=_allowed(config),
-            lease_seconds=config.lease_seconds,
-            status=self.status,
-            on_progress=self._progress.set,
-        )
+        self._serve_on(control)
         self._lifelines = self._listen(lifeline_path(self._socket))
         self._cleanup.callback(self._lifelines.close)
         for path in (self._socket, lifeline_path(self._socket)):
             grant(path, config.socket_mode, config.socket_group)
         self._service.start(self._lifelines)
+
+    def _serve_on(self, control: ControlSocket) -> None:
+        config, peers = self._config, Peers()
+        self._reception = Reception(
+            ledger=self._ledger,
+            counters=self.counters,
+            lanes=self._lanes,
+            control=control,
+            peers=peers,
+            lifeline_path=str(lifeline_path(self._socket)),
+            allowed_uids=_allowed(config),
+            lease_seconds=config.lease_seconds,
+            status=self.status,
+        )
+        self._service = Service(
+            ledger=self._ledger,
+            counters=self.counters,
+            control=control,
+            peers=peers,
+            reception=self._reception,
+            status=self.status,
+            on_progress=self._progress.set,
+        )
 
     def _listen(self, path: Path) -> LifelineListener:
         try:

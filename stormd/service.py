@@ -7,29 +7,24 @@ loop leave in one frame.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import zmq
 
-from stormd import __version__
 from stormd.control import ControlSocket, Delivery
 from stormd.counters import Counters
-from stormd.errors import LaneUnavailable
 from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
-from stormd.lanes import Lane, RestoreJob, Result, StoreJob
+from stormd.lanes import RestoreJob, Result, StoreJob
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.peers import Peer, Peers
 from stormd.protocol import (
-    PROTOCOL_VERSION,
     Envelope,
     Goodbye,
-    Hello,
     MapSegment,
     Message,
     Ping,
@@ -42,20 +37,14 @@ from stormd.protocol import (
     StatusRequest,
     Store,
     UnmapSegment,
-    Welcome,
     decode,
     encode,
-    hello_version,
 )
-from stormd.protocol.limits import TOKEN_BYTES
-from stormd.records import SessionInfo
+from stormd.reception import Reception
 
-__all__ = ["FEATURES", "Service"]
+__all__ = ["Service"]
 
 log = logging.getLogger(__name__)
-
-FEATURES: Final[list[str]] = []
-"""What this daemon can do beyond its protocol version, as Welcome says it."""
 
 MESSAGES_A_FRAME: Final = 512
 """Answers in one frame: far below what a frame holds, whatever texts they carry."""
@@ -65,35 +54,28 @@ class Service:
     """Binds ledger, lanes and sockets together. All methods run on the event loop.
 
     `status` returns what a StatusRequest is answered with; `on_progress` is called whenever the
-    state may have changed. `allowed_uids` are the users that may connect.
+    state may have changed.
     """
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
         *,
         ledger: Ledger,
         counters: Counters,
-        lanes: Mapping[str, Lane],
         control: ControlSocket,
-        lifeline_path: str,
-        allowed_uids: frozenset[int],
-        lease_seconds: float,
+        peers: Peers,
+        reception: Reception,
         status: Callable[[], dict[str, Any]],
         on_progress: Callable[[], None],
     ) -> None:
-        self._loop = loop
         self._ledger = ledger
         self._counters = counters
-        self._lanes = lanes
         self._control = control
-        self._lifeline_path = lifeline_path
-        self._allowed_uids = allowed_uids
-        self._lease_seconds = lease_seconds
+        self._peers = peers
+        self._reception = reception
         self._status = status
         self._on_progress = on_progress
         self._lifelines: LifelineListener
-        self._peers = Peers()
         self._unsent: dict[Peer, None] = {}  # peers with an outbox, in order
         self._requests: dict[type[Message], Callable[[Peer, int, Any], None]] = {
             Store: self._store,
@@ -121,10 +103,6 @@ class Service:
             Ended: self._ended,
         }
 
-    def allow(self, uids: frozenset[int]) -> None:
-        """Let other users connect from now on; sessions that are open stay."""
-        self._allowed_uids = uids
-
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
         self._lifelines = lifelines
@@ -137,7 +115,7 @@ class Service:
         peer = self._peers.at(route)
         try:
             if peer is None:
-                self._take_from_stranger(route, frame)
+                self._reception.take(route, frame, self._request)
             else:
                 self._take_from_peer(peer, frame)
         except Exception:
@@ -153,7 +131,7 @@ class Service:
         if peer is None:
             self._counters.refused += 1
             return None
-        self._ledger.attach(peer.session, self._loop.time())
+        self._ledger.attach(peer.session, time.monotonic())
         descriptors, peer.descriptors = peer.descriptors, ()
         return peer.session, descriptors
 
@@ -164,14 +142,14 @@ class Service:
 
     def take_results(self, results: list[Result]) -> None:
         """Take what lanes have done."""
-        now = self._loop.time()
+        now = time.monotonic()
         for result in results:
             self._perform(self._ledger.result(result, now))
         self.flush()
 
     def tick(self) -> None:
         """Look after leases; called about once a second."""
-        self._perform(self._ledger.tick(self._loop.time()))
+        self._perform(self._ledger.tick(time.monotonic()))
         self.flush()
 
     def end(self, session: int, cause: str) -> None:
@@ -196,107 +174,10 @@ class Service:
             self._send_outbox(peer)
         self._on_progress()
 
-    # --- strangers --------------------------------------------------------------------------
-
-    def _take_from_stranger(self, route: bytes, frame: zmq.Frame | None) -> None:
-        try:
-            batch = decode(b"" if frame is None else frame.bytes)
-        except ProtocolError as error:
-            self._refuse(route, 0, self._undecodable(frame, error))
-            return
-        assert frame is not None
-        uid = _uid(frame)
-        problem = self._stranger_problem(route, uid)
-        for request, message in batch:
-            peer = self._peers.at(route)  # a Hello may stand in front of other messages
-            if problem is not None:
-                self._refuse(route, request, problem)
-            elif peer is not None:
-                self._request(peer, request, message)
-            else:
-                self._answer_stranger(route, uid, request, message)
-
-    def _stranger_problem(self, route: bytes, uid: int) -> Refused | None:
-        if route[:1] != b"\0":  # ZeroMQ's own begin with a zero byte, chosen ones cannot
-            return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
-        if uid not in self._allowed_uids:
-            return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
-        return None
-
-    def _undecodable(self, frame: zmq.Frame | None, error: ProtocolError) -> Refused:
-        version = None if frame is None else hello_version(frame.bytes)
-        if version is not None and version != PROTOCOL_VERSION:
-            return _mismatch(version)
-        self._counters.malformed += 1
-        return Refused("UsageError", str(error))
-
-    def _answer_stranger(self, route: bytes, uid: int, request: int, message: Message) -> None:
-        answer: Message
-        if isinstance(message, Hello):
-            answer = self._open(route, uid, message)
-        elif isinstance(message, StatusRequest):
-            answer = Status(self._status())
-        else:
-            answer = Refused("DaemonLost", "this connection has no session: send Hello first")
-        if isinstance(answer, Refused):
-            self._refuse(route, request, answer)
-        else:
-            self._control.send(route, encode([Envelope(request, answer)]))
-
-    def _refuse(self, route: bytes, request: int, answer: Refused) -> None:
-        self._counters.refused += 1
-        self._control.send(route, encode([Envelope(request, answer)]))
-
-    def _open(self, route: bytes, uid: int, hello: Hello) -> Welcome | Refused:
-        problem = self._hello_problem(uid, hello) or self._ledger.refusal()
-        if problem is not None:
-            return problem
-        lane = self._lanes[hello.device]
-        session = secrets.randbits(63) or 1
-        try:
-            attachment = lane.attach(session, hello)
-        except LaneUnavailable as error:
-            return Refused("UsageError", str(error))
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._peers.add(Peer(session, route, uid, lane, token, attachment.descriptors))
-        info = SessionInfo(session, hello.device, uid, hello.pid, hello.name)
-        self._ledger.open(
-            info,
-            part_bytes=attachment.part_bytes,
-            staging_bytes=attachment.segment_bytes,
-            now=self._loop.time(),
-        )
-        log.info("session opened", extra={"session": session, "pid": hello.pid, "uid": uid})
-        return Welcome(
-            session,
-            token,
-            PROTOCOL_VERSION,
-            FEATURES,
-            __version__,
-            self._lifeline_path,
-            attachment.staging_bytes,
-            attachment.part_bytes,
-            self._lease_seconds,
-        )
-
-    def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:
-        if hello.protocol != PROTOCOL_VERSION:
-            return _mismatch(hello.protocol)
-        if hello.uid != uid:
-            return Refused("UsageError", f"Hello says user {hello.uid}, the kernel says {uid}")
-        if hello.device not in self._lanes:
-            offered = ", ".join(self._lanes)
-            return Refused(
-                "UsageError",
-                f"this daemon has no {hello.device} lane, only {offered}: start it with --device "
-                f"{hello.device}, or train on another device",
-            )
-        return None
-
     # --- clients with a session -------------------------------------------------------------
 
     def _take_from_peer(self, peer: Peer, frame: zmq.Frame | None) -> None:
-        self._ledger.touch(peer.session, self._loop.time())
+        self._ledger.touch(peer.session, time.monotonic())
         try:
             batch = decode(b"" if frame is None else frame.bytes)
         except ProtocolError as error:
@@ -318,10 +199,10 @@ class Service:
         handler(peer, request, message)
 
     def _store(self, peer: Peer, request: int, message: Store) -> None:
-        self._perform(self._ledger.store(peer.session, request, message, self._loop.time()))
+        self._perform(self._ledger.store(peer.session, request, message, time.monotonic()))
 
     def _restore(self, peer: Peer, request: int, message: Restore) -> None:
-        self._perform(self._ledger.restore(peer.session, request, message, self._loop.time()))
+        self._perform(self._ledger.restore(peer.session, request, message, time.monotonic()))
 
     def _release(self, peer: Peer, _request: int, message: Release) -> None:
         self._perform(self._ledger.release(peer.session, message))
@@ -388,16 +269,3 @@ class Service:
             # It does not read, or is gone: it would wait for ever for what it has missed.
             self._counters.unsent += 1
             self.end(peer.session, "unreachable")
-
-
-def _uid(frame: zmq.Frame) -> int:
-    """Return the user at the other end, as the kernel told ZeroMQ: "localhost:uid:gid:pid"."""
-    return int(str(frame.get("Peer-Address")).split(":")[1])
-
-
-def _mismatch(version: int) -> Refused:
-    return Refused(
-        "ProtocolMismatch",
-        f"the client speaks protocol {version}, this daemon (stormd {__version__}) "
-        f"{PROTOCOL_VERSION}: install the same version of stormd on both sides",
-    )

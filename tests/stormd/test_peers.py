@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import cast
 
 from stormd.lanes import Lane
-from stormd.peers import Peer, Peers
+from stormd.peers import Credentials, Peer, Peers
 from stormd.protocol import Envelope, Ping
 
 
 def peer(session: int) -> Peer:
     token = bytes([session]) * 16
-    return Peer(session, b"\0%d" % session, 1000 + session, cast("Lane", None), token, ())
+    credentials = Credentials(1000 + session, 100, 1)
+    return Peer(session, b"\0%d" % session, credentials, cast("Lane", None), token, ())
 
 
 def test_a_token_and_its_user_claim_a_client_once() -> None:
@@ -19,10 +20,10 @@ def test_a_token_and_its_user_claim_a_client_once() -> None:
     first, second = peer(1), peer(2)
     peers.add(first)
     peers.add(second)
-    assert peers.claim(second.token, first.uid) is None
-    assert peers.claim(b"x" * 16, second.uid) is None
-    assert peers.claim(second.token, second.uid) is second
-    assert peers.claim(second.token, second.uid) is None
+    assert peers.claim(second.token, first.credentials.uid) is None
+    assert peers.claim(b"x" * 16, second.credentials.uid) is None
+    assert peers.claim(second.token, second.credentials.uid) is second
+    assert peers.claim(second.token, second.credentials.uid) is None
 
 
 def test_who_is_cut_off_is_not_heard_but_still_known() -> None:
@@ -33,7 +34,7 @@ def test_who_is_cut_off_is_not_heard_but_still_known() -> None:
     assert peers.at(one.route) is one
     peers.cut_off(one)
     assert peers.at(one.route) is None
-    assert peers.claim(one.token, one.uid) is None
+    assert peers.claim(one.token, one.credentials.uid) is None
     assert one.outbox == []
     assert peers.of(1) is one
     assert list(peers) == [one]
