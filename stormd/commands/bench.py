@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import positive_int
-from stormd.commands.bench_codec import measure_codec, print_codec
+from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
 from stormd.commands.output import EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
 from stormd.machine import describe
@@ -37,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link.add_argument("--tensor-bytes", default="16MiB", metavar="SIZE", help="size of each")
     link.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
     link.add_argument("--operations", type=positive_int, default=2000, help="small tensors")
-    text = "ratio and speed of the lossless codec on the kinds of tensors that autograd saves"
+    text = "ratio and speed of the lossless codec, and what it makes of a training step's tensors"
     codec = benchmarks.add_parser("codec", help=text, description=text)
     codec.add_argument("--values", type=positive_int, default=1 << 24, help="values of a tensor")
     codec.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
+    codec.add_argument("--steps", type=positive_int, default=15, help="steps before capturing")
+    codec.add_argument("--image", metavar="FILE", help="draw captured tensors' ratios (PNG, SVG)")
     for benchmark in (link, codec):
         benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.benchmark == "link":
         figures, show = _measure_link(args), _print_link
     else:
-        figures, show = measure_codec(args.values, args.rounds), print_codec
+        figures, show = _measure_codec(args), _print_codec
     if args.json:
         write_json({"benchmark": args.benchmark, "machine": describe(), "figures": figures})
     else:
@@ -72,11 +74,23 @@ def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
             "rounds": args.rounds,
             "operations": args.operations,
         }
-        return _run_client([f"--{name}={value}" for name, value in numbers.items()])
+        return _run_client("link", [f"--{name}={value}" for name, value in numbers.items()])
 
 
-def _run_client(arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "storm_client.bench.link", *arguments]
+def _measure_codec(args: argparse.Namespace) -> dict[str, Any]:
+    image = [f"--image={args.image}"] if args.image else []
+    captured = _run_client("activations", [f"--steps={args.steps}", *image])
+    return {"kinds": measure_codec(args.values, args.rounds), "captured": captured["families"]}
+
+
+def _print_codec(figures: dict[str, Any]) -> None:
+    print_codec(figures["kinds"])
+    write_line()
+    print_captured(figures["captured"])
+
+
+def _run_client(benchmark: str, arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"storm_client.bench.{benchmark}", *arguments]
     try:
         done = subprocess.run(  # noqa: S603 - our own module and flags
             command, capture_output=True, text=True, timeout=_SECONDS, check=False

@@ -17,7 +17,7 @@ from stormd.errors import ChildFailed
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-__all__ = ["Figures", "measure_codec", "print_codec"]
+__all__ = ["Figures", "measure_codec", "print_captured", "print_codec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,16 @@ def print_codec(figures: list[dict[str, Any]]) -> None:
         rates = (one["encode_bytes_per_second"] / 1e9, one["decode_bytes_per_second"] / 1e9)
         speeds = " ".join(f"{rate:>7.2f} GB/s" for rate in rates)
         write_line(f"{one['kind']:34} {one['speed']:6} {one['ratio']:>6.2f} {speeds}")
+
+
+def print_captured(families: list[dict[str, Any]]) -> None:
+    """Print what `storm_client.bench.activations` measured, one line a family of models."""
+    head = f"{'captured from a training step':34} {'bound':>8} {'fast':>8} {'dense':>8}"
+    write_line(f"{head}  reached of the bound")
+    for family in families:
+        ratios = " ".join(f"{family[f'{kind}_ratio']:7.3f}x" for kind in ("bound", "fast", "dense"))
+        shares = f"{family['fast_of_bound']:.1%}, {family['dense_of_bound']:.1%}"
+        write_line(f"{family['family']:34} {ratios}  {shares}")
 
 
 def _kinds(values: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""`stormd bench activations`: the codec on what autograd saves in real training steps.
+"""`stormd bench codec`: the codec on what autograd saves in real training steps.
 
 What stays true: only tensors that an offloading client would send are counted: storages once,
 whole, without parameters.

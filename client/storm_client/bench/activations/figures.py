@@ -1,4 +1,4 @@
-"""The figures of `stormd bench activations`: what the codec reaches against the order-0 bound."""
+"""The figures of `stormd bench codec`: what the codec reaches against the order-0 bound."""
 
 from __future__ import annotations
 
