@@ -1,0 +1,49 @@
+"""Opening lanes: what was asked for, or an error; what is there, where nothing was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import storm_kernels.cuda_driver
+from storm_kernels.errors import BackendUnavailable
+
+from stormd.config import Config
+from stormd.errors import LaneUnavailable
+from stormd.host_pool import HostPool
+from stormd.lanes.opening import open_lanes
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def pool() -> HostPool:
+    return HostPool(MIB)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> list[str]:
+        raise BackendUnavailable("no driver")
+
+    monkeypatch.setattr(storm_kernels.cuda_driver, "device_uuids", missing)
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+@pytest.mark.usefixtures("no_cuda")
+def test_the_cpu_lane_is_always_there(
+    make_config: Callable[..., Config], pool: HostPool, device: str
+) -> None:
+    lanes = open_lanes(make_config(device=device), pool, lambda _result: None)
+    assert {name: lane.device for name, lane in lanes.items()} == {"cpu": "cpu"}
+    assert lanes["cpu"].close(10)
+    pool.close()
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_named_device_that_is_missing_is_an_error(
+    make_config: Callable[..., Config], pool: HostPool
+) -> None:
+    with pytest.raises(LaneUnavailable, match="no driver"):
+        open_lanes(make_config(device="cuda"), pool, lambda _result: None)
+    pool.close()

@@ -1,0 +1,111 @@
+"""Who gets a session, and what everybody else is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from support.daemon_thread import DaemonThread
+from support.raw_client import RawClient
+from support.waiting import wait_until
+
+from stormd.protocol import (
+    PROTOCOL_VERSION,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Refused,
+    Restore,
+    Status,
+    StatusRequest,
+    Welcome,
+)
+
+MIB = 1 << 20
+Connect = Callable[..., RawClient]
+MakeDaemon = Callable[..., DaemonThread]
+
+
+def test_status_needs_no_session(daemon: DaemonThread, connect: Connect) -> None:
+    assert isinstance(connect(daemon).ask(StatusRequest()), Status)
+
+
+def test_sessions_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(max_sessions=1)
+    connect(daemon).open()
+    refused = connect(daemon).hello()
+    assert refused.kind == "QuotaExceeded"
+    assert "max_sessions" in refused.detail
+
+
+def test_another_protocol_version_is_told_so(daemon: DaemonThread, connect: Connect) -> None:
+    import msgpack
+
+    client = connect(daemon)
+    client.send_bytes(msgpack.packb([[1, 7, 999, "anything", "a later version sends"]]))
+    refused = client.wait_for(Refused)
+    assert refused.kind == "ProtocolMismatch"
+    assert "999" in refused.detail
+    assert connect(daemon).hello(protocol=2).kind == "ProtocolMismatch"
+
+
+def test_a_chosen_routing_id_is_refused(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon, ROUTING_ID=b"chosen")
+    assert "routing id" in client.hello().detail
+
+
+def test_messages_without_a_session_are_refused(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    assert client.ask(Ping()).kind == "DaemonLost"
+    assert client.ask(Restore(1, 1, 0, 0, 1, 0)).kind == "DaemonLost"
+
+
+def test_a_second_hello_and_an_absent_device_are_refused(
+    daemon: DaemonThread, client: RawClient, connect: Connect
+) -> None:
+    assert isinstance(client.hello(), Refused)
+    assert "cuda" in connect(daemon).hello(device="cuda").detail
+
+
+def test_hello_must_name_the_user_that_the_kernel_sees(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    refused = connect(daemon).hello(uid=os.getuid() + 1)
+    assert isinstance(refused, Refused)
+    assert f"the kernel says {os.getuid()}" in refused.detail
+
+
+def test_users_who_are_not_allowed_are_refused(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(allowed_uids=(os.getuid() + 1,))
+    client = connect(daemon)
+    for answer in (client.hello(), client.ask(StatusRequest())):
+        assert "allowed_uids" in answer.detail
+    assert daemon.status()["counters"]["refused"] == 2
+
+
+def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    hello = Hello(PROTOCOL_VERSION, [], 1, os.getuid(), "cpu", "", [], 0, "test")
+    client.send(hello, Ping(), Goodbye(), Ping())
+    assert isinstance(client.wait_for(Welcome), Welcome)
+    assert isinstance(client.wait_for(Pong), Pong)
+    wait_until(lambda: daemon.status()["counters"]["ended"]["goodbye"] == 1)
+
+
+def test_the_session_shows_the_kernels_process_id(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    client.hello(pid=1)
+    assert daemon.status()["sessions"][0]["pid"] == os.getpid()
+    client.send(Goodbye())
+
+
+def test_a_lane_without_room_for_a_session_refuses_it(
+    daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", no_memory)
+    assert "Too many open files" in connect(daemon).hello().detail
