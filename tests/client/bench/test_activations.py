@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 from storm_client.bench.activations.capture import captured
@@ -26,18 +22,3 @@ def test_figures_of_a_tensor():
     figures = tensor_figures(torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)))
     assert figures.raw_nbytes == 1 << 18
     assert figures.bound_nbytes < figures.dense_nbytes < figures.fast_nbytes < figures.raw_nbytes
-
-
-def test_the_command_prints_and_draws(tmp_path):
-    image = tmp_path / "ratios.png"
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
-    command = [sys.executable, "-m", "storm_client.bench.activations", "--steps=3"]
-    done = subprocess.run(
-        [*command, f"--image={image}"], check=True, capture_output=True, text=True, timeout=110
-    )
-    families = json.loads(done.stdout)["families"]
-    assert len(families) == len(FAMILIES)
-    for family in families:
-        assert family["dense_of_bound"] >= 0.94
-        assert family["fast_of_bound"] >= 0.88
-    assert image.read_bytes().startswith(b"\x89PNG")

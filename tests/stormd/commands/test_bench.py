@@ -1,4 +1,4 @@
-"""commands/bench.py: the benchmarks' figures, small enough to be quick."""
+"""commands/bench.py: the codec's figures on a training step, printed and drawn."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import json
 import subprocess
 import sys
 
-
-def bench(*arguments: str) -> str:
-    command = [sys.executable, "-m", "stormd.cli", "bench", *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110)
-    return done.stdout
+from stormd.commands.bench_codec import print_captured
 
 
-def test_codec_as_json():
-    printed = json.loads(bench("codec", "--values=20000", "--rounds=1", "--steps=2", "--json"))
-    figures = printed["figures"]
-    assert printed["benchmark"] == "codec"
+def test_codec(tmp_path):
+    image = tmp_path / "ratios.png"
+    command = [sys.executable, "-m", "stormd.cli", "bench", "codec", "--json", f"--image={image}"]
+    small = ["--values=20000", "--rounds=1", "--steps=2"]
+    done = subprocess.run(
+        [*command, *small], check=True, capture_output=True, text=True, timeout=110
+    )
+    figures = json.loads(done.stdout)["figures"]
     assert {kind["speed"] for kind in figures["kinds"]} == {"fast", "dense"}
-    assert all(family["dense_of_bound"] > 0.94 for family in figures["captured"])
+    for family in figures["captured"]:
+        assert family["dense_of_bound"] >= 0.94
+        assert family["fast_of_bound"] >= 0.88
+    assert image.read_bytes().startswith(b"\x89PNG")
 
 
-def test_codec_as_a_table(tmp_path):
-    image = tmp_path / "ratios.svg"
-    text = bench("codec", "--values=20000", "--rounds=1", "--steps=2", f"--image={image}")
-    assert "of the bound" in text
-    assert "<svg" in image.read_text()
+def test_table_of_captured_tensors(capsys):
+    ratios = {"bound_ratio": 2.0, "fast_ratio": 1.8, "dense_ratio": 1.9}
+    family = {"family": "some model", **ratios, "fast_of_bound": 0.9, "dense_of_bound": 0.95}
+    print_captured([family])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split("  ")[0] == "some model"
+    assert lines[1].endswith("90.0%, 95.0%")
