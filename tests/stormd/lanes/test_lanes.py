@@ -15,7 +15,7 @@ def test_every_type_of_the_codec_has_a_name(dtype: DType) -> None:
 
 @pytest.mark.parametrize("name", ["", "float5", "bfloat16 ", "x" * 1000])
 def test_an_unknown_type_is_named_with_those_there_are(name: str) -> None:
-    with pytest.raises(ValueError, match="is unknown: send one of .*bfloat16") as caught:
+    with pytest.raises(ValueError, match=r"is unknown: send one of .*bfloat16") as caught:
         parse_dtype(name, 16)
     assert len(str(caught.value)) < 500
 
