@@ -137,11 +137,12 @@ class _StepHooks:
     def _offload(self, tensor: torch.Tensor, session: Session) -> Packed:
         storage = tensor.untyped_storage()
         view = View.of(tensor)
-        span = _worth_storing(view.span(), storage.nbytes())
+        touched = view.span()
+        span = _worth_storing(touched, storage.nbytes())
         if span[1] - span[0] < self._policy.min_bytes:
             return self._skip(tensor, "small")
         version = SavedVersion.of(tensor)
-        record = session.find(storage, view.span(), version.expected)
+        record = session.find(storage, touched, version.expected)
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:

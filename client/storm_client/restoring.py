@@ -24,6 +24,9 @@ __all__ = ["Restorer"]
 AHEAD_SHARE = 0.75
 """Of the staging area; the rest is left to stores and to other threads' restores."""
 
+AHEAD_PARTS = 64
+"""Parts under way at most, however small they are."""
+
 STALL_SECONDS = 60.0
 """How long a restore may make no progress before it is given up; disks are not in the way."""
 
@@ -57,6 +60,7 @@ class Restorer:
         self._lane = lane
         self._window = int(lane.staging_bytes * AHEAD_SHARE)
         self._in_use = 0  # bytes of all fetches' slots
+        self._slots = 0
         self._tickets: dict[int, _Fetch] = {}
         self._retrievals: dict[int, _Retrieval] = {}
 
@@ -95,18 +99,14 @@ class Restorer:
         return destination.untyped_storage()
 
     def fetch_ahead(self, upcoming: Callable[[], list[StoredRange]]) -> None:
-        """Request the parts of the records that `upcoming` returns, while the window has room.
+        """Request what `upcoming` names, and send all requests that have been posted.
 
-        Nothing is done until half of the window is free: looking is not free of charge.
+        Nothing is done until half of the window is free: looking is not free of charge, and what
+        is requested together travels together.
         """
-        if self._in_use > self._window // 2:
-            return
-        for record in upcoming():
-            if not self._is_worthwhile(record):
-                continue
-            retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
-            if not self._request_more(retrieval, 0):
-                return
+        if self._in_use <= self._window // 2 and self._slots <= AHEAD_PARTS // 2:
+            self._request_all(upcoming())
+        self._connection.flush()
 
     def make_room(self) -> bool:
         """Give up a part that was fetched ahead and waits; tell whether there was one."""
@@ -146,6 +146,14 @@ class Restorer:
 
     # --- helpers ----------------------------------------------------------------------------
 
+    def _request_all(self, records: list[StoredRange]) -> None:
+        """Request the parts of `records`, in this order, while the window has room."""
+        for record in records:
+            if self._is_worthwhile(record):
+                retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
+                if not self._request_more(retrieval, 0):
+                    return
+
     def _is_worthwhile(self, record: StoredRange) -> bool:
         return not record.being_restored and record.error is None and record.locate() is None
 
@@ -181,6 +189,7 @@ class Restorer:
                 return
             self._request(retrieval, index, slot)
         self._request_more(retrieval, index + 1)
+        self._connection.flush()
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot, giving up what was fetched ahead where there is no other room."""
@@ -195,20 +204,24 @@ class Restorer:
             if index in retrieval.fetches:
                 continue
             nbytes = retrieval.parts[index].nbytes
-            slot = self._lane.reserve(nbytes) if self._in_use + nbytes <= self._window else None
+            slot = self._lane.reserve(nbytes) if self._has_room(nbytes) else None
             if slot is None:
                 return False
             self._request(retrieval, index, slot)
         return True
 
+    def _has_room(self, nbytes: int) -> bool:
+        return self._in_use + nbytes <= self._window and self._slots < AHEAD_PARTS
+
     def _request(self, retrieval: _Retrieval, index: int, slot: Slot) -> None:
         part = retrieval.parts[index]
         fetch = retrieval.fetches[index] = _Fetch(slot)
         self._in_use += slot.nbytes
+        self._slots += 1
         ticket = next(self._connection.numbers)
         self._tickets[ticket] = fetch
         sequence = self._lane.publish(slot)
-        self._connection.send(
+        self._connection.post(
             ticket, Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
         )
 
@@ -231,5 +244,6 @@ class Restorer:
 
     def _free(self, fetch: _Fetch) -> None:
         self._in_use -= fetch.slot.nbytes
+        self._slots -= 1
         self._lane.free(fetch.slot)
         self._connection.notify()

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 
-from storm_client.connection import Connection
+from storm_client.connection import IDS_PER_RELEASE, Connection
 from storm_client.dedup import DedupTable
 from storm_client.errors import ActivationLost, DaemonLost, named
 from storm_client.lanes import Lane
@@ -30,7 +30,6 @@ from stormd.protocol import (
     Restored,
     Stored,
 )
-from stormd.protocol.limits import MAX_BATCH
 
 __all__ = ["Session"]
 
@@ -60,7 +59,7 @@ class Session:
         self._grave = RecordGrave(self.connection.wake)
         self._known = DedupTable()
         self.connection.on_message = self._on_message
-        self.connection.on_wake = self.release_dead
+        self.connection.on_wake = self._flush_dead
 
     # --- what the hooks ask for -------------------------------------------------------------
 
@@ -88,7 +87,7 @@ class Session:
         record = StoredRange(storage, span, version, stats)
         with self.connection.lock:
             self._known.add(self._grave.watch(record))
-            self.release_dead()
+            self._release_dead()
         self._storer.store(record, codec)
         return record
 
@@ -172,15 +171,19 @@ class Session:
         with self.connection.lock, suppress(DaemonLost):
             self._restorer.fetch_ahead(handle.step.upcoming)
 
-    def release_dead(self) -> None:
-        """Release what dead records held; call with the lock held."""
+    def _flush_dead(self) -> None:
+        self._release_dead()
+        self.connection.flush()
+
+    def _release_dead(self) -> None:
+        """Post the releases of what dead records held; call with the lock held."""
         entries: list[int] = []
         for reference in self._grave.empty():
             self._known.remove(reference)
             self._restorer.forget(reference.key)
             entries.extend(part.entry for part in reference.parts)
-        for begin in range(0, len(entries), MAX_BATCH):
-            self.connection.send(0, Release(entries[begin : begin + MAX_BATCH]))
+        for begin in range(0, len(entries), IDS_PER_RELEASE):
+            self.connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
 
     # --- replies, with the lock held --------------------------------------------------------
 

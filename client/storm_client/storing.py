@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from storm_client.connection import Connection
+from storm_client.connection import IDS_PER_RELEASE, Connection
 from storm_client.errors import named
 from storm_client.lanes import Lane, Slot
 from storm_client.records import Part, StoredRange
@@ -159,9 +159,10 @@ class Storer:
             return slot is not None
 
         with self._connection.lock:
-            self._connection.drain()
-            patience = 0.0 if self._slow else STAGING_SECONDS
-            self._slow = not self._connection.wait(reserved, patience)
+            if not reserved():
+                self._connection.drain()
+                patience = 0.0 if self._slow else STAGING_SECONDS
+                self._slow = not self._connection.wait(reserved, patience)
         return slot
 
     def _stage(self, piece: torch.Tensor, slot: Slot) -> None:
@@ -200,7 +201,9 @@ class Storer:
         if record is not None and record.parts:
             entries = [part.entry for part in record.parts]
             record.parts.clear()
-            self._connection.send(0, Release(entries))
+            for begin in range(0, len(entries), IDS_PER_RELEASE):
+                self._connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
+            self._connection.flush()
 
     def _finish(self, entry: int) -> _Admission | None:
         """Free the slot of a part that the daemon is done with; return what it belongs to."""
