@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from storm_kernels import UsageError
 from storm_kernels.ancf import DType, Mode
 from storm_kernels.ancf.options import POLICIES, SPEEDS, check_request, parse_mode
