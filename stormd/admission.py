@@ -12,6 +12,7 @@ from typing import Final
 from stormd.arena import granules
 from stormd.lanes import blob_bound
 from stormd.protocol import MapSegment, Restore, Store
+from stormd.protocol.limits import FIRST_LEASED
 from stormd.records import Limits, Phase, Session
 from stormd.sizes import format_size
 
@@ -88,8 +89,10 @@ def _phase(session: Session) -> str:
 
 
 def _order(session: Session, message: Store) -> str:
-    if message.entry > session.last_entry:
+    if session.last_entry < message.entry < FIRST_LEASED:
         return ""
+    if message.entry >= FIRST_LEASED:
+        return f"entry {message.entry} is of those that only the daemon numbers, from 2^62 on"
     return f"entry {message.entry} does not follow entry {session.last_entry}: ids only grow"
 
 
@@ -116,6 +119,8 @@ def _count(session: Session, limits: Limits) -> str:
 
 
 def _quota(session: Session, limits: Limits, nbytes: int) -> str:
+    if session.cache is not None:
+        return ""  # limited by the cache's own size
     if not limits.quota_bytes or session.used_bytes + granules(nbytes) <= limits.quota_bytes:
         return ""
     return (

@@ -5,13 +5,13 @@ What stays true: counters only grow, and only the event loop writes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from stormd.histogram import Histogram
 from stormd.protocol import CODECS, REJECTIONS
 
-__all__ = ["ENDINGS", "Counters", "Flow"]
+__all__ = ["ENDINGS", "CacheCounts", "Counters", "Flow"]
 
 ENDINGS: Final = ("goodbye", "died", "unreachable", "unattached", "failed", "shutdown")
 """Why a session ended: its Goodbye, its lifeline's end, a client that takes no answers, one that
@@ -41,6 +41,21 @@ class Flow:
         self.waits.observe(waited)
 
 
+@dataclass(slots=True)
+class CacheCounts:
+    """What became of the shared cache's tensors. `evictions` made room, `expirations` were due."""
+
+    puts: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    expirations: int = 0
+
+    def as_status(self) -> dict[str, int]:
+        """Return the counts as JSON values."""
+        return asdict(self)
+
+
 def _flows() -> dict[str, Flow]:
     return {codec: Flow() for codec in CODECS}
 
@@ -58,6 +73,7 @@ class Counters:
     malformed: int = 0
     refused: int = 0
     unsent: int = 0
+    cache: CacheCounts = field(default_factory=CacheCounts)
 
     @property
     def deaths(self) -> int:

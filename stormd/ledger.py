@@ -16,7 +16,10 @@ from typing import Any, Final
 
 from stormd.admission import restore_problem, segment_problem, store_problem
 from stormd.arena import Space, granules
+from stormd.cache import Cache, Caller
+from stormd.cache_requests import CacheRequests
 from stormd.counters import Counters
+from stormd.holdings import Holdings, assert_session, assert_space
 from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
 from stormd.lanes import (
     Detached,
@@ -37,6 +40,7 @@ from stormd.protocol import (
     Failed,
     Mapped,
     MapSegment,
+    Message,
     Refused,
     Rejected,
     Release,
@@ -46,7 +50,7 @@ from stormd.protocol import (
     Stored,
     UnmapSegment,
 )
-from stormd.records import Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.records import CacheAccess, Entry, Limits, Phase, Session, SessionInfo, Ticket
 from stormd.sizes import format_size
 
 __all__ = ["ATTACH_SECONDS", "Ledger"]
@@ -59,16 +63,18 @@ class Ledger:
     """The state of all sessions. `now` in seconds of any clock that does not step back.
 
     Session ids come from the caller, who has made sure that they exist; everything inside a
-    message comes from a client and is checked.
+    message comes from a client and is checked. `cache` is None where the daemon keeps none.
     """
 
-    def __init__(self, space: Space, limits: Limits, counters: Counters) -> None:
+    def __init__(
+        self, space: Space, limits: Limits, counters: Counters, cache: Cache | None = None
+    ) -> None:
         self._space = space
+        self._cache = None if cache is None else CacheRequests(cache)
         self._limits = limits
         self._counters = counters
         self._sessions: dict[int, Session] = {}
-        self._raw_bytes = 0
-        self._entries = 0
+        self._holdings = Holdings()
         self._draining = False
         self._events = {
             StoreDone: self._store_done,
@@ -94,12 +100,26 @@ class Ledger:
             )
         return None
 
-    def open(self, info: SessionInfo, *, part_bytes: int, staging_bytes: int, now: float) -> None:
-        """Add a session; `staging_bytes` is the size of segment 0, 0 where it is to be mapped."""
+    def open(
+        self,
+        info: SessionInfo,
+        *,
+        part_bytes: int,
+        staging_bytes: int,
+        now: float,
+        caller: Caller | None = None,
+    ) -> None:
+        """Add a session; `staging_bytes` is the size of segment 0, 0 where it is to be mapped.
+
+        With a `caller` it is one for the cache, of which there must be one.
+        """
         assert self.refusal() is None
         assert info.session not in self._sessions
+        assert caller is None or self._cache is not None
         segments = {0: staging_bytes} if staging_bytes else {}
-        self._sessions[info.session] = Session(info, part_bytes, now, segments)
+        record = Session(info, part_bytes, now, segments)
+        record.cache = None if caller is None else CacheAccess(caller)
+        self._sessions[info.session] = record
         self._counters.sessions += 1
 
     def limit(self, limits: Limits) -> None:
@@ -124,6 +144,8 @@ class Ledger:
         alive, and its activations must wait for it. So silence alone ends nothing.
         """
         instructions: list[Instruction] = []
+        if self._cache is not None:
+            self._cache.expire(now)
         for session, record in list(self._sessions.items()):
             silent = now - record.seen
             if record.phase is Phase.OPENED and silent > ATTACH_SECONDS:
@@ -143,10 +165,11 @@ class Ledger:
             return []
         record.phase = Phase.ENDING
         self._counters.ended[cause] += 1
+        if self._cache is not None:
+            self._cache.close_put(record, self._holdings)
         for entry_id, entry in list(record.entries.items()):
-            entry.released = True
             entry.held.clear()
-            self._free_unused(record, entry_id)
+            self._holdings.give_up(record, entry_id)
         return [Detach(session)]
 
     def drain(self) -> None:
@@ -166,10 +189,13 @@ class Ledger:
         if problem is not None:
             return self._rejected(record, request, message, *problem)
         promised = blob_bound(message.nbytes)
-        if not self._space.promise(promised):
-            return self._rejected(record, request, message, "pool_full", self._pool_text(promised))
-        entry = Entry(message.nbytes, message.codec, now, promised, granules(promised))
-        self._add(record, message.entry, entry)
+        space = self._space if record.cache is None else self._cache_of(record).space
+        shortage = self._promise(record, promised)
+        if shortage is not None:
+            return self._rejected(record, request, message, "pool_full", shortage)
+        entry = Entry(message.nbytes, message.codec, now, promised, granules(promised), space)
+        record.last_entry = message.entry
+        self._holdings.add(record, message.entry, entry)
         job = StoreJob(
             session,
             message.entry,
@@ -180,7 +206,7 @@ class Ledger:
             message.codec,
             message.sequence,
             promised,
-            self._space,
+            space,
         )
         return [Reply(session, request, Admitted(message.entry)), job]
 
@@ -204,11 +230,23 @@ class Ledger:
         """Give entries up; those in use are freed when they no longer are."""
         record = self._sessions[session]
         for entry_id in message.entries:
-            entry = record.entries.get(entry_id)
-            if entry is not None:
-                entry.released = True
-                self._free_unused(record, entry_id)
+            if entry_id in record.entries:
+                self._holdings.give_up(record, entry_id)
         return []
+
+    def cached(self, session: int, request: int, message: Message, now: float) -> list[Instruction]:
+        """Answer a request about the cache, of a session that is for it or is told so."""
+        record = self._sessions[session]
+        answer: Message
+        if record.cache is None:
+            answer = Refused(
+                "UsageError", "this session's Hello did not say that it is for the cache"
+            )
+        else:
+            answer = self._cache_of(record).answer(
+                record, self._holdings, message, now, self._limits
+            )
+        return [Reply(session, request, answer)]
 
     def map_segment(self, session: int, request: int, message: MapSegment) -> list[Instruction]:
         """Have a segment mapped, unless its number is taken or there are too many."""
@@ -239,23 +277,23 @@ class Ledger:
     def _store_done(self, record: Session, result: StoreDone, now: float) -> list[Instruction]:
         entry = record.entries[result.entry]
         entry.block = result.block
-        self._charge(record, entry, granules(result.block.nbytes))
+        self._holdings.charge(record, entry, granules(result.block.nbytes))
         flow = self._counters.stores[entry.codec]
         flow.add(entry.raw_bytes, result.block.nbytes, result.seconds, now - entry.since)
         if record.phase is Phase.ENDING:
-            self._free_unused(record, result.entry)
+            self._holdings.free_unused(record, result.entry)
             return []
         stored = Stored(result.entry, result.block.nbytes, result.mode)
         instructions: list[Instruction] = [Reply(record.info.session, 0, stored)]
         held, entry.held = entry.held, []
         instructions += [self._start_restore(record, ticket) for ticket in held]
-        self._free_unused(record, result.entry)
+        self._holdings.free_unused(record, result.entry)
         return instructions
 
     def _store_failed(self, record: Session, result: StoreFailed, _now: float) -> list[Instruction]:
-        entry = self._remove(record, result.entry)
+        entry = self._holdings.remove(record, result.entry)
         self._counters.stores[entry.codec].failures += 1
-        self._space.withdraw(entry.promised)
+        entry.space.withdraw(entry.promised)
         if record.phase is Phase.ENDING:
             return []
         failed = [(0, 0)]
@@ -281,7 +319,10 @@ class Ledger:
     ) -> list[Instruction]:
         ticket, entry = self._end_restore(record, result.ticket)
         self._counters.restores[entry.codec].failures += 1
-        self._counters.corrupt += result.kind == "CorruptBlob"
+        if result.kind == "CorruptBlob":
+            self._counters.corrupt += 1
+            if entry.loan is not None:
+                entry.loan.spoil()
         failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
         return self._answer(record, ticket, failed)
 
@@ -313,12 +354,12 @@ class Ledger:
     @property
     def entries(self) -> int:
         """Entries of all sessions."""
-        return self._entries
+        return self._holdings.entries
 
     @property
     def raw_bytes(self) -> int:
         """Bytes, before encoding, of all entries."""
-        return self._raw_bytes
+        return self._holdings.raw_bytes
 
     @property
     def sessions(self) -> list[int]:
@@ -331,23 +372,29 @@ class Ledger:
 
     def assert_invariants(self) -> None:
         """Raise AssertionError where the ledger contradicts itself or the arena: for tests."""
-        self._space.assert_invariants()
-        records = self._sessions.values()
+        records = list(self._sessions.values())
         entries = [entry for record in records for entry in record.entries.values()]
-        assert self._entries == len(entries)
-        assert self._raw_bytes == sum(entry.raw_bytes for entry in entries)
-        use = self._space.use()
-        charged = sum(entry.charge for entry in entries)
-        if all(entry.block for entry in entries):
-            assert (use.used, use.promised) == (charged, 0)
-        else:  # a lane may have placed a block of less than was promised, and not said so yet
-            assert use.used + use.promised <= charged
+        assert self._holdings.entries == len(entries)
+        assert self._holdings.raw_bytes == sum(entry.raw_bytes for entry in entries)
+        assert_space(self._space, [entry for entry in entries if entry.space is self._space])
+        if self._cache is not None:
+            self._cache.assert_invariants(records)
         for record in records:
-            _assert_session(record)
+            assert_session(record)
 
     # --- parts of the above -----------------------------------------------------------------
 
-    def _pool_text(self, nbytes: int) -> str:
+    def _cache_of(self, record: Session) -> CacheRequests:
+        assert record.cache is not None
+        assert self._cache is not None, "open takes no session for a cache that is not there"
+        return self._cache
+
+    def _promise(self, record: Session, nbytes: int) -> str | None:
+        """Have the session's space promise room; return None, or why it does not."""
+        if record.cache is not None:
+            return self._cache_of(record).spend(record.cache, nbytes)
+        if self._space.promise(nbytes):
+            return None
         use = self._space.use()
         return (
             f"{format_size(use.used + use.promised)} of {format_size(use.capacity)} are taken and "
@@ -393,41 +440,5 @@ class Ledger:
         ticket = record.tickets.pop(number)
         entry = record.entries[ticket.entry]
         entry.restores -= 1
-        self._free_unused(record, ticket.entry)
+        self._holdings.free_unused(record, ticket.entry)
         return ticket, entry
-
-    def _add(self, record: Session, entry_id: int, entry: Entry) -> None:
-        record.last_entry = entry_id
-        record.entries[entry_id] = entry
-        record.used_bytes += entry.charge
-        self._raw_bytes += entry.raw_bytes
-        self._entries += 1
-
-    def _remove(self, record: Session, entry_id: int) -> Entry:
-        entry = record.entries.pop(entry_id)
-        record.used_bytes -= entry.charge
-        self._raw_bytes -= entry.raw_bytes
-        self._entries -= 1
-        return entry
-
-    def _charge(self, record: Session, entry: Entry, charge: int) -> None:
-        record.used_bytes += charge - entry.charge
-        entry.charge = charge
-
-    def _free_unused(self, record: Session, entry_id: int) -> None:
-        """Free the entry if its owner has given it up and no lane uses it."""
-        entry = record.entries[entry_id]
-        if entry.released and not entry.in_use:
-            assert entry.block is not None
-            self._remove(record, entry_id)
-            self._space.release(entry.block)
-
-
-def _assert_session(record: Session) -> None:
-    assert record.used_bytes == sum(entry.charge for entry in record.entries.values())
-    for entry_id, entry in record.entries.items():
-        assert entry.charge == granules(entry.block.nbytes if entry.block else entry.promised)
-        assert not (entry.released and not entry.in_use), "a released entry was not freed"
-        started = [t for t in record.tickets.values() if t.entry == entry_id and t.started]
-        assert entry.restores == len(started)
-        assert not entry.held or entry.block is None, "a held restore was not started"

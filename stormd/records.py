@@ -9,10 +9,21 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from stormd.arena import Block
-from stormd.protocol import Restore
+from stormd.arena import Block, Space
+from stormd.cache import Caller, Loan
+from stormd.protocol import CachePut, Restore
+from stormd.protocol.limits import FIRST_LEASED
 
-__all__ = ["Entry", "Limits", "Phase", "Session", "SessionInfo", "Ticket"]
+__all__ = [
+    "CacheAccess",
+    "Entry",
+    "Limits",
+    "OpenPut",
+    "Phase",
+    "Session",
+    "SessionInfo",
+    "Ticket",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +70,8 @@ class Ticket:
 
 @dataclass(slots=True)
 class Entry:
-    """One stored range. `block` is None while it is encoded; `charge` is what it counts for.
+    """One stored range of `space`. `block` is None while it is encoded; `charge` is what it counts
+    for. An entry with a `loan` is the cache's: its session may read it and is not charged for it.
 
     `since` is when it was asked for. `restores` counts the lane's jobs that read the block,
     `held` the tickets that wait for it. `released` entries are invisible to the client and freed
@@ -71,15 +83,34 @@ class Entry:
     since: float
     promised: int
     charge: int
+    space: Space
     block: Block | None = None
     restores: int = 0
     held: list[int] = field(default_factory=list)
     released: bool = False
+    loan: Loan | None = None
 
     @property
     def in_use(self) -> bool:
         """Whether the lane reads or writes for this entry, or is about to."""
         return self.block is None or self.restores > 0 or bool(self.held)
+
+
+@dataclass(slots=True)
+class OpenPut:
+    """A tensor on its way into the cache; `unspent` bytes of its promise are not yet an entry's."""
+
+    message: CachePut
+    unspent: int
+
+
+@dataclass(slots=True)
+class CacheAccess:
+    """What makes a session one for the cache: for whom, what it puts, the next loan's number."""
+
+    caller: Caller
+    put: OpenPut | None = None
+    next_loan: int = FIRST_LEASED
 
 
 @dataclass(slots=True)
@@ -100,6 +131,7 @@ class Session:
     tickets: dict[int, Ticket] = field(default_factory=dict)
     last_entry: int = 0
     used_bytes: int = 0
+    cache: CacheAccess | None = None
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stormd.admission import MAX_RESTORES, restore_problem, segment_problem, store_problem
+from stormd.arena import Space
 from stormd.protocol import MapSegment, Restore, Store
 from stormd.records import Entry, Limits, Phase, Session, SessionInfo, Ticket
 
@@ -19,7 +20,7 @@ RESTORE = Restore(1, 3, 0, 0, 100, 0)
 def session() -> Session:
     info = SessionInfo(1, "cpu", 0, 1, "test")
     record = Session(info, part_bytes=4096, seen=0.0, segments={0: 8192}, phase=Phase.ATTACHED)
-    record.entries[3] = Entry(100, "raw", 0.0, 356, 512)
+    record.entries[3] = Entry(100, "raw", 0.0, 356, 512, Space(0))
     record.last_entry = 3
     record.used_bytes = 512
     return record
