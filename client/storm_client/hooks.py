@@ -107,11 +107,11 @@ class _StepHooks:
         reason = self._policy.reason(tensor)
         if reason is not None:
             return self._skip(tensor, reason)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return self._skip(tensor, "capture")  # already opening a session would spoil the graph
         session = self._sessions.of(tensor.device)
         if session is None:
             return self._skip(tensor, "device")
-        if session.lane.capturing():
-            return self._skip(tensor, "capture")
         return self._offload(tensor, session)
 
     def unpack(self, packed: Packed) -> torch.Tensor:

@@ -68,10 +68,6 @@ class Lane(Protocol):
         """
         ...
 
-    def capturing(self) -> bool:
-        """Tell whether the current stream is being captured into a graph: nothing may be stored."""
-        ...
-
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot of `nbytes`, None where there is no room now (locked)."""
         ...

@@ -100,10 +100,6 @@ class CudaLane:
         self.staging_bytes = welcome.staging_bytes
         self._space = StagingSpace(welcome.staging_bytes)
 
-    def capturing(self) -> bool:
-        """Tell whether the current stream is being captured into a graph."""
-        return torch.cuda.is_current_stream_capturing()
-
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot of `nbytes`, None where there is no room now."""
         offset = self._space.allocate(nbytes)
@@ -135,7 +131,10 @@ class CudaLane:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor on the device."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        # Not torch.empty(nbytes), which fills it where deterministic algorithms are asked for.
+        storage = torch.UntypedStorage(nbytes, device=self.device)
+        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return empty.set_(storage, 0, (nbytes,), (1,))
 
     def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
         """Put a copy of the slot into `destination` on the current stream."""
