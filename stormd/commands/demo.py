@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where and how much to train."""
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--steps", type=positive_int, default=4, help="steps a trainer takes")
-    parser.add_argument("--pool-bytes", default="2GiB", metavar="SIZE", help="the daemon's pool")
+    parser.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
     parser.add_argument("--small", action="store_true", help="a model for seconds, not minutes")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -50,11 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan:
     device, dtype = _device_and_dtype(args.device)
-    pool = parse_size(args.pool_bytes)
-    plan = Plan(device=device, dtype=dtype, steps=args.steps, pool_bytes=pool)
-    if not args.small:
-        return plan
-    return dataclasses.replace(plan, layers=2, width=128, heads=4, rows=64, length=128)
+    plan = Plan(device=device, dtype=dtype, steps=args.steps)
+    if device == "cuda":
+        plan = dataclasses.replace(plan, rows=64, pool_bytes=8 << 30)
+    if args.small:
+        plan = dataclasses.replace(plan, layers=2, width=128, heads=4, rows=64, length=128)
+    if args.pool_bytes is not None:
+        plan = dataclasses.replace(plan, pool_bytes=parse_size(args.pool_bytes))
+    return plan
 
 
 def _device_and_dtype(wanted: str) -> tuple[str, str]:

@@ -27,7 +27,8 @@ class Plan:
     """What to train and where.
 
     The defaults keep ~630 MiB of activations a step and trainer beside 25 MiB of weights. `rows`
-    times `length` are the tokens of a step; `timeout` is the seconds of one phase.
+    times `length` are the tokens of a step; `timeout` is the seconds of one phase;
+    `staging_bytes_cuda` the device memory that a trainer's client takes for itself on cuda.
     """
 
     device: str
@@ -40,7 +41,13 @@ class Plan:
     rows: int = 16
     length: int = 256
     pool_bytes: int = 2 << 30
+    staging_bytes_cuda: int = 256 << 20
     timeout: float = 300.0
+
+    def daemon_flags(self) -> list[str]:
+        """Return the daemon's command line."""
+        names = ("pool_bytes", "device", "staging_bytes_cuda")
+        return [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
 
     def arguments(self, index: int, address: str | None) -> list[str]:
         """Return the command line of trainer `index`; None trains without offload."""
@@ -63,16 +70,18 @@ def run_demo(plan: Plan, on_phase: OnPhase) -> Report:
     Raises:
         ChildFailed: the daemon or a trainer could not do its work.
     """
-    flags = [f"--pool-bytes={plan.pool_bytes}", f"--device={plan.device}"]
-    with ChildDaemon(flags=flags) as daemon:
+    with ChildDaemon(flags=plan.daemon_flags()) as daemon:
         plain = _train(plan, None, on_phase("without offload"))
         offload = _train(plan, daemon.address, on_phase("with offload"))
         pool: dict[str, Any] = daemon.status()["pool"]
+    staging = plan.staging_bytes_cuda if plan.device == "cuda" else 0
     pairs = zip(plain, offload, strict=True)
     return Report(
         device=plan.device,
         dtype=plan.dtype,
-        trainers=[compare(one, two, device=plan.device) for one, two in pairs],
+        trainers=[
+            compare(one, two, device=plan.device, staging_bytes=staging) for one, two in pairs
+        ],
         pool_capacity_bytes=pool["capacity_bytes"],
         pool_peak_bytes=pool["peak_used_bytes"],
         pool_left_bytes=pool["used_bytes"],

@@ -45,9 +45,10 @@ def test_bytes_are_of_one_step() -> None:
     assert figures.peak_drop == 0.8
 
 
-def test_cuda_compares_the_devices_memory() -> None:
-    figures = compare(_plain(), _offload(), device="cuda")
-    assert figures.peak_bytes_plain == figures.peak_bytes_offload == 70 * MIB
+def test_cuda_compares_the_devices_memory_with_the_clients_part_of_it() -> None:
+    figures = compare(_plain(), _offload(), device="cuda", staging_bytes=5 * MIB)
+    assert figures.peak_bytes_plain == 70 * MIB
+    assert figures.peak_bytes_offload == 75 * MIB
 
 
 def test_one_gradient_that_differs_fails() -> None:

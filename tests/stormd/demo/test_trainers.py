@@ -35,7 +35,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 def test_a_failing_trainer_ends_the_others_and_tells_why() -> None:
     before = _children()
-    commands = [TINY.arguments(0, None), ["--no-such-flag"]]
+    commands = [TINY.arguments(0, None), [*TINY.arguments(1, None), "--no-such-flag"]]
     with pytest.raises(ChildFailed, match=r"trainer 1 ended with status 2(.|\n)*no-such-flag"):
         run_trainers(commands, lambda *_: None, 60.0)
     assert _children() == before
