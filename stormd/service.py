@@ -18,7 +18,7 @@ import zmq
 from stormd.control import ControlSocket, Delivery
 from stormd.counters import Counters
 from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
-from stormd.lanes import RestoreJob, Result, StoreJob
+from stormd.lanes import Lane, RestoreJob, Result, StoreJob
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.peers import Peer, Peers
@@ -77,31 +77,8 @@ class Service:
         self._on_progress = on_progress
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers with an outbox, in order
-        self._requests: dict[type[Message], Callable[[Peer, int, Any], None]] = {
-            Store: self._store,
-            Restore: self._restore,
-            Release: self._release,
-            Ping: self._ping,
-            MapSegment: self._map_segment,
-            UnmapSegment: self._unmap_segment,
-            StatusRequest: self._status_request,
-            Goodbye: self._goodbye,
-        }
-        self._actions: dict[type[Instruction], Callable[[Any], None]] = {
-            Reply: self._reply,
-            StoreJob: lambda job: self._peers.of(job.session).lane.store(job),
-            RestoreJob: lambda job: self._peers.of(job.session).lane.restore(job),
-            Skip: lambda skip: self._peers.of(skip.session).lane.skip(skip.session, skip.sequence),
-            Map: lambda made: self._peers.of(made.session).lane.map_segment(
-                made.session, made.segment
-            ),
-            Unmap: lambda made: self._peers.of(made.session).lane.unmap_segment(
-                made.session, made.segment
-            ),
-            Probe: self._probe,
-            Detach: self._detach,
-            Ended: self._ended,
-        }
+        self._requests = self._request_handlers()
+        self._actions = self._instruction_handlers()
 
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
@@ -173,6 +150,36 @@ class Service:
             del self._unsent[peer]
             self._send_outbox(peer)
         self._on_progress()
+
+    # --- who handles what -------------------------------------------------------------------
+
+    def _request_handlers(self) -> dict[type[Message], Callable[[Peer, int, Any], None]]:
+        return {
+            Store: self._store,
+            Restore: self._restore,
+            Release: self._release,
+            Ping: self._ping,
+            MapSegment: self._map_segment,
+            UnmapSegment: self._unmap_segment,
+            StatusRequest: self._status_request,
+            Goodbye: self._goodbye,
+        }
+
+    def _instruction_handlers(self) -> dict[type[Instruction], Callable[[Any], None]]:
+        def lane(instruction: Instruction) -> Lane:
+            return self._peers.of(instruction.session).lane
+
+        return {
+            Reply: self._reply,
+            StoreJob: lambda job: lane(job).store(job),
+            RestoreJob: lambda job: lane(job).restore(job),
+            Skip: lambda skip: lane(skip).skip(skip.session, skip.sequence),
+            Map: lambda made: lane(made).map_segment(made.session, made.segment),
+            Unmap: lambda made: lane(made).unmap_segment(made.session, made.segment),
+            Probe: self._probe,
+            Detach: self._detach,
+            Ended: self._ended,
+        }
 
     # --- clients with a session -------------------------------------------------------------
 
