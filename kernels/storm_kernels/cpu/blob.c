@@ -207,6 +207,7 @@ void make_coder(const struct plan *plan, struct coder *coder)
         .rotate = h->rotate,
         .drop = h->drop,
         .residue_bits = h->residue_bits,
+        .symbol_bits = (unsigned)dtypes[h->dtype].bits - h->drop - h->residue_bits,
         .k1 = h->k1,
         .k2 = h->k2,
         .escape_bytes = h->escape_bytes,

@@ -20,6 +20,7 @@ struct coder {
     unsigned rotate;
     unsigned drop;
     unsigned residue_bits;
+    unsigned symbol_bits; /* up to 8 where symbols are handled as bytes */
     unsigned k1;
     unsigned k2;
     unsigned escape_bytes;

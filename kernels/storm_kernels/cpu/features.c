@@ -15,7 +15,8 @@ static int processor_has(int isa)
     if (isa == STORM_ISA_AVX2)
         return avx2;
     return avx2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi2");
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512vbmi2");
 }
 #endif
 

@@ -6,7 +6,10 @@
 
 #define planes_of_bytes portable_planes_of_bytes
 #define bytes_of_planes portable_bytes_of_planes
+#define planes_of_symbols portable_planes_of_symbols
 #define symbols_of_planes portable_symbols_of_planes
+#define put_bytes portable_put_bytes
+#define take_bytes portable_take_bytes
 #define extract_bits portable_extract_bits
 #define deposit_bits portable_deposit_bits
 #define kernel_checksum portable_checksum

@@ -61,21 +61,58 @@ static inline void portable_bytes_of_planes(const uint64_t planes[][WORDS], unsi
         }
 }
 
-/* symbols[i] = table[code of value i], the code's bits taken from 3 to 5 planes. */
-static inline void portable_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
-                                              unsigned bits, const uint16_t table[CODE_TABLE],
-                                              uint16_t *symbols)
+/* planes = the codes of symbols that are bytes. */
+static inline void portable_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
+                                              unsigned groups, uint64_t planes[][WORDS])
 {
-    uint8_t codes[64];
+    uint8_t codes[ANCF_TILE];
+    for (unsigned i = 0; i < 64 * groups; i++)
+        codes[i] = c->code_of_symbol[symbols[i]];
+    portable_planes_of_bytes(codes, groups, code_bits(c), planes);
+}
+
+/* The inverse, table being what codes of up to 5 bits stand for. */
+static inline void portable_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
+                                              unsigned bits, const uint8_t table[CODE_TABLE],
+                                              uint8_t *symbols)
+{
+    portable_bytes_of_planes(planes, groups, bits, symbols);
+    for (unsigned i = 0; i < 64 * groups; i++)
+        symbols[i] = table[symbols[i]];
+}
+
+/* Appends the bytes that mask selects to dst, which has 64 bytes to spare; returns the end.
+ *
+ * Most words select few, but how many is random: the first four are written without asking, so
+ * that the processor has nothing to mispredict. */
+static inline uint8_t *portable_put_bytes(const uint8_t *bytes, const uint64_t *mask,
+                                          unsigned groups, uint8_t *dst)
+{
     for (unsigned g = 0; g < groups; g++) {
-        for (unsigned j = 0; j < 8; j++) {
-            uint64_t eight = 0;
-            for (unsigned b = 0; b < bits; b++)
-                eight |= scatter_bits((planes[b][g] >> (8 * j)) & 0xFF) << b;
-            store_u64(codes + 8 * j, eight);
-        }
-        for (unsigned i = 0; i < 64; i++)
-            symbols[64 * g + i] = table[codes[i]];
+        uint64_t word = mask[g];
+        uint8_t *end = dst + __builtin_popcountll(word);
+        do {
+            for (unsigned step = 0; step < 4; step++, word &= word - 1)
+                *dst++ = bytes[word ? 64 * g + (unsigned)__builtin_ctzll(word) : 0];
+        } while (word != 0);
+        dst = end;
+    }
+    return dst;
+}
+
+/* The inverse: `from` has 64 readable bytes to spare, `bytes` one more place after the last group,
+ * which is written and means nothing. */
+static inline void portable_take_bytes(const uint8_t *from, const uint64_t *mask, unsigned groups,
+                                       uint8_t *bytes)
+{
+    for (unsigned g = 0; g < groups; g++) {
+        uint64_t word = mask[g];
+        const uint8_t *end = from + __builtin_popcountll(word);
+        do {
+            for (unsigned step = 0; step < 4; step++, word &= word - 1)
+                bytes[word ? 64 * g + (unsigned)__builtin_ctzll(word) : 64 * groups] = *from++;
+        } while (word != 0);
+        from = end;
     }
 }
 

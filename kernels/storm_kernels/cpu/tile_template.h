@@ -1,8 +1,9 @@
 /* One tile, encoded and decoded, for every element width: included once per instruction set.
  *
  * The includer defines TABLE (the name of its `struct kernels`), TABLE_NAME, and the primitives
- *   planes_of_bytes, bytes_of_planes, symbols_of_planes, extract_bits, deposit_bits,
- *   kernel_checksum, kernel_copy_checksum, and compress_/expand_ for u8, u16, u32 and u64,
+ *   planes_of_bytes, bytes_of_planes, planes_of_symbols, symbols_of_planes, put_bytes, take_bytes,
+ *   extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and compress_ and expand_
+ *   for u8, u16, u32 and u64,
  * by its own functions or those of primitives_portable.h. The loops below are plain C that the
  * compiler vectorises under the includer's flags. Everything is static: two instruction sets in
  * one library cannot be mixed up by the linker. */
@@ -167,11 +168,32 @@ static int take_codes(const struct coder *c, struct codes *codes, const uint8_t 
     return 0;
 }
 
-static void fill_symbol_table(const struct coder *c, uint16_t table[CODE_TABLE])
+static void fill_symbol_table(const struct coder *c, uint16_t table[CODE_TABLE],
+                              uint8_t low_bytes[CODE_TABLE])
 {
     memset(table, 0, CODE_TABLE * sizeof *table);
     for (unsigned i = 0; i < c->dict_count; i++)
         table[code_of_entry(c, i)] = c->window[i];
+    for (unsigned i = 0; i < CODE_TABLE; i++)
+        low_bytes[i] = (uint8_t)table[i];
+}
+
+/* Symbols of more than 8 bits: float64, and sign and exponent together. */
+static void wide_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups, unsigned bits,
+                                   const uint16_t table[CODE_TABLE], uint16_t *symbols)
+{
+    uint8_t codes[ANCF_TILE];
+    bytes_of_planes(planes, groups, bits, codes);
+    for (unsigned i = 0; i < 64 * groups; i++)
+        symbols[i] = table[codes[i]];
+}
+
+/* Codes of values past the m-th are 0. */
+static void clear_pad_codes(struct codes *codes, unsigned bits, unsigned m, unsigned groups)
+{
+    for (unsigned g = m / 64; g < groups; g++)
+        for (unsigned b = 0; b < bits; b++)
+            codes->planes[b][g] &= valid_bits(g, m);
 }
 
 /* -- Bitmaps ---------------------------------------------------------------------------------- */

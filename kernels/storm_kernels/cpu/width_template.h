@@ -178,16 +178,21 @@ static INLINE void FN(match)(const struct coder *c, const struct shape shape,
 
 /* Elements whose dropped bits are not all 0 match no entry: they are escapes, kept whole. */
 static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x, unsigned m,
-                                   uint8_t *restrict code)
+                                   struct codes *codes)
 {
     const T low = (T)(((T)1 << c->drop) - 1);
-    const uint8_t escape = (uint8_t)((1u << code_bits(c)) - 1);
+    uint8_t flags[SCRATCH];
+    uint64_t undroppable[1][WORDS];
     for (unsigned i = 0; i < m; i++)
-        code[i] = (x[i] & low) ? escape : code[i];
+        flags[i] = (x[i] & low) != 0;
+    memset(flags + m, 0, 64);
+    planes_of_bytes(flags, groups_of(m), 1, undroppable);
+    for (unsigned g = 0; g < groups_of(m); g++)
+        for (unsigned b = 0; b < code_bits(c); b++)
+            codes->planes[b][g] |= undroppable[0][g];
 }
 
-/* Most words hold few escapes, but how many is random: the first four are written without asking,
- * so that the processor has nothing to mispredict. */
+/* Wide symbols, or whole elements where bits are dropped; see portable_put_bytes. */
 static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
                                 const uint64_t *escapes, unsigned groups, uint8_t *dst)
 {
@@ -206,20 +211,26 @@ static uint8_t *FN(put_escapes)(const struct coder *c, const ANY *x, const T *v,
     return dst;
 }
 
-/* The planes of residues, and the codes of m elements as bytes and as planes. */
+/* Writes the planes of residues; sets v, the codes' planes and, of symbols up to 8 bits, these. */
 static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape,
                                  const ANY *restrict x, unsigned m, unsigned p, T *restrict v,
-                                 struct codes *codes, uint8_t *planes)
+                                 uint8_t *restrict symbols, struct codes *codes, uint8_t *planes)
 {
-    uint8_t code[SCRATCH];
-    unsigned groups = groups_of(p), padded = 64 * groups;
+    const unsigned groups = groups_of(p), padded = 64 * groups, r = shape.residue_bits;
     FN(rotate)(shape, x, m, padded, v);
-    FN(match)(c, shape, v, padded, code);
+    if (BITS - shape.drop - r <= 8) {
+        for (unsigned i = 0; i < padded; i++)
+            symbols[i] = (uint8_t)(v[i] >> r);
+        planes_of_symbols(c, symbols, groups, codes->planes);
+    } else {
+        uint8_t code[SCRATCH];
+        FN(match)(c, shape, v, padded, code);
+        planes_of_bytes(code, groups, code_bits(c), codes->planes);
+    }
     if (shape.drop)
-        FN(escape_undroppable)(c, x, m, code);
-    memset(code + m, 0, padded - m);
-    planes_of_bytes(code, groups, code_bits(c), codes->planes);
-    return FN(put_planes)(v, shape.residue_bits, p, planes);
+        FN(escape_undroppable)(c, x, m, codes);
+    clear_pad_codes(codes, code_bits(c), m, groups);
+    return FN(put_planes)(v, r, p, planes);
 }
 
 /* m elements as p columns: the planes at `planes`, level 2 and escapes at `rest`. */
@@ -227,12 +238,15 @@ static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, 
                                uint8_t *planes, uint8_t *rest)
 {
     T v[SCRATCH];
+    uint8_t symbols[SCRATCH];
     struct codes codes;
     unsigned groups = groups_of(p);
-    WITH_SHAPE(c, planes = FN(split)(c, shape, x, m, p, v, &codes, planes))
+    WITH_SHAPE(c, planes = FN(split)(c, shape, x, m, p, v, symbols, &codes, planes))
     find_escapes(c, &codes, groups);
     put_level1(c, &codes, p, planes);
     rest = put_level2(c, &codes, groups, rest);
+    if (c->symbol_bits <= 8 && c->drop == 0)
+        return put_bytes(symbols, codes.escapes, groups, rest);
     return FN(put_escapes)(c, x, v, codes.escapes, groups, rest);
 }
 
@@ -258,57 +272,91 @@ static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned cou
 
 /* -- Decoding them ------------------------------------------------------------------------------ */
 
-/* Escapes take the place of what their codes looked up: symbols, or whole elements where bits are
- * dropped. `to` has SCRATCH places, the last of which nobody reads; see put_escapes. */
-#define TAKE_ESCAPES(type, bytes, to)                                                             \
+/* Escapes take the place of what their codes looked up: wide symbols, or whole elements where bits
+ * are dropped. `to` has SCRATCH places, the last of which nobody reads. */
+#define TAKE_ESCAPES(type, to)                                                                    \
     do {                                                                                          \
-        uint8_t padded[ANCF_TILE * sizeof(type) + 64];                                            \
-        size_t total = (size_t)count_ones(escapes, groups) * (bytes);                             \
-        const uint8_t *from = take(rest, total), *next = padded;                                  \
+        type padded[ANCF_TILE + 4];                                                               \
+        size_t total = count_ones(escapes, groups);                                               \
+        const uint8_t *from = take(rest, total * sizeof(type));                                   \
+        const type *next = padded;                                                                \
         if (from == NULL)                                                                         \
             return -1;                                                                            \
-        memcpy(padded, from, total);                                                              \
-        memset(padded + total, 0, 64);                                                            \
+        memcpy(padded, from, total * sizeof(type));                                               \
+        memset(padded + total, 0, 4 * sizeof(type));                                              \
         for (unsigned g = 0; g < groups; g++) {                                                   \
             uint64_t mask = escapes[g];                                                           \
-            const uint8_t *end = next + (bytes) * (unsigned)__builtin_popcountll(mask);           \
+            const type *end = next + __builtin_popcountll(mask);                                  \
             do {                                                                                  \
-                for (unsigned step = 0; step < 4; step++, mask &= mask - 1, next += (bytes)) {    \
-                    unsigned i = mask ? 64 * g + (unsigned)__builtin_ctzll(mask) : SCRATCH - 1;   \
-                    (to)[i] = (type)(load_u64(next) & (~UINT64_C(0) >> (64 - 8 * (bytes))));      \
-                }                                                                                 \
+                for (unsigned step = 0; step < 4; step++, mask &= mask - 1)                       \
+                    (to)[mask ? 64 * g + (unsigned)__builtin_ctzll(mask) : SCRATCH - 1] = *next++; \
             } while (mask != 0);                                                                  \
             next = end;                                                                           \
         }                                                                                         \
     } while (0)
 
-static int FN(take_escapes)(const uint64_t *escapes, unsigned groups, unsigned bytes,
-                            struct reader *rest, uint16_t *symbols)
+static int FN(take_wide_escapes)(const uint64_t *escapes, unsigned groups, struct reader *rest,
+                                 uint16_t *symbols)
 {
-    TAKE_ESCAPES(uint16_t, bytes, symbols);
+    TAKE_ESCAPES(uint16_t, symbols);
     return 0;
 }
 
 static int FN(take_whole_escapes)(const uint64_t *escapes, unsigned groups, struct reader *rest,
                                   T *elements)
 {
-    TAKE_ESCAPES(T, sizeof(T), elements);
+    TAKE_ESCAPES(T, elements);
     return 0;
 }
 #undef TAKE_ESCAPES
 
-/* v[0, m) = elements from symbols and residues: the inverse of split. */
-static INLINE void FN(join)(const struct shape shape, const uint16_t *restrict symbols,
-                            const uint8_t *restrict planes, unsigned m, unsigned p, T *restrict v)
+/* out = elements from symbols and residues: the inverse of split. v is scratch; it is also what to
+ * patch, and out is left alone, where bits are dropped. */
+static INLINE void FN(join)(const struct shape shape, const uint8_t *restrict symbols,
+                            const uint16_t *restrict wide_symbols, const uint8_t *restrict planes,
+                            unsigned m, unsigned p, T *restrict v, ANY *restrict out)
 {
     const unsigned drop = shape.drop, sign = BITS - 1 - drop, r = shape.residue_bits;
-    for (unsigned i = 0; i < m; i++)
-        v[i] = (T)((T)symbols[i] << r);
-    FN(take_planes)(planes, r, p, m, v);
-    for (unsigned i = 0; i < m; i++) {
-        T u = shape.rotate ? (T)((T)(v[i] >> 1) | (T)((T)(v[i] & 1) << sign)) : v[i];
-        v[i] = (T)(u << drop);
+    const int narrow = BITS - drop - r <= 8, one_plane = r == 8;
+    if (!one_plane) {
+        for (unsigned i = 0; i < m; i++)
+            v[i] = (T)((T)(narrow ? symbols[i] : wide_symbols[i]) << r);
+        FN(take_planes)(planes, r, p, m, v);
     }
+    for (unsigned i = 0; i < m; i++) {
+        T u = one_plane ? (T)((T)(narrow ? symbols[i] : wide_symbols[i]) << r | planes[i]) : v[i];
+        u = shape.rotate ? (T)((T)(u >> 1) | (T)((T)(u & 1) << sign)) : u;
+        if (drop)
+            v[i] = (T)(u << drop);
+        else
+            out[i] = u;
+    }
+}
+
+/* Looks up the symbols and patches those that escaped. */
+static int FN(take_symbols)(const struct coder *c, const struct codes *codes, unsigned groups,
+                            struct reader *rest, uint8_t *symbols, uint16_t *wide_symbols)
+{
+    const uint64_t(*planes)[WORDS] = (const uint64_t(*)[WORDS])codes->planes;
+    uint16_t table[CODE_TABLE];
+    uint8_t low_bytes[CODE_TABLE];
+    fill_symbol_table(c, table, low_bytes);
+    if (c->symbol_bits > 8) {
+        wide_symbols_of_planes(planes, groups, code_bits(c), table, wide_symbols);
+        return c->drop ? 0 : FN(take_wide_escapes)(codes->escapes, groups, rest, wide_symbols);
+    }
+    symbols_of_planes(planes, groups, code_bits(c), low_bytes, symbols);
+    if (c->drop)
+        return 0;
+    uint8_t padded[ANCF_TILE + 64];
+    unsigned total = count_ones(codes->escapes, groups);
+    const uint8_t *from = take(rest, total);
+    if (from == NULL)
+        return -1;
+    memcpy(padded, from, total);
+    memset(padded + total, 0, 64);
+    take_bytes(padded, codes->escapes, groups, symbols);
+    return 0;
 }
 
 /* The inverse of put_window; `rest` is the record from level 2 on. */
@@ -316,19 +364,17 @@ static int FN(take_window)(const struct coder *c, const uint8_t *planes, unsigne
                            struct reader *rest, ANY *out)
 {
     T v[SCRATCH];
-    uint16_t symbols[SCRATCH], table[CODE_TABLE];
+    uint8_t symbols[SCRATCH];
+    uint16_t wide_symbols[SCRATCH];
     struct codes codes;
     unsigned groups = groups_of(m);
-    if (take_codes(c, &codes, planes + p / 8 * c->residue_bits, m, p, rest) != 0)
+    if (take_codes(c, &codes, planes + p / 8 * c->residue_bits, m, p, rest) != 0 ||
+        FN(take_symbols)(c, &codes, groups, rest, symbols, wide_symbols) != 0)
         return -1;
-    fill_symbol_table(c, table);
-    symbols_of_planes((const uint64_t(*)[WORDS])codes.planes, groups, code_bits(c), table,
-                      symbols);
-    if (c->drop == 0 &&
-        FN(take_escapes)(codes.escapes, groups, c->escape_bytes, rest, symbols) != 0)
-        return -1;
-    WITH_SHAPE(c, FN(join)(shape, symbols, planes, m, p, v))
-    if (c->drop && FN(take_whole_escapes)(codes.escapes, groups, rest, v) != 0)
+    WITH_SHAPE(c, FN(join)(shape, symbols, wide_symbols, planes, m, p, v, out))
+    if (c->drop == 0)
+        return 0;
+    if (FN(take_whole_escapes)(codes.escapes, groups, rest, v) != 0)
         return -1;
     memcpy(out, v, m * sizeof *v);
     return 0;

@@ -52,38 +52,44 @@ static inline void avx2_bytes_of_planes(const uint64_t planes[][WORDS], unsigned
                             avx2_codes_of_planes(planes, half, bits));
 }
 
-/* Sixteen bytes of a table, for pshufb in both halves. */
-static inline __m256i avx2_table(const uint16_t *entries, unsigned shift)
+/* Up to 10 entries are compared one by one; a table is faster for more. */
+static inline void avx2_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
+                                          unsigned groups, uint64_t planes[][WORDS])
 {
-    uint8_t bytes[16];
-    for (unsigned i = 0; i < 16; i++)
-        bytes[i] = (uint8_t)(entries[i] >> shift);
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes));
+    uint8_t codes[ANCF_TILE];
+    const unsigned bits = code_bits(c);
+    if (c->dict_count > 10) {
+        for (unsigned i = 0; i < 64 * groups; i++)
+            codes[i] = c->code_of_symbol[symbols[i]];
+        avx2_planes_of_bytes(codes, groups, bits, planes);
+        return;
+    }
+    for (unsigned half = 0; half < 2 * groups; half++) {
+        __m256i values = _mm256_loadu_si256((const __m256i *)(symbols + 32 * half));
+        __m256i found = _mm256_set1_epi8((char)((1 << bits) - 1));
+        for (unsigned i = 0; i < c->dict_count; i++) {
+            __m256i equal = _mm256_cmpeq_epi8(values, _mm256_set1_epi8((char)c->window[i]));
+            __m256i code = _mm256_set1_epi8((char)code_of_entry(c, i));
+            found = _mm256_blendv_epi8(found, code, equal);
+        }
+        _mm256_storeu_si256((__m256i *)(codes + 32 * half), found);
+    }
+    avx2_planes_of_bytes(codes, groups, bits, planes);
 }
 
-/* Bytes looked up by codes below 32: pshufb takes four bits, the fifth selects the table. */
-static inline __m256i avx2_look_up(__m256i first, __m256i second, __m256i codes)
-{
-    __m256i fifth_bit_on_top = _mm256_slli_epi16(codes, 3);
-    return _mm256_blendv_epi8(_mm256_shuffle_epi8(first, codes),
-                              _mm256_shuffle_epi8(second, codes), fifth_bit_on_top);
-}
-
+/* pshufb takes four bits of a code below 32, the fifth selects one of two tables. */
 static inline void avx2_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
-                                          unsigned bits, const uint16_t table[CODE_TABLE],
-                                          uint16_t *symbols)
+                                          unsigned bits, const uint8_t table[CODE_TABLE],
+                                          uint8_t *symbols)
 {
-    __m256i low1 = avx2_table(table, 0), low2 = avx2_table(table + 16, 0);
-    __m256i high1 = avx2_table(table, 8), high2 = avx2_table(table + 16, 8);
+    __m256i first = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+    __m256i second = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(table + 16)));
     for (unsigned half = 0; half < 2 * groups; half++) {
         __m256i codes = avx2_codes_of_planes(planes, half, bits);
-        __m256i lows = avx2_look_up(low1, low2, codes);
-        __m256i highs = avx2_look_up(high1, high2, codes);
-        __m256i even = _mm256_unpacklo_epi8(lows, highs); /* symbols 0..7 and 16..23 */
-        __m256i odd = _mm256_unpackhi_epi8(lows, highs);  /* symbols 8..15 and 24..31 */
-        __m256i *out = (__m256i *)(symbols + 32 * half);
-        _mm256_storeu_si256(out, _mm256_permute2x128_si256(even, odd, 0x20));
-        _mm256_storeu_si256(out + 1, _mm256_permute2x128_si256(even, odd, 0x31));
+        __m256i fifth_bit_on_top = _mm256_slli_epi16(codes, 3);
+        __m256i found = _mm256_blendv_epi8(_mm256_shuffle_epi8(first, codes),
+                                           _mm256_shuffle_epi8(second, codes), fifth_bit_on_top);
+        _mm256_storeu_si256((__m256i *)(symbols + 32 * half), found);
     }
 }
 
@@ -286,7 +292,10 @@ static uint64_t avx2_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
 
 #define planes_of_bytes avx2_planes_of_bytes
 #define bytes_of_planes avx2_bytes_of_planes
+#define planes_of_symbols avx2_planes_of_symbols
 #define symbols_of_planes avx2_symbols_of_planes
+#define put_bytes portable_put_bytes
+#define take_bytes portable_take_bytes
 #define extract_bits avx2_extract_bits
 #define deposit_bits avx2_deposit_bits
 #define kernel_checksum avx2_checksum

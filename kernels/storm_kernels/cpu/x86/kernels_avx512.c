@@ -1,4 +1,4 @@
-/* The tile coder with AVX-512 (BW, DQ, VL, VBMI2): 64 bytes at a time, bit planes as mask registers.
+/* The tile coder with AVX-512 (BW, DQ, VL, VBMI, VBMI2): 64 bytes at a time, bit planes as mask registers.
  *
  * Compaction stores whole vectors from registers: compressing stores are many times slower on some
  * processors. */
@@ -31,18 +31,58 @@ static inline void avx512_bytes_of_planes(const uint64_t planes[][WORDS], unsign
     }
 }
 
-static inline void avx512_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
-                                            unsigned bits, const uint16_t table[CODE_TABLE],
-                                            uint16_t *symbols)
+/* A table of 256 bytes is two lookups of 128, chosen by the symbol's top bit. */
+static inline void avx512_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
+                                            unsigned groups, uint64_t planes[][WORDS])
 {
-    __m512i entries = _mm512_loadu_si512(table);
-    for (unsigned half = 0; half < 2 * groups; half++) {
+    const uint8_t *table = c->code_of_symbol;
+    const __m512i t0 = _mm512_loadu_si512(table), t1 = _mm512_loadu_si512(table + 64);
+    const __m512i t2 = _mm512_loadu_si512(table + 128), t3 = _mm512_loadu_si512(table + 192);
+    const unsigned bits = code_bits(c);
+    for (unsigned g = 0; g < groups; g++) {
+        __m512i values = _mm512_loadu_si512(symbols + 64 * g);
+        __m512i codes = _mm512_mask_blend_epi8(_mm512_movepi8_mask(values),
+                                               _mm512_permutex2var_epi8(t0, values, t1),
+                                               _mm512_permutex2var_epi8(t2, values, t3));
+        for (unsigned b = 0; b < bits; b++)
+            planes[b][g] = _mm512_test_epi8_mask(codes, _mm512_set1_epi8((char)(1 << b)));
+    }
+}
+
+static inline void avx512_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups,
+                                            unsigned bits, const uint8_t table[CODE_TABLE],
+                                            uint8_t *symbols)
+{
+    const __m512i entries =
+        _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)table));
+    for (unsigned g = 0; g < groups; g++) {
         __m512i codes = _mm512_setzero_si512();
-        for (unsigned b = 0; b < bits; b++) {
-            __mmask32 word = (__mmask32)(planes[b][half / 2] >> (32 * (half % 2)));
-            codes = _mm512_mask_add_epi16(codes, word, codes, _mm512_set1_epi16((short)(1 << b)));
-        }
-        _mm512_storeu_si512(symbols + 32 * half, _mm512_permutexvar_epi16(codes, entries));
+        for (unsigned b = 0; b < bits; b++)
+            codes = _mm512_mask_add_epi8(codes, planes[b][g], codes,
+                                         _mm512_set1_epi8((char)(1 << b)));
+        _mm512_storeu_si512(symbols + 64 * g, _mm512_permutexvar_epi8(codes, entries));
+    }
+}
+
+static inline uint8_t *avx512_put_bytes(const uint8_t *bytes, const uint64_t *mask,
+                                        unsigned groups, uint8_t *dst)
+{
+    for (unsigned g = 0; g < groups; g++) {
+        __m512i values = _mm512_loadu_si512(bytes + 64 * g);
+        _mm512_storeu_si512(dst, _mm512_maskz_compress_epi8(mask[g], values));
+        dst += _mm_popcnt_u64(mask[g]);
+    }
+    return dst;
+}
+
+static inline void avx512_take_bytes(const uint8_t *from, const uint64_t *mask, unsigned groups,
+                                     uint8_t *bytes)
+{
+    for (unsigned g = 0; g < groups; g++) {
+        __m512i values = _mm512_loadu_si512(bytes + 64 * g);
+        _mm512_storeu_si512(bytes + 64 * g, _mm512_mask_expand_epi8(values, mask[g],
+                                                                    _mm512_loadu_si512(from)));
+        from += _mm_popcnt_u64(mask[g]);
     }
 }
 
@@ -188,7 +228,10 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
 
 #define planes_of_bytes avx512_planes_of_bytes
 #define bytes_of_planes avx512_bytes_of_planes
+#define planes_of_symbols avx512_planes_of_symbols
 #define symbols_of_planes avx512_symbols_of_planes
+#define put_bytes avx512_put_bytes
+#define take_bytes avx512_take_bytes
 #define extract_bits avx512_extract_bits
 #define deposit_bits avx512_deposit_bits
 #define kernel_checksum avx512_checksum
