@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 from storm_kernels.ancf.cuda import CudaCodec
@@ -54,8 +55,8 @@ class CudaDevice:
         self._host_pool = pool
         self._pool = RegisteredHost(pool.address, pool.nbytes)
         self.codec = CudaCodec(ordinal)
-        for dtype in DType:  # now, and not while the first client waits
-            self.codec.prepare(dtype)
+        with ThreadPoolExecutor() as threads:  # now, and not while the first client waits
+            list(threads.map(self.codec.prepare, DType))
         self.down = Stream()
         self.up = Stream()
         self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
@@ -107,6 +108,13 @@ class CudaDevice:
             owned.close()
 
     def _wait_for_copies(self) -> None:
+        try:
+            self._take_copies()
+        except BaseException as error:
+            self.heart.ended(f"{type(error).__name__}: {error}")
+            raise
+
+    def _take_copies(self) -> None:
         self.context.make_current()
         while (item := self._copies.get()) is not None:
             copied, action = item

@@ -132,7 +132,7 @@ class CudaLane:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor on the device."""
         # Not torch.empty(nbytes), which fills it where deterministic algorithms are asked for.
-        storage = torch.UntypedStorage(nbytes, device=self.device)
+        storage = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]  # torch's gap
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         return empty.set_(storage, 0, (nbytes,), (1,))
 
