@@ -55,7 +55,11 @@ class Client:
             )
         if codec not in CODECS:
             raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
-        return Offload(self._sessions, Policy(_modules(model), min_bytes), codec)
+        modules = _modules(model)
+        for device in {p.device for module in modules for p in module.parameters()}:
+            if device.type != "meta":
+                self._sessions.of(device)  # now, rather than in the first forward
+        return Offload(self._sessions, Policy(modules, min_bytes), codec)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

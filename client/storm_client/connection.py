@@ -102,7 +102,8 @@ class Connection:
     """A session's control plane. `lock` and `changed` are shared with the session built on it.
 
     `on_message` is called with the lock held for every reply that no request waits for;
-    `on_wake` with the lock held after `wake`; `on_lost` without it, once, when all is over.
+    `on_wake` with the lock held after `wake`, and has to flush; `on_lost` without it, once, when
+    all is over.
     """
 
     def __init__(self, address: str, hello: LaneHello, timeout: float) -> None:
@@ -149,7 +150,7 @@ class Connection:
         """
         if self._lost is not None:
             raise DaemonLost(str(self._lost)) from self._lost
-        if os.getpid() != self._pid:
+        if self.lifeline.inherited:
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
                 f"{self.address} it cannot share; call storm_client.connect() in the child"
@@ -163,6 +164,17 @@ class Connection:
     def post(self, request: int, message: Message) -> None:
         """Have a message leave with the next flush or send; call with the lock held."""
         self._outbox.append(Envelope(request, message))
+
+    def defer(self, request: int, message: Message) -> None:
+        """Have a message leave within milliseconds; call with the lock held.
+
+        Raises:
+            DaemonLost, UsageError: as `check`.
+        """
+        self.check()
+        if not self._outbox:
+            self.wake()
+        self.post(request, message)
 
     def flush(self) -> None:
         """Send what was posted and handle the replies that have arrived; call with the lock held.
@@ -230,6 +242,7 @@ class Connection:
         """
         if ready():
             return True
+        self.flush()
         deadline = time.monotonic() + timeout
         self._waiting += 1
         self._needed.set()
@@ -257,7 +270,7 @@ class Connection:
 
         What is still stored is lost: asking for it raises DaemonLost. Calling it twice is fine.
         """
-        if os.getpid() != self._pid:
+        if self.lifeline.inherited:
             return
         with self.lock:
             if not self.lost:

@@ -24,6 +24,8 @@ class Lifeline:
     def __init__(self, connection: socket.socket) -> None:
         """Own `connection`, on which the descriptors have been received."""
         self._socket = connection
+        self.inherited = False
+        """Whether this is a copy in a forked child."""
         _OPEN.add(self)
 
     @classmethod
@@ -69,6 +71,7 @@ _OPEN: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for lifeline in list(_OPEN):
+        lifeline.inherited = True
         lifeline.close()
 
 

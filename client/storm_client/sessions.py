@@ -7,11 +7,11 @@ where they are without a question each time.
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+import warnings
 
 import torch
 
-from storm_client.errors import ProtocolMismatch, UsageError
+from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import Lane
 from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
@@ -73,12 +73,16 @@ class Sessions:
         with self._lock:
             if device not in self._sessions:
                 self.check()
-                session = None
-                # A daemon without a lane for the device refuses: the tensors stay there.
-                with suppress(UsageError, ProtocolMismatch):
-                    session = Session(self.address, _lane(device), self._timeout)
-                self._sessions[device] = session
+                self._sessions[device] = self._session(device)
             return self._sessions[device]
+
+    def _session(self, device: torch.device) -> Session | None:
+        """Return a new session; None, with a warning, where tensors of `device` have to stay."""
+        try:
+            return Session(self.address, _lane(device), self._timeout)
+        except (UsageError, DaemonUnavailable) as error:
+            warnings.warn(f"nothing on {device} is offloaded: {error}", stacklevel=2)
+            return None
 
     def _open_sessions(self) -> list[Session]:
         return [session for session in list(self._sessions.values()) if session is not None]
@@ -89,4 +93,4 @@ def _lane(device: torch.device) -> Lane:
         from storm_client.lanes.cuda import CudaLane  # loads CUDA, which a cpu run never needs
 
         return CudaLane(device)
-    raise UsageError(f"no lane for device {device}; tensors there stay where they are")
+    raise UsageError(f"there is no lane for device {device}")

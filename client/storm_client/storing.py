@@ -24,6 +24,10 @@ from stormd.protocol import Admitted, Failed, Release, Store, Stored
 
 __all__ = ["Storer", "flat_bytes"]
 
+FLUSH_BYTES = 1 << 20
+"""Stores of smaller tensors travel together up to this, or until the listener sends them. More
+at once would only make the daemon start later, and read what has left the caches."""
+
 STAGING_SECONDS = 2.0
 """How long a training thread waits for room in the staging area before it keeps its tensor."""
 
@@ -65,6 +69,8 @@ class Storer:
         self._reserve = reserve
         self._part_bytes = part_bytes - part_bytes % ALIGNMENT
         self._under_way: dict[int, _Storing] = {}
+        self._flush_bytes = min(FLUSH_BYTES, self._part_bytes)
+        self._unsent = 0  # bytes of stores deferred since the last flush here
         self._slow = False  # a wait for room was in vain, and no part has arrived since
 
     @property
@@ -187,9 +193,12 @@ class Storer:
         self._under_way[entry] = _Storing(admission, slot)
         sequence = self._lane.publish(slot)
         name = dtype_name(admission.dtype)
-        self._connection.send(
-            entry, Store(entry, slot.segment, slot.offset, slot.nbytes, name, codec, sequence)
-        )
+        message = Store(entry, slot.segment, slot.offset, slot.nbytes, name, codec, sequence)
+        self._connection.defer(entry, message)
+        self._unsent += slot.nbytes
+        if self._unsent >= self._flush_bytes:
+            self._unsent = 0
+            self._connection.flush()
 
     def _keep(self, admission: _Admission, reason: str) -> None:
         """Leave the bytes with the client; parts that did arrive are released."""

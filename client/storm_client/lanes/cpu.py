@@ -64,10 +64,6 @@ class CpuLane:
         self._area = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
         self._space = StagingSpace(welcome.staging_bytes)
 
-    def capturing(self) -> bool:
-        """Return False: there are no graphs to capture on the host."""
-        return False
-
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot of `nbytes`, None where there is no room now."""
         offset = self._space.allocate(nbytes)
@@ -87,7 +83,9 @@ class CpuLane:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor in host memory."""
-        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        # Not torch.empty(nbytes): where deterministic algorithms are asked for, that is filled.
+        storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
+        tensor = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
         if nbytes >= HUGE_BYTES:
             _advise_huge_pages(tensor)
         return tensor
