@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 from pathlib import Path
+from typing import Final
 
 from stormd.commands.output import EXIT_OK, write_line
 from stormd.config import Config, Option, config_options, load_config
@@ -20,6 +22,8 @@ from stormd.sizes import format_size
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "run the daemon in the foreground until SIGTERM or SIGINT"
+
+_LOGGER: Final = logging.getLogger("stormd.serve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     config = read()
     check_pool(config, memory_limit())
     setup_logging(config.log_format, config.log_level)
+    _tell_of_missing_library()
     # The daemon's modules load here, so that no other command waits for them.
     from stormd.running import run_daemon
 
@@ -50,12 +55,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_pool(config: Config, limit: int) -> None:
-    """Raise ConfigError where the pool is larger than the memory the process may use."""
-    if config.pool_bytes > limit:
+    """Raise ConfigError where pool and cache are larger than the memory the process may use."""
+    if config.host_bytes > limit:
         raise ConfigError(
-            f"pool_bytes is {format_size(config.pool_bytes)}, and this machine or container "
-            f"has {format_size(limit)} of memory: set a smaller --pool-bytes"
+            f"pool_bytes is {format_size(config.pool_bytes)} and cache_bytes "
+            f"{format_size(config.cache_bytes)}, and this machine or container has "
+            f"{format_size(limit)} of memory: set a smaller --pool-bytes"
         )
+
+
+def _tell_of_missing_library() -> None:
+    from storm_kernels import backends
+
+    library = backends()["cpu"]
+    if not library.available:
+        _LOGGER.warning("NumPy encodes, many times slower", extra={"reason": library.detail})
 
 
 def _add_flag(parser: argparse.ArgumentParser, option: Option) -> None:

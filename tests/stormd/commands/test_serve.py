@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from storm_kernels.backends import BackendInfo
 
+from stormd import cli
 from stormd.commands.serve import check_pool
 from stormd.config import Config
 from stormd.errors import ConfigError
@@ -93,3 +95,16 @@ def test_a_pool_beyond_the_memory_is_refused() -> None:
     check_pool(Config(pool_bytes=1 << 30), 1 << 30)
     with pytest.raises(ConfigError, match=r"1\.0 GiB.*512\.0 MiB.*--pool-bytes"):
         check_pool(Config(pool_bytes=1 << 30), 1 << 29)
+
+
+def test_a_missing_c_library_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = BackendInfo("cpu", available=False, detail="no compiler")
+    monkeypatch.setattr("storm_kernels.backends", lambda: {"cpu": missing})
+    monkeypatch.setattr("stormd.running.run_daemon", lambda *_: None)
+    monkeypatch.setattr("stormd.commands.serve.setup_logging", lambda *_: None)
+    assert cli.main(["serve", "--pool-bytes=1MiB"]) == 0
+    (record,) = caplog.records
+    assert "NumPy" in record.message
+    assert record.reason == "no compiler"
