@@ -349,7 +349,7 @@ struct Decision {
       apply(plan, shared, window(request.dense, dropped), dropped);
     } else if (mode == kTruncated) {
       forced_truncated(plan);
-    } else if (mode == kTernary) {
+    } else if (mode == kTernary && request.mode == kAuto) {
       ternary(plan, values);
     } else {
       plan.mode = mode;
@@ -391,7 +391,7 @@ extern "C" __device__ const u32 ancf_choose_shared_bytes = kChooseSharedBytes;
  * others clear `words` words after the plan's dictionary; at least two blocks. */
 KERNEL(kThreads)
 ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 dtype, u32 mode, u32 dense,
-            u32 checksum, u32 policy) {
+            u32 checksum) {
   if (block_index() != 0) {
     u32 *area = reinterpret_cast<u32 *>(work_of(scratch));
     u32 step = (block_count() - 1) * kThreads;
@@ -401,7 +401,7 @@ ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 
   Traits traits = traits_of(dtype);
   Request request = {nbytes, dtype, mode, dense != 0, checksum != 0, traits.is_float, traits.is_signed};
   u64 n = nbytes / kWidth;
-  if (n == 0 || request.mode == kRaw) {
+  if (n == 0 || request.mode == kRaw || request.mode == kTernary || request.mode == kValues) {
     if (thread_in_block() == 0) make_plan(nullptr, request, scratch);
     return;
   }
@@ -432,10 +432,103 @@ ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 
   }
   u32 warp = thread_in_block() / kWarpThreads;
   if (warp < kChoices) rank_symbols(shared, warp, fill, thread_in_block() % kWarpThreads);
-  bool wants_distinct = request.mode == kTernary || (request.mode == kAuto && request.is_float);
+  bool wants_distinct = request.mode == kAuto && request.is_float;
   u32 distinct = wants_distinct ? count_distinct(shared, sampled, src, n, first) : 4;
   barrier(0, kThreads);
   if (thread_in_block() != 0) return;
   Decision decision{shared, request, sampled.count, distinct, n <= kSampleMax, first};
   make_plan(&decision, request, scratch);
+}
+
+/* Ascending, in place; `count` is a power of two. The whole block calls it. */
+template <class T>
+DEVICE void sort_shared(T *items, u32 count) {
+  for (u32 size = 2; size <= count; size *= 2) {
+    for (u32 step = size / 2; step; step /= 2) {
+      barrier(0, kThreads);
+      for (u32 i = thread_in_block(); i < count / 2; i += kThreads) {
+        u32 low = 2 * i - (i & (step - 1)), high = low + step;
+        bool rising = (low & size) == 0;
+        T a = items[low], b = items[high];
+        if ((a > b) == rising) {
+          items[low] = b;
+          items[high] = a;
+        }
+      }
+    }
+  }
+  barrier(0, kThreads);
+}
+
+/* Where the run of equal items that starts at `start` ends, in `count` sorted ones. */
+template <class T>
+DEVICE u32 run_end(const T *items, u32 start, u32 count) {
+  u32 low = start, high = count;
+  while (low < high) {
+    u32 middle = (low + high) / 2;
+    if (items[middle] > items[start]) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/* Bits of mode values' codes, from how many of the sample's elements are 0. */
+DEVICE u32 values_bits(u32 policy, u64 zeros, u64 count) {
+  enum Policy : u32 { kConservative, kAdaptive, kAggressive };
+  if (policy == kAggressive) return 9;
+  if (policy == kConservative) return zeros * 10 >= count * 9 ? 7 : 8;
+  return zeros * 2 >= count ? 7 : zeros * 10 >= count ? 8 : 9;
+}
+
+template <u32 kBytes> struct Stored { using Type = u32; };
+template <> struct Stored<8> { using Type = u64; };
+constexpr u32 kValuesSharedBytes = kSampleMax * (sizeof(Stored<kWidth>::Type) + sizeof(u32));
+constexpr u32 kNoRun = 0xffffffff;
+
+/* For the host: the dynamic shared memory of a block. */
+extern "C" __device__ const u32 ancf_choose_values_shared_bytes = kValuesSharedBytes;
+
+/* After ancf_choose, where mode ternary or values was asked for: the most frequent whole values
+ * of the sample. One block. */
+KERNEL(kThreads)
+ancf_choose_values(const u8 *__restrict__ src, u8 *scratch, u32 mode, u32 policy) {
+  using Value = Stored<kWidth>::Type;
+  Plan &plan = *reinterpret_cast<Plan *>(scratch);
+  u64 n = plan.raw_nbytes / kWidth;
+  if (n == 0) return;
+  Value *items = reinterpret_cast<Value *>(shared_memory());
+  u32 *runs = reinterpret_cast<u32 *>(items + kSampleMax);
+  u32 count = n < kSampleMax ? static_cast<u32>(n) : kSampleMax;
+  for (u32 i = thread_in_block(); i < kSampleMax; i += kThreads) {
+    items[i] = i < count ? static_cast<Value>(read_at(src, sample_place(i, n))) : static_cast<Value>(~0ull);
+  }
+  sort_shared(items, kSampleMax);
+  u32 zeros = items[0] == 0 ? run_end(items, 0, count) : 0;
+  u32 k1 = mode == kTernary ? 2 : values_bits(policy, zeros, count);
+  for (u32 i = thread_in_block(); i < kSampleMax; i += kThreads) {
+    bool starts = i < count && (i == 0 || items[i] != items[i - 1]);
+    runs[i] = starts ? (kSampleMax - (run_end(items, i, count) - i)) * kSampleMax + i : kNoRun;
+  }
+  sort_shared(runs, kSampleMax);
+  u32 slots = slots_of(k1);
+  for (u32 i = thread_in_block(); i < slots; i += kThreads) {
+    if (runs[i] != kNoRun) values_of(scratch)[i] = items[runs[i] % kSampleMax];
+  }
+  if (thread_in_block() != 0) return;
+  u32 found = 0;
+  while (found < slots && runs[found] != kNoRun) found++;
+  Plan made = {};
+  made.raw_nbytes = plan.raw_nbytes;
+  made.dtype = plan.dtype;
+  made.flags = plan.flags;
+  made.mode = mode;
+  made.k1 = k1;
+  made.dict_count = found;
+  derive(made);
+  if (made.payload_offset > kHeaderBytes + made.raw_nbytes) {
+    made.mode = kRaw;
+    made.k1 = made.dict_count = 0;
+    derive(made);
+  }
+  plan = made;
 }

@@ -25,6 +25,13 @@ struct Code {
   static constexpr u32 kMaxRecord =
       kTile / 8 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + kTile / 8;
 
+  /* Most bytes of a record without a bitmap. */
+  static constexpr u32 kMaxMisses = kTile / 8 * (kSecond + 8 * kEscapeBytes);
+  /* Most bytes of a sparse tile's record: `kept` elements, `flags` bits of the bitmap. */
+  DEVICE static u32 max_record(u32 kept, u32 flags) {
+    return (kept + 31) / 32 * 4 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + flags / 8 + 16;
+  }
+
   static constexpr u64 kMask = kBits == 64 ? ~0ull : (1ull << kBits % 64) - 1;
   static constexpr u64 kResidueMask = (1ull << kResidue) - 1;
   static constexpr u64 kDropMask = (1ull << kDrop) - 1;
@@ -45,6 +52,14 @@ struct Code {
   DEVICE static Element place(u64 symbol) { return turned_back(symbol << kResidue & kMask); }
   DEVICE static bool is_exact(Element x) { return (x & kDropMask) == 0; }
 };
+
+/* Element number `index` of an array in shared memory. */
+DEVICE void write_staged(u8 *stage, u32 index, Element value) {
+  if (kWidth == 8) reinterpret_cast<u64 *>(stage)[index] = value;
+  else if (kWidth == 4) reinterpret_cast<u32 *>(stage)[index] = static_cast<u32>(value);
+  else if (kWidth == 2) reinterpret_cast<u16 *>(stage)[index] = static_cast<u16>(value);
+  else stage[index] = static_cast<u8>(value);
+}
 
 /* How encoders look symbols up, in shared memory. Entry of a symbol: bit p of its first code in
  * bit 0 of byte p, and byte 3 is 1 for an escape; so the entries of eight elements, shifted by

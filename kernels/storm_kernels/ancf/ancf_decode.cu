@@ -4,82 +4,7 @@
  * with what the blob and the output have, so damaged bytes give a status, never an access
  * outside. FORMAT.md, section 12, lists the checks.
  */
-#include <ancf_code.cuh>
-
-/* Shared memory of a team: elements being put together, and those of the escapes. */
-constexpr u32 kStageBytes = kTile * kWidth;
-constexpr u32 kDecodeArenaBytes = 2 * kStageBytes;
-constexpr u32 kPlacedEntries = 24;
-constexpr u32 kDecodeSharedBytes =
-    kTeams * (sizeof(TeamShared) + kDecodeArenaBytes) + kPlacedEntries * sizeof(u64);
-
-/* One launch's arguments, and this thread's place in it. */
-struct Decoding {
-  const Plan &plan;
-  const u8 *blob;
-  u8 *dst;
-  Work *work;
-  Team team;
-  TeamShared *shared;
-  u8 *stage, *misses;
-  const u64 *placed;  /* dictionary entries as bits of an element; level 2 starts at 8 */
-  u32 turn;
-  u64 check;
-
-  DEVICE u32 tile_elements(u32 tile) const {
-    u64 rest = plan.elements - static_cast<u64>(tile) * kTile;
-    return rest < kTile ? static_cast<u32>(rest) : kTile;
-  }
-  DEVICE void refuse() const { fetch_or(&work->status, 1u); }
-
-  /* Adds the chunk to the checksum and stores it. */
-  DEVICE void store(const uint4 (&rows)[kRows], u64 at) {
-    if (at >= plan.raw_nbytes) return;
-    if (plan.flags & kFlagChecksum) check += column_check(rows, at, team.lane);
-    store_chunk(rows, dst, at, plan.raw_nbytes, team.lane);
-  }
-};
-
-/* A record, and how much of it has been used. `ok` turns false for good when it is too short;
- * it is the same in all threads of a team. */
-struct Reader {
-  const u8 *at;
-  u32 left;
-  bool ok;
-  DEVICE const u8 *take(u32 bytes) {
-    const u8 *from = at;
-    ok = ok && bytes <= left;
-    if (!ok) return nullptr;
-    at += bytes;
-    left -= bytes;
-    return from;
-  }
-};
-
-/* The record of `tile`; not ok where the directory is damaged. */
-DEVICE Reader record_of(const Decoding &job, u32 tile) {
-  const u32 *directory = reinterpret_cast<const u32 *>(job.blob + job.plan.directory_offset);
-  u64 start = directory[tile], end = directory[tile + 1];
-  bool ok = start <= end && end * kRecordUnit <= job.plan.payload_bytes;
-  if (!ok) return {job.blob, 0, false};
-  /* No valid record is as long as 2^31 bytes; a longer claim is cut, which changes nothing. */
-  u64 bytes = (end - start) * kRecordUnit;
-  u32 left = bytes < 0x7fffffff ? static_cast<u32>(bytes) : 0x7fffffff;
-  return {job.blob + job.plan.payload_offset + start * kRecordUnit, left, true};
-}
-
-struct ConstPlaneSet {
-  const u8 *base;
-  u32 padded;
-  DEVICE const u8 *plane(u32 bit) const { return base + padded / 8 * bit; }
-};
-
-/* kBits bits (a power of two up to 16) at bit number `place` of `plane`. */
-template <u32 kBits>
-DEVICE u32 read_lane_bits(const u8 *plane, u32 place) {
-  if (kBits == 16) return *reinterpret_cast<const u16 *>(plane + place / 8);
-  return plane[place / 8] >> (place % 8) & ((1u << kBits) - 1);
-}
+#include <ancf_decode_whole.cuh>
 
 /* Bits [kAt, kAt + kSize) of each of a lane's elements, from a whole-byte piece. */
 template <u32 kAt, u32 kSize>
@@ -170,13 +95,6 @@ DEVICE Element read_escape(const u8 *at) {
 #pragma unroll
   for (u32 i = 0; i < C::kEscapeBytes; i++) value |= static_cast<u64>(at[i]) << (8 * i);
   return C::kDrop ? value : C::place(value);
-}
-
-DEVICE void write_staged(u8 *stage, u32 index, Element value) {
-  if (kWidth == 8) reinterpret_cast<u64 *>(stage)[index] = value;
-  else if (kWidth == 4) reinterpret_cast<u32 *>(stage)[index] = static_cast<u32>(value);
-  else if (kWidth == 2) reinterpret_cast<u16 *>(stage)[index] = static_cast<u16>(value);
-  else stage[index] = static_cast<u8>(value);
 }
 
 /* Level 2: the missing bits of `count` elements, in order, into job.misses. */
@@ -284,15 +202,6 @@ DEVICE u32 spread_bits(u32 bits) {
   return (bits | bits << 1) & 0x5555;
 }
 
-/* Ranks of flagged bits of all rows in the team. */
-DEVICE Ranks rank_bits(Decoding &job, const u32 (&flags)[kRows]) {
-  u32 counts[kRows];
-  for (u32 row = 0; row < kRows; row++) counts[row] = ones(flags[row]);
-  Ranks ranks[1] = {Ranks::in_warp(counts, job.team.lane)};
-  rank_in_team(ranks, job.team, *job.shared, job.turn);
-  return ranks[0];
-}
-
 /* Turns plane A of a pairs bitmap, in `masks`, into the elements' bits. */
 DEVICE void read_pairs(Decoding &job, Reader &record, u32 (&masks)[kRows]) {
   Ranks ranks = rank_bits(job, masks);
@@ -363,7 +272,7 @@ DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
 /* The dictionary as bits of elements; the codes that stand for no entry give none. */
 template <class C>
 DEVICE void fill_placed(const Plan &plan, u64 *placed) {
-  if (thread_in_block() < kPlacedEntries) {
+  if (thread_in_block() < kWindowPlaced) {
     bool first = thread_in_block() < 8;
     u32 code = first ? thread_in_block() : thread_in_block() - 8;
     u32 slots = first ? C::kFirstSlots : C::kSecondSlots;
@@ -377,10 +286,10 @@ DEVICE void fill_placed(const Plan &plan, u64 *placed) {
 template <class C, bool kHasBitmap>
 DEVICE void decode_tiles(Decoding &job, u64 *placed) {
   fill_placed<C>(job.plan, placed);
-  for (u32 tile = block_index() * kTeams + job.team.id; tile < job.plan.tiles; tile += block_count() * kTeams) {
+  decode_each(job, [&](u32 tile) {
     if constexpr (kHasBitmap) decode_sparse_tile<C>(job, tile);
     else decode_window_tile<C>(job, tile);
-  }
+  });
 }
 
 struct DecodeCoded {
@@ -443,6 +352,8 @@ ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 
   u64 *placed = reinterpret_cast<u64 *>(memory + kTeams * (sizeof(TeamShared) + kDecodeArenaBytes));
   Decoding job{plan, blob, dst, work_of(scratch), team, shared, arena, arena + kStageBytes, placed, 0, 0};
   if (!has_tiles(plan.mode)) decode_flat(job);
+  else if (plan.mode == kInteger) decode_integers(job);
+  else if (has_dictionary_apart(plan.mode)) decode_values(job, placed);
   else with_code(plan, DecodeCoded{job, placed});
   if (plan.flags & kFlagChecksum) add_check(job.check, &job.work->checksum, team.lane);
   memory_fence();

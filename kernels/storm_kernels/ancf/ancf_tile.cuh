@@ -33,6 +33,11 @@ struct Team {
 
 using Element = u64;  /* wide enough for all; the compiler narrows it */
 
+constexpr u32 kIntegerHeadBytes = 16;  /* base and width of a tile of mode integer */
+
+/* The bits that an element has. */
+DEVICE Element narrowed(u64 value) { return kWidth == 8 ? value : value & ((1ull << 8 * kWidth % 64) - 1); }
+
 /* Element i of a piece; i is a constant after unrolling. */
 DEVICE Element element(const uint4 &piece, u32 i) {
   u32 words[4] = {piece.x, piece.y, piece.z, piece.w};

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
 from .dtypes import DType
-from .layout import TILE
+from .layout import TILE, Mode
 from .options import POLICIES, check_request, parse_mode
 from .plan import max_encoded_bytes
 
@@ -126,9 +126,12 @@ class CudaCodec:
         unit_tiles = max(1, min(MAX_UNIT_TILES, tiles // (4 * self._blocks * teams)))
         blocks = max(1, min(self._blocks, -(-tiles // (teams * unit_tiles))))
         number = AUTO_MODE if asked is None else int(asked)
-        options = (int(dtype), number, int(speed == "dense"), int(checksum), POLICIES.index(policy))
+        options = (int(dtype), number, int(speed == "dense"), int(checksum))
         with self._cupy.cuda.Device(self._device):
             choose.launch(1 + clearing, CHOOSE_THREADS, stream, src, nbytes, scratch, U32(clear_words), *map(U32, options))
+            if asked in (Mode.TERNARY, Mode.VALUES):
+                values = self._kernel("ancf_choose", "ancf_choose_values", dtype)
+                values.launch(1, CHOOSE_THREADS, stream, src, scratch, U32(asked), U32(POLICIES.index(policy)))
             encode.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch, result, U32(unit_tiles))
             copy.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch)
 
@@ -226,6 +229,7 @@ class _Kernel:
 
 _SHARED_SYMBOL: Final = {
     "ancf_choose": "ancf_choose_shared_bytes",
+    "ancf_choose_values": "ancf_choose_values_shared_bytes",
     "ancf_encode": "ancf_encode_shared_bytes",
     "ancf_decode": "ancf_decode_shared_bytes",
 }

@@ -12,11 +12,15 @@ extern "C" size_t scratch_bytes(u64 nbytes) {
 }
 
 extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *result, u32 dtype,
-                      u32 mode, u32 dense, u32 checksum, u32 blocks,
+                      u32 mode, u32 dense, u32 checksum, u32 policy, u32 blocks,
                       u32 unit_tiles) {
   u32 words = (scratch_bytes(nbytes) - kPlanBytes - kValuesBytes) / 4;
   bool ok = emulation::launch(2, kThreads, kChooseSharedBytes,
-                              [&] { ancf_choose(src, nbytes, scratch, words, dtype, mode, dense, checksum, 1); });
+                              [&] { ancf_choose(src, nbytes, scratch, words, dtype, mode, dense, checksum); });
+  if (mode == kTernary || mode == kValues) {
+    ok = ok && emulation::launch(1, kThreads, kValuesSharedBytes,
+                                 [&] { ancf_choose_values(src, scratch, mode, policy); });
+  }
   ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes, [&] {
     ancf_encode(src, dst, scratch, reinterpret_cast<Result *>(result), unit_tiles);
   });
