@@ -204,7 +204,11 @@ avx512_sum(const uint8_t *data, uint8_t *copy, size_t chunks, uint64_t first_chu
             total = _mm512_add_epi64(total, h);
         }
     }
-    return (uint64_t)_mm512_reduce_add_epi64(total);
+    uint64_t lanes[8], sum = 0; /* summed here: the intrinsic adds signed numbers */
+    _mm512_storeu_si512(lanes, total);
+    for (unsigned i = 0; i < 8; i++)
+        sum += lanes[i];
+    return sum;
 }
 
 static uint64_t avx512_checksum(const uint8_t *data, size_t chunks, uint64_t first_chunk)
