@@ -144,6 +144,13 @@ class Config:
         default=4 * GIB,
         least=1 * MIB,
     )
+    cache_bytes: int = _option(
+        "size",
+        "pool",
+        "further host memory for the shared cache of named tensors, pinned too; 0 for no cache",
+        default=256 * MIB,
+        least=0,
+    )
 
     device: str = _option(
         "text",
@@ -251,6 +258,11 @@ class Config:
         choices=("debug", "info", "warning", "error"),
         reloadable=True,
     )
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that is pinned: the pool and, behind it, the cache."""
+        return self.pool_bytes + self.cache_bytes
 
     def __post_init__(self) -> None:
         """Check every value, then what only holds between values."""
