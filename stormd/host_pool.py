@@ -126,8 +126,8 @@ def _check_size(nbytes: int) -> None:
     available = min(memory_limit(), psutil.virtual_memory().available)
     if nbytes > available:
         raise PoolUnavailable(
-            f"pool_bytes is {format_size(nbytes)}, and this machine has {format_size(available)} "
-            "of memory available: set --pool-bytes lower, or free memory"
+            f"pool_bytes and cache_bytes are {format_size(nbytes)} together, and this machine has "
+            f"{format_size(available)} of memory available: set --pool-bytes lower, or free memory"
         )
 
 

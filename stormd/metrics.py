@@ -58,6 +58,9 @@ FAMILIES: Final = {
         Family("stormd_pool_largest_free_bytes", "gauge", "Largest contiguous free range."),
         Family("stormd_entries", "gauge", "Entries held."),
         Family("stormd_entries_raw_bytes", "gauge", "Bytes of the held entries before encoding."),
+        Family("stormd_cache_bytes", "gauge", "Size of the shared cache; 0 where there is none."),
+        Family("stormd_cache_used_bytes", "gauge", "Bytes of the shared cache that hold blobs."),
+        Family("stormd_cache_items", "gauge", "Named tensors in the shared cache."),
         Family("stormd_sessions", "gauge", "Connected sessions.", ("device",)),
         Family("stormd_user_used_bytes", "gauge", "Pool bytes of a user's sessions.", ("uid",)),
         Family("stormd_stuck_workers", "gauge", "Workers that are stuck or have ended."),
@@ -96,6 +99,13 @@ FAMILIES: Final = {
             "Sessions that ended neither in order nor with the daemon.",
         ),
         Family("stormd_corrupt_blobs_total", "counter", "Blobs that failed their checksum."),
+        Family("stormd_cache_puts_total", "counter", "Tensors put into the shared cache."),
+        Family("stormd_cache_hits_total", "counter", "Gets from the cache that found theirs."),
+        Family("stormd_cache_misses_total", "counter", "Gets from the cache that found nothing."),
+        Family("stormd_cache_evictions_total", "counter", "Cached tensors dropped to make room."),
+        Family(
+            "stormd_cache_expirations_total", "counter", "Cached tensors that outlived their time."
+        ),
         Family("stormd_malformed_frames_total", "counter", "Frames that were no valid message."),
         Family("stormd_refused_requests_total", "counter", "Requests answered by Refused."),
         Family("stormd_unsent_frames_total", "counter", "Answers whose reader did not take them."),
@@ -193,6 +203,10 @@ def _gauges(status: Mapping[str, Any]) -> Values:
     yield "stormd_pool_largest_free_bytes", (), pool["largest_free_bytes"]
     yield "stormd_entries", (), status["entries"]
     yield "stormd_entries_raw_bytes", (), status["raw_bytes"]
+    cache = status["cache"] or {}
+    yield "stormd_cache_bytes", (), cache.get("capacity_bytes", 0)
+    yield "stormd_cache_used_bytes", (), cache.get("used_bytes", 0)
+    yield "stormd_cache_items", (), cache.get("items", 0)
     by_device = Counter(session["device"] for session in sessions)
     for device in DEVICES:
         yield "stormd_sessions", (device,), by_device[device]
@@ -227,6 +241,8 @@ def _counts(counters: Counters) -> Values:
     yield "stormd_sessions_opened_total", (), counters.sessions
     yield "stormd_deaths_total", (), counters.deaths
     yield "stormd_corrupt_blobs_total", (), counters.corrupt
+    for event, count in counters.cache.as_status().items():
+        yield f"stormd_cache_{event}_total", (), count
     yield "stormd_malformed_frames_total", (), counters.malformed
     yield "stormd_refused_requests_total", (), counters.refused
     yield "stormd_unsent_frames_total", (), counters.unsent

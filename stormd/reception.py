@@ -10,11 +10,13 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 import zmq
 
 from stormd import __version__
+from stormd.cache import Caller
 from stormd.control import ControlSocket
 from stormd.counters import Counters
 from stormd.errors import LaneUnavailable
@@ -22,6 +24,7 @@ from stormd.lanes import Attachment, Lane
 from stormd.ledger import Ledger
 from stormd.peers import Credentials, Peer, Peers
 from stormd.protocol import (
+    CACHE_FEATURE,
     PROTOCOL_VERSION,
     Envelope,
     Hello,
@@ -38,12 +41,9 @@ from stormd.protocol import (
 from stormd.protocol.limits import TOKEN_BYTES
 from stormd.records import SessionInfo
 
-__all__ = ["FEATURES", "Reception"]
+__all__ = ["Reception"]
 
 log = logging.getLogger(__name__)
-
-FEATURES: Final[list[str]] = []
-"""What this daemon can do beyond its protocol version, as Welcome says it."""
 
 
 class Reception:
@@ -51,6 +51,7 @@ class Reception:
 
     `allowed_uids` are the users that may connect, `status` returns what a StatusRequest is
     answered with, `lifeline_path` and `lease_seconds` are what Welcome says of them.
+    `cache_part_bytes` is the largest part of a session for the cache, 0 where there is none.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Reception:
         peers: Peers,
         lifeline_path: str,
         allowed_uids: frozenset[int],
+        cache_part_bytes: int,
         lease_seconds: float,
         status: Callable[[], dict[str, Any]],
     ) -> None:
@@ -73,6 +75,7 @@ class Reception:
         self._peers = peers
         self._lifeline_path = lifeline_path
         self._allowed_uids = allowed_uids
+        self._cache_part_bytes = cache_part_bytes
         self._lease_seconds = lease_seconds
         self._status = status
 
@@ -150,6 +153,9 @@ class Reception:
             attachment = lane.attach(session, hello)
         except LaneUnavailable as error:
             return Refused("UsageError", str(error))
+        if CACHE_FEATURE in hello.features:
+            part_bytes = min(attachment.part_bytes, self._cache_part_bytes)
+            attachment = replace(attachment, part_bytes=part_bytes)
         token = secrets.token_bytes(TOKEN_BYTES)
         self._peers.add(Peer(session, route, credentials, lane, token, attachment.descriptors))
         self._enter(session, credentials, hello, attachment)
@@ -157,7 +163,7 @@ class Reception:
             session,
             token,
             PROTOCOL_VERSION,
-            FEATURES,
+            [CACHE_FEATURE] if self._cache_part_bytes else [],
             __version__,
             self._lifeline_path,
             attachment.staging_bytes,
@@ -169,13 +175,14 @@ class Reception:
         self, session: int, credentials: Credentials, hello: Hello, attachment: Attachment
     ) -> None:
         """Put the session into the ledger. A pid of another namespace is 0: then Hello's is."""
-        uid, _, pid = credentials
+        uid, gid, pid = credentials
         info = SessionInfo(session, hello.device, uid, pid or hello.pid, hello.name)
         self._ledger.open(
             info,
             part_bytes=attachment.part_bytes,
             staging_bytes=attachment.segment_bytes,
             now=time.monotonic(),
+            caller=Caller(uid, gid) if CACHE_FEATURE in hello.features else None,
         )
         log.info("session opened", extra={"session": session, "pid": info.pid, "uid": uid})
 
@@ -184,6 +191,10 @@ class Reception:
             return _mismatch(hello.protocol)
         if hello.uid != uid:
             return Refused("UsageError", f"Hello says user {hello.uid}, the kernel says {uid}")
+        if CACHE_FEATURE in hello.features and not self._cache_part_bytes:
+            return Refused(
+                "UsageError", "this daemon keeps no cache: start it with --cache-bytes above 0"
+            )
         if hello.device not in self._lanes:
             offered = ", ".join(self._lanes)
             return Refused(

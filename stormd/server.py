@@ -19,6 +19,7 @@ import zmq
 
 from stormd import __version__
 from stormd.arena import Space
+from stormd.cache import Cache
 from stormd.config import Config, reloaded
 from stormd.control import ControlSocket
 from stormd.counters import Counters
@@ -74,6 +75,7 @@ class Server:
         self._progress: asyncio.Event
         self._pool: HostPool
         self._space: Space
+        self._cache: Cache | None = None
         self._ledger: Ledger
         self._lanes: dict[str, Lane]
         self._mailbox: Mailbox[Result]
@@ -178,6 +180,7 @@ class Server:
                 "largest_free_bytes": use.largest_free,
                 "locked": self._pool.locked,
             },
+            "cache": None if self._cache is None else self._cache.as_status(),
             "sessions": sessions[:SESSIONS_SHOWN],
             "session_count": len(sessions),
             "entries": self._ledger.entries,
@@ -200,10 +203,13 @@ class Server:
 
     async def _make_pool(self) -> None:
         self._pool = await asyncio.to_thread(
-            HostPool, self._config.pool_bytes, on_progress=self._on_progress
+            HostPool, self._config.host_bytes, on_progress=self._on_progress
         )
         self._cleanup.callback(self._pool.close)
-        self._space = Space(self._pool.nbytes)
+        self._space = Space(self._config.pool_bytes)
+        if self._config.cache_bytes:
+            space = Space(self._config.cache_bytes, base=self._space.capacity)
+            self._cache = Cache(space, self.counters.cache)
 
     async def _open_lanes(self) -> None:
         self._mailbox = Mailbox(self._loop, self._take_results)
@@ -215,7 +221,7 @@ class Server:
 
     def _bind(self) -> None:
         config = self._config
-        self._ledger = Ledger(self._space, _limits(config), self.counters)
+        self._ledger = Ledger(self._space, _limits(config), self.counters, self._cache)
         try:
             control = ControlSocket(self._loop, config.address)
         except zmq.ZMQError as error:
@@ -238,6 +244,7 @@ class Server:
             peers=peers,
             lifeline_path=str(lifeline_path(self._socket)),
             allowed_uids=_allowed(config),
+            cache_part_bytes=_cache_part_bytes(config),
             lease_seconds=config.lease_seconds,
             status=self.status,
         )
@@ -297,6 +304,11 @@ def _limits(config: Config) -> Limits:
         quota_bytes=config.session_quota_bytes,
         lease_seconds=config.lease_seconds,
     )
+
+
+def _cache_part_bytes(config: Config) -> int:
+    """Return the largest part that every lane takes: what one put, another may get."""
+    return min(config.part_bytes_cpu, config.part_bytes_cuda) if config.cache_bytes else 0
 
 
 def _allowed(config: Config) -> frozenset[int]:

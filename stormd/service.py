@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import zmq
 
+from stormd.cache_requests import CACHE_REQUESTS
 from stormd.control import ControlSocket, Delivery
 from stormd.counters import Counters
 from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
@@ -23,6 +24,7 @@ from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.peers import Peer, Peers
 from stormd.protocol import (
+    CacheNames,
     Envelope,
     Goodbye,
     MapSegment,
@@ -163,6 +165,7 @@ class Service:
             UnmapSegment: self._unmap_segment,
             StatusRequest: self._status_request,
             Goodbye: self._goodbye,
+            **dict.fromkeys(CACHE_REQUESTS, self._cached),
         }
 
     def _instruction_handlers(self) -> dict[type[Instruction], Callable[[Any], None]]:
@@ -220,6 +223,9 @@ class Service:
     def _unmap_segment(self, peer: Peer, request: int, message: UnmapSegment) -> None:
         self._perform(self._ledger.unmap_segment(peer.session, request, message))
 
+    def _cached(self, peer: Peer, request: int, message: Message) -> None:
+        self._perform(self._ledger.cached(peer.session, request, message, time.monotonic()))
+
     def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
         self._send(peer, request, Pong())
 
@@ -238,7 +244,11 @@ class Service:
             self._actions[type(instruction)](instruction)
 
     def _reply(self, reply: Reply) -> None:
-        self._send(self._peers.of(reply.session), reply.request, reply.message)
+        peer = self._peers.of(reply.session)
+        if isinstance(reply.message, CacheNames):  # large, like a state: in a frame of its own
+            self._send_frame(peer, [Envelope(reply.request, reply.message)])
+        else:
+            self._send(peer, reply.request, reply.message)
 
     def _probe(self, probe: Probe) -> None:
         """Send what the client ignores: ZeroMQ says whether there is anybody to send it to."""

@@ -37,10 +37,10 @@ _DESCRIPTORS_OF_DAEMON: Final = 64
 def check_memory(config: Config) -> Finding:
     """Check that the pool fits the machine's or the container's memory."""
     limit = memory_limit()
-    detail = f"pool {format_size(config.pool_bytes)} of {format_size(limit)}"
-    if config.pool_bytes > limit:
+    detail = f"pool {format_size(config.host_bytes)} of {format_size(limit)}"
+    if config.host_bytes > limit:
         return Finding("memory", "fail", detail, "set a smaller --pool-bytes")
-    if config.pool_bytes > limit * 3 // 4:
+    if config.host_bytes > limit * 3 // 4:
         return Finding("memory", "warn", detail, "leave a quarter of the memory to the trainers")
     return Finding("memory", "ok", detail)
 
@@ -50,8 +50,8 @@ def check_memlock(config: Config) -> Finding:
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or _may_lock_all():
         return Finding("locked memory", "ok", "unlimited")
-    detail = f"limit {format_size(soft)}, pool {format_size(config.pool_bytes)}"
-    if soft >= config.pool_bytes:
+    detail = f"limit {format_size(soft)}, pool {format_size(config.host_bytes)}"
+    if soft >= config.host_bytes:
         return Finding("locked memory", "ok", detail)
     advice = "`ulimit -l unlimited`, or LimitMEMLOCK=infinity in the systemd unit"
     return Finding("locked memory", "warn", detail, advice)

@@ -23,6 +23,7 @@ def make_config(tmp_path: Path) -> Callable[..., Config]:
         fields: dict[str, Any] = {
             "address": f"ipc://{tmp_path}/stormd.sock",
             "pool_bytes": 16 * MIB,
+            "cache_bytes": 4 * MIB,
             "device": "cpu",
             "staging_bytes_cpu": 4 * MIB,
             "part_bytes_cpu": MIB,

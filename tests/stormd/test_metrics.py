@@ -25,6 +25,7 @@ STATUS: dict[str, Any] = {
         "peak_used_bytes": 1500,
         "largest_free_bytes": 2048,
     },
+    "cache": {"capacity_bytes": 512, "used_bytes": 256, "items": 2},
     "entries": 3,
     "raw_bytes": 1440,
     "sessions": [
@@ -47,6 +48,7 @@ def registry() -> CollectorRegistry:
     counters.rejected["quota"] += 5
     counters.ended["died"] += 1
     counters.sessions += 4
+    counters.cache.evictions += 6
     found = CollectorRegistry()
     found.register(collector(counters, stuck=("cpu-0 is stuck",)))
     return found
@@ -78,6 +80,11 @@ def registry() -> CollectorRegistry:
         ("stormd_sessions_ended_total", {"cause": "died"}, 1),
         ("stormd_sessions_opened_total", {}, 4),
         ("stormd_deaths_total", {}, 1),
+        ("stormd_cache_bytes", {}, 512),
+        ("stormd_cache_used_bytes", {}, 256),
+        ("stormd_cache_items", {}, 2),
+        ("stormd_cache_evictions_total", {}, 6),
+        ("stormd_cache_hits_total", {}, 0),
     ],
 )
 def test_value(

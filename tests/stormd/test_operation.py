@@ -17,6 +17,8 @@ from stormd.errors import AddressInUse, ConfigError
 from stormd.notify import Notifier
 from stormd.operation import StartReport, operated, reload_settings
 
+EMPTY: dict[str, Any] = {"cache": None, "sessions": [], "entries": 0, "raw_bytes": 0}
+
 
 class FakeServer:
     """A daemon whose workers can be made to hang."""
@@ -29,7 +31,7 @@ class FakeServer:
     def status(self) -> dict[str, Any]:
         names = ("capacity", "used", "promised", "peak_used", "largest_free")
         pool = {f"{name}_bytes": 0 for name in names}
-        return {"version": "1", "pool": pool, "sessions": [], "entries": 0, "raw_bytes": 0}
+        return {"version": "1", "pool": pool, **EMPTY}
 
     def stuck(self) -> list[str]:
         return self.hanging

@@ -13,7 +13,8 @@ from stormd.doctor import system
 
 
 def _config(tmp_path: Path, **settings: int) -> Config:
-    return Config(address=f"ipc://{tmp_path}/run/stormd.sock", **settings)  # type: ignore[arg-type]
+    address = f"ipc://{tmp_path}/run/stormd.sock"
+    return Config(address=address, cache_bytes=0, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("share", "state"), [(2, "ok"), (0.9, "fail"), (1.2, "warn")])
