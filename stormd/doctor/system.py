@@ -35,7 +35,7 @@ _DESCRIPTORS_OF_DAEMON: Final = 64
 
 
 def check_memory(config: Config) -> Finding:
-    """Check that the pool fits the machine's or the container's memory."""
+    """Check that pool and cache fit the machine's or the container's memory."""
     limit = memory_limit()
     detail = f"pool {format_size(config.host_bytes)} of {format_size(limit)}"
     if config.host_bytes > limit:
