@@ -3,7 +3,8 @@
  * Built with AddressSanitizer and UBSan by test_sanitizers.py: every buffer is an allocation of
  * exactly the size that the library was told, so any access outside stops the program. A blob
  * that is whole must give the original bytes; a damaged one STORM_CORRUPT or, with a checksum and
- * an untouched header, the original bytes. Usage: fuzz_codec ROUNDS. */
+ * an untouched header, the original bytes. Every instruction set must write plain C's blobs.
+ * Usage: fuzz_codec ROUNDS. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -114,6 +115,19 @@ static void damage_and_decode(const uint8_t *blob, uint64_t size, const uint8_t 
     free(copy);
 }
 
+/* The instruction set and the number of threads must not show in the bytes. */
+static void check_same_blob(const uint8_t *blob, uint64_t size, const uint8_t *data,
+                            uint64_t nbytes, struct storm_ancf_options options, int dtype)
+{
+    uint8_t *plain = malloc(nbytes + 256);
+    options.isa = STORM_ISA_PORTABLE;
+    options.threads = 1;
+    int64_t expected = storm_ancf_encode(data, nbytes, dtype, plain, nbytes + 256, &options);
+    if (expected != (int64_t)size || memcmp(plain, blob, size) != 0)
+        fail("another blob than plain C's", &options, dtype, nbytes);
+    free(plain);
+}
+
 static void run_round(void)
 {
     int dtype = (int)below(ANCF_DTYPES);
@@ -131,6 +145,7 @@ static void run_round(void)
     int64_t size = storm_ancf_encode(data, nbytes, dtype, blob, limit, &options);
     if (size < 256 || (uint64_t)size > limit)
         fail("encoding failed", &options, dtype, nbytes);
+    check_same_blob(blob, (uint64_t)size, data, nbytes, options, dtype);
     check_decoding(blob, (uint64_t)size, data, nbytes, &options, dtype, 2);
     for (unsigned i = 0; i < 12; i++)
         damage_and_decode(blob, (uint64_t)size, data, nbytes, &options, dtype);
