@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.lanes.cpu import HUGE_BYTES, CpuLane
+
+from stormd.protocol import Message, Welcome
+
+STAGING_BYTES = 1 << 20
+
+
+def welcome() -> Welcome:
+    return Welcome(1, b"t", 1, [], "1", "/lifeline", STAGING_BYTES, 1 << 18, 5.0)
+
+
+def no_request(message: Message) -> Message:
+    raise AssertionError(message)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("staging")
+    os.truncate(descriptor, STAGING_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def lane(memory: int) -> Iterator[CpuLane]:
+    lane = CpuLane()
+    lane.attach(welcome(), [memory, memory], no_request)
+    yield lane
+    lane.close()
+
+
+def test_bytes_go_out_and_come_back(lane: CpuLane, memory: int) -> None:
+    source = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    lane.reserve(64)
+    slot = lane.reserve(1000)
+    assert slot is not None
+    lane.stage(source, slot)
+    assert os.pread(memory, 1000, slot.offset) == bytes(source.tolist())
+    os.pwrite(memory, bytes(reversed(source.tolist())), slot.offset)
+    destination = torch.zeros(1100, dtype=torch.uint8)
+    lane.unstage(slot, destination[50:1050])
+    assert torch.equal(destination[50:1050], source.flip(0))
+    assert not destination[:50].any()
+    assert not destination[1050:].any()
+
+
+def test_room_ends_and_comes_back(lane: CpuLane) -> None:
+    slot = lane.reserve(STAGING_BYTES)
+    assert slot is not None
+    assert lane.reserve(1) is None
+    lane.free(slot)
+    assert lane.reserve(STAGING_BYTES) is not None
+
+
+@pytest.mark.parametrize("nbytes", [1, 4097, HUGE_BYTES, HUGE_BYTES + 4097])
+def test_memory_to_restore_into(lane: CpuLane, nbytes: int) -> None:
+    tensor = lane.allocate(nbytes)
+    assert tensor.shape == (nbytes,)
+    assert tensor.untyped_storage().nbytes() == nbytes
+    tensor.fill_(1)
+
+
+def test_a_daemon_that_shares_too_little(memory: int) -> None:
+    with pytest.raises(storm.DaemonUnavailable, match="1 of 2 memory files"):
+        CpuLane().attach(welcome(), [memory], no_request)
+
+
+def test_closing_twice_is_fine(lane: CpuLane) -> None:
+    lane.close()
+    lane.close()

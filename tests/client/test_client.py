@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import storm_client as storm
+import torch
+from support.daemon_process import DaemonProcess
+
+import stormd
+
+
+def test_status(client: storm.Client, daemon: DaemonProcess) -> None:
+    status = client.status()
+    assert status.version == stormd.__version__
+    assert status.uptime_seconds > 0
+    assert status.pool.capacity_bytes == 256 << 20
+    (mine,) = [session for session in status.sessions if session.pid == os.getpid()]
+    assert (mine.uid, mine.device, mine.entries, mine.used_bytes) == (os.getuid(), "cpu", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"codec": "zip"}, "codec is 'zip'.*ancf, raw"),
+        ({"min_bytes": -1}, "min_bytes is -1"),
+        ({"min_bytes": 1.5}, "min_bytes is 1.5"),
+        ({"model": [1]}, "got int"),
+    ],
+)
+def test_bad_offload_options(
+    client: storm.Client, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(storm.UsageError, match=message):
+        client.offload(**options)
+
+
+def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
+    client = storm.connect(daemon.address)
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(64, 64, requires_grad=True)
+    with offload:
+        loss = x.exp().sum()
+    offload.stats()
+    client.close()
+    client.close()
+    for use in (client.status, client.offload, offload.__enter__):
+        with pytest.raises(storm.UsageError, match="closed"):
+            use()
+    with pytest.raises(storm.DaemonLost, match="closed"):
+        loss.backward()
+
+
+def test_a_client_of_several_modules(client: storm.Client) -> None:
+    nets = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)]
+    offload = client.offload(nets, min_bytes=1)
+    with offload:
+        loss = nets[1](nets[0](torch.ones(4, 64, requires_grad=True))).sum()
+    loss.backward()
+    assert offload.stats().skipped["parameter"] == 2
+
+
+def test_a_client_closes_with_its_block_also_on_an_error(daemon: DaemonProcess) -> None:
+    with pytest.raises(ZeroDivisionError), storm.connect(daemon.address) as client:
+        raise ZeroDivisionError
+    with pytest.raises(storm.UsageError, match="closed"):
+        client.status()

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storm_client as storm
+from support.waiting import wait_until
+
+CONNECT = sys.modules["storm_client.connect"]
+"""The module; as an attribute of the package, the name is the function's."""
+
+
+@pytest.fixture(autouse=True)
+def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep the tests from any daemon that this machine may run."""
+    monkeypatch.delenv("STORMD_ADDRESS", raising=False)
+    monkeypatch.setattr(CONNECT, "_defaults", lambda: [f"ipc://{tmp_path}/none"])
+
+
+@pytest.mark.parametrize("embedded", ["auto", "always"])
+def test_an_embedded_daemon_ends_with_its_client(embedded: Any) -> None:
+    with storm.connect(embedded=embedded, pool_bytes=16 << 20) as client:
+        status = client.status()
+        assert status.pool.capacity_bytes == 16 << 20
+        assert [session.pid for session in status.sessions] == [os.getpid()]
+        pid = status.details["pid"]
+        directory = Path(client.address.removeprefix("ipc://")).parent
+        assert directory.stat().st_mode & 0o777 == 0o700
+    assert not Path(f"/proc/{pid}").exists()
+    assert not directory.exists()
+
+
+def test_an_embedded_daemon_ends_with_a_killed_client() -> None:
+    script = """
+        import os, signal, storm_client
+        client = storm_client.connect(embedded="always", pool_bytes=16 << 20)
+        print(client.status().details["pid"], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=False
+    )
+    pid = int(done.stdout)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
+
+
+def test_a_pool_that_this_machine_cannot_give() -> None:
+    with pytest.raises(storm.DaemonUnavailable, match=r"pool_bytes|pool|memory"):
+        storm.connect(embedded="always", pool_bytes=1 << 50)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_an_offload_is_reusable(client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    for _ in range(3):
+        x = torch.ones(64, 64, requires_grad=True)
+        with offload as entered:
+            loss = x.exp().sum()
+        assert entered is offload
+        loss.backward()
+    assert offload.stats().offloaded_bytes == 3 * x.nbytes
+
+
+def test_several_offloads_of_one_client_count_apart(client: storm.Client) -> None:
+    one, two = client.offload(min_bytes=1), client.offload(min_bytes=1, codec="raw")
+    x = torch.ones(64, 64, requires_grad=True)
+    with one:
+        h = x.exp()
+    with two:
+        loss = h.cos().sum()
+    assert one.stats().offloaded_bytes == h.nbytes
+    assert two.stats().offloaded_bytes == 0
+    assert two.stats().deduplicated_bytes == h.nbytes
+    loss.backward()
+
+
+def test_hooks_that_were_there_before_are_there_again(client: storm.Client) -> None:
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor.detach()
+
+    x = torch.ones(64, 64, requires_grad=True)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with client.offload(min_bytes=1):
+            inner = x.exp()
+        assert not packed
+        outer = x.exp()
+        assert packed == [64 * 64]
+    (inner + outer).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach().exp())
+
+
+SKIPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "small": lambda x: x[:2, :2].exp().sum(),
+    "subclass": lambda x: x.as_subclass(Subclass).square().sum(),
+    "sparse": lambda x: torch.sparse.mm(torch.eye(64).to_sparse(), x.exp()).sum(),
+}
+
+
+@pytest.mark.parametrize("reason", SKIPPED)
+def test_what_cannot_be_offloaded_stays_and_is_counted(reason: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1024)
+    x = torch.ones(64, 64, requires_grad=True)
+    (expected,) = torch.autograd.grad(plain(SKIPPED[reason](x)), x)
+    with offload:
+        loss = plain(SKIPPED[reason](x))
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(plain(found), plain(expected))
+    assert offload.stats().skipped[reason] > 0
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(torch.Tensor)
+
+
+def test_a_small_tensor_expanded_to_a_large_one_stays(client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1 << 16)
+    x = torch.ones(64, requires_grad=True)
+    with offload:
+        loss = x.exp().expand(1024, 64).cos().sum()  # the input of cos is 256 bytes wide
+    assert offload.stats().offloaded_bytes == 0
+    loss.backward()
+
+
+def test_parameters_that_moved_since_are_recognised(client: storm.Client) -> None:
+    net = torch.nn.Linear(64, 64)
+    offload = client.offload(net, min_bytes=1)
+    net.to(torch.float64)
+    with offload:
+        loss = net(torch.ones(64, 64, dtype=torch.float64, requires_grad=True)).sum()
+    assert offload.stats().skipped == {"parameter": 1}
+    loss.backward()
+
+
+def test_an_output_that_stays_is_freed_with_its_graph(client: storm.Client) -> None:
+    """An operation's output must not be held by what the operation itself holds."""
+    offload = client.offload(min_bytes=1 << 30)
+    freed: list[bool] = []
+    gc.disable()
+    try:
+        x = torch.ones(64, 64, requires_grad=True)
+        with offload:
+            h = x.exp()
+        h.grad_fn.register_hook(Notice(freed))
+        del h
+        assert freed == [True]
+    finally:
+        gc.enable()
+
+
+class Notice:
+    """A callable that notes its own end."""
+
+    def __init__(self, freed: list[bool]) -> None:
+        self._freed = freed
+
+    def __call__(self, *gradients: Any) -> None: ...
+
+    def __del__(self) -> None:
+        self._freed.append(True)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import storm_client as storm
+from storm_client.lifeline import Lifeline
+from support.daemon_process import DaemonProcess
+from support.waiting import wait_until
+
+
+def test_a_forked_child_does_not_hide_its_parents_death(
+    daemon: DaemonProcess, client: storm.Client
+) -> None:
+    script = """
+        import os, signal, sys, time, storm_client
+        client = storm_client.connect(sys.argv[1])
+        if os.fork() == 0:
+            time.sleep(60)
+        print(flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), daemon.address],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"\n"
+        pid = parent.pid
+        wait_until(
+            lambda: all(session.pid != pid for session in client.status().sessions),
+            5,
+            client.status,
+        )
+        parent.wait()
+    finally:
+        os.killpg(parent.pid, 9)
+        parent.stdout.close()
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(storm.DaemonUnavailable, match="stormd status"):
+        Lifeline.attach("/nonexistent/lifeline", b"t" * 16, 1.0)
+
+
+def test_a_wrong_token(daemon: DaemonProcess) -> None:
+    path = daemon.address.removeprefix("ipc://") + ".lifeline"
+    with pytest.raises(storm.DaemonUnavailable, match="closed the lifeline"):
+        Lifeline.attach(path, b"t" * 16, 30.0)

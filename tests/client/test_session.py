@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from storm_client.lanes.cpu import CpuLane
+from storm_client.prefetch import OrderHistory
+from storm_client.records import Handle, StoredRange, View
+from storm_client.session import Session
+from storm_client.stats import StatsRecorder
+from storm_client.steps import Step
+from storm_client.versions import SavedVersion
+from support.daemon_process import DaemonProcess
+from support.waiting import wait_until
+from torch import Tensor
+
+
+@pytest.fixture
+def session(daemon: DaemonProcess) -> Iterator[Session]:
+    session = Session(daemon.address, CpuLane(), 30)
+    yield session
+    session.close()
+
+
+def store(session: Session, tensor: Tensor, recorder: StatsRecorder) -> StoredRange:
+    storage = tensor.untyped_storage()
+    span = (0, storage.nbytes())
+    return session.store(storage, span, SavedVersion.of(tensor), "raw", recorder)
+
+
+def handle_of(record: StoredRange, tensor: Tensor) -> Handle:
+    return Step(OrderHistory()).handle(record, View.of(tensor), SavedVersion.of(tensor))
+
+
+def test_bytes_go_and_come_back(session: Session) -> None:
+    tensor = torch.randn(1000)
+    expected = tensor.clone()
+    record = store(session, tensor, StatsRecorder())
+    handle = handle_of(record, tensor)
+    session.settle(30)
+    del tensor
+    assert record.source is None
+    located = session.load(handle)
+    assert torch.equal(handle.view.rebuild(located), expected)
+
+
+def test_a_stored_range_is_found(session: Session) -> None:
+    tensor = torch.randn(1000)
+    record = store(session, tensor, StatsRecorder())
+    assert session.find(tensor.untyped_storage(), (0, 4000), 0) is record
+    tensor.add_(1)
+    assert session.find(tensor.untyped_storage(), (0, 4000), 1) is None
+
+
+def test_settling_means_that_all_is_encoded(session: Session) -> None:
+    recorder = StatsRecorder()
+    records = [store(session, torch.randn(1000), recorder) for _ in range(20)]
+    session.settle(30)
+    stats = recorder.snapshot()
+    assert stats.offloaded_bytes == 20 * 4000
+    assert stats.stored_bytes >= 20 * 4000
+    assert len(records) == 20
+
+
+def test_a_record_that_dies_is_released(session: Session) -> None:
+    record = store(session, torch.randn(1000), StatsRecorder())
+    session.settle(30)
+    assert len(session._grave) == 1
+    del record
+    wait_until(lambda: len(session._grave) == 0, 30)
+    assert len(session._known) == 0
+
+
+def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
+    recorder = StatsRecorder()
+    for _ in range(50):
+        store(session, torch.randn(1 << 16), recorder)
+    session.settle(30)
+    wait_until(lambda: len(session._grave) == 0, 30)
+    assert recorder.snapshot().offloaded_bytes == 50 << 18

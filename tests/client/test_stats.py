@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.stats import StatsRecorder, dtype_name
+
+
+def test_each_event_is_counted() -> None:
+    recorder = StatsRecorder()
+    recorder.skipped(10, "small")
+    recorder.skipped(30, "parameter")
+    recorder.deduplicated(100)
+    recorder.saved(1000)
+    recorder.offloaded(800, torch.bfloat16)
+    recorder.stored(400, "window")
+    recorder.stored(100, "raw")
+    recorder.kept(200, "pool_full")
+    stats = recorder.snapshot()
+    assert stats.saved_bytes == 10 + 30 + 100 + 1000
+    assert (stats.skipped_bytes, stats.deduplicated_bytes) == (40, 100)
+    assert (stats.offloaded_bytes, stats.stored_bytes, stats.ratio) == (800, 500, 1.6)
+    assert stats.kept_bytes == 200
+    assert stats.skipped == {"small": 1, "parameter": 1}
+    assert stats.kept == {"pool_full": 1}
+    assert stats.offloaded_by_dtype == {"bfloat16": 800}
+    assert stats.stored_by_mode == {"window": 400, "raw": 100}
+
+
+def test_nothing_stored_is_a_ratio_of_one() -> None:
+    assert StatsRecorder().snapshot().ratio == 1.0
+
+
+def test_time_is_added_up() -> None:
+    recorder = StatsRecorder()
+    with recorder.timed("store"):
+        pass
+    stats = recorder.snapshot()
+    assert stats.store_seconds > 0
+    assert stats.restore_wait_seconds == 0
+
+
+def test_a_snapshot_does_not_change() -> None:
+    recorder = StatsRecorder()
+    recorder.skipped(1, "small")
+    stats = recorder.snapshot()
+    recorder.skipped(1, "small")
+    assert stats.skipped == {"small": 1}
+    with pytest.raises(TypeError):
+        stats.skipped["small"] = 2  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.saved_bytes = 0  # type: ignore[misc]
+
+
+def test_threads_count_together() -> None:
+    recorder = StatsRecorder()
+
+    def count() -> None:
+        for _ in range(1000):
+            recorder.saved(1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert recorder.snapshot().saved_bytes == 4000
+
+
+def test_names_of_dtypes() -> None:
+    assert dtype_name(torch.float8_e4m3fn) == "float8_e4m3fn"
+
+
+def test_every_saved_byte_is_accounted_for(client: storm.Client) -> None:
+    """With tensors that fill their storages, the parts add up to the whole."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    offload = client.offload(net, min_bytes=8192)
+    with offload:
+        h = net(torch.ones(256, 64, requires_grad=True))
+        loss = (h * h).sum() + (h[0] * h[0]).sum()
+    stats = offload.stats()
+    loss.backward()
+    assert stats.saved_bytes == (
+        stats.skipped_bytes + stats.deduplicated_bytes + stats.offloaded_bytes + stats.kept_bytes
+    )
+    assert set(stats.skipped) == {"parameter", "small"}
+    assert stats.deduplicated_bytes == 2 * h.nbytes  # tanh's output, and h times itself
+    assert stats.offloaded_by_dtype == {"float32": stats.offloaded_bytes}
+    assert sum(stats.stored_by_mode.values()) == stats.stored_bytes
+    assert stats.ratio > 1
+    assert stats.store_seconds > 0
+    assert offload.stats().restore_wait_seconds > 0
