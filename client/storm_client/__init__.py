@@ -14,6 +14,7 @@ exception of `storm_client.errors` is raised. Importing this loads neither CuPy 
 """
 
 from storm_client import errors
+from storm_client.cache import Cache
 from storm_client.client import Client
 from storm_client.connect import connect, offload
 from storm_client.errors import (
@@ -28,10 +29,12 @@ from storm_client.errors import (
 )
 from storm_client.hooks import Offload
 from storm_client.stats import OffloadStats
-from storm_client.status import DaemonStatus, PoolStatus, SessionStatus
+from storm_client.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
 
 __all__ = [
     "ActivationLost",
+    "Cache",
+    "CacheStatus",
     "Client",
     "CorruptBlob",
     "DaemonLost",

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from storm_client.cache import Cache
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import ProtocolMismatch, UsageError
 from storm_client.hooks import Offload
@@ -31,11 +32,17 @@ class Client:
         self._sessions = sessions
         self._embedded = embedded
         self._timeout = timeout
+        self._cache = Cache(sessions.address, timeout)
 
     @property
     def address(self) -> str:
         """The address in use."""
         return self._sessions.address
+
+    @property
+    def cache(self) -> Cache:
+        """Named tensors that the daemon keeps for every process of this user or group."""
+        return self._cache
 
     def offload(
         self, model: Modules = None, *, min_bytes: int = 1 << 20, codec: str = "ancf"
@@ -75,6 +82,7 @@ class Client:
 
     def close(self) -> None:
         """End the sessions; what is still stored is lost. Calling it twice is fine."""
+        self._cache.close()
         self._sessions.close()
         if self._embedded is not None:
             self._embedded.close()

@@ -315,7 +315,7 @@ class Connection:
         """Exchange Hello for Welcome."""
         hello = Hello(
             protocol=PROTOCOL_VERSION,
-            features=[],
+            features=list(lane.features),
             pid=os.getpid(),
             uid=os.getuid(),
             device=lane.device,

@@ -16,7 +16,7 @@ from storm_client.lanes import Lane
 from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
 
-__all__ = ["Sessions"]
+__all__ = ["Sessions", "lane_for"]
 
 CPU = torch.device("cpu")
 
@@ -79,7 +79,7 @@ class Sessions:
     def _session(self, device: torch.device) -> Session | None:
         """Return a new session; None, with a warning, where tensors of `device` have to stay."""
         try:
-            return Session(self.address, _lane(device), self._timeout)
+            return Session(self.address, lane_for(device), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
             warnings.warn(f"nothing on {device} is offloaded: {error}", stacklevel=2)
             return None
@@ -88,7 +88,14 @@ class Sessions:
         return [session for session in list(self._sessions.values()) if session is not None]
 
 
-def _lane(device: torch.device) -> Lane:
+def lane_for(device: torch.device) -> Lane:
+    """Return a lane for tensors of `device`, not yet attached.
+
+    Raises:
+        UsageError: there is none for such a device, or it cannot be used here.
+    """
+    if device.type == "cpu":
+        return CpuLane()
     if device.type == "cuda":
         from storm_client.lanes.cuda import CudaLane  # loads CUDA, which a cpu run never needs
 

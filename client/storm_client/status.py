@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DaemonStatus", "PoolStatus", "SessionStatus"]
+__all__ = ["CacheStatus", "DaemonStatus", "PoolStatus", "SessionStatus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,18 @@ class PoolStatus:
 
     capacity_bytes: int
     used_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """The daemon's shared cache; `evictions` counts tensors that were dropped to make room."""
+
+    capacity_bytes: int
+    used_bytes: int
+    items: int
+    hits: int
+    misses: int
+    evictions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,8 @@ class DaemonStatus:
     entries: int
     pool: PoolStatus
     sessions: tuple[SessionStatus, ...]
+    cache: CacheStatus | None
+    """None where the daemon keeps no cache."""
     details: Mapping[str, Any]
     """The whole object as it was sent."""
 
@@ -59,8 +73,23 @@ class DaemonStatus:
             entries=state["entries"],
             pool=PoolStatus(pool["capacity_bytes"], pool["used_bytes"]),
             sessions=tuple(_session(item) for item in state["sessions"]),
+            cache=_cache(state["cache"]),
             details=state,
         )
+
+
+def _cache(state: Mapping[str, Any] | None) -> CacheStatus | None:
+    if state is None:
+        return None
+    counters = state["counters"]
+    return CacheStatus(
+        capacity_bytes=state["capacity_bytes"],
+        used_bytes=state["used_bytes"],
+        items=state["items"],
+        hits=counters["hits"],
+        misses=counters["misses"],
+        evictions=counters["evictions"],
+    )
 
 
 def _session(item: Mapping[str, Any]) -> SessionStatus:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from storm_client.status import DaemonStatus, PoolStatus, SessionStatus
+from storm_client.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
 
 STATE = {
     "version": "1.2",
@@ -11,6 +11,12 @@ STATE = {
     "sessions": [
         {"id": 9, "pid": 8, "uid": 7, "device": "cpu", "entries": 2, "used_bytes": 40, "more": 1}
     ],
+    "cache": {
+        "capacity_bytes": 50,
+        "used_bytes": 20,
+        "items": 1,
+        "counters": {"hits": 4, "misses": 3, "evictions": 2, "more": 1},
+    },
     "more": 1,
 }
 
@@ -22,10 +28,17 @@ def test_it_is_read_from_the_wire() -> None:
     assert status.sessions == (
         SessionStatus(id=9, pid=8, uid=7, device="cpu", entries=2, used_bytes=40),
     )
+    assert status.cache == CacheStatus(50, 20, items=1, hits=4, misses=3, evictions=2)
     assert status.details["more"] == 1
 
 
-@pytest.mark.parametrize("field", ["version", "uptime_seconds", "entries", "pool", "sessions"])
+def test_a_daemon_without_a_cache_has_none() -> None:
+    assert DaemonStatus.of({**STATE, "cache": None}).cache is None
+
+
+@pytest.mark.parametrize(
+    "field", ["version", "uptime_seconds", "entries", "pool", "sessions", "cache"]
+)
 def test_a_missing_field_is_an_error(field: str) -> None:
     with pytest.raises(KeyError, match=field):
         DaemonStatus.of({name: value for name, value in STATE.items() if name != field})

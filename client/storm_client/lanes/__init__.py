@@ -33,6 +33,7 @@ class LaneHello:
     device_uuid: str = ""
     ipc_modes: tuple[str, ...] = ()
     staging_bytes: int = 0
+    features: tuple[str, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
