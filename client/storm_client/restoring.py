@@ -1,7 +1,8 @@
 """The way back: stored ranges to memory, on demand and ahead of it.
 
 What stays true: what is fetched ahead waits in the staging area, never in memory of its own, and
-takes at most AHEAD_SHARE of it; it gives way to anything that is needed now. A thread that fetches
+takes at most AHEAD_SHARE of it; it gives way to anything that is needed now. The same holds for
+stored parts that a lane keeps there because fetching them back costs more. A thread that fetches
 on demand copies each part out as it comes, so it never holds a slot while waiting for another,
 and a range of any size passes through a staging area of two parts.
 """
@@ -24,6 +25,9 @@ __all__ = ["Restorer"]
 AHEAD_SHARE = 0.75
 """Of the staging area; the rest is left to stores and to other threads' restores."""
 
+REFILL_SHARE = 0.75
+"""Of the window: only when no more than this is in use is it filled again."""
+
 AHEAD_PARTS = 64
 """Parts under way at most, however small they are."""
 
@@ -33,7 +37,10 @@ STALL_SECONDS = 60.0
 
 @dataclass(eq=False, slots=True)
 class _Fetch:
-    """One part on its way back; in `slot` from the request until it has been copied out."""
+    """One part on its way back; in `slot` from the request until it has been copied out.
+
+    Or a part that was stored and is in its slot still: then it has arrived from the beginning.
+    """
 
     slot: Slot
     arrived: bool = False
@@ -62,6 +69,7 @@ class Restorer:
         self._in_use = 0  # bytes of all fetches' slots
         self._slots = 0
         self._tickets: dict[int, _Fetch] = {}
+        self._kept: dict[_Fetch, tuple[_Retrieval, int]] = {}  # stored parts, the oldest first
         self._retrievals: dict[int, _Retrieval] = {}
 
     @property
@@ -101,23 +109,40 @@ class Restorer:
     def fetch_ahead(self, upcoming: Callable[[], list[StoredRange]]) -> None:
         """Request what `upcoming` names, and send all requests that have been posted.
 
-        Nothing is done until half of the window is free: looking is not free of charge, and what
-        is requested together travels together.
+        Nothing is done until a share of the window is free: looking is not free of charge, and
+        what is requested together travels together.
         """
-        if self._in_use <= self._window // 2 and self._slots <= AHEAD_PARTS // 2:
+        if self._in_use <= self._window * REFILL_SHARE and self._slots <= AHEAD_PARTS // 2:
             self._request_all(upcoming())
         self._connection.flush()
 
+    def keep(self, record: StoredRange, entry: int, slot: Slot) -> bool:
+        """Keep a part that has been stored in its slot, if the lane gains by it.
+
+        What is kept longest goes first: it was packed first, and is needed last. Returns whether
+        the slot is the restorer's now.
+        """
+        if not self._lane.keeps_stored or record.being_restored or record.error is not None:
+            return False
+        while not self._has_room(slot.nbytes):
+            if not self._drop_oldest_kept():
+                return False
+        retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
+        index = next(i for i, part in enumerate(record.parts) if part.entry == entry)
+        if index in retrieval.fetches:
+            return False
+        fetch = retrieval.fetches[index] = _Fetch(slot, arrived=True)
+        self._kept[fetch] = (retrieval, index)
+        self._in_use += slot.nbytes
+        self._slots += 1
+        return True
+
     def make_room(self) -> bool:
-        """Give up a part that was fetched ahead and waits; tell whether there was one."""
-        for retrieval in reversed(self._retrievals.values()):
-            if retrieval.demanded:
-                continue
-            for index in reversed(retrieval.fetches):
-                if retrieval.fetches[index].arrived:
-                    self._drop(retrieval, index)
-                    return True
-        return False
+        """Give up a part that waits to be needed; tell whether there was one.
+
+        The one that is needed last: of those fetched ahead the newest, else the oldest kept.
+        """
+        return self._drop_newest_fetched() or self._drop_oldest_kept()
 
     def forget(self, key: int) -> None:
         """Give up what is left of a record's retrieval."""
@@ -145,6 +170,25 @@ class Restorer:
         return request in self._tickets
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _drop_oldest_kept(self) -> bool:
+        for retrieval, index in self._kept.values():
+            if not retrieval.demanded:
+                self._drop(retrieval, index)
+                return True
+        return False
+
+    def _drop_newest_fetched(self) -> bool:
+        if self._slots == len(self._kept):
+            return False
+        for retrieval in reversed(self._retrievals.values()):
+            if retrieval.demanded:
+                continue
+            for index, fetch in reversed(retrieval.fetches.items()):
+                if fetch.arrived and fetch not in self._kept:
+                    self._drop(retrieval, index)
+                    return True
+        return False
 
     def _request_all(self, records: list[StoredRange]) -> None:
         """Request the parts of `records`, in this order, while the window has room."""
@@ -237,6 +281,7 @@ class Restorer:
     def _drop(self, retrieval: _Retrieval, index: int) -> None:
         """Give a part's slot up, at once or as soon as the daemon no longer writes to it."""
         fetch = retrieval.fetches.pop(index)
+        self._kept.pop(fetch, None)
         if fetch.arrived:
             self._free(fetch)
         else:

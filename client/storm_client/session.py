@@ -54,7 +54,11 @@ class Session:
             raise
         self._restorer = Restorer(self.connection, lane)
         self._storer = Storer(
-            self.connection, lane, self._restorer.reserve, self.connection.welcome.part_bytes
+            self.connection,
+            lane,
+            self._restorer.reserve,
+            self._restorer.keep,
+            self.connection.welcome.part_bytes,
         )
         self._grave = RecordGrave(self.connection.wake)
         self._known = DedupTable()

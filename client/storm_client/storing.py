@@ -61,12 +61,18 @@ class Storer:
         connection: Connection,
         lane: Lane,
         reserve: Callable[[int], Slot | None],
+        keep: Callable[[StoredRange, int, Slot], bool],
         part_bytes: int,
     ) -> None:
-        """Store in parts of at most `part_bytes`; `reserve` is called with the lock held."""
+        """Store in parts of at most `part_bytes`.
+
+        Called with the lock held: `reserve` for a slot, and `keep` with a stored part's record,
+        entry and slot, which takes the slot over or returns False.
+        """
         self._connection = connection
         self._lane = lane
         self._reserve = reserve
+        self._keep_staged = keep
         self._part_bytes = part_bytes - part_bytes % ALIGNMENT
         self._under_way: dict[int, _Storing] = {}
         self._flush_bytes = min(FLUSH_BYTES, self._part_bytes)
@@ -127,8 +133,8 @@ class Storer:
             self._keep(admission, reason)
 
     def stored(self, message: Stored) -> None:
-        """Take the slot back: the bytes are in the arena."""
-        admission = self._finish(message.entry)
+        """Give the slot up: the bytes are in the arena."""
+        admission = self._finish(message.entry, stored=True)
         if admission is None or admission.refused:
             return
         if admission.outstanding:
@@ -214,14 +220,21 @@ class Storer:
                 self._connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
             self._connection.flush()
 
-    def _finish(self, entry: int) -> _Admission | None:
-        """Free the slot of a part that the daemon is done with; return what it belongs to."""
+    def _finish(self, entry: int, *, stored: bool = False) -> _Admission | None:
+        """Give up the slot of a part that the daemon is done with; return what it belongs to."""
         storing = self._under_way.pop(entry, None)
         if storing is None:
             return None
         self._slow = False
-        self._lane.free(storing.slot)
+        if not (stored and self._is_kept(entry, storing)):
+            self._lane.free(storing.slot)
         return storing.admission
+
+    def _is_kept(self, entry: int, storing: _Storing) -> bool:
+        record = storing.admission.record()
+        if record is None or storing.admission.refused:
+            return False
+        return self._keep_staged(record, entry, storing.slot)
 
 
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_client.lanes.cpu import CpuLane
 from storm_client.restoring import AHEAD_SHARE
 from support.daemon_thread import DaemonThread
 from support.devices import DEVICES
@@ -199,3 +200,54 @@ def test_no_tensor_is_left_behind_by_many_steps(inner_daemon: DaemonThread) -> N
         assert not session._storer.under_way
         assert session.lane._space.free_bytes == session.lane._space.capacity
         assert not session._restorer._retrievals
+
+
+def chain(x: Tensor, length: int) -> Tensor:
+    """Return a loss that needs `length` tensors like `x` for its backward."""
+    for _ in range(length):
+        x = x.sin()
+    return x.sum()
+
+
+@pytest.mark.parametrize("length", [4, 24])
+def test_stored_parts_that_a_lane_keeps_need_no_restore(
+    inner_daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """24 MiB pass through a staging area of 8: what was stored last is there still."""
+    monkeypatch.setattr(CpuLane, "keeps_stored", True)
+    x = torch.randn(1 << 18, requires_grad=True)
+    chain(x, length).backward()
+    expected, x.grad = x.grad, None
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        for _ in range(3):
+            with offload:
+                loss = chain(x, length)
+            offload.stats()
+            loss.backward()
+            assert torch.equal(x.grad, expected)
+            x.grad = None
+        restored = inner_daemon.status()["throughput"]["restore"]["operations"]
+        assert restored == 0 if length == 4 else 3 * 15 < restored < 3 * 22
+        del loss
+
+
+def test_kept_parts_give_way_to_stores(
+    inner_daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuLane, "keeps_stored", True)
+    x = torch.randn(1 << 18, requires_grad=True)
+    with storm.connect(inner_daemon.address) as client:
+        offload = client.offload(min_bytes=1)
+        with offload:
+            losses = [chain(x, 12) for _ in range(3)]
+        assert offload.stats().kept == {}
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(x.grad, 3 * plain_gradient(x, 12))
+        del loss, losses
+
+
+def plain_gradient(x: Tensor, length: int) -> Tensor:
+    (found,) = torch.autograd.grad(chain(x, length), x)
+    return found

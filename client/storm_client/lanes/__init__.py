@@ -60,6 +60,9 @@ class Lane(Protocol):
     hello: LaneHello
     staging_bytes: int
     """Size of the staging area; known from attach on."""
+    keeps_stored: bool
+    """Whether stored parts wait in the staging area while there is room: where the way from the
+    arena is much slower than a copy."""
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         """Map what the daemon shares; called once, before anything else.

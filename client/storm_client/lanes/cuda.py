@@ -53,6 +53,8 @@ class CudaLane:
         UsageError: the device cannot be used through the CUDA driver.
     """
 
+    keeps_stored = True
+
     def __init__(self, device: torch.device) -> None:
         """Describe the lane; attach gives it its memory."""
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
