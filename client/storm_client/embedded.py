@@ -1,17 +1,20 @@
 """A private daemon for one process and whoever it tells the address.
 
-What stays true: the daemon ends with its last client, so nothing has to be cleaned up when this
-process is killed; the directory of its socket is readable by its owner alone.
+What stays true: the daemon ends with its last client, in order, and takes its files with it, so
+nothing has to be cleaned up when this process is killed.
 """
 
 from __future__ import annotations
 
-import shutil
+import os
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from storm_client.connection import is_listening
 from storm_client.errors import DaemonUnavailable
@@ -36,10 +39,9 @@ class EmbeddedDaemon:
         Raises:
             DaemonUnavailable: it ended before it listened, with what it said.
         """
-        self._directory = Path(tempfile.mkdtemp(prefix="stormd-"))
-        self._log = self._directory / "daemon.log"
-        self.address = f"ipc://{self._directory / 'stormd.sock'}"
-        with self._log.open("wb") as log:
+        self.address = f"ipc://{_directory() / secrets.token_hex(8)}.sock"
+        self._owner = os.getpid()
+        with tempfile.TemporaryFile() as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
                 self._command(pool_bytes),
                 stdin=subprocess.DEVNULL,
@@ -47,11 +49,11 @@ class EmbeddedDaemon:
                 stderr=log,
                 start_new_session=True,
             )
-        try:
-            self._await_ready()
-        except BaseException:
-            self.kill()
-            raise
+            try:
+                self._await_ready(log)
+            except BaseException:
+                self.kill()
+                raise
 
     @property
     def pid(self) -> int:
@@ -64,12 +66,10 @@ class EmbeddedDaemon:
         self.close()
 
     def close(self) -> None:
-        """Wait for the daemon, whose last client has gone, and remove its directory."""
-        try:
-            self._process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return  # others still use it: it ends with them, and the directory is theirs
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Wait for the daemon to end, unless others still use it: it ends with the last."""
+        if os.getpid() == self._owner:  # a forked child has no part in it
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
 
     def _command(self, pool_bytes: int | None) -> list[str]:
         command = [sys.executable, "-m", "stormd.cli", "serve", "--address", self.address]
@@ -78,23 +78,30 @@ class EmbeddedDaemon:
             command += ["--pool-bytes", str(pool_bytes)]
         return command
 
-    def _await_ready(self) -> None:
+    def _await_ready(self, log: IO[bytes]) -> None:
         """Wait until somebody listens: the daemon binds its sockets when it is ready."""
         deadline = time.monotonic() + START_SECONDS
         while not is_listening(self.address):
             if self._process.poll() is not None:
                 raise DaemonUnavailable(
                     f"the embedded daemon ended with status {self._process.returncode}: "
-                    f"{self._said()}"
+                    f"{_end_of(log)}"
                 )
             if time.monotonic() > deadline:
                 raise DaemonUnavailable(
                     f"the embedded daemon was not ready within {START_SECONDS:g} s "
-                    f"({self._said()}); try a smaller pool_bytes"
+                    f"({_end_of(log)}); try a smaller pool_bytes"
                 )
             time.sleep(POLL_SECONDS)
 
-    def _said(self) -> str:
-        """Return the end of the daemon's log."""
-        text = self._log.read_text(encoding="utf-8", errors="replace").strip()
-        return text[-1000:] or "it said nothing"
+
+def _directory() -> Path:
+    """Return where embedded daemons of this user put their sockets; the daemon makes it, 0700."""
+    return Path(tempfile.gettempdir()) / f"stormd-{os.getuid()}"
+
+
+def _end_of(log: IO[bytes]) -> str:
+    """Return the last that the daemon said."""
+    log.seek(0)
+    text = log.read().decode(errors="replace").strip()
+    return text[-1000:] or "it said nothing"

@@ -29,26 +29,46 @@ def test_an_embedded_daemon_ends_with_its_client(embedded: Any) -> None:
         assert status.pool.capacity_bytes == 16 << 20
         assert [session.pid for session in status.sessions] == [os.getpid()]
         pid = status.details["pid"]
-        directory = Path(client.address.removeprefix("ipc://")).parent
-        assert directory.stat().st_mode & 0o777 == 0o700
+        socket = Path(client.address.removeprefix("ipc://"))
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        assert list(socket.parent.glob(f"{socket.stem}*"))
     assert not Path(f"/proc/{pid}").exists()
-    assert not directory.exists()
+    assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
 def test_an_embedded_daemon_ends_with_a_killed_client() -> None:
     script = """
         import os, signal, storm_client
         client = storm_client.connect(embedded="always", pool_bytes=16 << 20)
-        print(client.status().details["pid"], flush=True)
+        print(client.status().details["pid"], client.address, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=False
     )
-    pid = int(done.stdout)
+    pid, address = done.stdout.decode().split()
+    socket = Path(address.removeprefix("ipc://"))
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30)
+    assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
 def test_a_pool_that_this_machine_cannot_give() -> None:
     with pytest.raises(storm.DaemonUnavailable, match=r"pool_bytes|pool|memory"):
         storm.connect(embedded="always", pool_bytes=1 << 50)
+
+
+def test_a_forked_child_that_ends_harms_nobody() -> None:
+    script = """
+        import os, sys, storm_client
+        with storm_client.connect(embedded="always", pool_bytes=16 << 20) as client:
+            child = os.fork()
+            if child == 0:
+                client.close()
+                sys.exit()
+            assert os.waitpid(child, 0)[1] == 0
+            print(len(client.status().sessions))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=True
+    )
+    assert done.stdout == b"1\n"

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import storm_client as storm
 import torch
 from storm_client.lanes.cpu import CpuLane
 from storm_client.prefetch import OrderHistory
@@ -14,6 +15,8 @@ from storm_client.versions import SavedVersion
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import Tensor
+
+from stormd.protocol import Admitted, Failed, Refused
 
 
 @pytest.fixture
@@ -79,3 +82,34 @@ def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
     session.settle(30)
     wait_until(lambda: len(session._grave) == 0, 30)
     assert recorder.snapshot().offloaded_bytes == 50 << 18
+
+
+@pytest.mark.parametrize("kind", ["ActivationLost", "CorruptBlob"])
+def test_an_admitted_part_that_is_lost_raises_where_it_is_needed(
+    session: Session, kind: str
+) -> None:
+    tensor = torch.randn(1000)
+    record = store(session, tensor, StatsRecorder())
+    handle = handle_of(record, tensor)
+    with session.connection.lock:
+        entry = record.parts[0].entry
+        session._on_message(0, Admitted(entry))
+        session._on_message(0, Failed(0, entry, kind, "the lane broke"))
+    assert session.load(handle).storage.data_ptr() == tensor.data_ptr()  # it is still in memory
+    del tensor
+    for _ in range(2):
+        with pytest.raises(getattr(storm, kind), match="the lane broke"):
+            session.load(handle)
+
+
+def test_a_store_that_is_refused_leaves_the_tensor_here(session: Session) -> None:
+    recorder = StatsRecorder()
+    tensor = torch.randn(1000)
+    record = store(session, tensor, recorder)
+    handle = handle_of(record, tensor)
+    with session.connection.lock:
+        session._on_message(record.parts[0].entry, Refused("QuotaExceeded", "too much"))
+    expected = tensor.clone()
+    del tensor
+    assert torch.equal(handle.view.rebuild(session.load(handle)), expected)
+    assert recorder.snapshot().kept == {"QuotaExceeded": 1}
