@@ -136,7 +136,7 @@ class Config:
         "size",
         "lanes",
         "device memory of a cuda session through which its tensors pass",
-        default=512 * MIB,
+        default=1 * GIB,
         least=64 * KIB,
     )
     part_bytes_cpu: int = _option(
@@ -151,7 +151,7 @@ class Config:
         "size",
         "lanes",
         "largest piece in which a tensor travels on the cuda lane; at most half the staging",
-        default=64 * MIB,
+        default=32 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
     )

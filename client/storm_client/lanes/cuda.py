@@ -45,6 +45,9 @@ __all__ = ["CudaLane"]
 STAGING = 0
 """The segment that is the staging area."""
 
+STAGING_DIVISOR = 32
+"""What part of a device's memory is asked for as staging area; a daemon may grant less."""
+
 
 class CudaLane:
     """Copies between tensors of one device and a staging area in that device's memory.
@@ -65,7 +68,10 @@ class CudaLane:
         except KernelsError as error:
             raise UsageError(f"tensors on {device} stay there: {error}") from error
         self.hello = LaneHello(
-            device="cuda", device_uuid=self._context.uuid, ipc_modes=("cuda_ipc",)
+            device="cuda",
+            device_uuid=self._context.uuid,
+            ipc_modes=("cuda_ipc",),
+            staging_bytes=torch.cuda.get_device_properties(ordinal).total_memory // STAGING_DIVISOR,
         )
         self.staging_bytes = 0
         self._ordinal = ordinal
