@@ -54,6 +54,13 @@ struct Code {
 };
 
 /* Element number `index` of an array in shared memory. */
+DEVICE Element read_staged(const u8 *stage, u32 index) {
+  if (kWidth == 8) return reinterpret_cast<const u64 *>(stage)[index];
+  if (kWidth == 4) return reinterpret_cast<const u32 *>(stage)[index];
+  if (kWidth == 2) return reinterpret_cast<const u16 *>(stage)[index];
+  return stage[index];
+}
+
 DEVICE void write_staged(u8 *stage, u32 index, Element value) {
   if (kWidth == 8) reinterpret_cast<u64 *>(stage)[index] = value;
   else if (kWidth == 4) reinterpret_cast<u32 *>(stage)[index] = static_cast<u32>(value);
@@ -94,6 +101,42 @@ struct PlaneSet {
   u32 padded;
   DEVICE u8 *plane(u32 bit) const { return base + padded / 8 * bit; }
 };
+
+struct ConstPlaneSet {
+  const u8 *base;
+  u32 padded;
+  DEVICE const u8 *plane(u32 bit) const { return base + padded / 8 * bit; }
+};
+
+/* kBits bits (a power of two up to 16) at bit number `place` of `plane`. */
+template <u32 kBits>
+DEVICE u32 read_lane_bits(const u8 *plane, u32 place) {
+  if (kBits == 16) return *reinterpret_cast<const u16 *>(plane + place / 8);
+  return plane[place / 8] >> (place % 8) & ((1u << kBits) - 1);
+}
+
+/* One or two words of a lane's piece, at once where the place is aligned for that. */
+template <u32 kBytes, bool kAligned>
+DEVICE void store_piece_words(u8 *at, u32 low, u32 high) {
+  if (kBytes == 8 && kAligned) {
+    store_once(reinterpret_cast<uint2 *>(at), make_uint2(low, high));
+    return;
+  }
+  reinterpret_cast<u32 *>(at)[0] = low;
+  if (kBytes == 8) reinterpret_cast<u32 *>(at)[1] = high;
+}
+
+template <u32 kBytes, bool kAligned>
+DEVICE void load_piece_words(const u8 *at, u32 (&words)[2]) {
+  if (kBytes == 8 && kAligned) {
+    uint2 both = load_once(reinterpret_cast<const uint2 *>(at));
+    words[0] = both.x;
+    words[1] = both.y;
+    return;
+  }
+  words[0] = reinterpret_cast<const u32 *>(at)[0];
+  if (kBytes == 8) words[1] = reinterpret_cast<const u32 *>(at)[1];
+}
 
 /* Stores kBytes bytes of words; records are only 4-byte aligned. */
 template <u32 kBytes>

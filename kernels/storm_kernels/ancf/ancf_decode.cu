@@ -104,73 +104,109 @@ DEVICE void read_misses(Decoding &job, Reader &record, u32 count) {
   u32 plane_bytes = (count + 7) / 8;
   const u8 *planes = record.take(plane_bytes * C::kSecond);
   if (!record.ok) return;
-  u32 finals[kRows], codes[kRows][C::kSecond];
-  u32 counts[kRows];
-#pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    u32 first = team.first(row);
-    finals[row] = 0xffff;
+  for (u32 start = 0; start < plane_bytes; start += kTeamThreads) {
+    u32 octet = start + team.thread, first = 8 * octet, finals = 0xff, codes[C::kSecond];
 #pragma unroll
     for (u32 bit = 0; bit < C::kSecond; bit++) {
-      u32 place = plane_bytes * bit + first / 8;
-      u32 bits = first < count ? planes[place] >> (first % 8) : 0;
-      if (kPiece == 16 && first + 8 < count) bits |= static_cast<u32>(planes[place + 1]) << 8;
-      codes[row][bit] = bits & ((1u << kPiece) - 1);
-      finals[row] &= codes[row][bit];
+      codes[bit] = first < count ? planes[plane_bytes * bit + octet] : 0;
+      finals &= codes[bit];
     }
     u32 valid = first < count ? count - first : 0;
-    if (valid < kPiece) finals[row] &= (1u << valid) - 1;
-    counts[row] = ones(finals[row]);
-  }
-  Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
-  rank_in_team(ranks, team, *job.shared, job.turn);
-  const u8 *escapes = record.take(ranks[0].total * C::kEscapeBytes);
-  if (!record.ok) return;
+    if (valid < 8) finals &= (1u << valid) - 1;
+    u32 counts[kRows] = {ones(finals), 0, 0, 0};
+    Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
+    rank_in_team(ranks, team, *job.shared, job.turn);
+    const u8 *escapes = record.take(ranks[0].total * C::kEscapeBytes);
+    if (!record.ok) return;
+    u32 rank = ranks[0].start[0], low, high;
+    gather_planes(codes, 0, low, high);
 #pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    u32 first = team.first(row), rank = ranks[0].start[row], low = 0, high = 0;
-    if (first >= count) continue;
-#pragma unroll
-    for (u32 i = 0; i < kPiece; i++) {
-      if (i % 8 == 0) gather_planes(codes[row], i / 8, low, high);
-      Element bits = job.placed[8 + octet_byte(low, high, i % 8)];
-      if (finals[row] >> i & 1) bits = read_escape<C>(escapes + C::kEscapeBytes * rank++);
-      if (first + i < count) write_staged(job.misses, first + i, bits);
+    for (u32 i = 0; i < 8; i++) {
+      Element bits = job.placed[8 + octet_byte(low, high, i)];
+      if (finals >> i & 1) bits = read_escape<C>(escapes + C::kEscapeBytes * rank++);
+      if (i < valid) write_staged(job.misses, first + i, bits);
     }
   }
   team.meet();
 }
 
-/* `count` elements, coded in `planes` and the rest of `record`, into job.stage. Each lane reads
- * back no others than it wrote unless the team meets. */
+/* Gives the missed elements of all rows the bits that job.misses holds for them. */
+DEVICE void merge_misses(const Decoding &job, const u32 (&missed)[kRows], const Ranks &ranks, uint4 (&rows)[kRows]) {
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 words[4] = {rows[row].x, rows[row].y, rows[row].z, rows[row].w}, rank = ranks.start[row];
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      if (missed[row] >> i & 1) merge_element(words, i, read_staged(job.misses, rank++));
+    }
+    rows[row] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+/* The same where misses are few, from their symbols at `escapes`. */
 template <class C>
+DEVICE void merge_escapes(const Decoding &job, const u8 *escapes, const u32 (&missed)[kRows], const Ranks &ranks,
+                          uint4 (&rows)[kRows]) {
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    if (!any_lane(missed[row] != 0)) continue;
+    u32 first = job.team.first(row);
+    const u8 *from = escapes + C::kEscapeBytes * ranks.start[row];
+    uint4 *staged = reinterpret_cast<uint4 *>(job.stage + first * kWidth);
+    *staged = rows[row];
+    for (u32 left = missed[row]; left; left &= left - 1, from += C::kEscapeBytes) {
+      u32 index = first + lowest_bit(left);
+      write_staged(job.stage, index, read_staged(job.stage, index) | read_escape<C>(from));
+    }
+    rows[row] = *staged;
+  }
+}
+
+/* Elements of all rows without the symbols of the missed; `missed` says which these are.
+ * kFull: all elements of the tile exist. */
+template <class C, bool kFull, bool kInRecord>
+DEVICE void read_rows(const Decoding &job, const ConstPlaneSet &planes, u32 count, uint4 (&rows)[kRows],
+                      u32 (&missed)[kRows]) {
+  const Team &team = job.team;
+  if constexpr (Packed<C>::kFits) {
+    PackedRow<C> parts[kRows];
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      if (kFull || team.first(row) < count) parts[row] = PackedRow<C>::template load<kInRecord>(planes, team.first(row));
+    }
+    const TopPlaces &places = *job.places;
+    u32 low = places.dictionary[0], high = places.dictionary[1];
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      u32 first = team.first(row);
+      missed[row] = 0;
+      rows[row] = make_uint4(0, 0, 0, 0);
+      if (!kFull && first >= count) continue;
+      missed[row] = parts[row].missed();
+      rows[row] = parts[row].elements(places, low, high);
+      if (kFull || count - first >= kPiece) continue;
+      missed[row] &= (1u << (count - first)) - 1;
+      rows[row] = first_elements(rows[row], count - first);
+    }
+  } else {
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) missed[row] = read_row<C>(job, planes, team.first(row), count, rows[row]);
+  }
+}
+
+/* `count` elements, coded in `planes` and the rest of `record`. */
+template <class C, bool kFull, bool kInRecord>
 DEVICE void decode_elements(Decoding &job, const ConstPlaneSet &planes, Reader &record, u32 count,
                             uint4 (&rows)[kRows]) {
-  const Team &team = job.team;
-  u32 missed[kRows], counts[kRows];
-#pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    missed[row] = read_row<C>(job, planes, team.first(row), count, rows[row]);
-    counts[row] = ones(missed[row]);
-  }
-  Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
-  rank_in_team(ranks, team, *job.shared, job.turn);
-  const u8 *escapes = nullptr;
-  if constexpr (C::kSecond != 0) read_misses<C>(job, record, ranks[0].total);
-  else escapes = record.take(ranks[0].total * C::kEscapeBytes);
-  if (!record.ok) return;
-#pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    u32 first = team.first(row), rank = ranks[0].start[row];
-    *reinterpret_cast<uint4 *>(job.stage + first * kWidth) = rows[row];
-    for (u32 left = missed[row]; left; left &= left - 1) {
-      u32 index = first + lowest_bit(left);
-      Element bits = C::kSecond ? read_element(job.misses + rank * kWidth)
-                                : read_escape<C>(escapes + C::kEscapeBytes * rank);
-      write_staged(job.stage, index, read_element(job.stage + index * kWidth) | bits);
-      rank++;
-    }
-    rows[row] = *reinterpret_cast<const uint4 *>(job.stage + first * kWidth);
+  u32 missed[kRows];
+  read_rows<C, kFull, kInRecord>(job, planes, count, rows, missed);
+  Ranks ranks = rank_bits(job, missed);
+  if constexpr (C::kSecond != 0) {
+    read_misses<C>(job, record, ranks.total);
+    if (record.ok) merge_misses(job, missed, ranks, rows);
+  } else {
+    const u8 *escapes = record.take(ranks.total * C::kEscapeBytes);
+    if (record.ok) merge_escapes<C>(job, escapes, missed, ranks, rows);
   }
 }
 
@@ -181,7 +217,12 @@ DEVICE void decode_window_tile(Decoding &job, u32 tile) {
   uint4 rows[kRows];
   ConstPlaneSet planes = {job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile),
                           static_cast<u32>(round_up(count, 128))};
-  decode_elements<C>(job, planes, record, count, rows);
+  if (Packed<C>::kFits && count == kTile) {
+    planes.padded = kTile;
+    decode_elements<C, Packed<C>::kFits, false>(job, planes, record, kTile, rows);
+  } else {
+    decode_elements<C, false, false>(job, planes, record, count, rows);
+  }
   if (!record.ok) return job.refuse();
   job.store(rows, static_cast<u64>(tile) * kTile * kWidth + job.team.warp * kCheckChunkBytes);
 }
@@ -252,8 +293,12 @@ DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
   ConstPlaneSet planes = {record.take(padded / 8 * C::kPlaneBits), padded};
   if (!record.ok) return job.refuse();
   uint4 rows[kRows];
-  decode_elements<C>(job, planes, record, ranks.total, rows);
+  decode_elements<C, false, true>(job, planes, record, ranks.total, rows);
   if (!record.ok) return job.refuse();
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    *reinterpret_cast<uint4 *>(job.stage + team.first(row) * kWidth) = rows[row];
+  }
   team.meet();
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
@@ -261,7 +306,7 @@ DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
 #pragma unroll
     for (u32 i = 0; i < kPiece; i++) {
       Element x = job.plan.fill;
-      if (masks[row] >> i & 1) x = read_element(job.stage + kWidth * rank++);
+      if (masks[row] >> i & 1) x = read_staged(job.stage, rank++);
       put_element(words, i, first + i < count ? x : 0);
     }
     rows[row] = make_uint4(words[0], words[1], words[2], words[3]);
@@ -285,6 +330,7 @@ DEVICE void fill_placed(const Plan &plan, u64 *placed) {
 
 template <class C, bool kHasBitmap>
 DEVICE void decode_tiles(Decoding &job, u64 *placed) {
+  if constexpr (Packed<C>::kFits) fill_places<C>(*job.places, job.plan);
   fill_placed<C>(job.plan, placed);
   decode_each(job, [&](u32 tile) {
     if constexpr (kHasBitmap) decode_sparse_tile<C>(job, tile);
@@ -350,7 +396,8 @@ ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 
   TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
   u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kDecodeArenaBytes;
   u64 *placed = reinterpret_cast<u64 *>(memory + kTeams * (sizeof(TeamShared) + kDecodeArenaBytes));
-  Decoding job{plan, blob, dst, work_of(scratch), team, shared, arena, arena + kStageBytes, placed, 0, 0};
+  TopPlaces *places = reinterpret_cast<TopPlaces *>(placed + kPlacedEntries);
+  Decoding job{plan, blob, dst, work_of(scratch), team, shared, arena, arena + kStageBytes, placed, places, 0, 0};
   if (!has_tiles(plan.mode)) decode_flat(job);
   else if (plan.mode == kInteger) decode_integers(job);
   else if (has_dictionary_apart(plan.mode)) decode_values(job, placed);

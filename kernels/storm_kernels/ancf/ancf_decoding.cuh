@@ -4,7 +4,7 @@
  * with what the blob and the output have.
  */
 #pragma once
-#include <ancf_code.cuh>
+#include <ancf_packed.cuh>
 
 /* Shared memory of a team: elements being put together, and those of the escapes. */
 constexpr u32 kStageBytes = kTile * kWidth;
@@ -12,7 +12,7 @@ constexpr u32 kDecodeArenaBytes = 2 * kStageBytes;
 constexpr u32 kWindowPlaced = 24;   /* first codes, then second codes from 8 on */
 constexpr u32 kPlacedEntries = 512;
 constexpr u32 kDecodeSharedBytes =
-    kTeams * (sizeof(TeamShared) + kDecodeArenaBytes) + kPlacedEntries * sizeof(u64);
+    kTeams * (sizeof(TeamShared) + kDecodeArenaBytes) + kPlacedEntries * sizeof(u64) + sizeof(TopPlaces);
 
 /* One launch's arguments, and this thread's place in it. */
 struct Decoding {
@@ -24,6 +24,7 @@ struct Decoding {
   TeamShared *shared;
   u8 *stage, *misses;
   const u64 *placed;  /* dictionary entries as bits of an element; level 2 starts at 8 */
+  TopPlaces *places;
   u32 turn;
   u64 check;
 
@@ -67,19 +68,6 @@ DEVICE Reader record_of(const Decoding &job, u32 tile) {
   u64 bytes = (end - start) * kRecordUnit;
   u32 left = bytes < 0x7fffffff ? static_cast<u32>(bytes) : 0x7fffffff;
   return {job.blob + job.plan.payload_offset + start * kRecordUnit, left, true};
-}
-
-struct ConstPlaneSet {
-  const u8 *base;
-  u32 padded;
-  DEVICE const u8 *plane(u32 bit) const { return base + padded / 8 * bit; }
-};
-
-/* kBits bits (a power of two up to 16) at bit number `place` of `plane`. */
-template <u32 kBits>
-DEVICE u32 read_lane_bits(const u8 *plane, u32 place) {
-  if (kBits == 16) return *reinterpret_cast<const u16 *>(plane + place / 8);
-  return plane[place / 8] >> (place % 8) & ((1u << kBits) - 1);
 }
 
 /* Every tile of the blob, spread over the teams of the launch. */

@@ -16,11 +16,64 @@ DEVICE uint2 list_octet(const u8 *list, u32 octet, u32 count) {
   return bytes;
 }
 
-/* Level 2 and escapes of a tile, from the flags of its codes; `source(i)` is element i of the
- * coded ones. Returns the bytes written at `record`. */
-template <class C, class Source>
-DEVICE u32 write_misses(Encoding &job, u8 *record, const u32 (&flags)[kRows], Source source,
-                        const SymbolTable<C> &table) {
+/* The table of a code: by top byte where elements can be split by words, else by symbol. */
+template <class C, bool kPacked>
+struct TableOf { using Type = SymbolTable<C>; };
+template <class C>
+struct TableOf<C, true> { using Type = TopTable<C>; };
+template <class C>
+using Table = typename TableOf<C, Packed<C>::kFits>::Type;
+
+/* The coded elements of a tile, as escapes need them: `at(i)` is element i, `tops` the bytes
+ * that write_packed left. */
+struct Coded {
+  const u8 *start, *tops;
+  bool staged;  /* in shared memory, aligned */
+  DEVICE Element at(u32 i) const {
+    return staged ? read_staged(start, i) : read_element(start + static_cast<u64>(i) * kWidth);
+  }
+  template <class C>
+  DEVICE u32 symbol(u32 i) const {
+    if (Packed<C>::kFits && !staged) return tops[i] >> Packed<C>::kLeft;
+    return C::symbol(at(i));
+  }
+};
+
+/* Second codes of the missed elements, as bytes in order. */
+template <class C>
+DEVICE void list_misses(Encoding &job, const u32 (&flags)[kRows], const Ranks &ranks, const Coded &coded,
+                        const Table<C> &table) {
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 first = job.team.first(row);
+    u8 *to = job.list() + ranks.start[row];
+#pragma unroll
+    for (u32 i = 0; i < kPiece; i++) {
+      if (!(flags[row] >> i & 1)) continue;
+      bool escaped = flags[row] >> (16 + i) & 1;
+      *to++ = escaped ? C::kSecondSlots : table.second[coded.symbol<C>(first + i)];
+    }
+  }
+}
+
+template <class C>
+DEVICE void write_escapes(const Team &team, u8 *escapes, const u32 (&flags)[kRows], const Ranks &ranks,
+                          const Coded &coded) {
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u8 *to = escapes + C::kEscapeBytes * ranks.start[row];
+    for (u32 left = flags[row] >> 16; left; left &= left - 1, to += C::kEscapeBytes) {
+      u32 i = team.first(row) + lowest_bit(left);
+      if constexpr (C::kDrop != 0) write_escape<C::kEscapeBytes>(to, coded.at(i));
+      else write_escape<C::kEscapeBytes>(to, coded.symbol<C>(i));
+    }
+  }
+}
+
+/* Level 2 and escapes of a tile, from the flags of its codes. Returns the bytes at `record`. */
+template <class C>
+DEVICE u32 write_misses(Encoding &job, u8 *record, const u32 (&flags)[kRows], const Coded &coded,
+                        const Table<C> &table) {
   const Team &team = job.team;
   u32 missed[kRows], escaped[kRows];
 #pragma unroll
@@ -28,68 +81,68 @@ DEVICE u32 write_misses(Encoding &job, u8 *record, const u32 (&flags)[kRows], So
     missed[row] = ones(flags[row] & 0xffff);
     escaped[row] = ones(flags[row] >> 16);
   }
-  Ranks ranks[C::kSecond ? 2 : 1];
-  ranks[0] = Ranks::in_warp(escaped, team.lane);
-  if constexpr (C::kSecond != 0) ranks[1] = Ranks::in_warp(missed, team.lane);
+  if constexpr (C::kSecond == 0) {
+    Ranks ranks[1] = {Ranks::in_warp(escaped, team.lane)};
+    rank_in_team(ranks, team, *job.shared, job.turn);
+    write_escapes<C>(team, record, flags, ranks[0], coded);
+    return C::kEscapeBytes * ranks[0].total;
+  }
+  Ranks ranks[2] = {Ranks::in_warp(escaped, team.lane), Ranks::in_warp(missed, team.lane)};
   rank_in_team(ranks, team, *job.shared, job.turn);
-  u32 second_bytes = 0;
-  if constexpr (C::kSecond != 0) second_bytes = (ranks[1].total + 7) / 8 * C::kSecond;
-  u8 *escapes = record + second_bytes;
-#pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    u32 escape = ranks[0].start[row];
-    u32 miss = C::kSecond ? ranks[C::kSecond ? 1 : 0].start[row] : 0;
-    for (u32 left = C::kSecond ? flags[row] & 0xffff : flags[row] >> 16; left; left &= left - 1) {
-      u32 i = lowest_bit(left);
-      Element x = source(team.first(row) + i);
-      if constexpr (C::kSecond != 0) job.list()[miss++] = C::is_exact(x) ? table.second[C::symbol(x)] : C::kSecondSlots;
-      if (flags[row] >> 16 >> i & 1) {
-        write_escape<C::kEscapeBytes>(escapes + C::kEscapeBytes * escape++, C::kDrop ? x : C::symbol(x));
-      }
+  u32 count = ranks[1].total, plane_bytes = (count + 7) / 8;
+  list_misses<C>(job, flags, ranks[1], coded, table);
+  write_escapes<C>(team, record + plane_bytes * C::kSecond, flags, ranks[0], coded);
+  team.meet();
+  for (u32 octet = team.thread; octet < plane_bytes; octet += kTeamThreads) {
+    uint2 bytes = list_octet(job.list(), octet, count);
+    transpose_bits(bytes.x, bytes.y);
+    for (u32 bit = 0; bit < C::kSecond; bit++) {
+      record[plane_bytes * bit + octet] = static_cast<u8>(bytes.x >> (8 * bit));
     }
   }
-  if constexpr (C::kSecond != 0) {
-    u32 count = ranks[1].total, plane_bytes = (count + 7) / 8;
-    team.meet();
-    for (u32 octet = team.thread; octet < plane_bytes; octet += kTeamThreads) {
-      uint2 bytes = list_octet(job.list(), octet, count);
-      transpose_bits(bytes.x, bytes.y);
-      for (u32 bit = 0; bit < C::kSecond; bit++) {
-        record[plane_bytes * bit + octet] = static_cast<u8>(bytes.x >> (8 * bit));
-      }
-    }
-  }
-  return second_bytes + C::kEscapeBytes * ranks[0].total;
+  return plane_bytes * C::kSecond + C::kEscapeBytes * ranks[0].total;
 }
 
-/* Residues and codes of one row; returns its flags. */
-template <class C>
+/* Residues and codes of one row; returns its flags. kFull: all its elements exist. */
+template <class C, bool kFull, bool kInRecord>
 DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 count,
-                     const SymbolTable<C> &table, u32 lane) {
+                     const Table<C> &table, u8 *tops, u32 lane) {
   u32 valid = first >= count ? 0 : count - first;
-  u64 turned[kPiece];
+  if constexpr (Packed<C>::kFits) {
+    return write_packed<C, kFull, kInRecord>(planes, first, piece, valid, table, tops, lane);
+  } else {
+    u64 turned[kPiece];
 #pragma unroll
-  for (u32 i = 0; i < kPiece; i++) turned[i] = C::turned(element(piece, i));
-  write_residues<C>(planes, first, turned, first < planes.padded, lane);
-  return write_codes<C>(planes, first, piece, valid, table, lane);
+    for (u32 i = 0; i < kPiece; i++) turned[i] = C::turned(element(piece, i));
+    write_residues<C>(planes, first, turned, first < planes.padded, lane);
+    return write_codes<C>(planes, first, piece, valid, table, lane);
+  }
 }
 
 template <class C>
-DEVICE void encode_window_tile(Encoding &job, u32 tile, u32 index, Records &records,
-                               const SymbolTable<C> &table) {
+DEVICE void encode_window_tile(Encoding &job, u32 tile, u32 index, Records &records, const Table<C> &table) {
   records.begin(index, C::kMaxMisses);
+  const Team &team = job.team;
   u32 count = job.tile_elements(tile);
   uint4 rows[kRows];
   job.load(rows, tile);
   PlaneSet planes = {job.block(tile), static_cast<u32>(round_up(count, 128))};
+  u8 *tops = job.compact();  /* each lane reads back what it wrote */
   u32 flags[kRows];
+  if (Packed<C>::kFits && count == kTile) {
+    planes.padded = kTile;
 #pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    flags[row] = write_row<C>(planes, job.team.first(row), rows[row], count, table, job.team.lane);
+    for (u32 row = 0; row < kRows; row++) {
+      flags[row] = write_row<C, true, false>(planes, team.first(row), rows[row], kTile, table, tops, team.lane);
+    }
+  } else {
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      flags[row] = write_row<C, false, false>(planes, team.first(row), rows[row], count, table, tops, team.lane);
+    }
   }
-  const u8 *start = job.src + static_cast<u64>(tile) * kTile * kWidth;
-  auto source = [&](u32 i) { return read_element(start + i * kWidth); };
-  records.add(write_misses<C>(job, records.end(), flags, source, table));
+  Coded coded = {job.src + static_cast<u64>(tile) * kTile * kWidth, tops, false};
+  records.add(write_misses<C>(job, records.end(), flags, coded, table));
 }
 
 /* Every second bit of `bits`, from bit 0 on. */
@@ -156,7 +209,7 @@ DEVICE void split_sparse(Encoding &job, u32 tile, u32 count, u32 (&counts)[3]) {
 
 template <class C>
 DEVICE void encode_sparse_tile(Encoding &job, u32 tile, u32 index, Records &records,
-                               const SymbolTable<C> &table) {
+                               const Table<C> &table) {
   const Team &team = job.team;
   u32 counts[3];
   split_sparse(job, tile, job.tile_elements(tile), counts);
@@ -175,15 +228,16 @@ DEVICE void encode_sparse_tile(Encoding &job, u32 tile, u32 index, Records &reco
     u32 first = team.first(row);
     uint4 piece = make_uint4(0, 0, 0, 0);
     if (first < planes.padded) piece = *reinterpret_cast<const uint4 *>(compact + first * kWidth);
-    flags[row] = write_row<C>(planes, first, piece, counts[0], table, team.lane);
+    flags[row] = write_row<C, false, true>(planes, first, piece, counts[0], table, nullptr, team.lane);
   }
   u32 front = head + planes.padded / 8 * C::kPlaneBits;
-  auto source = [&](u32 i) { return read_element(compact + i * kWidth); };
-  records.add(front + write_misses<C>(job, record + front, flags, source, table));
+  Coded coded = {compact, nullptr, true};
+  records.add(front + write_misses<C>(job, record + front, flags, coded, table));
 }
 
 template <class C, bool kHasBitmap>
-DEVICE void encode_tiles(Encoding &job, SymbolTable<C> &table) {
+DEVICE void encode_tiles(Encoding &job, Table<C> &table) {
+  static_assert(sizeof(Table<C>) <= kTableBytes, "a table must fit");
   static_assert(C::kMaxRecord <= kBufferBytes, "a record must fit the buffer");
   fill_table(table, job.plan);
   barrier(0, kBlockThreads);
@@ -196,7 +250,7 @@ DEVICE void encode_tiles(Encoding &job, SymbolTable<C> &table) {
 /* Runs the encoder of the code that the plan asks for. */
 template <class C>
 DEVICE void encode_as(Encoding &job, u8 *table) {
-  SymbolTable<C> &symbols = *reinterpret_cast<SymbolTable<C> *>(table);
+  Table<C> &symbols = *reinterpret_cast<Table<C> *>(table);
   if constexpr (C::kSecond != 0) {
     if (job.plan.mode == kSparse) return encode_tiles<C, true>(job, symbols);
   }

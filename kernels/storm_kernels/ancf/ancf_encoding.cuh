@@ -6,7 +6,7 @@
  * nothing is written past the limit.
  */
 #pragma once
-#include <ancf_code.cuh>
+#include <ancf_packed.cuh>
 
 constexpr u64 kPartSum = 1ull << 62;   /* the word holds this unit's size */
 constexpr u64 kWholeSum = 2ull << 62;  /* the word holds the size of all units up to this one */
@@ -17,7 +17,8 @@ constexpr u32 kListBytes = kTile;
 constexpr u32 kCompactBytes = kTile * kWidth;
 constexpr u32 kBufferBytes = kWidth == 1 ? 10240 : kWidth == 2 ? 15872 : kWidth == 4 ? 26112 : 49152;
 constexpr u32 kArenaBytes = kCompactBytes + kListBytes + kBufferBytes;
-constexpr u32 kTableBytes = (1u << (8 * kWidth - kMantissa)) * 5;
+constexpr u32 kSymbolTableBytes = (1u << (8 * kWidth - kMantissa)) * 5;
+constexpr u32 kTableBytes = kSymbolTableBytes > 2304 ? kSymbolTableBytes : 2304;  /* or a TopTable */
 constexpr u32 kSharedBytes = kTeams * (sizeof(TeamShared) + kArenaBytes) + (kTableBytes + 15) / 16 * 16;
 static_assert(kArenaBytes % 16 == 0, "16-byte aligned arenas");
 

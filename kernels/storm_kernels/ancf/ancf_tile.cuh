@@ -61,6 +61,28 @@ DEVICE void put_element(u32 (&words)[4], u32 i, Element value) {
   }
 }
 
+/* Adds the bits of `value` to element i, where it has none of them. */
+DEVICE void merge_element(u32 (&words)[4], u32 i, Element value) {
+  u32 low = static_cast<u32>(value);
+  if (kWidth == 8) {
+    words[2 * i] |= low;
+    words[2 * i + 1] |= static_cast<u32>(value >> 32);
+  } else {
+    words[i * kWidth / 4] |= low << (8 * (i * kWidth % 4));
+  }
+}
+
+/* The piece with the elements from number `valid` on as 0. */
+DEVICE uint4 first_elements(const uint4 &piece, u32 valid) {
+  u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (u32 word = 0; word < 4; word++) {
+    u32 bytes = valid * kWidth > 4 * word ? valid * kWidth - 4 * word : 0;
+    if (bytes < 4) words[word] &= (1u << 8 * bytes) - 1;
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 /* One element at any address. */
 DEVICE Element read_element(const u8 *address) {
   Element value = 0;

@@ -193,6 +193,17 @@ class U32(int):
     """A kernel argument of 32 bits; a plain int is one of 64."""
 
 
+class _StreamHandle:
+    """A stream of the caller's, by the protocol that CUDA libraries for Python share."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the protocol's version and the handle."""
+        return 0, self._handle
+
+
 class _Kernel:
     """One compiled kernel."""
 
@@ -223,7 +234,8 @@ class _Kernel:
             np.uint32(value) if isinstance(value, U32) else np.uint64(value) for value in arguments
         )
         self._function.kernel(
-            (blocks,), (threads,), packed, self._shared_bytes, self._cupy.cuda.ExternalStream(stream)
+            (blocks,), (threads,), packed, self._shared_bytes,
+            self._cupy.cuda.Stream.from_external(_StreamHandle(stream)),
         )
 
 

@@ -1,0 +1,239 @@
+/* Codes whose symbol, with the residue's left-over bits below it, fills one byte: a lane's piece
+ * of elements then splits and joins by whole words, several elements an instruction. All common
+ * float types are such (bfloat16 and float32 exponents, float16, float8, bf16 kept in fp32).
+ * What stays true: the bytes are those that ancf_code.cuh's general functions would make.
+ */
+#pragma once
+#include <ancf_code.cuh>
+
+constexpr u32 kTops = 256;               /* values of a top byte */
+constexpr u32 kPieceWords = kPiece / 4;  /* words that hold a byte for each of a lane's elements */
+
+/* The byte of element i among packed ones. */
+template <u32 kWords>
+DEVICE u32 packed_byte(const u32 (&words)[kWords], u32 i) {
+  return i % 4 == 3 ? words[i / 4] >> 24 : words[i / 4] >> (8 * (i % 4)) & 0xff;
+}
+
+template <class C>
+struct Packed {
+  static constexpr u32 kWhole = C::kResidue / 8 * 8;   /* bits kept as whole bytes */
+  static constexpr u32 kLeft = C::kResidue - kWhole;   /* bits of the residue in the top byte */
+  static constexpr bool kFits =
+      kWidth <= 4 && C::kBits - kWhole <= 8 && (C::kBits == 8 || C::kBits == 16 || C::kBits == 32);
+  static constexpr u32 kBytesLow = kPiece * kWhole / 8; /* of a lane's piece */
+
+  /* A piece in parts: bytes [0, 8) or [0, 16) of each element, bytes [16, 24), top bytes. */
+  u32 low[2], middle, tops[kPieceWords ? kPieceWords : 1];
+
+  /* Rotates elements of kBits bits inside words by one to the left, or back. */
+  DEVICE static u32 turned(u32 word) {
+    if (!C::kRotate) return word;
+    if (C::kBits == 32) return word << 1 | word >> 31;
+    constexpr u32 kLowest = C::kBits == 16 ? 0x00010001 : 0x01010101;
+    return (word << 1 & ~kLowest) | (word >> (C::kBits - 1) & kLowest);
+  }
+  DEVICE static u32 turned_back(u32 word) {
+    if (!C::kRotate) return word;
+    if (C::kBits == 32) return word >> 1 | word << 31;
+    constexpr u32 kHighest = C::kBits == 16 ? 0x80008000 : 0x80808080;
+    return (word >> 1 & ~kHighest) | (word << (C::kBits - 1) & kHighest);
+  }
+
+  DEVICE static Packed split(const uint4 &piece) {
+    Packed made = {};
+    u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+    if (C::kDrop == 16) {
+      words[0] = pick_bytes(words[0], words[1], 0x7632);
+      words[1] = pick_bytes(words[2], words[3], 0x7632);
+    }
+    for (u32 i = 0; i < 4; i++) words[i] = turned(words[i]);
+    if constexpr (C::kBits == 8) {
+      for (u32 i = 0; i < kPieceWords; i++) made.tops[i] = words[i];
+    } else if constexpr (C::kBits == 16) {
+      for (u32 i = 0; i < kPieceWords; i++) {
+        made.low[i] = pick_bytes(words[2 * i], words[2 * i + 1], 0x6420);
+        made.tops[i] = pick_bytes(words[2 * i], words[2 * i + 1], 0x7531);
+      }
+    } else {
+      made.low[0] = pick_bytes(words[0], words[1], 0x5410);
+      made.low[1] = pick_bytes(words[2], words[3], 0x5410);
+      u32 first = pick_bytes(words[0], words[1], 0x7362), second = pick_bytes(words[2], words[3], 0x7362);
+      made.middle = pick_bytes(first, second, 0x5410);
+      made.tops[0] = pick_bytes(first, second, 0x7632);
+    }
+    return made;
+  }
+
+  DEVICE uint4 joined() const {
+    u32 words[4] = {0, 0, 0, 0};
+    if constexpr (C::kBits == 8) {
+      for (u32 i = 0; i < kPieceWords; i++) words[i] = turned_back(tops[i]);
+    } else if constexpr (C::kBits == 16) {
+      for (u32 i = 0; i < kPieceWords; i++) {
+        words[2 * i] = turned_back(pick_bytes(low[i], tops[i], 0x5140));
+        words[2 * i + 1] = turned_back(pick_bytes(low[i], tops[i], 0x7362));
+      }
+    } else {
+      u32 first = pick_bytes(middle, tops[0], 0x5140), second = pick_bytes(middle, tops[0], 0x7362);
+      words[0] = turned_back(pick_bytes(low[0], first, 0x5410));
+      words[1] = turned_back(pick_bytes(low[0], first, 0x7632));
+      words[2] = turned_back(pick_bytes(low[1], second, 0x5410));
+      words[3] = turned_back(pick_bytes(low[1], second, 0x7632));
+    }
+    if (C::kDrop != 16) return make_uint4(words[0], words[1], words[2], words[3]);
+    return make_uint4(words[0] << 16, words[0] & 0xffff0000, words[1] << 16, words[1] & 0xffff0000);
+  }
+};
+
+/* How encoders look top bytes up. `entry` as in SymbolTable; `left` has the residue's bits of
+ * the top byte, bit p in bit 0 of byte p; `second` is by symbol. */
+template <class C>
+struct TopTable {
+  u32 entry[kTops];
+  u32 left[Packed<C>::kLeft ? kTops : 1];
+  u8 second[C::kSymbols];
+};
+
+template <class C>
+DEVICE void fill_table(TopTable<C> &table, const Plan &plan) {
+  constexpr u32 kLeft = Packed<C>::kLeft;
+  for (u32 top = thread_in_block(); top < kTops; top += threads_in_block()) {
+    u32 symbol = top >> kLeft, index = 0;
+    while (index < plan.dict_count && plan.window[index] != symbol) index++;
+    bool found = index < plan.dict_count;
+    bool first = found && index < C::kFirstSlots;
+    table.entry[top] = spread_code(first ? index : C::kFirstSlots) | (found ? 0 : kEscapeEntry);
+    if (kLeft) table.left[top] = spread_code(top & ((1u << kLeft) - 1)) | (kLeft == 4 ? (top & 8) << 21 : 0);
+    if (symbol < C::kSymbols) table.second[symbol] = static_cast<u8>(found && !first ? index - C::kFirstSlots : C::kSecondSlots);
+  }
+}
+
+/* Codes of a piece that are missed or escaped because truncated bits are set. */
+template <class C>
+DEVICE u32 inexact(const uint4 &piece) {
+  if (C::kDrop == 0) return 0;
+  if (((piece.x | piece.y | piece.z | piece.w) & C::kDropMask) == 0) return 0;
+  u32 found = 0;
+  for (u32 i = 0; i < kPiece; i++) found |= (C::is_exact(element(piece, i)) ? 0u : 1u) << i;
+  constexpr u32 kBytes = C::kFirst == 2 ? 0x01000101 : 0x01010101;
+  return found * kBytes;
+}
+
+/* Residues and codes of a lane's piece; returns its flags as write_codes does. The top bytes go
+ * to `tops`, for the escapes; a record's elements are at hand in another way. */
+template <class C, bool kFull, bool kInRecord>
+DEVICE u32 write_packed(const PlaneSet &planes, u32 first, const uint4 &piece, u32 valid,
+                        const TopTable<C> &table, u8 *tops, u32 lane) {
+  using P = Packed<C>;
+  P parts = P::split(piece);
+  bool wanted = kFull || first < planes.padded;
+  if (wanted) {
+    if constexpr (P::kWhole == 8) store_piece_words<P::kBytesLow, !kInRecord>(planes.base + first, parts.low[0], parts.low[1]);
+    if constexpr (P::kWhole == 24) {
+      store_piece_words<8, !kInRecord>(planes.base + 2 * first, parts.low[0], parts.low[1]);
+      store_piece_words<4, !kInRecord>(planes.plane(16) + first, parts.middle, 0);
+    }
+  }
+  u32 sums[2] = {0, 0}, left[2] = {0, 0};
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    u32 top = packed_byte(parts.tops, i);
+    sums[i / 8] += table.entry[top] << (i % 8);
+    if (P::kLeft) left[i / 8] += table.left[top] << (i % 8);
+  }
+  sums[0] |= inexact<C>(piece);
+  if (!kFull && valid < kPiece) {
+    u32 keep = (1u << valid) - 1;
+    sums[0] &= (keep & 0xff) * 0x01010101u;
+    sums[1] &= (keep >> 8) * 0x01010101u;
+  }
+#pragma unroll
+  for (u32 bit = 0; bit < P::kLeft; bit++) {
+    u32 value = (left[0] >> (8 * bit) & 0xff) | (left[1] >> (8 * bit) & 0xff) << 8;
+    write_lane_bits<kPiece>(planes.plane(P::kWhole + bit), first, value, wanted, lane);
+  }
+  u32 missed = 0xffff;
+#pragma unroll
+  for (u32 bit = 0; bit < C::kFirst; bit++) {
+    u32 value = (sums[0] >> (8 * bit) & 0xff) | (sums[1] >> (8 * bit) & 0xff) << 8;
+    missed &= value;
+    write_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first, value, wanted, lane);
+  }
+  if (!kInRecord) {
+    for (u32 i = 0; i < kPieceWords; i++) reinterpret_cast<u32 *>(tops + first)[i] = parts.tops[i];
+  }
+  return missed | (sums[0] >> 24 | sums[1] >> 24 << 8) << 16;
+}
+
+/* What decoders use to turn planes into top bytes. */
+struct TopPlaces {
+  u32 spread[256];    /* bit i of the index in bit 4i */
+  u32 dictionary[2];  /* first codes' top bytes; 0 where there is no entry */
+};
+
+template <class C>
+DEVICE void fill_places(TopPlaces &places, const Plan &plan) {
+  for (u32 byte = thread_in_block(); byte < 256; byte += threads_in_block()) {
+    u32 spread = 0;
+    for (u32 i = 0; i < 8; i++) spread |= (byte >> i & 1) << (4 * i);
+    places.spread[byte] = spread;
+  }
+  if (thread_in_block() >= 2) return;
+  u32 word = 0;
+  for (u32 i = 0; i < 4; i++) {
+    u32 code = 4 * thread_in_block() + i;
+    bool used = code < C::kFirstSlots && code < plan.dict_count;
+    word |= (used ? plan.window[code] << Packed<C>::kLeft & 0xff : 0) << (8 * i);
+  }
+  places.dictionary[thread_in_block()] = word;
+}
+
+/* What a lane reads of a row: it is loaded whole before any of it is used. */
+template <class C>
+struct PackedRow {
+  using P = Packed<C>;
+  u32 low[2], middle, codes[C::kFirst], left[P::kLeft ? P::kLeft : 1];
+
+  template <bool kInRecord>
+  DEVICE static PackedRow load(const ConstPlaneSet &planes, u32 first) {
+    PackedRow row = {};
+    if constexpr (P::kWhole == 8) load_piece_words<P::kBytesLow, !kInRecord>(planes.base + first, row.low);
+    if constexpr (P::kWhole == 24) {
+      load_piece_words<8, !kInRecord>(planes.base + 2 * first, row.low);
+      row.middle = load_once(reinterpret_cast<const u32 *>(planes.plane(16) + first));
+    }
+    for (u32 bit = 0; bit < P::kLeft; bit++) row.left[bit] = read_lane_bits<kPiece>(planes.plane(P::kWhole + bit), first);
+    for (u32 bit = 0; bit < C::kFirst; bit++) row.codes[bit] = read_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first);
+    return row;
+  }
+
+  DEVICE u32 missed() const {
+    u32 all = codes[0];
+    for (u32 bit = 1; bit < C::kFirst; bit++) all &= codes[bit];
+    return all;
+  }
+
+  /* The elements; those of missed codes lack their symbol. */
+  DEVICE uint4 elements(const TopPlaces &places, u32 dictionary_low, u32 dictionary_high) const {
+    P parts = {};
+    parts.low[0] = low[0];
+    parts.low[1] = low[1];
+    parts.middle = middle;
+#pragma unroll
+    for (u32 octet = 0; octet < (kPiece + 7) / 8; octet++) {
+      u32 selector = 0;
+      for (u32 bit = 0; bit < C::kFirst; bit++) selector += places.spread[codes[bit] >> (8 * octet) & 0xff] << bit;
+      parts.tops[2 * octet] = pick_bytes(dictionary_low, dictionary_high, selector & 0xffff);
+      if (kPiece >= 8) parts.tops[kPiece >= 8 ? 2 * octet + 1 : 0] = pick_bytes(dictionary_low, dictionary_high, selector >> 16);
+      if constexpr (P::kLeft != 0) {
+        u32 from = 0, to = 0;
+        for (u32 bit = 0; bit < P::kLeft; bit++) from |= (left[bit] >> (8 * octet) & 0xff) << (8 * bit);
+        transpose_bits(from, to);
+        parts.tops[2 * octet] |= from;
+        if (kPiece >= 8) parts.tops[kPiece >= 8 ? 2 * octet + 1 : 0] |= to;
+      }
+    }
+    return parts.joined();
+  }
+};
