@@ -10,6 +10,8 @@
 #define symbols_of_planes portable_symbols_of_planes
 #define put_bytes portable_put_bytes
 #define take_bytes portable_take_bytes
+#define mover struct portable_mover
+#define make_mover portable_make_mover
 #define extract_bits portable_extract_bits
 #define deposit_bits portable_deposit_bits
 #define kernel_checksum portable_checksum

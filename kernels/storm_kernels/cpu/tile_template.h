@@ -2,7 +2,7 @@
  *
  * The includer defines TABLE (the name of its `struct kernels`), TABLE_NAME, and the primitives
  *   planes_of_bytes, bytes_of_planes, planes_of_symbols, symbols_of_planes, put_bytes, take_bytes,
- *   extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and compress_ and expand_
+ *   mover, make_mover, extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and compress_ and expand_
  *   for u8, u16, u32 and u64,
  * by its own functions or those of primitives_portable.h. The loops below are plain C that the
  * compiler vectorises under the includer's flags. Everything is static: two instruction sets in
@@ -93,16 +93,23 @@ static uint8_t *put_level2(const struct coder *c, const struct codes *codes, uns
                            uint8_t *dst)
 {
     const uint64_t *nested = codes->planes[c->k2];
+    uint64_t words[MAX_CODE_BITS][WORDS + 2];
+    struct bit_writer out[MAX_CODE_BITS];
+    if (c->k2 == 0)
+        return dst;
     for (unsigned b = 0; b < c->k2; b++) {
-        uint64_t words[WORDS + 2];
-        struct bit_writer out = {words, 0};
-        words[0] = 0;
-        for (unsigned g = 0; g < groups; g++)
-            append_bits(&out, extract_bits(codes->planes[b][g], nested[g]),
-                        (unsigned)__builtin_popcountll(nested[g]));
-        memcpy(dst, words, (out.at + 7) / 8);
-        dst += (out.at + 7) / 8;
+        out[b] = (struct bit_writer){words[b], 0};
+        words[b][0] = 0;
     }
+    for (unsigned g = 0; g < groups; g++) {
+        const mover together = make_mover(nested[g]);
+        unsigned count = (unsigned)__builtin_popcountll(nested[g]);
+        for (unsigned b = 0; b < c->k2; b++)
+            append_bits(&out[b], extract_bits(codes->planes[b][g], &together), count);
+    }
+    unsigned bytes = (out[0].at + 7) / 8;
+    for (unsigned b = 0; b < c->k2; b++, dst += bytes)
+        memcpy(dst, words[b], bytes);
     return dst;
 }
 
@@ -133,15 +140,19 @@ static int take_level2(const struct coder *c, struct codes *codes, unsigned grou
     const uint8_t *streams = take(from, (size_t)bytes * c->k2);
     if (streams == NULL)
         return -1;
+    uint64_t words[MAX_CODE_BITS][WORDS + 2];
     for (unsigned b = 0; b < c->k2; b++) {
-        uint64_t words[WORDS + 2] = {0};
-        unsigned at = 0;
-        memcpy(words, streams + (size_t)bytes * b, bytes);
-        for (unsigned g = 0; g < groups; g++) {
+        memset(words[b] + bytes / 8, 0, (WORDS + 2 - bytes / 8) * sizeof **words);
+        memcpy(words[b], streams + (size_t)bytes * b, bytes);
+    }
+    unsigned at = 0;
+    for (unsigned g = 0; g < groups; g++) {
+        const mover apart = make_mover(nested[g]);
+        for (unsigned b = 0; b < c->k2; b++) {
             uint64_t level1 = codes->planes[b][g] & ~nested[g];
-            codes->planes[b][g] = level1 | deposit_bits(bits_at(words, at), nested[g]);
-            at += (unsigned)__builtin_popcountll(nested[g]);
+            codes->planes[b][g] = level1 | deposit_bits(bits_at(words[b], at), &apart);
         }
+        at += (unsigned)__builtin_popcountll(nested[g]);
     }
     return 0;
 }
@@ -216,9 +227,11 @@ static unsigned extract_stream(const uint64_t *x, const uint64_t *select, unsign
 {
     struct bit_writer writer = {out, 0};
     out[0] = 0;
-    for (unsigned g = 0; g < groups; g++)
-        append_bits(&writer, extract_bits(x[g], select[g]),
+    for (unsigned g = 0; g < groups; g++) {
+        const mover together = make_mover(select[g]);
+        append_bits(&writer, extract_bits(x[g], &together),
                     (unsigned)__builtin_popcountll(select[g]));
+    }
     return writer.at;
 }
 
@@ -260,7 +273,8 @@ static int take_stream(struct reader *from, const uint64_t *select, unsigned gro
         return -1;
     memcpy(words, stream, (count + 7) / 8);
     for (unsigned g = 0; g < groups; g++) {
-        out[g] = deposit_bits(bits_at(words, at), select[g]);
+        const mover apart = make_mover(select[g]);
+        out[g] = deposit_bits(bits_at(words, at), &apart);
         at += (unsigned)__builtin_popcountll(select[g]);
     }
     return 0;

@@ -17,22 +17,30 @@ typedef T ANY __attribute__((aligned(1), may_alias));
 static inline unsigned FN(portable_compress)(const ANY *restrict x, const uint64_t *mask,
                                              unsigned count, T *restrict out)
 {
-    unsigned kept = 0;
-    for (unsigned i = 0; i < count; i++) {
-        out[kept] = x[i];
-        kept += mask[i / 64] >> (i % 64) & 1;
+    T *end = out;
+    for (unsigned first = 0; first < count; first += 64) {
+        uint64_t word = mask[first / 64];
+        unsigned last = first + 64 < count ? first + 64 : count;
+        for (unsigned i = first; i < last; i++, word >>= 1) {
+            *end = x[i]; /* stays only if the next line steps over it */
+            end += word & 1;
+        }
     }
-    return kept;
+    return (unsigned)(end - out);
 }
 
 /* The inverse, with `fill` where mask has no bit; `kept` is readable for SCRATCH elements. */
 static inline void FN(portable_expand)(const T *restrict kept, const uint64_t *mask,
                                        unsigned count, T fill, ANY *restrict out)
 {
-    for (unsigned i = 0; i < count; i++) {
-        unsigned bit = mask[i / 64] >> (i % 64) & 1;
-        out[i] = bit ? *kept : fill;
-        kept += bit;
+    for (unsigned first = 0; first < count; first += 64) {
+        uint64_t word = mask[first / 64];
+        unsigned last = first + 64 < count ? first + 64 : count;
+        for (unsigned i = first; i < last; i++, word >>= 1) {
+            const T chosen = (T)(0 - (word & 1)); /* a branch would be mispredicted half the time */
+            out[i] = (T)((*kept & chosen) | (fill & (T)~chosen));
+            kept += word & 1;
+        }
     }
 }
 

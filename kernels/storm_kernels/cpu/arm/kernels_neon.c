@@ -150,6 +150,8 @@ static uint64_t neon_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
 #define symbols_of_planes neon_symbols_of_planes
 #define put_bytes portable_put_bytes
 #define take_bytes portable_take_bytes
+#define mover struct portable_mover
+#define make_mover portable_make_mover
 #define extract_bits portable_extract_bits
 #define deposit_bits portable_deposit_bits
 #define kernel_checksum neon_checksum

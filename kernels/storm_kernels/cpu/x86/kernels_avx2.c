@@ -93,8 +93,20 @@ static inline void avx2_symbols_of_planes(const uint64_t planes[][WORDS], unsign
     }
 }
 
-static inline uint64_t avx2_extract_bits(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
-static inline uint64_t avx2_deposit_bits(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
+/* One instruction each: the mask says it all. */
+typedef uint64_t avx2_mover;
+
+static inline avx2_mover avx2_make_mover(uint64_t mask) { return mask; }
+
+static inline uint64_t avx2_extract_bits(uint64_t x, const avx2_mover *mask)
+{
+    return _pext_u64(x, *mask);
+}
+
+static inline uint64_t avx2_deposit_bits(uint64_t x, const avx2_mover *mask)
+{
+    return _pdep_u64(x, *mask);
+}
 
 /* -- Compaction of eight elements at a time ------------------------------------------------------ */
 
@@ -296,6 +308,8 @@ static uint64_t avx2_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
 #define symbols_of_planes avx2_symbols_of_planes
 #define put_bytes portable_put_bytes
 #define take_bytes portable_take_bytes
+#define mover avx2_mover
+#define make_mover avx2_make_mover
 #define extract_bits avx2_extract_bits
 #define deposit_bits avx2_deposit_bits
 #define kernel_checksum avx2_checksum

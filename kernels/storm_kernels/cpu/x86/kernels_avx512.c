@@ -86,8 +86,20 @@ static inline void avx512_take_bytes(const uint8_t *from, const uint64_t *mask, 
     }
 }
 
-static inline uint64_t avx512_extract_bits(uint64_t x, uint64_t mask) { return _pext_u64(x, mask); }
-static inline uint64_t avx512_deposit_bits(uint64_t x, uint64_t mask) { return _pdep_u64(x, mask); }
+/* One instruction each: the mask says it all. */
+typedef uint64_t avx512_mover;
+
+static inline avx512_mover avx512_make_mover(uint64_t mask) { return mask; }
+
+static inline uint64_t avx512_extract_bits(uint64_t x, const avx512_mover *mask)
+{
+    return _pext_u64(x, *mask);
+}
+
+static inline uint64_t avx512_deposit_bits(uint64_t x, const avx512_mover *mask)
+{
+    return _pdep_u64(x, *mask);
+}
 
 /* -- Compaction ---------------------------------------------------------------------------------- */
 
@@ -236,6 +248,8 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
 #define symbols_of_planes avx512_symbols_of_planes
 #define put_bytes avx512_put_bytes
 #define take_bytes avx512_take_bytes
+#define mover avx512_mover
+#define make_mover avx512_make_mover
 #define extract_bits avx512_extract_bits
 #define deposit_bits avx512_deposit_bits
 #define kernel_checksum avx512_checksum
