@@ -55,8 +55,7 @@ class CudaDevice:
         self._host_pool = pool
         self._pool = RegisteredHost(pool.address, pool.nbytes)
         self.codec = CudaCodec(ordinal)
-        with ThreadPoolExecutor() as threads:  # now, and not while the first client waits
-            list(threads.map(self.codec.prepare, DType))
+        _prepare(self.codec)
         self.down = Stream()
         self.up = Stream()
         self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
@@ -120,6 +119,13 @@ class CudaDevice:
             copied, action = item
             with self.heart:
                 action(_problem(copied))
+
+
+def _prepare(codec: CudaCodec) -> None:
+    """Have the codec's kernels compiled now, one thread a variant, and not at a client's cost."""
+    variants = {(dtype.element_bytes, dtype.mantissa_bits): dtype for dtype in DType}
+    with ThreadPoolExecutor(len(variants)) as threads:
+        list(threads.map(codec.prepare, variants.values()))
 
 
 def _problem(copied: Event) -> str:

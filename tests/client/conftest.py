@@ -16,6 +16,9 @@ from support.waiting import wait_until
 
 DEADLINE_SECONDS = 30.0
 
+SMALL_STAGING = ("--staging-bytes-cuda", "256KiB", "--part-bytes-cuda", "64KiB")
+"""So small that what is saved on a GPU has to leave and come back, instead of waiting there."""
+
 
 @contextmanager
 def daemons() -> Iterator[Callable[..., DaemonProcess]]:

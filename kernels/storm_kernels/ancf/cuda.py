@@ -76,7 +76,7 @@ class CudaCodec:
         self._device = device
         self._cupy = _cupy()
         self._lock = threading.Lock()  # protects _kernels
-        self._kernels: dict[tuple[str, int, int], Any] = {}
+        self._kernels: dict[tuple[str, int, int], _Kernel] = {}
         attributes = self._cupy.cuda.Device(device).attributes
         self._blocks = blocks or 2 * int(attributes["MultiProcessorCount"])
 
@@ -173,9 +173,12 @@ class CudaCodec:
     def _kernel(self, source: str, name: str, dtype: DType) -> _Kernel:
         key = (name, dtype.element_bytes, dtype.mantissa_bits)
         with self._lock:
-            if key not in self._kernels:
-                self._kernels[key] = _Kernel(self._cupy, self._device, source, *key)
-            return self._kernels[key]
+            found = self._kernels.get(key)
+        if found is None:  # made without the lock: compiling takes seconds, several may at once
+            made = _Kernel(self._cupy, self._device, source, *key)
+            with self._lock:
+                found = self._kernels.setdefault(key, made)
+        return found
 
 
 # One element type for each compiled variant.
