@@ -49,7 +49,7 @@ def make_daemon() -> Iterator[Callable[..., DaemonProcess]]:
 def daemon() -> Iterator[DaemonProcess]:
     """The daemon that most tests share."""
     with daemons() as make:
-        yield make("--pool-bytes", "256MiB")
+        yield make("--pool-bytes", "256MiB", *SMALL_STAGING)
 
 
 @pytest.fixture
