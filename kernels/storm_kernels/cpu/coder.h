@@ -10,6 +10,10 @@
 
 #define WORDS (ANCF_TILE / 64) /* 64-bit words of one bit plane of a whole tile */
 
+/* No record is longer: planes and escapes of 64-bit elements, then codes of 9 bits, bitmap streams
+ * and level 2, which together stay below 3 bytes an element. */
+#define MAX_RECORD_BYTES ((2 * 8 + 3) * ANCF_TILE)
+
 /* Slack behind a record: symbols and words are stored eight bytes at a time. */
 #define RECORD_SLACK 64
 
@@ -87,7 +91,8 @@ extern const struct kernels kernels_neon;
 /* The table of an instruction set (enum storm_isa), NULL when this machine cannot run it. */
 const struct kernels *kernels_for(int isa);
 
-/* Bytes that no record of the coder exceeds, padding included and slack not. */
+/* Bytes that no record of this coder exceeds, padding included and slack not; at most
+ * MAX_RECORD_BYTES. */
 size_t record_bound(const struct coder *coder);
 
 #endif

@@ -54,7 +54,7 @@ static void encode_one(struct range *range, uint64_t tile)
 {
     const struct encoding *job = range->job;
     const struct ancf_header *header = &job->plan.header;
-    uint8_t spill[16 + 2 * 8 * ANCF_TILE + 4 * ANCF_TILE + RECORD_SLACK];
+    uint8_t spill[MAX_RECORD_BYTES + RECORD_SLACK]; /* for where the output may be too short */
     unsigned log2 = element_log2(header);
     const uint8_t *elements = job->src + (tile * ANCF_TILE << log2);
     uint8_t *fixed = job->dst + header->fixed_offset + tile * block_bytes(header, ANCF_TILE);
