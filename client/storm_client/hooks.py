@@ -125,9 +125,8 @@ class _StepHooks:
         if isinstance(packed, KeptTensor):
             return packed.tensor
         self._step.unpacked(packed)
-        session = self._sessions.holding(packed.record.device)
         with self._recorder.timed("restore"):
-            located = session.load(packed)
+            located = packed.record.session.load(packed)
         return packed.version.alias(packed.view.rebuild(located))
 
     def _skip(self, tensor: torch.Tensor, reason: str) -> KeptTensor:

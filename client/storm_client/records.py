@@ -24,6 +24,7 @@ from storm_client.errors import StormError
 from storm_client.versions import SavedVersion
 
 if TYPE_CHECKING:
+    from storm_client.session import Session
     from storm_client.stats import StatsRecorder
     from storm_client.steps import Step
 
@@ -109,6 +110,7 @@ class StoredRange:
         "origin",
         "parts",
         "pointer",
+        "session",
         "source",
         "start",
         "stats",
@@ -118,13 +120,18 @@ class StoredRange:
 
     def __init__(
         self,
+        session: Session,
         storage: torch.UntypedStorage,
         span: tuple[int, int],
         version: SavedVersion,
         stats: StatsRecorder,
     ) -> None:
-        """Describe the bytes `span` of `storage` and keep the storage until it is let go."""
+        """Describe the bytes `span` of `storage` and keep the storage until it is let go.
+
+        `session` is the one that holds them and gives them back.
+        """
         self.key = next(_KEYS)
+        self.session = session
         self.start = span[0]
         self.nbytes = span[1] - span[0]
         self.version = version
@@ -140,11 +147,6 @@ class StoredRange:
         self._waiting: set[int] = set()
         self._restored: torch.UntypedStorage | None = None
         self._restored_ref: StorageWeakRef | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where the bytes came from and return to."""
-        return self.version.token.device
 
     def covers(self, storage: torch.UntypedStorage, span: tuple[int, int], version: int) -> bool:
         """Tell whether it holds `span` of `storage` as that is now, at `version`."""

@@ -88,7 +88,7 @@ class Session:
             DaemonLost: the daemon is gone.
         """
         self.connection.check()
-        record = StoredRange(storage, span, version, stats)
+        record = StoredRange(self, storage, span, version, stats)
         with self.connection.lock:
             self._known.add(self._grave.watch(record))
             self._release_dead()

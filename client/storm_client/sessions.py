@@ -51,12 +51,6 @@ class Sessions:
         except KeyError:
             return self._open(device)
 
-    def holding(self, device: torch.device) -> Session:
-        """Return the session that a record of `device` was stored in."""
-        session = self._sessions[device]
-        assert session is not None, "records are made by sessions alone"
-        return session
-
     def settle(self, timeout: float) -> None:
         """Wait until the stores under way have been encoded, `timeout` seconds a session."""
         for session in self._open_sessions():

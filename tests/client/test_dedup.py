@@ -3,16 +3,14 @@ from __future__ import annotations
 import torch
 from storm_client.dedup import DedupTable
 from storm_client.records import DeadRecord, RecordGrave, StoredRange
-from storm_client.stats import StatsRecorder
-from storm_client.versions import SavedVersion
+from support.records import record_of
 from torch import Tensor
 
 
 def add(
     table: DedupTable, grave: RecordGrave, tensor: Tensor, span: tuple[int, int]
 ) -> StoredRange:
-    storage = tensor.untyped_storage()
-    record = StoredRange(storage, span, SavedVersion.of(tensor), StatsRecorder())
+    record = record_of(tensor, span)
     table.add(grave.watch(record))
     return record
 

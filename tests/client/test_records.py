@@ -8,15 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.prefetch import OrderHistory
 from storm_client.records import Handle, Located, Part, RecordGrave, StoredRange, View
-from storm_client.stats import StatsRecorder
 from storm_client.steps import Step
 from storm_client.versions import SavedVersion
+from support.records import record_of
 from torch import Tensor
-
-
-def record_of(tensor: Tensor) -> StoredRange:
-    storage = tensor.untyped_storage()
-    return StoredRange(storage, (0, storage.nbytes()), SavedVersion.of(tensor), StatsRecorder())
 
 
 def handle_of(record: StoredRange, tensor: Tensor) -> Handle:

@@ -19,7 +19,6 @@ def sessions(daemon: DaemonProcess) -> Iterator[Sessions]:
 def test_the_hosts_session_is_there_from_the_start(sessions: Sessions) -> None:
     cpu = torch.device("cpu")
     assert sessions.of(cpu) is sessions.control
-    assert sessions.holding(cpu) is sessions.control
 
 
 def test_a_device_without_a_lane_is_warned_about_once(sessions: Sessions) -> None:

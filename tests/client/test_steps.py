@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import torch
 from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, StoredRange, View
-from storm_client.stats import StatsRecorder
+from storm_client.records import Handle, View
 from storm_client.steps import LOOKAHEAD, Step
-from storm_client.versions import SavedVersion
+from support.records import record_of
 
 
 def packed(step: Step, count: int) -> list[Handle]:
     handles = []
     for _ in range(count):
         tensor = torch.ones(16)
-        version = SavedVersion.of(tensor)
-        record = StoredRange(tensor.untyped_storage(), (0, 64), version, StatsRecorder())
-        handles.append(step.handle(record, View.of(tensor), version))
+        record = record_of(tensor)
+        handles.append(step.handle(record, View.of(tensor), record.version))
     return handles
 
 
