@@ -54,12 +54,9 @@ __all__ = ["CudaSession"]
 
 log = logging.getLogger(__name__)
 
-STORES_UNDER_WAY: Final = 4
-"""Parts of one session: one waits for the client, one is coded, two are copied."""
-
-RESTORES_UNDER_WAY: Final = 8
-"""Parts of one session. More than of stores: without MPS a decoder waits for the trainer's time
-slice to end while the part after it is copied already."""
+PARTS_UNDER_WAY: Final = 10
+"""Of one session, in each direction. Without MPS the codec runs only between two time slices of
+the trainer, milliseconds apart: what is coded in one must keep the link busy until the next."""
 
 POISON_SECONDS: Final = 0.01
 """Between two poisonings of a dead client's counter, until the last wait is released: a write
@@ -181,8 +178,8 @@ class CudaSession:
     def _mapped(self, request: MapSegment) -> IpcMapping:
         if self._open is None:
             self._open = _opened(self._page, self.device, self._part_bytes)
-            self.stores.provide(self._open.scratch[:STORES_UNDER_WAY])
-            self.restores.provide(self._open.scratch[STORES_UNDER_WAY:])
+            self.stores.provide(self._open.scratch[:PARTS_UNDER_WAY])
+            self.restores.provide(self._open.scratch[PARTS_UNDER_WAY:])
         mapping = IpcMapping(request.handle)
         if mapping.nbytes < request.nbytes:
             mapping.close()
@@ -339,10 +336,11 @@ def _opened(page: SharedMemory, device: CudaDevice, part_bytes: int) -> _Open:
     """
     with ExitStack() as made:
         registered = made.enter_context(closing(RegisteredHost(page.address, PAGE_BYTES)))
-        streams = [made.enter_context(closing(Stream())) for _ in range(2)]
+        _, greatest = device.context.priorities()
+        streams = [made.enter_context(closing(Stream(greatest))) for _ in range(2)]
         scratch = [
             made.enter_context(closing(Scratch(device, part_bytes)))
-            for _ in range(STORES_UNDER_WAY + RESTORES_UNDER_WAY)
+            for _ in range(2 * PARTS_UNDER_WAY)
         ]
         made.pop_all()
     return _Open(registered, streams[0], streams[1], tuple(scratch))

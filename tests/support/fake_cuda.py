@@ -45,6 +45,9 @@ class PrimaryContext(_Owned):
     def make_current(self) -> None:
         pass
 
+    def priorities(self) -> tuple[int, int]:
+        return 0, -5
+
 
 class Stream(_Owned):
     def __init__(self, priority: int = 0) -> None:

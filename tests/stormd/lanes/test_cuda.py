@@ -268,7 +268,7 @@ def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Benc
     bench.map()
     bench.store(1, 0, PART)
     session = bench.lane._sessions[SESSION]
-    wait_until(lambda: session.stores._free.qsize() == 3)  # of 4: the job has begun
+    wait_until(lambda: session.stores._free.qsize() == 9)  # of 10: the job has begun
     real = session._timelines
     poison: Callable[..., None] = real.poison
     undone = iter([True])
