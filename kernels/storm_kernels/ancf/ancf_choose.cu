@@ -26,7 +26,8 @@ enum Choice : u32 { kJointAll, kExponentAll, kJointRest, kExponentRest, kChoices
 
 struct Shared {
   u32 histogram[kCopies * kBins];
-  u64 ranked[kChoices][kRanked];  /* count << 16 | ~symbol, descending */
+  u32 ranked[kChoices][kRanked];  /* count - 1 << 16 | ~symbol, descending; 0: none */
+  u32 covered[kChoices][kRanked + 1];  /* elements that the first so many symbols cover */
   u64 low_bits, least, most;      /* of all elements: or, minimum, maximum */
   u32 fills, pairs_any, pairs_second, differ;
   u32 place[2];                   /* of the first element unlike the ones before */
@@ -184,18 +185,21 @@ DEVICE void rank_symbols(Shared &shared, u32 choice, u64 fill, u32 lane) {
     u32 count = symbol < bins ? occurrences(shared, choice, symbol, fill) : 0;
     keys[i] = count ? (count - 1) << 16 | (0xffff - symbol) : 0;
   }
+  u32 covered = 0;
   for (u32 rank = 0; rank < kRanked; rank++) {
     u32 best = 0;
 #pragma unroll
     for (u32 i = 0; i < kPerLane; i++) best = keys[i] > best ? keys[i] : best;
-    for (u32 step = 16; step; step /= 2) {
-      u32 other = shuffle_xor(best, step);
-      best = other > best ? other : best;
-    }
+    best = most_of_lanes(best);
 #pragma unroll
     for (u32 i = 0; i < kPerLane; i++) keys[i] = keys[i] == best ? 0 : keys[i];
-    if (lane == 0) shared.ranked[choice][rank] = best;
+    if (lane == 0) {
+      shared.ranked[choice][rank] = best;
+      shared.covered[choice][rank] = covered;
+    }
+    covered += best ? (best >> 16) + 1 : 0;
   }
+  if (lane == 0) shared.covered[choice][kRanked] = covered;
 }
 
 /* One way to code: its cost over the sample in bits, and its parameters. */
@@ -215,13 +219,8 @@ DEVICE Coding coding(const Shared &shared, u32 choice, u32 count, u32 drop, u32 
   made.k1 = k1;
   made.k2 = k2;
   u32 escape_bits = drop ? 8 * kWidth : 8 * kWidth - made.residue_bits <= 8 ? 8 : 16;
-  u64 missed = count, escaped = count;
-  for (u32 i = 0; i < slots_of(k1) + slots_of(k2); i++) {
-    u64 key = shared.ranked[choice][i];
-    u32 found = key ? static_cast<u32>(key >> 16) + 1 : 0;
-    if (i < slots_of(k1)) missed -= found;
-    escaped -= found;
-  }
+  const u32 *covered = shared.covered[choice];
+  u64 missed = count - covered[slots_of(k1)], escaped = count - covered[slots_of(k1) + slots_of(k2)];
   made.bits = static_cast<u64>(count) * (made.residue_bits + k1) + missed * k2 + escaped * escape_bits;
   return made;
 }
@@ -247,9 +246,9 @@ DEVICE void apply(Plan &plan, const Shared &shared, const Coding &coding, u32 dr
   plan.k2 = coding.k2;
   u32 slots = slots_of(coding.k1) + slots_of(coding.k2);
   for (u32 i = 0; i < slots; i++) {
-    u64 key = shared.ranked[coding.choice][i];
+    u32 key = shared.ranked[coding.choice][i];
     if (!key) break;
-    plan.window[i] = 0xffff - static_cast<u32>(key & 0xffff);
+    plan.window[i] = 0xffff - (key & 0xffff);
     plan.dict_count = i + 1;
   }
 }
@@ -432,7 +431,9 @@ ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 
   }
   u32 warp = thread_in_block() / kWarpThreads;
   if (warp < kChoices) rank_symbols(shared, warp, fill, thread_in_block() % kWarpThreads);
-  bool wants_distinct = request.mode == kAuto && request.is_float;
+  barrier(0, kThreads);
+  bool may_be_few = shared.ranked[kJointAll][3] == 0;  /* else there are four symbols, so four values */
+  bool wants_distinct = request.mode == kAuto && request.is_float && may_be_few;
   u32 distinct = wants_distinct ? count_distinct(shared, sampled, src, n, first) : 4;
   barrier(0, kThreads);
   if (thread_in_block() != 0) return;

@@ -29,7 +29,7 @@ struct Code {
   static constexpr u32 kMaxMisses = kTile / 8 * (kSecond + 8 * kEscapeBytes);
   /* Most bytes of a sparse tile's record: `kept` elements, `flags` bits of the bitmap. */
   DEVICE static u32 max_record(u32 kept, u32 flags) {
-    return (kept + 31) / 32 * 4 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + flags / 8 + 16;
+    return (kept + 31) / 32 * 4 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + flags / 8 + 8;
   }
 
   static constexpr u64 kMask = kBits == 64 ? ~0ull : (1ull << kBits % 64) - 1;

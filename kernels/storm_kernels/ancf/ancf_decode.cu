@@ -214,6 +214,7 @@ template <class C>
 DEVICE void decode_window_tile(Decoding &job, u32 tile) {
   u32 count = job.tile_elements(tile);
   Reader record = record_of(job, tile);
+  prefetch_tile(job, record, tile + block_count() * kTeams);
   uint4 rows[kRows];
   ConstPlaneSet planes = {job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile),
                           static_cast<u32>(round_up(count, 128))};
@@ -285,6 +286,7 @@ DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
   const Team &team = job.team;
   u32 count = job.tile_elements(tile);
   Reader record = record_of(job, tile);
+  prefetch_tile(job, record, tile + block_count() * kTeams);
   u32 masks[kRows];
   read_bitmap(job, record, tile, count, masks);
   if (!record.ok) return job.refuse();

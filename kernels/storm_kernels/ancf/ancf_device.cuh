@@ -40,6 +40,7 @@ DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(kAllLanes, v
 DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u32 lanes_where(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+DEVICE u32 most_of_lanes(u32 value) { return __reduce_max_sync(kAllLanes, value); }
 DEVICE bool any_lane(bool predicate) { return __any_sync(kAllLanes, predicate) != 0; }
 
 DEVICE u32 ones(u32 value) { return __popc(value); }
@@ -57,6 +58,18 @@ DEVICE u16 load_once(const u16 *address) { return __ldcs(address); }
 DEVICE u8 load_once(const u8 *address) { return __ldcs(address); }
 DEVICE void store_once(uint4 *address, uint4 value) { __stcs(address, value); }
 DEVICE void store_once(uint2 *address, uint2 value) { __stcs(address, value); }
+
+/* Copies 16 bytes to shared memory in the background; `copies_arrived` waits for this thread's. */
+DEVICE void copy_behind(u8 *shared, const u8 *address) {
+  u32 place = static_cast<u32>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(address) : "memory");
+}
+DEVICE void copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+/* Asks for the 128 bytes around `address`, which must be in an allocation, to come to the L2. */
+DEVICE void prefetch_line(const u8 *address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
 
 /* Words that blocks of one launch pass to each other: never torn, never from a stale cache. */
 DEVICE u64 load_shared_word(const u64 *address) {

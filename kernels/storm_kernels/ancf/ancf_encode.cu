@@ -70,37 +70,49 @@ DEVICE void write_escapes(const Team &team, u8 *escapes, const u32 (&flags)[kRow
   }
 }
 
-/* Level 2 and escapes of a tile, from the flags of its codes. Returns the bytes at `record`. */
+/* Ranks of the missed and the escaped among a tile's coded elements; the team meets. */
 template <class C>
-DEVICE u32 write_misses(Encoding &job, u8 *record, const u32 (&flags)[kRows], const Coded &coded,
-                        const Table<C> &table) {
-  const Team &team = job.team;
-  u32 missed[kRows], escaped[kRows];
+struct Misses {
+  Ranks ranks[C::kSecond ? 2 : 1];
+
+  DEVICE static Misses count(Encoding &job, const u32 (&flags)[kRows]) {
+    Misses made;
+    u32 missed[kRows], escaped[kRows];
 #pragma unroll
-  for (u32 row = 0; row < kRows; row++) {
-    missed[row] = ones(flags[row] & 0xffff);
-    escaped[row] = ones(flags[row] >> 16);
+    for (u32 row = 0; row < kRows; row++) {
+      missed[row] = ones(flags[row] & 0xffff);
+      escaped[row] = ones(flags[row] >> 16);
+    }
+    made.ranks[0] = Ranks::in_warp(escaped, job.team.lane);
+    if constexpr (C::kSecond != 0) made.ranks[1] = Ranks::in_warp(missed, job.team.lane);
+    rank_in_team(made.ranks, job.team, *job.shared, job.turn);
+    return made;
   }
-  if constexpr (C::kSecond == 0) {
-    Ranks ranks[1] = {Ranks::in_warp(escaped, team.lane)};
-    rank_in_team(ranks, team, *job.shared, job.turn);
-    write_escapes<C>(team, record, flags, ranks[0], coded);
-    return C::kEscapeBytes * ranks[0].total;
+  DEVICE u32 plane_bytes() const {
+    if constexpr (C::kSecond != 0) return (ranks[1].total + 7) / 8;
+    return 0;
   }
-  Ranks ranks[2] = {Ranks::in_warp(escaped, team.lane), Ranks::in_warp(missed, team.lane)};
-  rank_in_team(ranks, team, *job.shared, job.turn);
-  u32 count = ranks[1].total, plane_bytes = (count + 7) / 8;
-  list_misses<C>(job, flags, ranks[1], coded, table);
-  write_escapes<C>(team, record + plane_bytes * C::kSecond, flags, ranks[0], coded);
-  team.meet();
-  for (u32 octet = team.thread; octet < plane_bytes; octet += kTeamThreads) {
-    uint2 bytes = list_octet(job.list(), octet, count);
-    transpose_bits(bytes.x, bytes.y);
-    for (u32 bit = 0; bit < C::kSecond; bit++) {
-      record[plane_bytes * bit + octet] = static_cast<u8>(bytes.x >> (8 * bit));
+  DEVICE u32 bytes() const { return plane_bytes() * C::kSecond + C::kEscapeBytes * ranks[0].total; }
+};
+
+/* Level 2 and escapes of a tile at `record`, from the flags of its codes. */
+template <class C>
+DEVICE void write_misses(Encoding &job, u8 *record, const u32 (&flags)[kRows], const Misses<C> &misses,
+                         const Coded &coded, const Table<C> &table) {
+  const Team &team = job.team;
+  u32 plane_bytes = misses.plane_bytes();
+  write_escapes<C>(team, record + plane_bytes * C::kSecond, flags, misses.ranks[0], coded);
+  if constexpr (C::kSecond != 0) {
+    list_misses<C>(job, flags, misses.ranks[1], coded, table);
+    team.meet();
+    for (u32 octet = team.thread; octet < plane_bytes; octet += kTeamThreads) {
+      uint2 bytes = list_octet(job.list(), octet, misses.ranks[1].total);
+      transpose_bits(bytes.x, bytes.y);
+      for (u32 bit = 0; bit < C::kSecond; bit++) {
+        record[plane_bytes * bit + octet] = static_cast<u8>(bytes.x >> (8 * bit));
+      }
     }
   }
-  return plane_bytes * C::kSecond + C::kEscapeBytes * ranks[0].total;
 }
 
 /* Residues and codes of one row; returns its flags. kFull: all its elements exist. */
@@ -120,14 +132,15 @@ DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 
 }
 
 template <class C>
-DEVICE void encode_window_tile(Encoding &job, u32 tile, u32 index, Records &records, const Table<C> &table) {
-  records.begin(index, C::kMaxMisses);
+DEVICE void encode_window_tile(Encoding &job, u32 tile, u32 index, bool is_last, Records &records,
+                               const Table<C> &table) {
   const Team &team = job.team;
   u32 count = job.tile_elements(tile);
   uint4 rows[kRows];
   job.load(rows, tile);
+  if (!is_last) job.fetch_ahead(tile + 1);
   PlaneSet planes = {job.block(tile), static_cast<u32>(round_up(count, 128))};
-  u8 *tops = job.compact();  /* each lane reads back what it wrote */
+  u8 *tops = job.tops();  /* each lane reads back what it wrote */
   u32 flags[kRows];
   if (Packed<C>::kFits && count == kTile) {
     planes.padded = kTile;
@@ -141,8 +154,12 @@ DEVICE void encode_window_tile(Encoding &job, u32 tile, u32 index, Records &reco
       flags[row] = write_row<C, false, false>(planes, team.first(row), rows[row], count, table, tops, team.lane);
     }
   }
+  Misses<C> misses = Misses<C>::count(job, flags);
+  if (is_last) job.fetch_ahead(job.shared->unit * job.unit_tiles);  /* the team has met since it was taken */
+  u8 *record = records.reserve(index, misses.bytes());
   Coded coded = {job.src + static_cast<u64>(tile) * kTile * kWidth, tops, false};
-  records.add(write_misses<C>(job, records.end(), flags, coded, table));
+  write_misses<C>(job, record, flags, misses, coded, table);
+  records.add(misses.bytes());
 }
 
 /* Every second bit of `bits`, from bit 0 on. */
@@ -213,8 +230,7 @@ DEVICE void encode_sparse_tile(Encoding &job, u32 tile, u32 index, Records &reco
   const Team &team = job.team;
   u32 counts[3];
   split_sparse(job, tile, job.tile_elements(tile), counts);
-  records.begin(index, C::max_record(counts[0], counts[1] + counts[2]));
-  u8 *record = records.end();
+  u8 *record = records.reserve(index, C::max_record(counts[0], counts[1] + counts[2]));
   u32 head = 0;
   if (job.plan.bitmap == kBitmapPairs) {
     head = write_list_bits(team, record, job.list(), counts[1]);
@@ -232,7 +248,9 @@ DEVICE void encode_sparse_tile(Encoding &job, u32 tile, u32 index, Records &reco
   }
   u32 front = head + planes.padded / 8 * C::kPlaneBits;
   Coded coded = {compact, nullptr, true};
-  records.add(front + write_misses<C>(job, record + front, flags, coded, table));
+  Misses<C> misses = Misses<C>::count(job, flags);
+  write_misses<C>(job, record + front, flags, misses, coded, table);
+  records.add(front + misses.bytes());
 }
 
 template <class C, bool kHasBitmap>
@@ -241,9 +259,12 @@ DEVICE void encode_tiles(Encoding &job, Table<C> &table) {
   static_assert(C::kMaxRecord <= kBufferBytes, "a record must fit the buffer");
   fill_table(table, job.plan);
   barrier(0, kBlockThreads);
-  encode_units(job, [&](u32 tile, u32 index, Records &records) {
+  static_assert(C::kMaxMisses <= kBufferBytes - kTile, "misses must fit beside the top bytes");
+  job.fetches = !kHasBitmap;
+  u32 capacity = kHasBitmap ? kBufferBytes : kBufferBytes - kTile;
+  encode_units(job, capacity, [&](u32 tile, u32 index, bool is_last, Records &records) {
     if constexpr (kHasBitmap) encode_sparse_tile<C>(job, tile, index, records, table);
-    else encode_window_tile<C>(job, tile, index, records, table);
+    else encode_window_tile<C>(job, tile, index, is_last, records, table);
   });
 }
 
@@ -355,7 +376,7 @@ ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Resul
   u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kArenaBytes;
   u8 *table = memory + kTeams * (sizeof(TeamShared) + kArenaBytes);
   Encoding job{plan, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
-               team, shared, arena, 0, 0};
+               team, shared, arena, false, 0, 0};
   if (!has_tiles(plan.mode)) encode_flat(job);
   else if (plan.mode == kInteger) encode_integers(job);
   else if (has_dictionary_apart(plan.mode)) encode_values(job, values_of(scratch));

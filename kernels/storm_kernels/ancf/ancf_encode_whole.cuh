@@ -81,9 +81,9 @@ DEVICE void encode_integer_tile(Encoding &job, u32 tile, u32 index, Records &rec
   u64 base = bounds.least ^ flip;
   PlaneSet planes = {nullptr, (count + 31) / 32 * 32};
   u32 bytes = kIntegerHeadBytes + planes.padded / 8 * width;
-  records.begin(index, bytes);
-  planes.base = records.end() + kIntegerHeadBytes;
-  if (team.thread < 2) reinterpret_cast<u64 *>(records.end())[team.thread] = team.thread ? width : base;
+  u8 *record = records.reserve(index, bytes);
+  planes.base = record + kIntegerHeadBytes;
+  if (team.thread < 2) reinterpret_cast<u64 *>(record)[team.thread] = team.thread ? width : base;
   for (u32 row = 0; row < kRows; row++) {
     u64 values[kPiece];
 #pragma unroll
@@ -96,7 +96,7 @@ DEVICE void encode_integer_tile(Encoding &job, u32 tile, u32 index, Records &rec
 }
 
 DEVICE void encode_integers(Encoding &job) {
-  encode_units(job, [&](u32 tile, u32 index, Records &records) {
+  encode_units(job, kBufferBytes, [&](u32 tile, u32 index, bool, Records &records) {
     encode_integer_tile(job, tile, index, records);
   });
 }
@@ -136,7 +136,6 @@ struct SortedValues {
 DEVICE void encode_values_tile(Encoding &job, u32 tile, u32 index, Records &records, const SortedValues &sorted) {
   const Team &team = job.team;
   u32 count = job.tile_elements(tile), none = (1u << sorted.bits) - 1;
-  records.begin(index, kTile * kWidth);
   uint4 rows[kRows];
   job.load(rows, tile);
   PlaneSet planes = {job.block(tile), static_cast<u32>(round_up(count, 128))};
@@ -156,12 +155,13 @@ DEVICE void encode_values_tile(Encoding &job, u32 tile, u32 index, Records &reco
   }
   Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
   rank_in_team(ranks, team, *job.shared, job.turn);
+  u8 *record = records.reserve(index, ranks[0].total * kWidth);
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
     u32 rank = ranks[0].start[row];
 #pragma unroll
     for (u32 i = 0; i < kPiece; i++) {
-      if (escaped[row] >> i & 1) write_staged(records.end(), rank++, element(rows[row], i));
+      if (escaped[row] >> i & 1) write_staged(record, rank++, element(rows[row], i));
     }
   }
   records.add(ranks[0].total * kWidth);
@@ -169,7 +169,7 @@ DEVICE void encode_values_tile(Encoding &job, u32 tile, u32 index, Records &reco
 
 DEVICE void encode_values(Encoding &job, const u64 *values) {
   SortedValues sorted = SortedValues::make(job, values);
-  encode_units(job, [&](u32 tile, u32 index, Records &records) {
+  encode_units(job, kBufferBytes, [&](u32 tile, u32 index, bool, Records &records) {
     encode_values_tile(job, tile, index, records, sorted);
   });
 }

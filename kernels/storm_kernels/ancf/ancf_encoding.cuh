@@ -33,11 +33,14 @@ struct Encoding {
   Team team;
   TeamShared *shared;
   u8 *arena;
+  bool fetches;  /* compact() holds tiles fetched ahead, else what the mode puts there */
   u32 turn;
   u64 check;
 
   DEVICE u8 *compact() const { return arena; }
   DEVICE u8 *list() const { return arena + kCompactBytes; }
+  /* Bytes for the elements of a tile, where the mode fetches ahead: the buffer's end. */
+  DEVICE u8 *tops() const { return arena + kArenaBytes - kTile; }
   DEVICE u8 *buffer() const { return arena + kCompactBytes + kListBytes; }
   DEVICE u64 limit() const { return kHeaderBytes + plan.raw_nbytes; }
   DEVICE u32 units() const { return (plan.tiles + unit_tiles - 1) / unit_tiles; }
@@ -49,10 +52,28 @@ struct Encoding {
     return shared->unit;
   }
 
-  /* Loads this warp's chunk of the tile and adds it to the checksum. */
+  DEVICE bool is_whole(u32 tile) const { return tile < plan.elements / kTile && aligned(src); }
+
+  /* Starts to bring this thread's part of a tile to compact(), where the mode leaves that free. */
+  DEVICE void fetch_ahead(u32 tile) {
+    if (!fetches || !is_whole(tile)) return;
+    u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes + team.lane * 16;
+    u8 *to = compact() + team.warp * kCheckChunkBytes + team.lane * 16;
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) copy_behind(to + 512 * row, src + at + 512 * row);
+  }
+
+  /* This thread's part of a tile that fetch_ahead was told of; adds it to the checksum. */
   DEVICE void load(uint4 (&rows)[kRows], u32 tile) {
     u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes;
-    load_chunk(rows, src, at, plan.raw_nbytes, team.lane);
+    if (fetches && is_whole(tile)) {
+      copies_arrived();
+      const uint4 *from = reinterpret_cast<const uint4 *>(compact() + team.warp * kCheckChunkBytes) + team.lane;
+#pragma unroll
+      for (u32 row = 0; row < kRows; row++) rows[row] = from[row * kWarpThreads];
+    } else {
+      load_chunk(rows, src, at, plan.raw_nbytes, team.lane);
+    }
     if ((plan.flags & kFlagChecksum) && at < plan.raw_nbytes) check += column_check(rows, at, team.lane);
   }
   DEVICE u32 tile_elements(u32 tile) const {
@@ -86,84 +107,117 @@ DEVICE u64 look_back(const u64 *prefixes, u32 unit, u32 lane) {
   return sum;
 }
 
-/* A unit's records: gathered in the team's buffer, then placed. Bytes but for `base`, in units. */
+/* Some records of one unit, next to each other in the team's buffer. */
+struct Batch {
+  u32 unit, side;      /* side: which of the team's two sets of offsets is the unit's */
+  u32 start, bytes;    /* in the buffer */
+  u32 shipped;         /* bytes of the unit that are in the payload already */
+};
+
+/* A team's records on their way to the payload. A complete unit waits, with its size told to the
+ * others, while the team works on its next one: by then its place is mostly known. */
 struct Records {
   Encoding &job;
-  u32 unit;
-  u32 gathered = 0;  /* bytes in the buffer */
-  u32 shipped = 0;   /* bytes already in the payload */
-  bool placed = false;
-  u64 base = 0;
+  u32 capacity;        /* bytes of the buffer that may be used */
+  Batch current = {}, waiting = {};
+  bool waits = false;  /* a complete unit is in `waiting` */
+  bool placed = false; /* the current unit's place is known: it outgrew the buffer */
+  u64 base = 0;        /* that place, in units of 8 bytes */
 
-  DEVICE u8 *end() const { return job.buffer() + gathered; }
-
-  /* Notes where the record of the unit's tile number `index` starts. */
-  DEVICE void begin(u32 index, u32 most) {
-    if (gathered + most > kBufferBytes) ship();
-    if (job.team.thread == 0) job.shared->offsets[index] = (shipped + gathered) / kRecordUnit;
+  DEVICE void open(u32 unit) {
+    u32 end = waits ? waiting.start + waiting.bytes : 0;
+    if (end > capacity / 2) {
+      settle();
+      end = 0;
+    }
+    current = {unit, current.side ^ 1, end, 0, 0};
+    placed = false;
   }
 
-  /* Takes a record of `bytes` bytes written at end(). */
+  /* Makes room for a record of `bytes` bytes and notes where it starts; returns its memory. */
+  DEVICE u8 *reserve(u32 index, u32 bytes) {
+    if (current.start + current.bytes + bytes + kRecordUnit > capacity) make_room();
+    if (job.team.thread == 0) {
+      job.shared->offsets[current.side][index] = (current.shipped + current.bytes) / kRecordUnit;
+    }
+    return job.buffer() + current.start + current.bytes;
+  }
+
+  /* Takes the record of `bytes` bytes that reserve() gave memory for. */
   DEVICE void add(u32 bytes) {
     u32 padded = (bytes + kRecordUnit - 1) / kRecordUnit * kRecordUnit;
-    if (job.team.thread < padded - bytes) end()[bytes + job.team.thread] = 0;
-    gathered += padded;
+    u8 *end = job.buffer() + current.start + current.bytes + bytes;
+    if (job.team.thread < padded - bytes) end[job.team.thread] = 0;
+    current.bytes += padded;
   }
 
-  /* Learns the unit's place; tells the others its size when that is final. */
-  DEVICE void place(bool final) {
-    u64 size = (shipped + gathered) / kRecordUnit;
-    u64 *word = job.prefixes + unit;
+  /* The current unit is complete. */
+  DEVICE void close() {
+    if (waits) settle();
+    u64 size = (current.shipped + current.bytes) / kRecordUnit;
+    if (job.team.thread == 0) {
+      u64 word = placed ? kWholeSum | (base + size) : kPartSum | size;
+      store_shared_word(job.prefixes + current.unit, word);
+    }
+    waiting = current;
+    waits = true;
+    if (placed) finish(base);
+  }
+
+  /* Places the unit that waits; the team meets. */
+  DEVICE void settle() { finish(locate(waiting, true)); }
+
+  DEVICE void finish(u64 place) {
+    write_directory(waiting, place);
+    copy(waiting, place);
+    waits = false;
+    job.team.meet();
+  }
+
+  /* Where the unit of `batch` starts; once it is complete, tells the others where it ends. */
+  DEVICE u64 locate(const Batch &batch, bool complete) {
     if (job.team.warp == 0) {
-      bool tell = job.team.lane == 0 && final;
-      if (!placed) {
-        if (tell) store_shared_word(word, kPartSum | size);
-        u64 found = look_back(job.prefixes, unit, job.team.lane);
-        if (job.team.lane == 0) job.shared->base = found;
-        if (tell) store_shared_word(word, kWholeSum | (found + size));
-      } else if (tell) {
-        store_shared_word(word, kWholeSum | (base + size));
+      u64 found = look_back(job.prefixes, batch.unit, job.team.lane);
+      u64 size = (batch.shipped + batch.bytes) / kRecordUnit;
+      if (job.team.lane == 0) {
+        job.shared->base = found;
+        if (complete) store_shared_word(job.prefixes + batch.unit, kWholeSum | (found + size));
       }
     }
     job.team.meet();
-    base = job.shared->base;
+    return job.shared->base;
+  }
+
+  /* Empties the buffer before the current unit is complete. */
+  DEVICE void make_room() {
+    if (waits) settle();
+    if (!placed) base = locate(current, false);
+    else job.team.meet();
     placed = true;
-  }
-
-  /* Copies the buffer to the payload; bytes that would pass the limit are left out. */
-  DEVICE void copy() {
-    u64 at = job.plan.payload_offset + base * kRecordUnit + shipped;
-    if (at + gathered <= job.limit()) {
-      const u64 *from = reinterpret_cast<const u64 *>(job.buffer());
-      u64 *to = reinterpret_cast<u64 *>(job.dst + at);
-      for (u32 i = job.team.thread; i < gathered / 8; i += kTeamThreads) to[i] = from[i];
-    }
-    shipped += gathered;
-    gathered = 0;
-  }
-
-  /* Empties the buffer before the unit is complete. */
-  DEVICE void ship() {
-    place(false);
-    copy();
+    copy(current, base);
     job.team.meet();
+    current = {current.unit, current.side, 0, 0, current.shipped + current.bytes};
   }
 
-  /* Places the whole unit and writes its directory entries. */
-  DEVICE void settle(u32 first_tile, u32 tiles) {
-    place(true);
-    u32 *directory = reinterpret_cast<u32 *>(job.dst + job.plan.directory_offset) + first_tile;
-    if (job.team.thread < tiles) {
-      directory[job.team.thread] = static_cast<u32>(base) + job.shared->offsets[job.team.thread];
-    }
-    copy();
-    u32 done = first_tile + tiles;
-    if (done != job.plan.tiles) return;
-    u32 entries = static_cast<u32>(round_up(4ull * (job.plan.tiles + 1), kDirectoryAlign) / 4);
-    for (u32 i = done + job.team.thread; i < entries; i += kTeamThreads) {
-      u32 value = i == done ? static_cast<u32>(base) + shipped / kRecordUnit : 0;
-      directory[i - first_tile] = value;
-    }
+  /* Copies a batch to the payload; bytes that would pass the limit are left out. */
+  DEVICE void copy(const Batch &batch, u64 place) {
+    u64 at = job.plan.payload_offset + place * kRecordUnit + batch.shipped;
+    if (at + batch.bytes > job.limit()) return;
+    const u64 *from = reinterpret_cast<const u64 *>(job.buffer() + batch.start);
+    u64 *to = reinterpret_cast<u64 *>(job.dst + at);
+    for (u32 i = job.team.thread; i < batch.bytes / 8; i += kTeamThreads) to[i] = from[i];
+  }
+
+  /* The unit's directory entries and, after the last tile, the end and the padding. */
+  DEVICE void write_directory(const Batch &batch, u64 place) {
+    u32 first = batch.unit * job.unit_tiles, thread = job.team.thread;
+    u32 left = job.plan.tiles - first, tiles = left < job.unit_tiles ? left : job.unit_tiles;
+    u32 *directory = reinterpret_cast<u32 *>(job.dst + job.plan.directory_offset) + first;
+    if (thread < tiles) directory[thread] = static_cast<u32>(place) + job.shared->offsets[batch.side][thread];
+    if (tiles != left) return;
+    u32 entries = static_cast<u32>(round_up(4ull * (job.plan.tiles + 1), kDirectoryAlign) / 4) - first;
+    u32 end = static_cast<u32>(place) + (batch.shipped + batch.bytes) / kRecordUnit;
+    for (u32 i = tiles + thread; i < entries; i += kTeamThreads) directory[i] = i == tiles ? end : 0;
   }
 };
 
@@ -173,15 +227,23 @@ DEVICE void write_escape(u8 *at, u64 value) {
   for (u32 i = 0; i < kBytes; i++) at[i] = static_cast<u8>(value >> (8 * i));
 }
 
-/* Takes units until none is left; `encode(tile, index, records)` does the unit's tile `index`. */
+/* Encodes units until none is left; `encode(tile, index, records)` does the unit's tile `index`.
+ * The next ticket is taken early, so that its first tile can be fetched ahead. */
 template <class Encode>
-DEVICE void encode_units(Encoding &job, Encode encode) {
-  for (;;) {
-    Records records{job, job.take_unit()};
-    if (records.unit >= job.units()) return;
-    u32 first = records.unit * job.unit_tiles;
+DEVICE void encode_units(Encoding &job, u32 capacity, Encode encode) {
+  Records records{job, capacity};
+  u32 unit = job.take_unit();
+  job.fetch_ahead(unit * job.unit_tiles);
+  while (unit < job.units()) {
+    job.team.meet();  /* all have read the ticket */
+    if (job.team.thread == 0) job.shared->unit = fetch_add(&job.work->next_unit, 1u);
+    records.open(unit);
+    u32 first = unit * job.unit_tiles;
     u32 tiles = job.plan.tiles - first < job.unit_tiles ? job.plan.tiles - first : job.unit_tiles;
-    for (u32 index = 0; index < tiles; index++) encode(first + index, index, records);
-    records.settle(first, tiles);
+    for (u32 index = 0; index < tiles; index++) encode(first + index, index, index + 1 == tiles, records);
+    job.team.meet();
+    unit = job.shared->unit;
+    records.close();
   }
+  if (records.waits) records.settle();
 }

@@ -173,8 +173,33 @@ struct Ranks {
   u32 start[kRows];
   u32 total;
 
-  /* Ranks inside the warp's chunk, from how many this lane has in each row (at most 16). */
+  /* Ranks inside the warp's chunk, from how many this lane has in each row. */
   DEVICE static Ranks in_warp(const u32 (&count)[kRows], u32 lane) {
+    return kPiece <= 8 ? in_bytes(count, lane) : in_halves(count, lane);
+  }
+
+  /* At most 8 a row: what comes before a lane in its row is below 256, so a byte holds it. */
+  DEVICE static Ranks in_bytes(const u32 (&count)[kRows], u32 lane) {
+    u32 own = count[0] | count[1] << 8 | count[2] << 16 | count[3] << 24;
+    u32 before = shuffle_up(own, 1);
+    if (lane == 0) before = 0;
+#pragma unroll
+    for (u32 step = 1; step < kWarpThreads; step *= 2) {
+      u32 add = shuffle_up(before, step);
+      if (lane >= step) before += add;
+    }
+    u32 last_before = shuffle(before, 31), last = shuffle(own, 31);
+    Ranks ranks;
+    ranks.total = 0;
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      ranks.start[row] = ranks.total + (before >> (8 * row) & 0xff);
+      ranks.total += (last_before >> (8 * row) & 0xff) + (last >> (8 * row) & 0xff);
+    }
+    return ranks;
+  }
+
+  DEVICE static Ranks in_halves(const u32 (&count)[kRows], u32 lane) {
     Ranks ranks;
     u32 low = count[0] | count[1] << 16, high = count[2] | count[3] << 16;
     u32 low_sum = low, high_sum = high;
@@ -212,10 +237,10 @@ constexpr u32 kMaxUnitTiles = 4;  /* tiles that a team encodes before it needs t
 /* Shared words of one team. `totals` has two halves, used in turn, so that one meeting a scan
  * is enough: the half written now was last read before the previous meeting. */
 struct alignas(16) TeamShared {
-  u32 totals[2][kRankKinds][kTeamWarps];
-  u32 unit;
-  u32 offsets[kMaxUnitTiles];
-  u64 base;
+  u64 base;                                /* of the unit that is being placed */
+  u32 offsets[2][kMaxUnitTiles];           /* of records in their unit, by the unit's side */
+  u32 unit;                                /* the ticket taken last */
+  u16 totals[2][kRankKinds][kTeamWarps];
 };
 
 /* Turns ranks inside each warp into ranks inside the team's tile; the team meets once. */
@@ -223,7 +248,7 @@ template <u32 kKinds>
 DEVICE void rank_in_team(Ranks (&ranks)[kKinds], const Team &team, TeamShared &shared, u32 &turn) {
   turn ^= 1;
   if (team.lane == 0) {
-    for (u32 kind = 0; kind < kKinds; kind++) shared.totals[turn][kind][team.warp] = ranks[kind].total;
+    for (u32 kind = 0; kind < kKinds; kind++) shared.totals[turn][kind][team.warp] = static_cast<u16>(ranks[kind].total);
   }
   team.meet();
 #pragma unroll

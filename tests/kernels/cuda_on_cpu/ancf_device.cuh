@@ -52,6 +52,13 @@ DEVICE u32 lanes_where(bool predicate) {
     return bits;
   }));
 }
+DEVICE u32 most_of_lanes(u32 value) {
+  return static_cast<u32>(emulation::exchange(value, [](uint64_t *slot) {
+    uint64_t most = 0;
+    for (int i = 0; i < 32; i++) most = slot[i] > most ? slot[i] : most;
+    return most;
+  }));
+}
 DEVICE bool any_lane(bool predicate) { return lanes_where(predicate) != 0; }
 
 DEVICE u32 ones(u32 value) { return __builtin_popcount(value); }
@@ -74,6 +81,11 @@ template <class T>
 DEVICE T load_once(const T *address) { return *address; }
 template <class T>
 DEVICE void store_once(T *address, T value) { *address = value; }
+
+/* The bytes come at once: the device may deliver them at any time up to the wait. */
+DEVICE void copy_behind(u8 *shared, const u8 *address) { std::memcpy(shared, address, 16); }
+DEVICE void copies_arrived() {}
+DEVICE void prefetch_line(const u8 *address) { static_cast<void>(*const_cast<const volatile u8 *>(address)); }
 
 DEVICE u64 load_shared_word(const u64 *address) { return *const_cast<const volatile u64 *>(address); }
 DEVICE void store_shared_word(u64 *address, u64 value) {
