@@ -12,9 +12,9 @@ import threading
 from typing import Any, Literal, get_args
 
 from storm_client.client import Client, Modules
-from storm_client.connection import is_listening, socket_path
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import DaemonUnavailable, UsageError
+from storm_client.handshake import is_listening, socket_path
 from storm_client.hooks import Offload
 from storm_client.sessions import Sessions
 from stormd.protocol import default_addresses

@@ -12,43 +12,31 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
-from pathlib import Path
 
 import zmq
 
-from storm_client.errors import (
-    DaemonLost,
-    DaemonUnavailable,
-    ProtocolMismatch,
-    StormError,
-    UsageError,
-    named,
-)
+from storm_client.errors import DaemonLost, StormError, UsageError, named
+from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
 from storm_client.lanes import LaneHello
-from storm_client.lifeline import Lifeline
 from storm_client.wakeup import Wakeup
 from stormd.protocol import (
-    PROTOCOL_VERSION,
     Envelope,
     Goodbye,
-    Hello,
     Message,
     Ping,
     Pong,
     ProtocolError,
     Refused,
-    Welcome,
     decode,
     encode,
-    parse_address,
 )
 
-__all__ = ["IDS_PER_RELEASE", "Connection", "is_listening", "socket_path"]
+__all__ = ["IDS_PER_RELEASE", "Connection"]
 
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
@@ -60,9 +48,6 @@ training thread, which handles them itself when it sends, rarely shares the inte
 GOODBYE_SECONDS = 5.0
 """How long close waits for the daemon to free the session before it leaves anyway."""
 
-SEND_QUEUE = 16384
-"""Frames that may wait for a daemon that does not read before it is given up."""
-
 FRAME_MESSAGES = 256
 """Messages sent in one frame: of the longest kind, a Release of IDS_PER_RELEASE, they fit."""
 
@@ -73,29 +58,6 @@ IDS_PER_RELEASE = 256
 """Entries given up in one message, of at most 9 bytes each."""
 
 OnMessage = Callable[[int, Message], None]
-
-
-def socket_path(address: str) -> Path:
-    """Return the path of an address.
-
-    Raises:
-        UsageError: it is no `ipc:///PATH`.
-    """
-    try:
-        return parse_address(address)
-    except ProtocolError as error:
-        raise UsageError(f"{error}; pass address='ipc:///PATH' or set STORMD_ADDRESS") from error
-
-
-def is_listening(address: str) -> bool:
-    """Tell whether somebody accepts connections at the address, without speaking to them."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(socket_path(address)))
-        except OSError:
-            return False
-        return True
 
 
 class Connection:
@@ -118,7 +80,7 @@ class Connection:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         """Notified whenever something that waits may look for has changed."""
-        self.numbers = count(1)
+        self.numbers = count(FIRST_NUMBER)
         """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
         self.on_message: OnMessage = _ignore
         self.on_wake: Callable[[], None] = _nothing
@@ -130,9 +92,12 @@ class Connection:
         self._waiting = 0
         self._needed = threading.Event()  # set while somebody waits, or when all is over
         self._draining = False
-        self._wakeup: Wakeup | None = Wakeup()
         self._thread: threading.Thread | None = None
-        self._open(hello, timeout)
+        channel = open_channel(address, hello, timeout)
+        self._context, self._socket = channel.context, channel.socket
+        self.lifeline, self.descriptors = channel.lifeline, channel.descriptors
+        self.welcome = channel.welcome
+        self._wakeup: Wakeup | None = Wakeup()
 
     def start(self) -> None:
         """Start listening; the callbacks are set."""
@@ -274,9 +239,10 @@ class Connection:
             return
         with self.lock:
             if not self.lost:
-                self.post(0, Goodbye())
-                self._transmit()
-                self._wait_for_the_end()
+                with suppress(DaemonLost):  # it does not read: there is nobody to say goodbye to
+                    self.post(0, Goodbye())
+                    self._transmit()
+                    self._wait_for_the_end()
                 self._lose("the connection was closed")
         if self._thread is not None:
             self._thread.join()
@@ -284,70 +250,6 @@ class Connection:
         self._wakeup = None
         self.lifeline.close()
         self._context.destroy(linger=0)
-
-    # --- opening ----------------------------------------------------------------------------
-
-    def _open(self, hello: LaneHello, timeout: float) -> None:
-        path = socket_path(self.address)
-        if not is_listening(self.address):
-            raise DaemonUnavailable(
-                f"no daemon listens at {self.address} ({path} "
-                f"{'refuses connections' if path.exists() else 'does not exist'}); start one with "
-                f"`stormd serve --address {self.address}`, or name none to get one of your own"
-            )
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        try:
-            self._socket.setsockopt(zmq.LINGER, 0)
-            self._socket.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-            self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by what this side asked for
-            self._socket.connect(self.address)
-            self.welcome = self._introduce(hello, timeout)
-            self.lifeline, self.descriptors = Lifeline.attach(
-                self.welcome.lifeline, self.welcome.token, timeout
-            )
-        except BaseException:
-            self._wakeup = None
-            self._context.destroy(linger=0)
-            raise
-
-    def _introduce(self, lane: LaneHello, timeout: float) -> Welcome:
-        """Exchange Hello for Welcome."""
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            features=list(lane.features),
-            pid=os.getpid(),
-            uid=os.getuid(),
-            device=lane.device,
-            device_uuid=lane.device_uuid,
-            ipc_modes=list(lane.ipc_modes),
-            staging_bytes=lane.staging_bytes,
-            name=_process_name(),
-        )
-        self._socket.send(encode([Envelope(next(self.numbers), hello)]))
-        if not self._socket.poll(max(1, int(timeout * 1000))):
-            raise DaemonUnavailable(
-                f"whoever listens at {self.address} did not answer within {timeout:g} s; "
-                "check that it is stormd (`stormd status`), or raise timeout"
-            )
-        return self._welcomed(self._socket.recv())
-
-    def _welcomed(self, frame: bytes) -> Welcome:
-        try:
-            answer = decode(frame)[0].message
-        except ProtocolError as error:
-            raise ProtocolMismatch(
-                f"the daemon at {self.address} answered Hello in a way that version "
-                f"{PROTOCOL_VERSION} does not know ({error}); install the daemon's version"
-            ) from error
-        if isinstance(answer, Refused):
-            refusal = named(answer.kind, answer.detail)
-            if isinstance(refusal, DaemonLost):
-                raise DaemonUnavailable(answer.detail)
-            raise refusal
-        if not isinstance(answer, Welcome):
-            raise ProtocolMismatch(f"{self.address} answered Hello by {type(answer).__name__}")
-        return answer
 
     # --- the listening thread ---------------------------------------------------------------
 
@@ -433,11 +335,6 @@ class Connection:
         poller = select.poll()
         poller.register(self.lifeline, select.POLLIN)
         poller.poll(GOODBYE_SECONDS * 1000)
-
-
-def _process_name() -> str:
-    """Return what the process calls itself, for `stormd status`."""
-    return Path("/proc/self/comm").read_text(encoding="utf-8", errors="replace").strip()
 
 
 def _ignore(request: int, message: Message) -> None:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from storm_client.connection import is_listening
 from storm_client.errors import DaemonUnavailable
+from storm_client.handshake import is_listening
 
 __all__ = ["EmbeddedDaemon"]
 

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
-from pathlib import Path
 
 import pytest
 import storm_client as storm
@@ -14,29 +12,6 @@ from storm_client.lanes import LaneHello
 from support.daemon_process import DaemonProcess
 
 from stormd.protocol import Ping, Pong, Release, Status, StatusRequest
-
-
-def test_a_socket_that_nobody_accepts_on(tmp_path: Path) -> None:
-    path = tmp_path / "stale"
-    with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(path))
-    with pytest.raises(storm.DaemonUnavailable, match="refuses connections"):
-        storm.connect(f"ipc://{path}", embedded="never")
-
-
-def test_somebody_who_does_not_answer(tmp_path: Path) -> None:
-    path = tmp_path / "silent"
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(path))
-        silent.listen()
-        with pytest.raises(storm.DaemonUnavailable, match=r"did not answer within 0\.2 s"):
-            storm.connect(f"ipc://{path}", timeout=0.2)
-
-
-def test_another_version(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storm_client.connection.PROTOCOL_VERSION", 99)
-    with pytest.raises(storm.ProtocolMismatch, match="99"):
-        storm.connect(daemon.address)
 
 
 def test_a_forked_child_is_told_to_connect_itself(
