@@ -1,0 +1,293 @@
+"""Client.cache: any tensor comes back as it was, and whatever cannot be done says why."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from support.daemon_process import DaemonProcess, start_daemon
+
+MIB = 1 << 20
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    """A daemon whose cache and staging areas are small, so that tests fill them."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
+        daemon = start_daemon(
+            Path(directory),
+            "--pool-bytes=16MiB",
+            "--cache-bytes=8MiB",
+            "--staging-bytes-cpu=512KiB",
+            "--part-bytes-cpu=128KiB",
+        )
+        yield daemon
+        daemon.stop()
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
+    with storm.connect(daemon.address, embedded="never") as client:
+        yield client
+        for name in client.cache.list():
+            client.cache.delete(name)
+        cache = client.status().details["cache"]
+        assert (cache["used_bytes"], cache["promised_bytes"]) == (0, 0)
+
+
+def patterns(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Return values of all bit patterns, NaNs with payloads among them."""
+    if dtype is torch.bool:
+        return torch.rand(count) < 0.5
+    data = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    return data.view(dtype)
+
+
+def same(found: torch.Tensor | None, put: torch.Tensor) -> bool:
+    """Compare bits: NaNs too, which torch.equal would tell apart."""
+    assert found is not None
+    assert (found.dtype, found.shape) == (put.dtype, put.shape)
+    plain = put.detach().resolve_conj().resolve_neg().contiguous()
+    return torch.equal(found.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
+
+
+# --- what comes back ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 1000, 300_001])
+def test_every_bit_comes_back(client: storm.Client, dtype: torch.dtype, count: int) -> None:
+    tensor = patterns(dtype, count)
+    client.cache.put("bits", tensor)
+    assert same(client.cache.get("bits"), tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(3, 0, 2),
+        torch.randn(40, 30).t(),
+        torch.randn(40, 30)[::3, 5:],
+        torch.randn(5).expand(4, 5),
+        torch.randn(6, dtype=torch.complex64).conj(),
+        torch.randn(6, dtype=torch.complex64).conj().imag,
+        torch.nn.Parameter(torch.randn(4, 4)),
+        torch.randn(3, requires_grad=True) * 2,
+    ],
+    ids=["scalar", "empty", "transposed", "sliced", "expanded", "conj", "neg", "parameter", "grad"],
+)
+def test_every_view_comes_back_as_a_plain_tensor(
+    client: storm.Client, tensor: torch.Tensor
+) -> None:
+    client.cache.put("view", tensor)
+    found = client.cache.get("view")
+    assert same(found, tensor)
+    assert found is not None
+    assert found.is_contiguous()
+    assert not found.requires_grad
+
+
+def test_what_was_put_is_a_copy(client: storm.Client) -> None:
+    tensor = torch.ones(1000)
+    client.cache.put("copy", tensor)
+    tensor.zero_()
+    first = client.cache.get("copy")
+    assert first is not None
+    first.zero_()
+    assert same(client.cache.get("copy"), torch.ones(1000))
+
+
+def test_it_is_kept_compressed(client: storm.Client) -> None:
+    client.cache.put("normal", torch.randn(MIB).bfloat16())
+    status = client.status().cache
+    assert status is not None
+    assert 0 < status.used_bytes < 2 * MIB / 1.3
+    assert client.status().entries == 0, "it is nobody's activation"
+
+
+@pytest.mark.gpu
+def test_a_gpus_tensor_comes_back_on_any_device(client: storm.Client) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    tensor = torch.randn(300_001, device="cuda").bfloat16()
+    client.cache.put("gpu", tensor)
+    for device in ("cuda", "cpu", torch.device("cuda", 0)):
+        found = client.cache.get("gpu", device=device)
+        assert found is not None
+        assert found.device.type == torch.device(device).type
+        assert same(found.cpu(), tensor.cpu())
+    client.cache.put("host", tensor.cpu())
+    found = client.cache.get("host", device="cuda")
+    assert found is not None
+    assert torch.equal(found, tensor)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def test_names(client: storm.Client) -> None:
+    cache = client.cache
+    assert cache.list() == []
+    assert cache.get("a") is None
+    cache.put("b", torch.ones(3))
+    cache.put("a", torch.ones(3))
+    assert cache.list() == ["a", "b"]
+    assert (cache.contains("a"), cache.contains("c")) == (True, False)
+    assert (cache.delete("a"), cache.delete("a")) == (True, False)
+    assert cache.list() == ["b"]
+
+
+def test_many_names_come_in_pages(client: storm.Client) -> None:
+    names = [f"{number:04} {'x' * 200}" for number in range(600)]
+    for name in names:
+        client.cache.put(name, torch.zeros(1))
+    assert client.cache.list() == names
+
+
+def test_the_last_put_of_a_name_stays(client: storm.Client) -> None:
+    client.cache.put("a", torch.zeros(5))
+    client.cache.put("a", torch.ones(7))
+    assert same(client.cache.get("a"), torch.ones(7))
+
+
+# --- room ---------------------------------------------------------------------------------------
+
+
+def test_what_was_used_longest_ago_makes_room(client: storm.Client) -> None:
+    for number in range(6):
+        client.cache.put(str(number), patterns(torch.uint8, MIB))
+    client.cache.get("0")
+    client.cache.contains("1")
+    for number in range(6, 9):
+        client.cache.put(str(number), patterns(torch.uint8, MIB))
+    assert client.cache.list() == ["0", "3", "4", "5", "6", "7", "8"]
+    status = client.status().cache
+    assert status is not None
+    assert status.evictions == 2
+
+
+def test_a_tensor_larger_than_the_cache_is_refused_and_nothing_changes(
+    client: storm.Client,
+) -> None:
+    client.cache.put("a", torch.ones(5))
+    with pytest.raises(storm.QuotaExceeded, match=r"16\.0 MiB into a cache of 8\.0 MiB: raise"):
+        client.cache.put("a", torch.zeros(16 * MIB, dtype=torch.uint8))
+    assert same(client.cache.get("a"), torch.ones(5))
+
+
+def test_threads_put_and_get_through_one_small_staging_area(client: storm.Client) -> None:
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            tensor = torch.full((500_000,), number, dtype=torch.uint8)
+            for _ in range(3):
+                client.cache.put(f"{number}", tensor)
+                assert same(client.cache.get(f"{number}"), tensor)
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "a\nb", None])
+def test_a_name_is_1_to_256_printable_characters(client: storm.Client, name: str) -> None:
+    for use in (
+        lambda: client.cache.put(name, torch.ones(1)),
+        lambda: client.cache.get(name),
+        lambda: client.cache.contains(name),
+        lambda: client.cache.delete(name),
+    ):
+        with pytest.raises(storm.UsageError, match="256 printable characters"):
+            use()
+
+
+@pytest.mark.parametrize("ttl", [0, -1, float("nan"), 1e9, True, "1"])
+def test_a_time_to_live_is_seconds(client: storm.Client, ttl: float) -> None:
+    with pytest.raises(storm.UsageError, match="ttl is"):
+        client.cache.put("a", torch.ones(1), ttl=ttl)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ([1.0], "list"),
+        (torch.eye(3).to_sparse(), "sparse_coo"),
+        (torch.empty(3, device="meta"), "meta"),
+    ],
+    ids=["list", "sparse", "meta"],
+)
+def test_only_plain_tensors_are_put(client: storm.Client, value: torch.Tensor, named: str) -> None:
+    with pytest.raises(storm.UsageError, match=named):
+        client.cache.put("a", value)
+    assert not client.cache.contains("a")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_a_quantized_tensor_is_more_than_its_bytes(client: storm.Client) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    with pytest.raises(storm.UsageError, match=r"quantized.*dequantize"):
+        client.cache.put("a", quantized)
+
+
+def test_a_device_that_torch_does_not_know(client: storm.Client) -> None:
+    with pytest.raises(storm.UsageError, match="abacus"):
+        client.cache.get("a", device="abacus")
+
+
+def test_a_closed_client_has_no_cache(daemon: DaemonProcess) -> None:
+    client = storm.connect(daemon.address, embedded="never")
+    client.cache.contains("a")
+    client.close()
+    with pytest.raises(storm.UsageError, match="closed"):
+        client.cache.contains("a")
+
+
+def test_a_daemon_without_a_cache_says_so(make_daemon: Callable[..., DaemonProcess]) -> None:
+    daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=0")
+    with storm.connect(daemon.address, embedded="never") as client:
+        with pytest.raises(storm.UsageError, match="--cache-bytes above 0"):
+            client.cache.put("a", torch.ones(1))
+        assert client.status().cache is None
+
+
+def test_a_daemon_that_dies_is_told_and_then_looked_for_again(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=1MiB")
+    with storm.connect(daemon.address, embedded="never") as client:
+        client.cache.put("a", torch.ones(1))
+        daemon.kill()
+        with pytest.raises((storm.DaemonLost, storm.DaemonUnavailable)):
+            client.cache.get("a")
+        with pytest.raises(storm.DaemonUnavailable, match="no daemon listens"):
+            client.cache.get("a")

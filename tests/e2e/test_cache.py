@@ -1,0 +1,222 @@
+"""The shared cache between processes and users, while some of them die; all of it real."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from support.cache_process import CacheProcess
+from support.daemon_process import DaemonProcess, start_daemon
+from support.waiting import wait_until
+
+from stormd.child_daemon import ChildDaemon
+
+MIB = 1 << 20
+ANNA, BERT, MATE = (64001, 64100), (64002, 64200), (64003, 64100)
+
+
+@pytest.fixture
+def daemon() -> Iterator[ChildDaemon]:
+    with ChildDaemon(flags=["--pool-bytes=64MiB", "--cache-bytes=32MiB", "--device=cpu"]) as daemon:
+        yield daemon
+        assert wait_until_idle(daemon)
+
+
+def wait_until_idle(daemon: ChildDaemon) -> bool:
+    """Wait until no session is left; then the cache holds what has a name and nothing else."""
+    wait_until(lambda: not daemon.status()["sessions"], 10.0, daemon.status)
+    state = daemon.status()
+    cache = state["cache"]
+    return state["entries"] == state["pool"]["used_bytes"] == cache["promised_bytes"] == 0 and (
+        cache["used_bytes"] == 0
+    ) == (cache["raw_bytes"] == 0)
+
+
+def cache_of(daemon: ChildDaemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.status()["cache"]
+    return found
+
+
+@contextmanager
+def processes(daemon: ChildDaemon, count: int) -> Iterator[list[CacheProcess]]:
+    """Some processes, connected."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(CacheProcess(daemon.address)) for _ in range(count)]
+        for process in started:
+            process.say("list")
+        for process in started:
+            process.hear()
+        yield started
+
+
+# --- several processes --------------------------------------------------------------------------
+
+
+def test_what_one_process_put_many_get_also_after_its_end(daemon: ChildDaemon) -> None:
+    with CacheProcess(daemon.address) as teacher:
+        assert teacher.ask("put", "out", 7, 20 * MIB) == "put"
+    wait_until(lambda: not daemon.status()["sessions"], 10.0)
+    with CacheProcess(daemon.address) as one, CacheProcess(daemon.address) as two:
+        one.say("get", "out")
+        assert two.ask("get", "out") == one.hear() == [7, 20 * MIB]
+        assert one.ask("list") == ["out"]
+        assert two.ask("delete", "out") is True
+        assert one.ask("contains", "out") is False
+    assert cache_of(daemon)["counters"]["hits"] == 2
+
+
+def test_puts_at_once_never_mix(daemon: ChildDaemon) -> None:
+    sizes = {1: 3 * MIB, 2: 5 * MIB, 3: 100_000}
+    with processes(daemon, 4) as (reader, *putters):
+        for process, (value, size) in zip(putters, sizes.items(), strict=True):
+            process.say("put often", "raced", [value] * 12, size)
+        found = reader.ask("get often", "raced", 30)
+        assert set(found) <= {"None", *(str([value, size]) for value, size in sizes.items())}
+        for process in putters:
+            assert process.hear() == "put"
+        last = reader.ask("get", "raced")
+        assert last in [list(item) for item in sizes.items()]
+        assert cache_of(daemon)["items"] == 1
+
+
+def test_a_process_that_is_killed_while_it_puts_leaves_the_old_version(
+    daemon: ChildDaemon,
+) -> None:
+    with storm.connect(daemon.address) as client, processes(daemon, 3) as victims:
+        client.cache.put("kept", torch.ones(MIB))
+        for victim in victims:
+            victim.say("put often", "kept", [2], 16 * MIB)
+            wait_until(lambda: cache_of(daemon)["promised_bytes"] > 0)
+            victim.kill()
+            wait_until(lambda: cache_of(daemon)["promised_bytes"] == 0, 5.0)
+            found = client.cache.get("kept")
+            assert found is not None
+            assert found.unique().item() == (1.0 if found.numel() == MIB else 2)
+
+
+def test_a_reader_that_is_killed_gives_back_what_it_read(daemon: ChildDaemon) -> None:
+    with storm.connect(daemon.address) as client, processes(daemon, 3) as victims:
+        for victim in victims:
+            client.cache.put("big", torch.ones(24 * MIB, dtype=torch.uint8))
+            victim.say("get often", "big", 1000)
+            wait_until(lambda: daemon.status()["entries"] > 0)
+            victim.kill()
+            assert client.cache.delete("big")
+            wait_until(lambda: cache_of(daemon)["used_bytes"] == 0, 5.0)
+
+
+def test_a_short_time_to_live_ends(daemon: ChildDaemon) -> None:
+    with CacheProcess(daemon.address) as reader, storm.connect(daemon.address) as client:
+        client.cache.put("brief", torch.ones(100), ttl=1e-3)
+        client.cache.put("long", torch.ones(100), ttl=1e6)
+        wait_until(lambda: cache_of(daemon)["items"] == 1, 10.0)
+        assert reader.ask("list") == ["long"]
+        assert client.cache.get("brief") is None
+
+
+# --- activations beside it ----------------------------------------------------------------------
+
+
+def test_a_full_cache_never_touches_activations(daemon: ChildDaemon) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(512, 512, requires_grad=True)
+    x = torch.randn(2048, 512)
+
+    def loss() -> torch.Tensor:
+        out = x
+        for _ in range(8):
+            out = torch.tanh(out @ weight)
+        return out.square().mean()
+
+    loss().backward()
+    expected, weight.grad = weight.grad, None
+    with storm.connect(daemon.address) as client, CacheProcess(daemon.address) as other:
+        offload = client.offload([])
+        with offload:
+            value = loss()
+        stats = offload.stats()
+        assert stats.offloaded_bytes > 16 * MIB
+        other.say("put often", "noise", list(range(10)), 24 * MIB)
+        for number in range(60):
+            client.cache.put(str(number), torch.randn(MIB // 4))
+        assert cache_of(daemon)["counters"]["evictions"] > 20
+        assert client.status().pool.used_bytes >= stats.stored_bytes
+        value.backward()
+        assert other.hear() == "put"
+        assert torch.equal(weight.grad, expected)
+        assert not stats.kept
+
+
+def test_a_full_pool_never_touches_the_cache(daemon: ChildDaemon) -> None:
+    with storm.connect(daemon.address) as client:
+        offload = client.offload([])
+        saved = []
+        with offload:
+            while not offload.stats().kept:
+                saved.append(torch.randn(2 * MIB, requires_grad=True).square())
+        client.cache.put("a", torch.arange(MIB))
+        found = client.cache.get("a")
+        assert found is not None
+        assert torch.equal(found, torch.arange(MIB))
+        saved.clear()
+
+
+# --- users --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_daemon() -> Iterator[DaemonProcess]:
+    """A daemon that three users may reach."""
+    if os.getuid() != 0:
+        pytest.skip("needs root, to become other users")
+    with tempfile.TemporaryDirectory(prefix="storm-") as base:
+        Path(base).chmod(0o711)
+        daemon = start_daemon(
+            Path(base),
+            "--socket-mode=0o666",
+            f"--allowed-uids={ANNA[0]},{BERT[0]},{MATE[0]},0",
+            "--pool-bytes=16MiB",
+            "--cache-bytes=16MiB",
+        )
+        yield daemon
+        daemon.stop()
+
+
+def test_another_user_neither_sees_nor_changes_it_and_a_group_only_reads(
+    open_daemon: DaemonProcess,
+) -> None:
+    address = open_daemon.address
+    with (
+        CacheProcess(address, *ANNA) as anna,
+        CacheProcess(address, *BERT) as bert,
+        CacheProcess(address, *MATE) as mate,
+        CacheProcess(address) as root,
+    ):
+        assert anna.ask("put", "secret", 5, MIB) == "put"
+        for stranger in (bert, root):
+            assert stranger.ask("get", "secret") is None
+            assert stranger.ask("contains", "secret") is False
+            assert stranger.ask("delete", "secret") is False
+            assert stranger.ask("list") == []
+        assert mate.ask("get", "secret") == [5, MIB]
+        assert mate.ask("list") == ["secret"]
+        assert mate.ask("delete", "secret") is False
+        assert bert.ask("put", "secret", 6, MIB) == "put"
+        assert mate.ask("put", "secret", 7, MIB) == "put"
+        assert anna.ask("get", "secret") == [5, MIB]
+        assert bert.ask("get", "secret") == [6, MIB]
+        assert mate.ask("get", "secret") == [7, MIB]
+
+
+def test_a_user_who_may_not_connect_has_no_cache(open_daemon: DaemonProcess) -> None:
+    with CacheProcess(open_daemon.address, 64009, 64100) as stranger:
+        kind, text = stranger.ask("get", "secret")
+        assert kind == "UsageError"
+        assert "64009 may not connect" in text
