@@ -10,10 +10,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from queue import SimpleQueue
 
-from storm_kernels.ancf.cuda import CudaCodec
 from storm_kernels.ancf.dtypes import DType
 from storm_kernels.cuda_driver import (
     DeviceBuffer,
@@ -25,12 +24,13 @@ from storm_kernels.cuda_driver import (
     copy_async,
     elapsed_seconds,
 )
-from storm_kernels.errors import CudaDriverError
+from storm_kernels.errors import CorruptBlob, CudaDriverError
 
 from stormd.arena import Block
 from stormd.health import Heart
 from stormd.host_pool import HostPool
 from stormd.lanes import blob_bound
+from stormd.lanes.cuda_codec import DeviceCodec
 
 __all__ = ["CudaDevice", "Scratch"]
 
@@ -49,15 +49,16 @@ class CudaDevice:
     """
 
     def __init__(self, ordinal: int, pool: HostPool) -> None:
-        self.context = PrimaryContext(ordinal)
-        self.uuid = self.context.uuid
-        self.context.make_current()
         self._host_pool = pool
-        self._pool = RegisteredHost(pool.address, pool.nbytes)
-        self.codec = CudaCodec(ordinal)
-        _prepare(self.codec)
-        self.down = Stream()
-        self.up = Stream()
+        with ExitStack() as made:
+            self.context = made.enter_context(closing(PrimaryContext(ordinal)))
+            self.context.make_current()
+            self._pool = made.enter_context(closing(RegisteredHost(pool.address, pool.nbytes)))
+            self.codec = made.enter_context(closing(DeviceCodec(ordinal)))
+            self.down = made.enter_context(closing(Stream()))
+            self.up = made.enter_context(closing(Stream()))
+            self._made = made.pop_all()
+        self.uuid = self.context.uuid
         self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
         self.heart = Heart(f"stormd-cuda-{ordinal}-down")
         self._waiter = threading.Thread(
@@ -92,19 +93,26 @@ class CudaDevice:
         """
         self._copies.put((scratch.copied, action))
 
-    def kind(self, block: Block) -> DType | None:
-        """Return the element type that a blob's header names, None where it names none."""
+    def kind(self, block: Block) -> DType:
+        """Return the element type that a blob's header names.
+
+        Raises:
+            CorruptBlob: it names none.
+        """
         header = self._host_pool.address + block.extents[0].offset
         number = ctypes.c_uint8.from_address(header + DTYPE_OFFSET).value
-        return DType(number) if number in DType.__members__.values() else None
+        if number not in DType.__members__.values():
+            raise CorruptBlob(
+                f"the blob's header names element type {number}, which does not exist"
+            )
+        return DType(number)
 
     def close(self) -> None:
         """Let the device go; its sessions are gone. The pool must still be mapped."""
         self._copies.put(None)
         self._waiter.join()
         self.context.make_current()
-        for owned in (self.down, self.up, self._pool, self.context):
-            owned.close()
+        self._made.close()
 
     def _wait_for_copies(self) -> None:
         try:
@@ -119,13 +127,6 @@ class CudaDevice:
             copied, action = item
             with self.heart:
                 action(_problem(copied))
-
-
-def _prepare(codec: CudaCodec) -> None:
-    """Have the codec's kernels compiled now, one thread a variant, and not at a client's cost."""
-    variants = {(dtype.element_bytes, dtype.mantissa_bits): dtype for dtype in DType}
-    with ThreadPoolExecutor(len(variants)) as threads:
-        list(threads.map(codec.prepare, variants.values()))
 
 
 def _problem(copied: Event) -> str:
@@ -146,9 +147,8 @@ class Scratch:
 
     def __init__(self, device: CudaDevice, part_bytes: int) -> None:
         self.blob = DeviceBuffer(blob_bound(part_bytes))
-        work_bytes = max(device.codec.scratch_bytes(part_bytes, dtype) for dtype in DType)
         try:
-            self.work = DeviceBuffer(work_bytes)
+            self.work = DeviceBuffer(device.codec.scratch_bytes(part_bytes))
         except CudaDriverError:
             self.blob.close()
             raise

@@ -227,16 +227,13 @@ class _Stores:
         scratch.words[0], scratch.words[1] = 0, UNWRITTEN
         wait_value(stream, session.counter(PUBLISHED), job.sequence)
         scratch.code_began.record(stream)
-        session.device.codec.encode_async(
+        session.device.codec.encode(
+            job,
             session.address(job),
-            job.nbytes,
-            job.dtype,
-            scratch.blob.address,
-            scratch.blob.nbytes,
-            scratch.work.address,
-            scratch.result.device_address,
-            stream,
-            mode="raw" if job.codec == "raw" else "auto",
+            (scratch.blob.address, scratch.blob.nbytes),
+            scratch=scratch.work.address,
+            result=scratch.result.device_address,
+            stream=stream,
         )
         write_value(stream, session.counter(STORED), job.sequence)
         scratch.coded.record(stream)
@@ -292,15 +289,13 @@ class _Restores:
         wait_event(stream, scratch.copied)
         wait_value(stream, session.counter(PUBLISHED), job.sequence)
         scratch.code_began.record(stream)
-        device.codec.decode_async(
-            scratch.blob.address,
-            job.block.nbytes,
-            session.address(job),
-            job.nbytes,
-            scratch.work.address,
-            scratch.result.device_address,
-            stream,
-            dtype=device.kind(job.block),
+        device.codec.decode(
+            device.kind(job.block),
+            (scratch.blob.address, job.block.nbytes),
+            (session.address(job), job.nbytes),
+            scratch=scratch.work.address,
+            result=scratch.result.device_address,
+            stream=stream,
         )
         scratch.coded.record(stream)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
 from types import ModuleType
+from typing import ClassVar
 
 from storm_kernels import ancf
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
@@ -167,6 +168,7 @@ class CudaCodec:
     """The host's codec, as steps on a stream. `broken` makes the next encode fail to start."""
 
     broken = False
+    prepared: ClassVar[set[ancf.DType]] = set()
 
     def __init__(self, ordinal: int) -> None:
         self._host = ancf.host_backend()
@@ -190,12 +192,12 @@ class CudaCodec:
         _streams[stream].put(encode)
 
     def prepare(self, dtype: ancf.DType) -> None:
-        pass
+        CudaCodec.prepared.add(dtype)
 
     def decode_async(
         self, blob, blob_bytes, dst, dst_bytes, scratch, status_ptr, stream, *, dtype=None
     ) -> None:
-        assert dtype == ancf.DType.BFLOAT16
+        assert dtype in CudaCodec.prepared
         status = ctypes.c_uint64.from_address(status_ptr)
 
         def decode() -> None:

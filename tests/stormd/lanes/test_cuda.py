@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from storm_kernels import ancf
 from support import fake_cuda
 from support.waiting import wait_until
 
@@ -37,7 +38,9 @@ from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, RESTORED, STORED, Ti
 KIB = 1 << 10
 MIB = 1 << 20
 PART = 64 * KIB
-LANE_MODULES = ("stormd.lanes.cuda", "stormd.lanes.cuda_device", "stormd.lanes.cuda_session")
+LANE_MODULES = tuple(
+    f"stormd.lanes.{name}" for name in ("cuda", "cuda_codec", "cuda_device", "cuda_session")
+)
 SESSION = 0x1234
 
 
@@ -100,6 +103,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     space, results = Space(pool.nbytes), []
     lane = CudaLane([0], pool=pool, post=results.append, staging_bytes=MIB, part_bytes=PART)
     bench = Bench(lane, pool, space, results)
+    wait_until(lambda: fake_cuda.CudaCodec.prepared >= set(ancf.DType))
     yield bench
     if not any(isinstance(result, Detached) for result in results):
         bench.end()
@@ -204,6 +208,35 @@ def test_a_rejected_store_is_passed_over(bench: Bench) -> None:
     bench.map()
     bench.lane.skip(SESSION, 5)
     wait_until(lambda: bench.counters.read(STORED) == 5)
+
+
+def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
+    bench.map()
+    before = fill(bench)
+    ready = next(iter(bench.lane._devices.values())).codec._ready
+    ready.remove((2, 7))  # bfloat16
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    done = bench.expect(StoreDone)
+    assert (done.mode, done.block.nbytes) == ("raw", blob_bound(PART))
+    ready.add((2, 7))
+    bench.restore(2, done.block, 3 * PART, PART)
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert np.array_equal(bench.memory[3 * PART : 4 * PART], before[:PART])
+    bench.space.release(done.block)
+
+
+def test_a_header_without_a_type_is_corrupt(bench: Bench) -> None:
+    bench.map()
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    ctypes.c_uint8.from_address(bench.pool.address + block.extents[0].offset + 7).value = 250
+    bench.restore(2, block, 0, PART)
+    bench.publish(2)
+    assert bench.expect(RestoreFailed).kind == "CorruptBlob"
+    bench.space.release(block)
 
 
 def test_a_gpu_that_is_not_served_is_refused_by_name(bench: Bench) -> None:
