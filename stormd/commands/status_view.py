@@ -42,7 +42,7 @@ def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None
 
 
 def status_view(address: str, state: dict[str, Any], rates: Rates | None = None) -> Group:
-    """Return heading, pool, sessions and counters of a state."""
+    """Return heading, pool and cache, sessions and counters of a state."""
     heading = f"stormd {state['version']} at {address}, up {_duration(state['uptime_seconds'])}"
     troubles = _troubles(state["counters"])
     return Group(
@@ -59,13 +59,30 @@ def _pool(state: dict[str, Any]) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_row(
         "pool",
-        ProgressBar(total=pool["capacity_bytes"], completed=pool["used_bytes"], width=_BAR_WIDTH),
-        f"{format_size(pool['used_bytes'])} of {format_size(pool['capacity_bytes'])}",
+        *_filled(pool),
         f"peak {format_size(pool['peak_used_bytes'])}",
         f"{state['entries']} entries",
         f"ratio {state['ratio']:.2f}" if state["ratio"] else "",
     )
+    cache = state["cache"]
+    if cache is not None and cache["counters"]["puts"]:
+        counters = cache["counters"]
+        gets = counters["hits"] + counters["misses"]
+        table.add_row(
+            "cache",
+            *_filled(cache),
+            f"{cache['items']} tensors",
+            f"{counters['hits']} of {gets} gets found",
+            f"{counters['evictions']} evicted",
+        )
     return table
+
+
+def _filled(space: dict[str, Any]) -> tuple[ProgressBar, str]:
+    """Return how full a space is, as a bar and in words."""
+    used, capacity = space["used_bytes"], space["capacity_bytes"]
+    bar = ProgressBar(total=capacity, completed=used, width=_BAR_WIDTH)
+    return bar, f"{format_size(used)} of {format_size(capacity)}"
 
 
 def _flows(state: dict[str, Any], rates: Rates | None) -> Table:

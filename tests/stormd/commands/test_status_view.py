@@ -23,6 +23,12 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
         "version": "1.2.3",
         "uptime_seconds": uptime,
         "pool": {"capacity_bytes": 4 << 30, "used_bytes": 1 << 30, "peak_used_bytes": 2 << 30},
+        "cache": {
+            "capacity_bytes": 3 << 20,
+            "used_bytes": 1 << 20,
+            "items": 4,
+            "counters": {"puts": 9, "hits": 5, "misses": 2, "evictions": 1},
+        },
         "entries": 5,
         "ratio": 1.5,
         "throughput": {"store": flow, "restore": dict(flow)},
@@ -52,6 +58,15 @@ def test_shows_pool_ratio_and_uptime() -> None:
     for part in ("stormd 1.2.3 at ipc:///x, up 1:02:05", "1.0 GiB of 4.0 GiB", "peak 2.0 GiB"):
         assert part in shown
     assert "ratio 1.50" in shown
+
+
+def test_shows_a_cache_that_is_used() -> None:
+    shown = _shown(_state())
+    assert "1.0 MiB of 3.0 MiB" in shown
+    assert "4 tensors" in shown
+    assert "5 of 7 gets found" in shown
+    for cache in (None, {"counters": {"puts": 0}}):
+        assert "cache" not in _shown({**_state(), "cache": cache})
 
 
 def test_shows_sessions_largest_first() -> None:
