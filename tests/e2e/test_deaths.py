@@ -1,82 +1,71 @@
-"""Whoever is killed, the others go on or are told; real processes, real signals."""
+"""Whoever is killed or stopped, the others go on or are told; real processes, real signals.
+
+The rounds are those of `bench.deaths`, which asserts what must hold: the others' gradients right
+to the bit, everything of the dead free again, every client of a dead daemon told in time.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Iterator
+
+import pytest
+from bench.deaths import NOTICED_SECONDS, kill_clients, kill_daemons
+from support.trainers import Trainers
+from support.waiting import wait_until
 
 from stormd.child_daemon import ChildDaemon
-from stormd.demo.run import Plan
-from stormd.demo.trainers import run_trainers
 
-NOTICE_SECONDS = 5.0
-"""Within this a death is noticed and what the dead held is free."""
-
-# tensors of 1 MiB and more, so that they are offloaded; endless for the tests' purposes
-LONG = Plan(
-    device="cpu", dtype="float32", steps=10_000, layers=2, width=64, heads=2, rows=32, length=128
-)
-SHORT = Plan(
-    device="cpu", dtype="float32", steps=4, layers=2, width=64, heads=2, rows=32, length=128
-)
+CLIENT_KILLS = 8
+DAEMON_KILLS = 4
 
 
-@contextmanager
-def _training(address: str) -> Iterator[subprocess.Popen[str]]:
-    """A trainer that has finished a step and goes on."""
-    command = [sys.executable, "-m", "storm_client.demo.trainer", *LONG.arguments(0, address)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert json.loads(process.stdout.readline())["event"] == "step"
-            yield process
-        finally:
-            process.kill()
+@pytest.fixture
+def trainers() -> Iterator[Trainers]:
+    with Trainers() as trainers:
+        yield trainers
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-    return True
+def test_clients_killed_at_random_moments() -> None:
+    figures = kill_clients(CLIENT_KILLS, seed=1)
+    assert figures["reclaim_seconds"]["worst"] < NOTICED_SECONDS
+    assert figures["survivors_right_steps"] >= 2 * CLIENT_KILLS
 
 
-def _holds_nothing(daemon: ChildDaemon) -> bool:
-    state = daemon.status()
-    return not state["sessions"] and state["entries"] == 0 and state["pool"]["used_bytes"] == 0
+def test_daemons_killed_at_random_moments() -> None:
+    figures = kill_daemons(DAEMON_KILLS, seed=1)
+    assert sum(figures["errors"].values()) == figures["clients"] * DAEMON_KILLS
 
 
-def test_a_killed_trainer_leaves_nothing_and_harms_no_neighbour(daemon: ChildDaemon) -> None:
-    (plain,) = run_trainers([SHORT.arguments(1, None)], lambda *_: None, 60.0)
-    with _training(daemon.address) as victim:
-        killed: list[int] = []
-
-        def kill_the_other(_index: int, done: int, _loss: float) -> None:
-            if done == 2:
-                os.kill(victim.pid, 9)
-                killed.append(victim.pid)
-
-        (neighbour,) = run_trainers([SHORT.arguments(1, daemon.address)], kill_the_other, 60.0)
-    assert killed
-    assert [step.gradients for step in neighbour.steps] == [step.gradients for step in plain.steps]
-    assert neighbour.stats is not None
-    assert neighbour.stats["offloaded_bytes"] > 0
-    assert _until(lambda: _holds_nothing(daemon), NOTICE_SECONDS), daemon.status()
-    assert daemon.status()["counters"]["deaths"] == 1
+def test_a_stopped_client_keeps_what_it_has_and_harms_nobody(trainers: Trainers) -> None:
+    """Stopped for longer than its lease: silent, alive, and not to be taken for dead."""
+    with ChildDaemon(flags=["--pool-bytes=64MiB", "--device=cpu", "--lease-seconds=0.2"]) as daemon:
+        stopped, other = (trainers.start(daemon.address) for _ in range(2))
+        for pid in (stopped, other):
+            trainers.expect(pid, "ready", "same")
+        os.kill(stopped, signal.SIGSTOP)
+        uptime = daemon.status()["uptime_seconds"]
+        wait_until(lambda: daemon.status()["uptime_seconds"] > uptime + 1.5)
+        assert len(daemon.status()["sessions"]) == 2
+        assert set(trainers.heard(stopped)) <= {"same"}
+        assert set(trainers.heard(other)) == {"same"}
+        os.kill(stopped, signal.SIGCONT)
+        trainers.expect(stopped, *["same"] * 3)
 
 
-def test_a_killed_daemon_is_an_error_in_the_trainer() -> None:
-    with ChildDaemon(flags=["--pool-bytes=256MiB", "--device=cpu"]) as daemon:
-        with _training(daemon.address) as trainer:
-            os.kill(daemon.pid, 9)
-            _, complaint = trainer.communicate(timeout=NOTICE_SECONDS + 10)
-        assert trainer.returncode == 1
-        assert "DaemonLost" in complaint or "ActivationLost" in complaint
+def test_the_death_of_a_stopped_daemon_ends_every_wait(trainers: Trainers) -> None:
+    """Stopped, it answers nobody and is not dead; killed then, its clients are told at once."""
+    with ChildDaemon(flags=["--pool-bytes=64MiB", "--device=cpu"]) as daemon:
+        clients = [trainers.start(daemon.address) for _ in range(2)]
+        for pid in clients:
+            trainers.expect(pid, "ready", "same")
+        os.kill(daemon.pid, signal.SIGSTOP)
+        for pid in clients:
+            assert set(trainers.heard(pid)) <= {"same"}
+        os.kill(daemon.pid, signal.SIGKILL)
+        for pid in clients:
+            words = trainers.next(pid, NOTICED_SECONDS).words
+            while words == "same":
+                words = trainers.next(pid, NOTICED_SECONDS).words
+            assert words.split()[-1] in ("DaemonLost", "ActivationLost")
