@@ -6,21 +6,17 @@ given and the backward after it, and returns the loss and every gradient.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
 from support.devices import DEVICES
+from support.training import Case, Context, assert_identical, gradients, seeded, trained
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
-
-Context = Callable[[], AbstractContextManager[object]]
-Case = Callable[[Context, str], list[Tensor]]
 
 CASES: dict[str, Case] = {}
 
@@ -34,31 +30,6 @@ def case(function: Case) -> Case:
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def assert_identical(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other), f"value {index} differs"
-
-
-def gradients(module: nn.Module) -> list[Tensor]:
-    return [p.grad for p in module.parameters() if p.grad is not None]
-
-
-def trained(module: nn.Module, x: Tensor, context: Context) -> list[Tensor]:
-    """Do one step of `module` on `x` with the square mean as loss."""
-    with context():
-        out = module(x)
-        loss = out.float().square().mean()
-    del out
-    loss.backward()
-    return [loss.detach(), *gradients(module), *([] if x.grad is None else [x.grad])]
-
-
-def seeded(device: str, *shape: int, seed: int = 1, grad: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(device).requires_grad_(grad)
 
 
 # --- modules --------------------------------------------------------------------------------
@@ -258,199 +229,6 @@ def autocast(context: Context, device: str) -> list[Tensor]:
         loss = net(x).square().mean()
     loss.backward()
     return [loss.detach(), *gradients(net)]
-
-
-# --- ways of training -----------------------------------------------------------------------
-
-
-def small_net(device: str) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh()).to(device)
-
-
-@case
-def gradient_accumulation(context: Context, device: str) -> list[Tensor]:
-    net = small_net(device)
-    losses = []
-    for seed in range(3):
-        with context():
-            loss = net(seeded(device, 64, 32, seed=seed)).square().mean()
-        loss.backward()
-        losses.append(loss.detach())
-    return [*losses, *gradients(net)]
-
-
-@case
-def several_forwards_before_their_backwards(context: Context, device: str) -> list[Tensor]:
-    net = small_net(device)
-    losses = []
-    for seed in range(3):
-        with context():
-            losses.append(net(seeded(device, 64, 32, seed=seed)).square().mean())
-    for loss in (losses[1], losses[0], losses[2]):
-        loss.backward()
-    return [*(loss.detach() for loss in losses), *gradients(net)]
-
-
-@case
-def two_backwards_with_retain_graph(context: Context, device: str) -> list[Tensor]:
-    net = small_net(device)
-    with context():
-        loss = net(seeded(device, 64, 32)).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [loss.detach(), *gradients(net)]
-
-
-@case
-def double_backward_inside(context: Context, device: str) -> list[Tensor]:
-    net, x = small_net(device), seeded(device, 64, 32, grad=True)
-    with context():
-        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-        loss = slope.square().mean()
-    loss.backward()
-    return [loss.detach(), *gradients(net), x.grad]
-
-
-@case
-def double_backward_outside(context: Context, device: str) -> list[Tensor]:
-    net, x = small_net(device), seeded(device, 64, 32, grad=True)
-    with context():
-        energy = net(x).square().sum()
-    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
-    loss = slope.square().mean()
-    loss.backward()
-    return [loss.detach(), *gradients(net), x.grad]
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_inside(reentrant: bool, device: str, client: storm.Client) -> None:
-    """Segments inside the context are recomputed; what lies between them is offloaded."""
-
-    def run(context: Context) -> list[Tensor]:
-        net, x = small_net(device), seeded(device, 64, 32, grad=True)
-        with context():
-            hidden = checkpoint(net, x.exp(), use_reentrant=reentrant)
-            loss = checkpoint(net, hidden * hidden, use_reentrant=reentrant).square().mean()
-        loss.backward()
-        return [loss.detach(), *gradients(net), x.grad]
-
-    offload = client.offload(min_bytes=1)
-    assert_identical(run(lambda: offload), run(nullcontext))
-    assert offload.stats().offloaded_bytes > 0
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_around(reentrant: bool, device: str, client: storm.Client) -> None:
-    """The context is entered inside a segment: in its forward, and in its recomputation."""
-
-    def run(context: Context) -> list[Tensor]:
-        net, x = small_net(device), seeded(device, 64, 32, grad=True)
-
-        def segment(h: Tensor) -> Tensor:
-            with context():
-                return net(h.exp())
-
-        loss = checkpoint(segment, x, use_reentrant=reentrant).square().mean()
-        loss.backward()
-        return [loss.detach(), *gradients(net), x.grad]
-
-    offload = client.offload(min_bytes=1)
-    assert_identical(run(lambda: offload), run(nullcontext))
-    assert offload.stats().offloaded_bytes > 0
-
-
-def test_the_context_may_be_entered_inside_itself(device: str, client: storm.Client) -> None:
-    offload = client.offload(min_bytes=1)
-
-    def run(context: Context) -> list[Tensor]:
-        x = seeded(device, 64, 32, grad=True)
-        with context():
-            h = x.exp()
-            with context():
-                h = (h * h).tanh()
-            loss = (h * h).sum()
-        loss.backward()
-        return [loss.detach(), x.grad]
-
-    assert_identical(run(lambda: offload), run(nullcontext))
-
-
-def in_thread(function: Callable[[], None]) -> None:
-    """Run a function in another thread and raise here what it raised there."""
-    errors: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 - raised again below, in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
-@case
-def backward_in_another_thread(context: Context, device: str) -> list[Tensor]:
-    net = small_net(device)
-    with context():
-        loss = net(seeded(device, 64, 32)).square().mean()
-    in_thread(loss.backward)
-    return [loss.detach(), *gradients(net)]
-
-
-@case
-def replicas_in_threads(context: Context, device: str) -> list[Tensor]:
-    """As DataParallel does: forwards of one model in several threads, then one backward."""
-    net = small_net(device)
-    outputs: dict[int, Tensor] = {}
-
-    def forward(seed: int) -> Callable[[], None]:
-        def run() -> None:
-            with context():
-                outputs[seed] = net(seeded(device, 64, 32, seed=seed)).square().mean()
-
-        return run
-
-    threads = [threading.Thread(target=forward(seed)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    loss = torch.stack([outputs[seed] for seed in range(4)]).sum()
-    loss.backward()
-    return [loss.detach(), *gradients(net)]
-
-
-def test_two_threads_go_backward_through_one_graph(device: str, client: storm.Client) -> None:
-    """Both ask for the same ranges at once; each gets the right gradient."""
-    offload = client.offload(min_bytes=1)
-    x = seeded(device, 256, 256, grad=True)
-    with offload:
-        h = x.exp()
-        for _ in range(6):
-            h = (h * h.cos()).tanh()
-        one, two = h.sum(), (h * 2).sum()
-    expected = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in (one, two)]
-    del h
-    found: dict[int, Tensor] = {}
-
-    def backward(index: int, out: Tensor) -> Callable[[], None]:
-        def run() -> None:
-            (found[index],) = torch.autograd.grad(out, x, retain_graph=True)
-
-        return run
-
-    threads = [threading.Thread(target=backward(i, out)) for i, out in enumerate((one, two))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert_identical([found[0], found[1]], expected)
 
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
