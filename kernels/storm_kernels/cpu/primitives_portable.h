@@ -61,13 +61,14 @@ static inline void portable_bytes_of_planes(const uint64_t planes[][WORDS], unsi
         }
 }
 
-/* planes = the codes of symbols that are bytes. */
-static inline void portable_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
-                                              unsigned groups, uint64_t planes[][WORDS])
+/* planes = the codes of symbols 256 * half + symbols[i]. */
+static inline void portable_planes_of_symbols(const struct coder *c, unsigned half,
+                                              const uint8_t *symbols, unsigned groups,
+                                              uint64_t planes[][WORDS])
 {
     uint8_t codes[ANCF_TILE];
     for (unsigned i = 0; i < 64 * groups; i++)
-        codes[i] = c->code_of_symbol[symbols[i]];
+        codes[i] = c->code_of_symbol[256 * half + symbols[i]];
     portable_planes_of_bytes(codes, groups, code_bits(c), planes);
 }
 

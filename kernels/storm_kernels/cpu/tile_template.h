@@ -179,25 +179,52 @@ static int take_codes(const struct coder *c, struct codes *codes, const uint8_t 
     return 0;
 }
 
-static void fill_symbol_table(const struct coder *c, uint16_t table[CODE_TABLE],
-                              uint8_t low_bytes[CODE_TABLE])
+static void fill_symbol_table(const struct coder *c, uint16_t table[CODE_TABLE])
 {
     memset(table, 0, CODE_TABLE * sizeof *table);
     for (unsigned i = 0; i < c->dict_count; i++)
         table[code_of_entry(c, i)] = c->window[i];
-    for (unsigned i = 0; i < CODE_TABLE; i++)
-        low_bytes[i] = (uint8_t)table[i];
 }
 
-/* Symbols of more than 8 bits: float64, and sign and exponent together. */
+/* Symbols of more than 8 bits: float64, and sign and exponent together. An instruction set that
+ * looks up many bytes at once (LOOKS_UP_BYTES) does so twice. */
 static void wide_symbols_of_planes(const uint64_t planes[][WORDS], unsigned groups, unsigned bits,
                                    const uint16_t table[CODE_TABLE], uint16_t *symbols)
 {
+#ifdef LOOKS_UP_BYTES
+    uint8_t low[ANCF_TILE], high[ANCF_TILE], low_table[CODE_TABLE], high_table[CODE_TABLE];
+    for (unsigned i = 0; i < CODE_TABLE; i++) {
+        low_table[i] = (uint8_t)table[i];
+        high_table[i] = (uint8_t)(table[i] >> 8);
+    }
+    symbols_of_planes(planes, groups, bits, low_table, low);
+    symbols_of_planes(planes, groups, bits, high_table, high);
+    for (unsigned i = 0; i < 64 * groups; i++)
+        symbols[i] = (uint16_t)(low[i] | high[i] << 8);
+#else
     uint8_t codes[ANCF_TILE];
     bytes_of_planes(planes, groups, bits, codes);
     for (unsigned i = 0; i < 64 * groups; i++)
         symbols[i] = table[codes[i]];
+#endif
 }
+
+#ifdef LOOKS_UP_SYMBOLS
+/* Symbols of 9 bits, sign and exponent: both halves are looked up, the sign chooses. Only where a
+ * lookup of 256 bytes is a few instructions. */
+static void planes_of_joint_symbols(const struct coder *c, const uint8_t *signs,
+                                    const uint8_t *exponents, unsigned groups,
+                                    uint64_t planes[][WORDS])
+{
+    uint64_t negative[MAX_CODE_BITS][WORDS], chosen[1][WORDS];
+    planes_of_bytes(signs, groups, 1, chosen);
+    planes_of_symbols(c, 0, exponents, groups, planes);
+    planes_of_symbols(c, 1, exponents, groups, negative);
+    for (unsigned b = 0; b < code_bits(c); b++)
+        for (unsigned g = 0; g < groups; g++)
+            planes[b][g] = (planes[b][g] & ~chosen[0][g]) | (negative[b][g] & chosen[0][g]);
+}
+#endif
 
 /* Codes of values past the m-th are 0. */
 static void clear_pad_codes(struct codes *codes, unsigned bits, unsigned m, unsigned groups)

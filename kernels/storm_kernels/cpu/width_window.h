@@ -50,40 +50,6 @@ static INLINE void FN(rotate)(const struct shape shape, const ANY *restrict x, u
     memset(v + m, 0, (p - m) * sizeof *v);
 }
 
-/* The code of each symbol: by comparison with the few entries where vectors do that in one step
- * each, else from a table. No symbol has 16 set bits, so unused entries match nothing. */
-#define MATCH(entries, escape)                                                                    \
-    for (unsigned i = 0; i < p; i++) {                                                            \
-        uint16_t s = (uint16_t)(v[i] >> r), k = escape;                                           \
-        for (unsigned entry = 0; entry < entries; entry++)                                        \
-            k = s == symbol[entry] ? number[entry] : k;                                           \
-        code[i] = (uint8_t)k;                                                                     \
-    }
-
-static INLINE void FN(match)(const struct coder *c, const struct shape shape,
-                             const T *restrict v, unsigned p, uint8_t *restrict code)
-{
-    const unsigned r = shape.residue_bits;
-#ifdef MATCH_BY_COMPARISON
-    uint16_t symbol[10], number[10];
-    for (unsigned i = 0; i < 10; i++) {
-        symbol[i] = i < c->dict_count ? c->window[i] : 0xFFFF;
-        number[i] = (uint16_t)code_of_entry(c, i);
-    }
-    if (c->k2 == 0) {
-        MATCH(7, 7)
-        return;
-    }
-    if (c->k2 == 3) {
-        MATCH(10, 15)
-        return;
-    }
-#endif
-    for (unsigned i = 0; i < p; i++)
-        code[i] = c->code_of_symbol[(v[i] >> r) % MAX_SYMBOLS];
-}
-#undef MATCH
-
 /* Elements whose dropped bits are not all 0 match no entry: they are escapes, kept whole. */
 static void FN(escape_undroppable)(const struct coder *c, const ANY *restrict x, unsigned m,
                                    struct codes *codes)
@@ -126,13 +92,21 @@ static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape
 {
     const unsigned groups = groups_of(p), padded = 64 * groups, r = shape.residue_bits;
     FN(rotate)(shape, x, m, padded, v);
-    if (BITS - shape.drop - r <= 8) {
+    const unsigned symbol_bits = BITS - shape.drop - r;
+    uint8_t code[SCRATCH];
+    for (unsigned i = 0; i < padded; i++)
+        symbols[i] = (uint8_t)(v[i] >> r);
+    if (symbol_bits <= 8) {
+        planes_of_symbols(c, 0, symbols, groups, codes->planes);
+#ifdef LOOKS_UP_SYMBOLS
+    } else if (symbol_bits == 9) {
         for (unsigned i = 0; i < padded; i++)
-            symbols[i] = (uint8_t)(v[i] >> r);
-        planes_of_symbols(c, symbols, groups, codes->planes);
+            code[i] = (uint8_t)(v[i] >> (BITS - shape.drop - 1)); /* the sign */
+        planes_of_joint_symbols(c, code, symbols, groups, codes->planes);
+#endif
     } else {
-        uint8_t code[SCRATCH];
-        FN(match)(c, shape, v, padded, code);
+        for (unsigned i = 0; i < padded; i++)
+            code[i] = c->code_of_symbol[(v[i] >> r) % MAX_SYMBOLS];
         planes_of_bytes(code, groups, code_bits(c), codes->planes);
     }
     if (shape.drop)
@@ -248,11 +222,13 @@ static int FN(take_symbols)(const struct coder *c, const struct codes *codes, un
     const uint64_t(*planes)[WORDS] = (const uint64_t(*)[WORDS])codes->planes;
     uint16_t table[CODE_TABLE];
     uint8_t low_bytes[CODE_TABLE];
-    fill_symbol_table(c, table, low_bytes);
+    fill_symbol_table(c, table);
     if (c->symbol_bits > 8) {
         wide_symbols_of_planes(planes, groups, code_bits(c), table, wide_symbols);
         return c->drop ? 0 : FN(take_wide_escapes)(codes->escapes, groups, rest, wide_symbols);
     }
+    for (unsigned i = 0; i < CODE_TABLE; i++)
+        low_bytes[i] = (uint8_t)table[i];
     symbols_of_planes(planes, groups, code_bits(c), low_bytes, symbols);
     if (c->drop)
         return 0;

@@ -59,14 +59,15 @@ static inline void neon_bytes_of_planes(const uint64_t planes[][WORDS], unsigned
 }
 
 /* Up to 10 entries are compared one by one; a table is faster for more. */
-static inline void neon_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
-                                          unsigned groups, uint64_t planes[][WORDS])
+static inline void neon_planes_of_symbols(const struct coder *c, unsigned half,
+                                          const uint8_t *symbols, unsigned groups,
+                                          uint64_t planes[][WORDS])
 {
     uint8_t codes[ANCF_TILE];
     const unsigned bits = code_bits(c);
     if (c->dict_count > 10) {
         for (unsigned i = 0; i < 64 * groups; i++)
-            codes[i] = c->code_of_symbol[symbols[i]];
+            codes[i] = c->code_of_symbol[256 * half + symbols[i]];
         neon_planes_of_bytes(codes, groups, bits, planes);
         return;
     }
@@ -74,8 +75,9 @@ static inline void neon_planes_of_symbols(const struct coder *c, const uint8_t *
         uint8x16_t values = vld1q_u8(symbols + 16 * part);
         uint8x16_t found = vdupq_n_u8((uint8_t)((1u << bits) - 1));
         for (unsigned i = 0; i < c->dict_count; i++)
-            found = vbslq_u8(vceqq_u8(values, vdupq_n_u8((uint8_t)c->window[i])),
-                             vdupq_n_u8((uint8_t)code_of_entry(c, i)), found);
+            if (c->window[i] >> 8 == half)
+                found = vbslq_u8(vceqq_u8(values, vdupq_n_u8((uint8_t)c->window[i])),
+                                 vdupq_n_u8((uint8_t)code_of_entry(c, i)), found);
         vst1q_u8(codes + 16 * part, found);
     }
     neon_planes_of_bytes(codes, groups, bits, planes);
@@ -143,7 +145,7 @@ static uint64_t neon_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
 #define TABLE kernels_neon
 #define TABLE_NAME "neon"
 
-#define MATCH_BY_COMPARISON
+#define LOOKS_UP_BYTES
 #define planes_of_bytes neon_planes_of_bytes
 #define bytes_of_planes neon_bytes_of_planes
 #define planes_of_symbols neon_planes_of_symbols

@@ -53,26 +53,33 @@ static inline void avx2_bytes_of_planes(const uint64_t planes[][WORDS], unsigned
 }
 
 /* Up to 10 entries are compared one by one; a table is faster for more. */
-static inline void avx2_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
-                                          unsigned groups, uint64_t planes[][WORDS])
+#define COMPARED_ENTRIES 10
+
+static inline void avx2_planes_of_symbols(const struct coder *c, unsigned half,
+                                          const uint8_t *symbols, unsigned groups,
+                                          uint64_t planes[][WORDS])
 {
     uint8_t codes[ANCF_TILE];
+    __m256i entry[COMPARED_ENTRIES], code[COMPARED_ENTRIES];
     const unsigned bits = code_bits(c);
-    if (c->dict_count > 10) {
+    unsigned entries = 0;
+    if (c->dict_count > COMPARED_ENTRIES) {
         for (unsigned i = 0; i < 64 * groups; i++)
-            codes[i] = c->code_of_symbol[symbols[i]];
+            codes[i] = c->code_of_symbol[256 * half + symbols[i]];
         avx2_planes_of_bytes(codes, groups, bits, planes);
         return;
     }
-    for (unsigned half = 0; half < 2 * groups; half++) {
-        __m256i values = _mm256_loadu_si256((const __m256i *)(symbols + 32 * half));
+    for (unsigned i = 0; i < c->dict_count; i++) {
+        entry[entries] = _mm256_set1_epi8((char)c->window[i]);
+        code[entries] = _mm256_set1_epi8((char)code_of_entry(c, i));
+        entries += c->window[i] >> 8 == half;
+    }
+    for (unsigned part = 0; part < 2 * groups; part++) {
+        __m256i values = _mm256_loadu_si256((const __m256i *)(symbols + 32 * part));
         __m256i found = _mm256_set1_epi8((char)((1 << bits) - 1));
-        for (unsigned i = 0; i < c->dict_count; i++) {
-            __m256i equal = _mm256_cmpeq_epi8(values, _mm256_set1_epi8((char)c->window[i]));
-            __m256i code = _mm256_set1_epi8((char)code_of_entry(c, i));
-            found = _mm256_blendv_epi8(found, code, equal);
-        }
-        _mm256_storeu_si256((__m256i *)(codes + 32 * half), found);
+        for (unsigned i = 0; i < entries; i++)
+            found = _mm256_blendv_epi8(found, code[i], _mm256_cmpeq_epi8(values, entry[i]));
+        _mm256_storeu_si256((__m256i *)(codes + 32 * part), found);
     }
     avx2_planes_of_bytes(codes, groups, bits, planes);
 }
@@ -298,10 +305,11 @@ static uint64_t avx2_copy_checksum(uint8_t *dst, const uint8_t *data, size_t chu
     return sum;
 }
 
-#define MATCH_BY_COMPARISON
 #define TABLE kernels_avx2
 #define TABLE_NAME "avx2"
 
+#define LOOKS_UP_BYTES
+#define LOOKS_UP_SYMBOLS
 #define planes_of_bytes avx2_planes_of_bytes
 #define bytes_of_planes avx2_bytes_of_planes
 #define planes_of_symbols avx2_planes_of_symbols

@@ -32,10 +32,11 @@ static inline void avx512_bytes_of_planes(const uint64_t planes[][WORDS], unsign
 }
 
 /* A table of 256 bytes is two lookups of 128, chosen by the symbol's top bit. */
-static inline void avx512_planes_of_symbols(const struct coder *c, const uint8_t *symbols,
-                                            unsigned groups, uint64_t planes[][WORDS])
+static inline void avx512_planes_of_symbols(const struct coder *c, unsigned half,
+                                            const uint8_t *symbols, unsigned groups,
+                                            uint64_t planes[][WORDS])
 {
-    const uint8_t *table = c->code_of_symbol;
+    const uint8_t *table = c->code_of_symbol + 256 * half;
     const __m512i t0 = _mm512_loadu_si512(table), t1 = _mm512_loadu_si512(table + 64);
     const __m512i t2 = _mm512_loadu_si512(table + 128), t3 = _mm512_loadu_si512(table + 192);
     const unsigned bits = code_bits(c);
@@ -238,10 +239,11 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
     return sum;
 }
 
-#define MATCH_BY_COMPARISON
 #define TABLE kernels_avx512
 #define TABLE_NAME "avx512"
 
+#define LOOKS_UP_BYTES
+#define LOOKS_UP_SYMBOLS
 #define planes_of_bytes avx512_planes_of_bytes
 #define bytes_of_planes avx512_bytes_of_planes
 #define planes_of_symbols avx512_planes_of_symbols
