@@ -87,14 +87,14 @@ def _context_of(
         with _ours(method, model, address) as found:
             yield found
         return
-    contexts: dict[str, Callable[[], Context]] = {
-        "none": lambda: nullcontext,
-        "checkpoint": lambda: nullcontext,
-        "save-on-cpu": lambda: lambda: torch.autograd.graph.save_on_cpu(pin_memory=True),
+    contexts: dict[str, Callable[[Gpt], Context]] = {
+        "none": lambda _: nullcontext,
+        "checkpoint": lambda _: nullcontext,
+        "save-on-cpu": lambda _: lambda: torch.autograd.graph.save_on_cpu(pin_memory=True),
         "trl": _trl,
         "torchtune": _torchtune,
     }
-    yield contexts[method](), dict
+    yield contexts[method](model), dict
 
 
 @contextmanager
@@ -123,16 +123,19 @@ def _ours(
         yield (lambda: offload), report
 
 
-def _trl() -> Context:
+def _trl(model: Gpt) -> Context:
     from trl.models.activation_offloading import OffloadActivations
 
-    return OffloadActivations
+    context = OffloadActivations(min_offload_size=MIN_BYTES)
+    context.update_model_params(model)
+    return lambda: context
 
 
-def _torchtune() -> Context:
+def _torchtune(_model: Gpt) -> Context:
     from torchtune.training import OffloadActivations
 
-    return OffloadActivations
+    context = OffloadActivations(min_offload_size=MIN_BYTES)
+    return lambda: context
 
 
 def _synchronize(device: torch.device) -> None:
@@ -141,6 +144,15 @@ def _synchronize(device: torch.device) -> None:
 
 
 # --- the parent -----------------------------------------------------------------------------
+
+
+def compile_codec() -> None:
+    """Have the codec's kernels in the cache on disk: until then a daemon would store raw."""
+    code = (
+        "from storm_kernels.ancf.cuda import CudaCodec; from storm_kernels.ancf import DType; "
+        "CudaCodec().prepare(DType.BFLOAT16)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @contextmanager
@@ -192,6 +204,7 @@ def main() -> None:
         "--flag", action="append", default=[], help="a flag more for the daemon: --flag=--x=y"
     )
     parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--png", type=Path, help="where step time against peak memory is drawn")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -199,6 +212,8 @@ def main() -> None:
         print(json.dumps(measure(*options.child, device)))
         return
     results = {"machine": describe(device), "command": sys.argv, "workloads": {}}
+    if device.type == "cuda":
+        compile_codec()
     with daemon(device, options.pool, options.flag) as address:
         for workload in options.workloads:
             rows = results["workloads"][workload] = {}
@@ -207,6 +222,29 @@ def main() -> None:
                 print(f"{workload} {method:18} {json.dumps(rows[method])[:400]}", flush=True)
                 if options.json:
                     options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.png:
+        draw(results, options.png)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw each workload's methods by peak memory and step time."""
+    from matplotlib import pyplot
+
+    workloads = results["workloads"]
+    figure, plots = pyplot.subplots(1, len(workloads), figsize=(5 * len(workloads), 4))
+    for plot, (workload, rows) in zip(
+        [plots] if len(workloads) == 1 else plots, workloads.items(), strict=True
+    ):
+        for method, row in rows.items():
+            if "peak_gib" in row:
+                plot.scatter(row["peak_gib"], row["step_ms"])
+                plot.annotate(method, (row["peak_gib"], row["step_ms"]))
+        plot.set(title=workload, xlabel="peak GiB of PyTorch", ylabel="ms a step")
+        plot.set_xlim(left=0)
+        plot.set_ylim(bottom=0)
+    figure.suptitle(f"{results['machine']['device']}, {results['machine']['date']}")
+    figure.tight_layout()
+    figure.savefig(path)
 
 
 def describe(device: torch.device) -> dict[str, Any]:
