@@ -11,6 +11,7 @@ from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.protocol import (
+    CACHE_FEATURE,
     PROTOCOL_VERSION,
     Goodbye,
     Hello,
@@ -83,6 +84,23 @@ def test_users_who_are_not_allowed_are_refused(make_daemon: MakeDaemon, connect:
     for answer in (client.hello(), client.ask(StatusRequest())):
         assert "allowed_uids" in answer.detail
     assert daemon.status()["counters"]["refused"] == 2
+
+
+def test_a_session_for_the_cache_needs_a_cache(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(cache_bytes=0)
+    refused = connect(daemon).hello(features=[CACHE_FEATURE])
+    assert refused.kind == "UsageError"
+    assert "--cache-bytes" in refused.detail
+    assert connect(daemon).hello().features == []
+
+
+def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(part_bytes_cpu=MIB, part_bytes_cuda=MIB // 4)
+    assert connect(daemon).hello().part_bytes == MIB
+    welcome = connect(daemon).hello(features=[CACHE_FEATURE])
+    assert (welcome.part_bytes, welcome.features) == (MIB // 4, [CACHE_FEATURE])
 
 
 def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:

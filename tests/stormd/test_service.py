@@ -15,7 +15,16 @@ from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.protocol import (
+    CACHE_FEATURE,
     Admitted,
+    CacheCommit,
+    CacheFound,
+    CacheGet,
+    CacheList,
+    CacheNames,
+    CachePut,
+    CacheReady,
+    CacheTensor,
     Failed,
     Goodbye,
     Ping,
@@ -29,6 +38,7 @@ from stormd.protocol import (
     encode,
 )
 from stormd.protocol.framing import Envelope
+from stormd.protocol.limits import FIRST_LEASED
 
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
@@ -186,6 +196,56 @@ def test_a_damaged_blob_is_reported_and_never_returned(
     assert isinstance(failed, Failed)
     assert failed.kind == "CorruptBlob"
     assert daemon.status()["counters"]["corrupt"] == 1
+
+
+def test_a_tensor_is_put_and_got_by_another(daemon: DaemonThread, connect: Connect) -> None:
+    data = os.urandom(MIB) + b"rest"
+    with connect(daemon).open(features=[CACHE_FEATURE]) as putter:
+        assert putter.ask(CachePut("a", "uint8", [len(data)], len(data), MIB, 0.0)) == CacheReady()
+        entries = [putter.stored(data[:MIB]), putter.stored(data[MIB:], offset=MIB)]
+        assert putter.ask(CacheCommit(entries)) == CacheFound(found=True)
+    wait_until(lambda: not daemon.status()["sessions"])
+    reader = connect(daemon).open(features=[CACHE_FEATURE])
+    found = reader.ask(CacheGet("a"))
+    assert found == CacheTensor("uint8", [len(data)], len(data), MIB, FIRST_LEASED)
+    assert reader.restored(FIRST_LEASED, MIB) == data[:MIB]
+    assert reader.restored(FIRST_LEASED + 1, 4, ticket=2) == b"rest"
+    daemon.check()
+    assert daemon.status()["pool"]["used_bytes"] == 0
+
+
+def test_a_damaged_tensor_is_reported_once_and_then_missing(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    import ctypes
+
+    client = connect(daemon).open(features=[CACHE_FEATURE])
+    client.ask(CachePut("a", "uint8", [25600], 25600, MIB, 0.0))
+    client.ask(CacheCommit([client.stored(bytes(range(256)) * 100)]))
+    first = client.ask(CacheGet("a")).first_entry
+    base = daemon.server._cache.space.base
+    ctypes.memset(daemon.server._pool.address + base + 256 + 1000, 0xFF, 1)
+    assert client.ask(Restore(1, first, 0, 0, 25600, 0)).kind == "CorruptBlob"
+    assert client.ask(CacheGet("a")) == CacheFound(found=False)
+
+
+def test_many_pages_of_names_asked_for_at_once_are_all_answered(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    client = connect(daemon).open(features=[CACHE_FEATURE])
+    names = [f"{number:03}" + "\N{EARTH GLOBE EUROPE-AFRICA}" * 250 for number in range(300)]
+    for name in names:
+        client.send(CachePut(name, "uint8", [0], 0, MIB, 0.0), CacheCommit([]))
+    requests = client.send(*[CacheList("")] * 20)
+    for request in requests:
+        page = client.wait(lambda envelope, wanted=request: envelope.request == wanted).message
+        assert page == CacheNames(names, complete=True)
+
+
+def test_a_session_of_activations_is_not_one_for_the_cache(client: RawClient) -> None:
+    refused = client.ask(CacheGet("a"))
+    assert isinstance(refused, Refused)
+    assert "Hello" in refused.detail
 
 
 @pytest.mark.parametrize(
