@@ -10,10 +10,13 @@ import pytest
 import torch
 
 
+pytestmark = pytest.mark.timeout(300)  # six processes start one after the other
+
+
 def _demo(device: str) -> dict[str, object]:
     command = [sys.executable, "-m", "stormd.cli", "demo", "--json", "--small", "--steps=2"]
     done = subprocess.run(
-        [*command, f"--device={device}"], capture_output=True, text=True, timeout=110, check=False
+        [*command, f"--device={device}"], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     figures: dict[str, object] = json.loads(done.stdout)
@@ -48,9 +51,10 @@ def test_on_a_gpu() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_demo_frees_the_clients_memory() -> None:
     command = [sys.executable, "-m", "stormd.cli", "demo", "--json", "--device=cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stderr
     for trainer in json.loads(done.stdout)["trainers"]:
         assert trainer["peak_drop"] >= 0.7
