@@ -17,7 +17,7 @@ import threading
 from contextlib import ExitStack, closing
 
 import torch
-from storm_kernels.errors import KernelsError
+from storm_kernels.errors import CudaDriverError, KernelsError
 
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Request, Slot
@@ -99,7 +99,7 @@ class CudaLane:
         with torch.cuda.device(self._ordinal):
             self._context.make_current()
             try:
-                self._shared = _Shared(descriptors[0], welcome.staging_bytes)
+                self._shared = _share(descriptors[0], welcome.staging_bytes)
             except KernelsError as error:
                 raise UsageError(
                     f"no staging area of {welcome.staging_bytes} bytes on {self.device}: {error}"
@@ -246,3 +246,14 @@ class _Shared:
         """Give all of it up; waits for the device."""
         self.p.synchronize()
         self._made.close()
+
+
+def _share(descriptor: int, staging_bytes: int) -> _Shared:
+    """Make what is shared, with memory that PyTorch keeps but does not use if there is no other."""
+    try:
+        return _Shared(descriptor, staging_bytes)
+    except CudaDriverError as error:
+        if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+            raise
+    torch.cuda.empty_cache()
+    return _Shared(descriptor, staging_bytes)
