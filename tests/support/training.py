@@ -16,9 +16,14 @@ Case = Callable[[Context, str], list[Tensor]]
 
 
 def assert_identical(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Compare bit for bit: NaNs are equal to themselves, and zeros have signs."""
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other), f"value {index} differs"
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert torch.equal(bits(one), bits(other)), f"value {index} differs"
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
