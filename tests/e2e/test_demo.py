@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-
 pytestmark = pytest.mark.timeout(300)  # six processes start one after the other
 
 

@@ -1,0 +1,86 @@
+"""The names and signatures that scripts call. A change here is a change for users."""
+
+from __future__ import annotations
+
+import inspect
+
+import storm_client
+import storm_kernels
+from storm_client import OffloadStats, errors
+from storm_kernels import ancf
+
+import stormd
+import stormd.protocol
+
+ERRORS = {
+    "ActivationLost",
+    "CorruptBlob",
+    "DaemonLost",
+    "DaemonUnavailable",
+    "ProtocolMismatch",
+    "QuotaExceeded",
+    "UsageError",
+}
+
+
+def _parameters(function: object) -> dict[str, object]:
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return {name: one.default for name, one in signature.parameters.items()}
+
+
+def test_the_client_offers_what_is_promised() -> None:
+    assert {"Client", "Offload", "OffloadStats", "connect", "errors", "offload"} <= set(
+        storm_client.__all__
+    )
+    for name in storm_client.__all__:
+        assert hasattr(storm_client, name)
+
+
+def test_connect_takes_what_is_promised() -> None:
+    taken = _parameters(storm_client.connect)
+    assert list(taken)[:4] == ["address", "embedded", "pool_bytes", "timeout"]
+    assert (taken["address"], taken["embedded"], taken["timeout"]) == (None, "auto", 5.0)
+
+
+def test_offload_takes_what_is_promised() -> None:
+    taken = _parameters(storm_client.Client.offload)
+    assert list(taken)[:2] == ["self", "model"]
+    assert taken["min_bytes"] == 1 << 20
+    assert taken["codec"] == "ancf"
+
+
+def test_the_statistics_have_their_fields() -> None:
+    fields = {name for name in dir(OffloadStats) if not name.startswith("_")}
+    assert {
+        "saved_bytes",
+        "skipped_bytes",
+        "deduplicated_bytes",
+        "offloaded_bytes",
+        "stored_bytes",
+        "ratio",
+        "kept_bytes",
+        "store_seconds",
+        "restore_wait_seconds",
+    } <= fields
+
+
+def test_every_error_is_a_storm_error() -> None:
+    for name in ERRORS:
+        assert issubclass(getattr(errors, name), errors.StormError)
+
+
+def test_the_codec_offers_what_is_promised() -> None:
+    assert list(_parameters(ancf.encode))[:5] == ["tensor", "mode", "speed", "tolerance", "backend"]
+    assert list(_parameters(ancf.decode))[:4] == ["blob", "out", "device", "backend"]
+    assert set(storm_kernels.backends()) == {"cuda", "cpu", "numpy"}
+
+
+def test_all_names_that_are_exported_exist() -> None:
+    for module in (storm_client, storm_kernels, ancf, stormd.protocol):
+        assert len(set(module.__all__)) == len(module.__all__)
+        for name in module.__all__:
+            assert hasattr(module, name), f"{module.__name__}.{name}"
+
+
+def test_the_daemon_says_its_version() -> None:
+    assert stormd.__version__.count(".") == 2
