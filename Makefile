@@ -3,7 +3,7 @@
 #   make test      every test that needs no GPU and no more than minutes
 #   make lint      ruff and mypy --strict
 #   make test-gpu  the tests that need a CUDA device
-#   make bench     store and restore through the daemon against two plain memcpys
+#   make bench     the way through the daemon against two plain memcpys, and the codec
 # PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go.
 
 PYTHON ?= python3
@@ -30,6 +30,7 @@ test-gpu: $(VENV)/.installed-cuda
 
 bench: $(VENV)/.installed
 	$(RUN) stormd.cli bench link
+	$(RUN) stormd.cli bench codec
 
 clean:
 	rm -rf build $(VENV)
