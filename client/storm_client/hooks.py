@@ -163,5 +163,5 @@ def _worth_storing(span: tuple[int, int], nbytes: int) -> tuple[int, int]:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return a tensor's bytes as far as they are known; sparse ones have no plain size."""
-    return tensor.nbytes if tensor.layout is torch.strided else 0
+    """Return a tensor's bytes as far as they are known: 0 for sparse and nested ones."""
+    return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0

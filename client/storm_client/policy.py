@@ -44,8 +44,8 @@ class Policy:
         """
         if type(tensor) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return "subclass"
-        if tensor.layout is not torch.strided:
-            return "sparse" if "sparse" in str(tensor.layout) else "layout"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return _layout(tensor)
         if tensor.nbytes < self.min_bytes or not tensor.nbytes:
             return "small"
         if tensor.device.type not in _DEVICES:
@@ -70,3 +70,10 @@ class Policy:
         for module in self._modules:
             yield from module.parameters()
             yield from module.buffers()
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """Name the layout of a tensor that is not plainly strided."""
+    if tensor.is_nested:
+        return "nested"
+    return "sparse" if "sparse" in str(tensor.layout) else "layout"

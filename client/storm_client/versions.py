@@ -30,7 +30,8 @@ class SavedVersion(NamedTuple):
     token: torch.Tensor
     """Shares the tensor's version counter."""
     expected: int
-    shape: torch.Size
+    shape: torch.Size | None
+    """For the message; nested tensors have none."""
     dtype: torch.dtype
     producer: tuple[str, int] | None
     """Name of the operation and the number of its output, where the tensor has one."""
@@ -46,7 +47,8 @@ class SavedVersion(NamedTuple):
     def keeping(cls, tensor: torch.Tensor) -> SavedVersion:
         """Note the present version of `tensor`; the token is an alias that keeps its memory."""
         token = tensor.detach()
-        return cls(token, token._version, tensor.shape, tensor.dtype, _producer(tensor))
+        shape = None if tensor.is_nested else tensor.shape
+        return cls(token, token._version, shape, tensor.dtype, _producer(tensor))
 
     @property
     def unchanged(self) -> bool:
@@ -70,13 +72,14 @@ class SavedVersion(NamedTuple):
 
     def _message(self, found: int) -> str:
         kind = torch.empty(0, dtype=self.dtype, device=self.token.device).type()
+        shape = "" if self.shape is None else f" {list(self.shape)}"
         produced = ""
         if self.producer is not None:
             name, output = self.producer
             produced = f", which is output {output} of {re.sub(_SUFFIX, '', name)},"
         return (
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{kind} {list(self.shape)}]{produced} is at version {found}; expected "
+            f"operation: [{kind}{shape}]{produced} is at version {found}; expected "
             f"version {self.expected} instead. Hint: enable anomaly detection to find the "
             "operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."

@@ -11,6 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
+"""Of PyTorch's, about sparse and nested tensors."""
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -60,6 +64,7 @@ def test_hooks_that_were_there_before_are_there_again(client: storm.Client) -> N
 SKIPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "small": lambda x: x[:2, :2].exp().sum(),
     "subclass": lambda x: x.as_subclass(Subclass).square().sum(),
+    "nested": lambda x: torch.nested.as_nested_tensor([x, x[:9]]).relu().to_padded_tensor(0).sum(),
     "sparse": lambda x: torch.sparse.mm(torch.eye(64).to_sparse(), x.exp()).sum(),
 }
 

@@ -6,6 +6,10 @@ from storm_client.policy import Policy
 from torch import Tensor, nn
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
+"""Of PyTorch's, about sparse and nested tensors."""
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -25,6 +29,7 @@ def quantized() -> Tensor:
         (torch.eye(64).to_sparse(), "sparse"),
         (torch.eye(64).to_sparse_csr(), "sparse"),
         (torch.ones(64, 64).to_mkldnn(), "layout"),
+        (torch.nested.nested_tensor([torch.ones(64), torch.ones(32)]), "nested"),
         (torch.ones(64, device="meta"), "meta"),
         (nn.Parameter(torch.ones(64)), "parameter"),
         (nn.Parameter(torch.ones(64, 64)).t(), "parameter"),
