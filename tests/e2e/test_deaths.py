@@ -11,6 +11,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import storm_client as storm
+import torch
 from bench.deaths import NOTICED_SECONDS, kill_clients, kill_daemons
 from support.trainers import Trainers
 from support.waiting import wait_until
@@ -69,3 +71,32 @@ def test_the_death_of_a_stopped_daemon_ends_every_wait(trainers: Trainers) -> No
             while words == "same":
                 words = trainers.next(pid, NOTICED_SECONDS).words
             assert words.split()[-1] in ("DaemonLost", "ActivationLost")
+
+
+def test_waits_for_a_stopped_daemon_end_by_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not dead, so nothing tells its clients: a store keeps its tensor, a restore raises."""
+    monkeypatch.setattr("storm_client.restoring.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("storm_client.storing.STAGING_SECONDS", 0.2)
+    flags = ["--pool-bytes=64MiB", "--device=cpu", "--staging-bytes-cpu=1MiB"]
+    with (
+        ChildDaemon(flags=[*flags, "--part-bytes-cpu=256KiB"]) as daemon,
+        storm.connect(daemon.address, embedded="never", timeout=0.5) as client,
+    ):
+        offload = client.offload(min_bytes=1)
+        x = torch.ones(1 << 16, requires_grad=True)
+        with offload:
+            lost = x.exp().square().sum()
+        assert offload.stats().offloaded_bytes > 0
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with offload:  # more than the staging area holds
+                kept = torch.ones(1 << 20, requires_grad=True).exp().square().sum()
+            kept.backward()
+            assert offload.stats().kept["daemon_slow"] > 0
+            with pytest.raises(storm.ActivationLost, match="did not restore"):
+                lost.backward()
+            with pytest.raises(storm.DaemonLost, match="did not answer"):
+                client.status()
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        assert client.status().pool.capacity_bytes > 0

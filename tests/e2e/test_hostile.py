@@ -1,0 +1,252 @@
+"""What arrives at a daemon's socket changes nothing for anybody but its sender."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from bench.fuzz import fuzz
+from support.checked_training import LEAST_BYTES, Training
+from support.daemon_thread import DaemonThread
+from support.raw_client import RawClient
+
+from stormd.config import Config
+from stormd.protocol import (
+    Failed,
+    Goodbye,
+    MapSegment,
+    Message,
+    Refused,
+    Rejected,
+    Release,
+    Restore,
+    Restored,
+    Store,
+    Stored,
+    UnmapSegment,
+)
+from stormd.protocol.limits import FIRST_LEASED, MAX_ENTRY_BYTES, MAX_ID
+
+FRAMES = 20_000
+MIB = 1 << 20
+ANOTHER_UID = 65534
+TESTS = Path(__file__).parents[1]
+
+STRANGER = """
+import json, os, sys
+from support.raw_client import RawClient
+os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+client = RawClient(sys.argv[1])
+answer = client.hello()
+print(json.dumps([type(answer).__name__, getattr(answer, "detail", "")]))
+client.close()
+"""
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonThread]:
+    address = f"ipc://{tmp_path}/stormd.sock"
+    config = Config(
+        address=address, pool_bytes=16 * MIB, cache_bytes=MIB, device="cpu", encode_threads=2
+    )
+    daemon = DaemonThread(config)
+    yield daemon
+    daemon.wait_until_empty()
+    daemon.stop()
+
+
+@pytest.fixture
+def neighbour(daemon: DaemonThread) -> Iterator[Callable[[], bool]]:
+    """Return what tells whether a well-behaved client's next step is right."""
+    training = Training()
+    with storm.connect(daemon.address, embedded="never") as client:
+        offload = client.offload(training.model, min_bytes=LEAST_BYTES)
+        assert training.is_right(offload)
+        yield lambda: training.is_right(offload)
+        assert offload.stats().offloaded_bytes > 0
+
+
+@pytest.fixture
+def hostile(daemon: DaemonThread) -> Iterator[RawClient]:
+    with RawClient(daemon.address) as client:
+        yield client.open()
+
+
+def _store(entry: int, segment: int = 0, offset: int = 0, nbytes: int = 100) -> Store:
+    return Store(entry, segment, offset, nbytes, "uint8", "raw", 0)
+
+
+def test_fuzzed_frames() -> None:
+    """`bench.fuzz` asserts: the neighbour's steps right, no bug met, nothing left over."""
+    figures = fuzz(FRAMES, seed=1)
+    assert figures["malformed"] > FRAMES // 10
+    assert figures["stores"] > 100
+    assert figures["neighbour_right_steps"] > 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        _store(1, nbytes=MAX_ENTRY_BYTES),
+        _store(1, offset=MAX_ID),
+        _store(1, offset=MAX_ID, nbytes=MAX_ENTRY_BYTES),
+        _store(1, segment=MAX_ID),
+        _store(0),
+        _store(FIRST_LEASED),
+        _store(MAX_ID),
+        Store(1, 0, 0, 101, "float32", "ancf", 0),
+        Store(1, 0, 0, 100, "no such type", "ancf", MAX_ID),
+        Restore(1, 1, 0, 0, 100, 0),
+        Restore(0, MAX_ID, MAX_ID, MAX_ID, MAX_ENTRY_BYTES, MAX_ID),
+        MapSegment(1, b"\xff" * 64, 0, MAX_ID),
+        MapSegment(0, b"", 0, 1),
+        UnmapSegment(7),
+        Stored(1, 1, "raw"),
+    ],
+    ids=str,
+)
+def test_a_request_out_of_bounds_is_refused(
+    daemon: DaemonThread, neighbour: Callable[[], bool], hostile: RawClient, message: Message
+) -> None:
+    assert isinstance(hostile.ask(message), Rejected | Failed | Refused)
+    daemon.check()
+    assert neighbour()
+
+
+def test_a_negative_offset_does_not_decode(
+    neighbour: Callable[[], bool], hostile: RawClient
+) -> None:
+    import msgpack
+
+    for offset in (-1, -(1 << 63), 1 << 63, 1.5, None):
+        hostile.send_bytes(msgpack.packb([[Store.OP, 1, 1, 0, offset, 100, "uint8", "raw", 0]]))
+        hostile.wait_for(Refused)
+    assert neighbour()
+
+
+def test_entries_of_others_cannot_be_guessed(daemon: DaemonThread, hostile: RawClient) -> None:
+    with RawClient(daemon.address) as owner:
+        entry = owner.open().stored(b"secret")
+        hostile.release(*range(200))
+        for ticket in range(1, 200):
+            assert isinstance(hostile.ask(Restore(ticket, ticket, 0, 0, 6, 0)), Failed)
+        assert owner.restored(entry, 6) == b"secret"
+
+
+def test_freed_memory_is_never_read_by_another(daemon: DaemonThread, hostile: RawClient) -> None:
+    """A new session's areas are zero, and what it restores is what it stored, to the last byte."""
+    with RawClient(daemon.address) as owner:
+        owner.open()
+        owner.release(owner.stored(b"secret" * 10_000))
+    assert not any(hostile.staging[:])  # type: ignore[index]
+    assert not any(hostile.page[:])  # type: ignore[index]
+    entry = hostile.stored(b"mine")
+    assert isinstance(hostile.ask(Restore(1, entry, 0, 0, 60_000, 0)), Failed)
+    assert hostile.restored(entry, 4) == b"mine"
+    assert not any(hostile.staging[4:])  # type: ignore[index]
+
+
+def test_words_in_the_wrong_order(
+    daemon: DaemonThread, neighbour: Callable[[], bool], hostile: RawClient
+) -> None:
+    hostile.send(Release([5]), Restore(1, 5, 0, 0, 100, 0), _store(5), _store(5), _store(4))
+    assert hostile.wait_for(Failed, ticket=1).kind == "ActivationLost"
+    hostile.wait_for(Stored, entry=5)
+    hostile.wait_for(Rejected, entry=5)
+    hostile.wait_for(Rejected, entry=4)
+    hostile.send(*[Restore(2, 5, 0, 0, 100, 0)] * 2, Release([5, 5]), Goodbye(), _store(6))
+    assert hostile.is_cut_off()
+    assert isinstance(hostile.ask(Restore(3, 5, 0, 0, 100, 0)), Refused)
+    assert neighbour()
+
+
+def test_a_source_changed_while_it_is_read_harms_its_owner_alone(
+    daemon: DaemonThread, neighbour: Callable[[], bool], hostile: RawClient
+) -> None:
+    """What was stored then may be anything; it comes back checked, or as CorruptBlob."""
+    staging = hostile.staging
+    assert staging is not None
+    noise = [os.urandom(64 << 10) for _ in range(2)]
+    for round_number in range(1, 50):
+        staging[: 64 << 10] = noise[0]
+        hostile.send(Store(round_number, 0, 0, 64 << 10, "bfloat16", "ancf", 0))
+        staging[: 64 << 10] = noise[1]
+        hostile.wait_for(Stored, entry=round_number)
+        answer = hostile.ask(Restore(round_number, round_number, 0, 1 << 20, 64 << 10, 0))
+        assert isinstance(answer, Restored) or answer.kind == "CorruptBlob"
+        hostile.release(round_number)
+    assert neighbour()
+
+
+def test_a_damaged_block_is_never_returned(daemon: DaemonThread) -> None:
+    """Every kind of record: whichever byte of the pool is hit, unpack raises."""
+    with storm.connect(daemon.address, embedded="never") as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.randn(1 << 16, requires_grad=True)
+        with offload:
+            loss = x.exp().square().sum()
+        offload.stats()
+        assert daemon.on_loop(lambda: _flip_all_blocks(daemon)) > 0
+        with pytest.raises(storm.CorruptBlob):
+            loss.backward()
+        assert x.grad is None
+        del loss
+    assert daemon.status()["counters"]["corrupt"] > 0
+
+
+def _flip_all_blocks(daemon: DaemonThread) -> int:
+    """Flip a bit in the middle of every block of the pool; return the number of blocks."""
+    import ctypes
+
+    server = daemon.server
+    blocks = [
+        entry.block
+        for session in server._ledger._sessions.values()
+        for entry in session.entries.values()
+        if entry.block is not None
+    ]
+    for block in blocks:
+        offset, nbytes = block.pieces()[0]
+        byte = ctypes.c_ubyte.from_address(server._pool.address + offset + nbytes // 2)
+        byte.value ^= 0x10
+    return len(blocks)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_a_process_of_another_user_is_refused(daemon: DaemonThread, tmp_path: Path) -> None:
+    """Where the socket's mode lets it in, by what the kernel says of it.
+
+    It becomes another user after its imports: that one may not read the interpreter.
+    """
+    socket = Path(daemon.address.removeprefix("ipc://"))
+    _let_pass(socket.parent)
+    socket.parent.chmod(0o755)
+    socket.chmod(0o777)
+    done = subprocess.run(
+        [sys.executable, "-c", STRANGER, daemon.address, str(ANOTHER_UID)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kind, detail = json.loads(done.stdout)
+    assert kind == "Refused"
+    assert f"user {ANOTHER_UID} may not connect" in detail
+    assert not daemon.status()["sessions"]
+
+
+def _let_pass(directory: Path) -> None:
+    """Let anybody walk to a directory of pytest's."""
+    while directory.stat().st_uid == os.getuid() and directory != directory.parent:
+        if directory.stat().st_mode & 0o111 != 0o111:
+            directory.chmod(directory.stat().st_mode | 0o111)
+        directory = directory.parent
