@@ -3,6 +3,9 @@
 
 #include <pthread.h>
 
+/* A tile of 64-bit elements needs about a quarter of it; some systems' own choice is less. */
+#define STACK_BYTES (1u << 20)
+
 struct errand {
     void (*work)(void *item);
     void *item;
@@ -20,9 +23,12 @@ void run_parallel(void (*work)(void *item), void *items, size_t item_bytes, unsi
     pthread_t threads[MAX_THREADS];
     struct errand errands[MAX_THREADS];
     int started[MAX_THREADS];
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, STACK_BYTES);
     for (unsigned i = 1; i < count; i++) {
         errands[i] = (struct errand){work, (char *)items + i * item_bytes};
-        started[i] = pthread_create(&threads[i], NULL, run_errand, &errands[i]) == 0;
+        started[i] = pthread_create(&threads[i], &attributes, run_errand, &errands[i]) == 0;
     }
     work(items);
     for (unsigned i = 1; i < count; i++)
@@ -30,6 +36,7 @@ void run_parallel(void (*work)(void *item), void *items, size_t item_bytes, unsi
             pthread_join(threads[i], NULL);
         else
             work(errands[i].item);
+    pthread_attr_destroy(&attributes);
 }
 
 unsigned worthwhile_threads(int allowed, size_t units, size_t least)
