@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
 """Of PyTorch's, about sparse and nested tensors."""
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from storm_client.policy import Policy
 from torch import Tensor, nn
-
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
 """Of PyTorch's, about sparse and nested tensors."""
@@ -19,25 +20,25 @@ def quantized() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "reason"),
+    ("make", "reason"),
     [
-        (torch.ones(64), None),
-        (torch.ones(64, 64).t(), None),
-        (torch.ones(2), "small"),
-        (torch.ones(0), "small"),
-        (torch.ones(64).as_subclass(Subclass), "subclass"),
-        (torch.eye(64).to_sparse(), "sparse"),
-        (torch.eye(64).to_sparse_csr(), "sparse"),
-        (torch.ones(64, 64).to_mkldnn(), "layout"),
-        (torch.nested.nested_tensor([torch.ones(64), torch.ones(32)]), "nested"),
-        (torch.ones(64, device="meta"), "meta"),
-        (nn.Parameter(torch.ones(64)), "parameter"),
-        (nn.Parameter(torch.ones(64, 64)).t(), "parameter"),
+        (lambda: torch.ones(64), None),
+        (lambda: torch.ones(64, 64).t(), None),
+        (lambda: torch.ones(2), "small"),
+        (lambda: torch.ones(0), "small"),
+        (lambda: torch.ones(64).as_subclass(Subclass), "subclass"),
+        (lambda: torch.eye(64).to_sparse(), "sparse"),
+        (lambda: torch.eye(64).to_sparse_csr(), "sparse"),
+        (lambda: torch.ones(64, 64).to_mkldnn(), "layout"),
+        (lambda: torch.nested.nested_tensor([torch.ones(64), torch.ones(32)]), "nested"),
+        (lambda: torch.ones(64, device="meta"), "meta"),
+        (lambda: nn.Parameter(torch.ones(64)), "parameter"),
+        (lambda: nn.Parameter(torch.ones(64, 64)).t(), "parameter"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_each_reason(tensor: Tensor, reason: str | None) -> None:
-    assert Policy([], min_bytes=128).reason(tensor) == reason
+def test_each_reason(make: Callable[[], Tensor], reason: str | None) -> None:
+    assert Policy([], min_bytes=128).reason(make()) == reason
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning")
