@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STUDENTS, EPOCHS, BATCHES, ROWS, WIDTH = 2, 2, 16, 256, 512
+STUDENTS, EPOCHS, BATCHES, ROWS, WIDTH = 2, 3, 8, 128, 512
 
 
 def mlp(hidden, layers):
@@ -33,7 +33,7 @@ def teach(cache, teacher, number, x):
 
 def train(address, student):
     torch.manual_seed(0)
-    teacher = mlp(1024, layers=6).to(DEVICE)
+    teacher = mlp(1024, layers=4).to(DEVICE)
     batches = torch.randn(BATCHES, ROWS, WIDTH)
     torch.manual_seed(1 + student)
     model = mlp(128, layers=1).to(DEVICE)

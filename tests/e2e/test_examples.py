@@ -39,12 +39,10 @@ def test_offload_prints_the_same_losses(daemon: ChildDaemon) -> None:
 def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
     *students, cache = _losses("frozen_teacher.py", STORMD_ADDRESS=daemon.address)
     assert [line.split(":")[0] for line in sorted(students)] == ["student 0", "student 1"]
-    assert cache.startswith("cache: 16 tensors in ")
+    assert cache.startswith("cache: 8 tensors in ")
     counters = daemon.status()["cache"]["counters"]
-    assert counters["hits"] + counters["misses"] == 64
-    assert counters["hits"] >= 32, "each student's second epoch finds everything"
-    again = _losses("frozen_teacher.py", STORMD_ADDRESS=daemon.address)
-    assert all("32 of 32 outputs were there" in line for line in again[:2])
+    assert counters["hits"] + counters["misses"] == 48
+    assert counters["hits"] >= 32, "each student finds everything from its second epoch on"
 
 
 def test_the_change_is_an_import_and_two_lines() -> None:
