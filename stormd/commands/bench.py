@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
 def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
     nbytes = parse_size(args.tensor_bytes)
     pool = 2 * args.tensors * nbytes + (256 << 20)
-    with ChildDaemon(flags=[f"--pool-bytes={pool}", "--device=cpu"]) as daemon:
+    flags = [f"--pool-bytes={pool}", "--cache-bytes=0", "--device=cpu"]
+    with ChildDaemon(flags=flags) as daemon:
         numbers = {
             "address": daemon.address,
             "daemon-pid": daemon.pid,

@@ -47,7 +47,8 @@ class Plan:
     def daemon_flags(self) -> list[str]:
         """Return the daemon's command line."""
         names = ("pool_bytes", "device", "staging_bytes_cuda")
-        return [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
+        flags = [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
+        return [*flags, "--cache-bytes=0"]
 
     def arguments(self, index: int, address: str | None) -> list[str]:
         """Return the command line of trainer `index`; None trains without offload."""

@@ -11,7 +11,7 @@ import pytest
 from stormd.child_daemon import ChildDaemon, tail
 from stormd.errors import ChildFailed
 
-FLAGS = ["--pool-bytes=8MiB", "--device=cpu"]
+FLAGS = ["--pool-bytes=8MiB", "--cache-bytes=0", "--device=cpu"]
 
 
 def test_answers_inside_and_is_gone_outside() -> None:
