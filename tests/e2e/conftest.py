@@ -11,5 +11,5 @@ from stormd.child_daemon import ChildDaemon
 
 @pytest.fixture
 def daemon() -> Iterator[ChildDaemon]:
-    with ChildDaemon(flags=["--pool-bytes=512MiB", "--cache-bytes=0", "--device=cpu"]) as daemon:
+    with ChildDaemon(flags=["--pool-bytes=512MiB", "--cache-bytes=8MiB", "--device=cpu"]) as daemon:
         yield daemon
