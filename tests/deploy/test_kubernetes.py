@@ -107,7 +107,7 @@ def test_process_ids_differ_between_the_pods(
 
 def test_the_pool_fits_the_memory_limit(daemon: dict[str, Any], config: Config) -> None:
     limit = daemon["containers"][0]["resources"]["limits"]["memory"]
-    assert config.pool_bytes < int(limit.removesuffix("Gi")) << 30
+    assert config.host_bytes < int(limit.removesuffix("Gi")) << 30
 
 
 def test_the_grace_period_covers_the_shutdown(daemon: dict[str, Any], config: Config) -> None:
