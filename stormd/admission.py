@@ -14,9 +14,17 @@ from stormd.lanes import blob_bound
 from stormd.protocol import MapSegment, Restore, Store
 from stormd.protocol.limits import FIRST_LEASED
 from stormd.records import Limits, Phase, Session
+from stormd.shares import Shares
 from stormd.sizes import format_size
 
-__all__ = ["MAX_RESTORES", "MAX_SEGMENTS", "restore_problem", "segment_problem", "store_problem"]
+__all__ = [
+    "MAX_RESTORES",
+    "MAX_SEGMENTS",
+    "restore_problem",
+    "segment_problem",
+    "share_problem",
+    "store_problem",
+]
 
 MAX_RESTORES: Final = 4096
 """Restores of one session under way at one time."""
@@ -26,16 +34,36 @@ MAX_SEGMENTS: Final = 4096
 
 
 def store_problem(
-    session: Session, message: Store, limits: Limits, *, draining: bool
+    session: Session, message: Store, limits: Limits, *, user_bytes: int, draining: bool
 ) -> tuple[str, str] | None:
     """Return the reason (of protocol.REJECTIONS) and detail of a rejection, None if there is none.
 
+    `user_bytes` is what all sessions of the session's user hold.
     Whether the pool has room is not looked at: only a promise of the arena can tell.
     """
-    for reason, detail in _store_checks(session, message, limits, draining=draining):
+    checks = _store_checks(session, message, limits, user_bytes=user_bytes, draining=draining)
+    for reason, detail in checks:
         if detail:
             return reason, detail
     return None
+
+
+def share_problem(
+    session: Session, shares: Shares, limits: Limits, capacity: int, nbytes: int
+) -> str | None:
+    """Return why a pool of `capacity` has no `nbytes` more for the session, others' shares kept.
+
+    None where it has: always, where the session does not leave its own share with them.
+    """
+    common = capacity - limits.max_sessions * limits.share_bytes
+    taken = shares.taken(session.used_bytes, session.used_bytes + nbytes)
+    if not limits.share_bytes or not taken or shares.common_bytes + taken <= common:
+        return None
+    return (
+        f"{format_size(shares.common_bytes)} of the {format_size(common)} beyond the sessions' "
+        f"shares of {format_size(limits.share_bytes)} are taken and {format_size(taken)} more "
+        "are asked for: raise pool_bytes or lower session_share_bytes"
+    )
 
 
 def restore_problem(session: Session, message: Restore) -> tuple[str, str] | None:
@@ -70,7 +98,7 @@ def segment_problem(session: Session, message: MapSegment) -> str | None:
 
 
 def _store_checks(
-    session: Session, message: Store, limits: Limits, *, draining: bool
+    session: Session, message: Store, limits: Limits, *, user_bytes: int, draining: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield reason and detail of each check in order; an empty detail is no problem."""
     yield "invalid", _phase(session)
@@ -79,7 +107,10 @@ def _store_checks(
     yield "invalid", _range(session, message)
     yield "draining", "the daemon is shutting down" if draining else ""
     yield "too_many_entries", _count(session, limits)
-    yield "quota", _quota(session, limits, blob_bound(message.nbytes))
+    if session.cache is None:  # the cache limits itself, by its own size
+        nbytes = granules(blob_bound(message.nbytes))
+        yield "quota", _quota(session, limits, nbytes)
+        yield "quota", _user_quota(session, limits, user_bytes, nbytes)
 
 
 def _phase(session: Session) -> str:
@@ -119,11 +150,19 @@ def _count(session: Session, limits: Limits) -> str:
 
 
 def _quota(session: Session, limits: Limits, nbytes: int) -> str:
-    if session.cache is not None:
-        return ""  # limited by the cache's own size
-    if not limits.quota_bytes or session.used_bytes + granules(nbytes) <= limits.quota_bytes:
+    if not limits.quota_bytes or session.used_bytes + nbytes <= limits.quota_bytes:
         return ""
     return (
         f"{format_size(session.used_bytes)} of {format_size(limits.quota_bytes)} are used and "
         f"{format_size(nbytes)} more are asked for: raise session_quota_bytes"
+    )
+
+
+def _user_quota(session: Session, limits: Limits, used: int, nbytes: int) -> str:
+    if not limits.user_quota_bytes or used + nbytes <= limits.user_quota_bytes:
+        return ""
+    return (
+        f"{format_size(used)} of the {format_size(limits.user_quota_bytes)} of user "
+        f"{session.info.uid} are used and {format_size(nbytes)} more are asked for: raise "
+        "uid_quota_bytes"
     )

@@ -185,6 +185,22 @@ class Config:
         least=0,
         reloadable=True,
     )
+    uid_quota_bytes: int = _option(
+        "size",
+        "limits",
+        "pool bytes of all sessions of one user together; 0 sets no quota",
+        default=0,
+        least=0,
+        reloadable=True,
+    )
+    session_share_bytes: int = _option(
+        "size",
+        "limits",
+        "pool bytes kept for each of max_sessions sessions, which no other can take; 0 keeps none",
+        default=0,
+        least=0,
+        reloadable=True,
+    )
     lease_seconds: float = _option(
         "seconds",
         "limits",
@@ -239,6 +255,7 @@ class Config:
             parse_host_port(self.metrics_address)
         for lane in ("cpu", "cuda"):
             _check_parts(self, lane)
+        _check_shares(self)
 
 
 def config_options() -> tuple[Option, ...]:
@@ -339,6 +356,22 @@ def _check_parts(config: Config, lane: str) -> None:
             f"part_bytes_{lane} is {format_size(part)}, and must be at most half of "
             f"staging_bytes_{lane}, {format_size(staging)}: lower one or raise the other"
         )
+
+
+def _check_shares(config: Config) -> None:
+    """Hold the shares to what there is: a share that could be refused is none."""
+    share = config.session_share_bytes
+    if config.max_sessions * share > config.pool_bytes:
+        raise ConfigError(
+            f"session_share_bytes is {format_size(share)}, for max_sessions={config.max_sessions} "
+            f"more than pool_bytes, {format_size(config.pool_bytes)}: lower one or raise the pool"
+        )
+    for name in ("session_quota_bytes", "uid_quota_bytes"):
+        if 0 < getattr(config, name) < share:
+            raise ConfigError(
+                f"{name} is {format_size(getattr(config, name))}, less than session_share_bytes, "
+                f"{format_size(share)}: what is kept for a session must be allowed to it"
+            )
 
 
 def _described(item: Field[Any]) -> Option:

@@ -10,35 +10,40 @@ from collections.abc import Sequence
 
 from stormd.arena import Space, granules
 from stormd.records import Entry, Session
+from stormd.shares import Shares
 
 __all__ = ["Holdings", "assert_session", "assert_space"]
 
 
 class Holdings:
-    """Counts `entries`, and their `raw_bytes` before encoding, while it changes them."""
+    """Counts `entries`, their `raw_bytes` before encoding, and `shares`, while it changes them.
+
+    What a session has in the cache's space counts for none of the shares.
+    """
 
     def __init__(self) -> None:
+        self.shares = Shares()
         self.entries = 0
         self.raw_bytes = 0
 
     def add(self, record: Session, entry_id: int, entry: Entry) -> None:
         """Give a session an entry."""
         record.entries[entry_id] = entry
-        record.used_bytes += entry.charge
+        self._move(record, entry.charge)
         self.raw_bytes += entry.raw_bytes
         self.entries += 1
 
     def remove(self, record: Session, entry_id: int) -> Entry:
         """Take an entry from a session; its promise, block or loan is the caller's business."""
         entry = record.entries.pop(entry_id)
-        record.used_bytes -= entry.charge
+        self._move(record, -entry.charge)
         self.raw_bytes -= entry.raw_bytes
         self.entries -= 1
         return entry
 
     def charge(self, record: Session, entry: Entry, charge: int) -> None:
         """Count the entry for another number of bytes from now on."""
-        record.used_bytes += charge - entry.charge
+        self._move(record, charge - entry.charge)
         entry.charge = charge
 
     def give_up(self, record: Session, entry_id: int) -> None:
@@ -57,6 +62,12 @@ class Holdings:
             entry.space.release(entry.block)
         else:
             entry.loan.end()
+
+    def _move(self, record: Session, delta: int) -> None:
+        before = record.used_bytes
+        record.used_bytes += delta
+        if record.cache is None:
+            self.shares.moved(record.info.uid, before, record.used_bytes)
 
 
 def assert_space(

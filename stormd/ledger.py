@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from stormd.admission import restore_problem, segment_problem, store_problem
+from stormd.admission import restore_problem, segment_problem, share_problem, store_problem
 from stormd.arena import Space, granules
 from stormd.cache import Cache, Caller
 from stormd.cache_requests import CacheRequests
@@ -75,6 +75,7 @@ class Ledger:
         self._counters = counters
         self._sessions: dict[int, Session] = {}
         self._holdings = Holdings()
+        self._holdings.shares.limit(limits.share_bytes, ())
         self._draining = False
         self._events = {
             StoreDone: self._store_done,
@@ -125,6 +126,8 @@ class Ledger:
     def limit(self, limits: Limits) -> None:
         """Hold everything that comes to other limits; what there is stays as it is."""
         self._limits = limits
+        pool_users = (one.used_bytes for one in self._sessions.values() if one.cache is None)
+        self._holdings.shares.limit(limits.share_bytes, pool_users)
 
     def attach(self, session: int, now: float) -> None:
         """Note that the session's lifeline is connected: from now on it may store."""
@@ -185,7 +188,13 @@ class Ledger:
             dtype = parse_dtype(message.dtype, message.nbytes)
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
-        problem = store_problem(record, message, self._limits, draining=self._draining)
+        problem = store_problem(
+            record,
+            message,
+            self._limits,
+            user_bytes=self._holdings.shares.of_user(record.info.uid),
+            draining=self._draining,
+        )
         if problem is not None:
             return self._rejected(record, request, message, *problem)
         promised = blob_bound(message.nbytes)
@@ -381,6 +390,10 @@ class Ledger:
             self._cache.assert_invariants(records)
         for record in records:
             assert_session(record)
+        pool_users = [record for record in records if record.cache is None]
+        self._holdings.shares.assert_invariants(
+            [(record.info.uid, record.used_bytes) for record in pool_users]
+        )
 
     # --- parts of the above -----------------------------------------------------------------
 
@@ -393,8 +406,10 @@ class Ledger:
         """Have the session's space promise room; return None, or why it does not."""
         if record.cache is not None:
             return self._cache_of(record).spend(record.cache, nbytes)
-        if self._space.promise(nbytes):
-            return None
+        shares, capacity = self._holdings.shares, self._space.capacity
+        shortage = share_problem(record, shares, self._limits, capacity, granules(nbytes))
+        if shortage is not None or self._space.promise(nbytes):
+            return shortage
         use = self._space.use()
         return (
             f"{format_size(use.used + use.promised)} of {format_size(use.capacity)} are taken and "

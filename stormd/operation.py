@@ -47,7 +47,11 @@ class Operated(Protocol):
         """One sentence for each worker that hangs or has ended."""
 
     def reload(self, config: Config) -> list[str]:
-        """Take what can be taken while serving; return the options that need a restart."""
+        """Take what can be taken while serving; return the options that need a restart.
+
+        Raises:
+            ConfigError: the new limits do not go with the pool there is; nothing has changed.
+        """
 
 
 @contextlib.asynccontextmanager
@@ -100,10 +104,10 @@ def reload_settings(server: Operated, notifier: Notifier, read: Callable[[], Con
     notifier.reloading()
     try:
         config = read()
+        ignored = server.reload(config)
     except ConfigError as error:
         _LOGGER.error("settings not reloaded", extra={"reason": str(error)})  # noqa: TRY400 - the operator's fault, and the reason says all
     else:
-        ignored = server.reload(config)
         set_level(config.log_level)
         _LOGGER.info("settings reloaded", extra={"need_restart": ignored})
     notifier.ready()

@@ -28,12 +28,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one session may hold and for how long it may be silent; 0 bytes sets no quota."""
+    """What one session may hold and for how long it may be silent; 0 bytes sets no quota.
+
+    `user_quota_bytes` is what all sessions of one user may hold together, `share_bytes` what of
+    the pool is kept for each of `max_sessions` sessions, whether there is one or not.
+    """
 
     max_sessions: int
     max_entries: int
     quota_bytes: int
     lease_seconds: float
+    user_quota_bytes: int = 0
+    share_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,9 @@ class Server:
         """Take the reloadable settings of `config`; the sessions there are stay as they are.
 
         Returns the names of the other settings that differ: they need a restart.
+
+        Raises:
+            ConfigError: the new limits do not go with the pool there is; nothing has changed.
         """
         fresh, ignored = reloaded(self._config, config)
         self._config = fresh
@@ -303,6 +306,8 @@ def _limits(config: Config) -> Limits:
         max_entries=config.max_entries_per_session,
         quota_bytes=config.session_quota_bytes,
         lease_seconds=config.lease_seconds,
+        user_quota_bytes=config.uid_quota_bytes,
+        share_bytes=config.session_share_bytes,
     )
 
 

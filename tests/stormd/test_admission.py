@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from stormd.admission import MAX_RESTORES, restore_problem, segment_problem, store_problem
+from stormd.admission import (
+    MAX_RESTORES,
+    restore_problem,
+    segment_problem,
+    share_problem,
+    store_problem,
+)
 from stormd.arena import Space
 from stormd.protocol import MapSegment, Restore, Store
 from stormd.records import Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.shares import Shares
 
 LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
 STORE = Store(5, 0, 0, 100, "uint8", "raw", 0)
@@ -27,7 +34,7 @@ def session() -> Session:
 
 
 def test_what_is_right_passes(session: Session) -> None:
-    assert store_problem(session, STORE, LIMITS, draining=False) is None
+    assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is None
     assert restore_problem(session, RESTORE) is None
     assert segment_problem(session, MapSegment(1, b"", 0, 1)) is None
 
@@ -44,24 +51,36 @@ def test_what_is_right_passes(session: Session) -> None:
 def test_an_invalid_store_is_explained(
     session: Session, changes: dict[str, int], words: str
 ) -> None:
-    problem = store_problem(session, replace(STORE, **changes), LIMITS, draining=False)
+    problem = store_problem(
+        session, replace(STORE, **changes), LIMITS, user_bytes=0, draining=False
+    )
     assert problem is not None
     assert problem[0] == "invalid"
     assert words in problem[1]
 
 
 def test_the_last_byte_of_a_segment_may_be_used(session: Session) -> None:
-    assert store_problem(session, replace(STORE, offset=8092), LIMITS, draining=False) is None
+    assert (
+        store_problem(session, replace(STORE, offset=8092), LIMITS, user_bytes=0, draining=False)
+        is None
+    )
 
 
 def test_limits_are_told_apart(session: Session) -> None:
     quota = replace(LIMITS, quota_bytes=1023)
-    assert store_problem(session, STORE, quota, draining=False) is not None
-    assert store_problem(session, STORE, replace(quota, quota_bytes=1024), draining=False) is None
-    few = store_problem(session, STORE, replace(LIMITS, max_entries=1), draining=False)
+    assert store_problem(session, STORE, quota, user_bytes=0, draining=False) is not None
+    assert (
+        store_problem(
+            session, STORE, replace(quota, quota_bytes=1024), user_bytes=0, draining=False
+        )
+        is None
+    )
+    few = store_problem(
+        session, STORE, replace(LIMITS, max_entries=1), user_bytes=0, draining=False
+    )
     assert few is not None
     assert few[0] == "too_many_entries"
-    drained = store_problem(session, STORE, LIMITS, draining=True)
+    drained = store_problem(session, STORE, LIMITS, user_bytes=0, draining=True)
     assert drained is not None
     assert drained[0] == "draining"
 
@@ -83,7 +102,7 @@ def test_a_ticket_under_way_is_taken(session: Session) -> None:
 
 def test_nothing_goes_without_a_lifeline(session: Session) -> None:
     session.phase = Phase.OPENED
-    assert store_problem(session, STORE, LIMITS, draining=False) is not None
+    assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is not None
     assert restore_problem(session, RESTORE) is not None
     assert segment_problem(session, MapSegment(1, b"", 0, 1)) is not None
 
@@ -92,3 +111,23 @@ def test_a_segment_has_its_own_number_and_a_size(session: Session) -> None:
     session.mapping[2] = (0, 10)
     for message in (MapSegment(0, b"", 0, 1), MapSegment(2, b"", 0, 1), MapSegment(3, b"", 0, 0)):
         assert segment_problem(session, message) is not None
+
+
+def test_a_users_sessions_share_a_quota(session: Session) -> None:
+    limits = replace(LIMITS, user_quota_bytes=2048)
+    assert store_problem(session, STORE, limits, user_bytes=1536, draining=False) is None
+    problem = store_problem(session, STORE, limits, user_bytes=1537, draining=False)
+    assert problem is not None
+    assert problem[0] == "quota"
+    assert "uid_quota_bytes" in problem[1]
+
+
+def test_what_is_kept_for_others_is_not_given(session: Session) -> None:
+    shares, limits = Shares(), replace(LIMITS, max_sessions=2, share_bytes=1024)
+    shares.limit(1024, (512, 1024 + 256))
+    assert share_problem(session, shares, limits, 4096, 512) is None
+    assert share_problem(session, shares, limits, 4096, 512 + 1792) is None
+    problem = share_problem(session, shares, limits, 4096, 512 + 1793)
+    assert problem is not None
+    assert "session_share_bytes" in problem
+    assert share_problem(session, shares, LIMITS, 4096, 1 << 20) is None

@@ -144,6 +144,21 @@ def test_metrics_address_is_read_at_construction() -> None:
         Config(metrics_address="9464")
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_sessions": 5, "pool_bytes": 4 << 20}, "max_sessions=5"),
+        ({"session_quota_bytes": 1000}, "session_quota_bytes is"),
+        ({"uid_quota_bytes": 1000}, "uid_quota_bytes is"),
+    ],
+)
+def test_a_share_must_be_there_and_allowed(changes: dict[str, int], words: str) -> None:
+    fits = {"session_share_bytes": 1 << 20, "max_sessions": 4, "pool_bytes": 4 << 20}
+    assert Config(**fits).session_share_bytes == 1 << 20
+    with pytest.raises(ConfigError, match=words):
+        Config(**{**fits, **changes})
+
+
 def test_a_reload_takes_limits_and_names_the_rest() -> None:
     running = Config(pool_bytes=1 << 30, max_sessions=4, log_level="info")
     read = Config(pool_bytes=2 << 30, max_sessions=8, log_level="info")
@@ -151,3 +166,10 @@ def test_a_reload_takes_limits_and_names_the_rest() -> None:
     assert (fresh.pool_bytes, fresh.max_sessions) == (1 << 30, 8)
     assert ignored == ["pool_bytes"]
     assert reloaded(running, running) == (running, [])
+
+
+def test_a_reload_whose_shares_do_not_fit_the_running_pool_is_an_error() -> None:
+    running = Config(pool_bytes=64 << 20, max_sessions=64)
+    read = Config(pool_bytes=128 << 20, max_sessions=64, session_share_bytes=2 << 20)
+    with pytest.raises(ConfigError, match="session_share_bytes"):
+        reloaded(running, read)

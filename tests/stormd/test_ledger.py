@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fake_lane import FakeLane
 
-from stormd.arena import Space
+from stormd.arena import Space, granules
 from stormd.counters import Counters
 from stormd.instructions import Probe, Skip, Unmap
+from stormd.lanes import blob_bound
 from stormd.ledger import ATTACH_SECONDS, Ledger
 from stormd.protocol import (
     Admitted,
@@ -31,6 +34,7 @@ from stormd.records import Limits, SessionInfo
 KIB = 1024
 CAPACITY = 64 * KIB
 STAGING = 16 * KIB
+SHARE = 16 * KIB
 LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_seconds=5.0)
 
 
@@ -44,7 +48,7 @@ class Fixture:
         self.lane = FakeLane(self.ledger)
 
     def open(self, session: int = 1, *, attach: bool = True) -> int:
-        info = SessionInfo(session, "cpu", 0, 100 + session, "test")
+        info = SessionInfo(session, "cpu", session % 2, 100 + session, "test")
         self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=STAGING, now=0.0)
         if attach:
             self.ledger.attach(session, 0.0)
@@ -265,15 +269,57 @@ def test_a_segment_that_cannot_be_mapped_is_refused(made: Fixture) -> None:
     assert isinstance(made.lane.last(), Refused)
 
 
+# --- shares and users' quotas -------------------------------------------------------------------
+
+
+def test_a_share_is_there_however_full_the_pool_is() -> None:
+    made = Fixture(replace(LIMITS, quota_bytes=0, share_bytes=SHARE, max_entries=99))
+    greedy, modest = made.open(1), made.open(2)
+    for entry in range(1, 20):
+        made.store(entry, 4 * KIB, session=greedy)
+    last = made.lane.last()
+    assert isinstance(last, Rejected)
+    assert (last.reason, "session_share_bytes" in last.detail) == ("pool_full", True)
+    assert made.ledger._sessions[greedy].used_bytes <= CAPACITY - 2 * SHARE
+    for entry in range(1, 4):
+        made.store(entry, 4 * KIB, session=modest)
+        assert isinstance(made.lane.last(), Admitted)
+
+
+def test_a_users_sessions_share_a_quota() -> None:
+    made = Fixture(replace(LIMITS, user_quota_bytes=12 * KIB))
+    made.open(1), made.open(2), made.open(3)
+    made.store(1, 8 * KIB, session=1)
+    made.store(1, 8 * KIB, session=3)  # of the same user
+    last = made.lane.last()
+    assert isinstance(last, Rejected)
+    assert (last.reason, "uid_quota_bytes" in last.detail) == ("quota", True)
+    made.store(1, 8 * KIB, session=2)
+    assert isinstance(made.lane.last(), Admitted)
+
+
+def test_shares_may_change_while_sessions_hold_more() -> None:
+    made = Fixture(replace(LIMITS, quota_bytes=0))
+    made.open(1), made.open(2)
+    for entry in range(1, 7):
+        made.store(entry, 8 * KIB, session=1)
+    made.ledger.limit(replace(LIMITS, share_bytes=SHARE))
+    made.ledger.assert_invariants()
+    made.store(1, 4 * KIB, session=2)
+    assert isinstance(made.lane.last(), Admitted)
+
+
 # --- any order of events ------------------------------------------------------------------------
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """Three sessions that do anything in any order, over a lane that answers at any time."""
 
+    limits = LIMITS
+
     def __init__(self) -> None:
         super().__init__()
-        self.made = Fixture()
+        self.made = Fixture(self.limits)
         self.next_session = 1
         self.next_entry = 1
         self.next_ticket = 1
@@ -349,5 +395,30 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.made.ledger.sessions == []
 
 
+class ShareMachine(LedgerMachine):
+    """The same with shares and a user's quota: what is a session's own it always gets."""
+
+    limits = replace(LIMITS, quota_bytes=0, user_quota_bytes=56 * KIB, share_bytes=SHARE)
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
+    def store_within_the_share(self, data: st.DataObject, nbytes: int) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        record = self.made.ledger._sessions[session]
+        self.made.store(self.next_entry, nbytes, session=session)
+        self.next_entry += 1
+        answer = self.made.lane.last()
+        if isinstance(answer, Rejected) and answer.reason == "pool_full":
+            assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE
+
+    @invariant()
+    def quotas_hold(self) -> None:
+        shares = self.made.ledger._holdings.shares
+        assert max(shares.of_user(0), shares.of_user(1)) <= 56 * KIB
+        assert shares.common_bytes <= CAPACITY - 3 * SHARE
+
+
+TestShareMachine = ShareMachine.TestCase
+TestShareMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
 TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
