@@ -129,7 +129,7 @@ DEVICE void store_piece_words(u8 *at, u32 low, u32 high) {
 template <u32 kBytes, bool kAligned>
 DEVICE void load_piece_words(const u8 *at, u32 (&words)[2]) {
   if (kBytes == 8 && kAligned) {
-    uint2 both = load_once(reinterpret_cast<const uint2 *>(at));
+    uint2 both = *reinterpret_cast<const uint2 *>(at);
     words[0] = both.x;
     words[1] = both.y;
     return;
@@ -227,26 +227,29 @@ DEVICE u32 write_codes(const PlaneSet &planes, u32 first, const uint4 &piece, u3
   return missed | (sums[0] >> 24 | sums[1] >> 24 << 8) << 16;
 }
 
-template <u32 kDrop, u32 kRotate, class Action>
+template <Pipeline kPipeline, u32 kDrop, u32 kRotate, class Action>
 DEVICE void with_code_bits(const Plan &plan, const Action &action) {
-  if (plan.k1 == 2) return action.template run<Code<kDrop, kRotate, 2, 3>>();
-  if (plan.k2 == 4) return action.template run<Code<kDrop, kRotate, 3, 4>>();
-  if constexpr (kDrop == 0) action.template run<Code<kDrop, kRotate, 3, 0>>();
+  if constexpr (kPipeline == kFast) {
+    if constexpr (kDrop == 0) action.template run<Code<0, kRotate, 3, 0>>();
+  } else {
+    if (plan.k1 == 2) action.template run<Code<kDrop, kRotate, 2, 3>>();
+    else action.template run<Code<kDrop, kRotate, 3, 4>>();
+  }
 }
 
-template <u32 kDrop, class Action>
+template <Pipeline kPipeline, u32 kDrop, class Action>
 DEVICE void with_code_drop(const Plan &plan, const Action &action) {
-  if (plan.rotate) return with_code_bits<kDrop, 1>(plan, action);
-  with_code_bits<kDrop, 0>(plan, action);
+  if (plan.rotate) with_code_bits<kPipeline, kDrop, 1>(plan, action);
+  else with_code_bits<kPipeline, kDrop, 0>(plan, action);
 }
 
 /* Runs `action` with the Code that the plan of a window, truncated or sparse blob stands for. */
-template <class Action>
+template <Pipeline kPipeline, class Action>
 DEVICE void with_code(const Plan &plan, const Action &action) {
-  if (plan.drop == 0) return with_code_drop<0>(plan, action);
+  if (plan.drop == 0) return with_code_drop<kPipeline, 0>(plan, action);
   if constexpr (kWidth == 4) {
-    if (plan.drop == 16) return with_code_drop<16>(plan, action);
-    with_code_drop<13>(plan, action);
+    if (plan.drop == 16) with_code_drop<kPipeline, 16>(plan, action);
+    else with_code_drop<kPipeline, 13>(plan, action);
   }
-  if constexpr (kWidth == 8) with_code_drop<29>(plan, action);
+  if constexpr (kWidth == 8) with_code_drop<kPipeline, 29>(plan, action);
 }

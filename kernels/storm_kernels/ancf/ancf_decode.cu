@@ -97,7 +97,7 @@ DEVICE Element read_escape(const u8 *at) {
   return C::kDrop ? value : C::place(value);
 }
 
-/* Level 2: the missing bits of `count` elements, in order, into job.misses. */
+/* Level 2: the missing bits of `count` elements, in order, into job.stage. */
 template <class C>
 DEVICE void read_misses(Decoding &job, Reader &record, u32 count) {
   const Team &team = job.team;
@@ -124,20 +124,20 @@ DEVICE void read_misses(Decoding &job, Reader &record, u32 count) {
     for (u32 i = 0; i < 8; i++) {
       Element bits = job.placed[8 + octet_byte(low, high, i)];
       if (finals >> i & 1) bits = read_escape<C>(escapes + C::kEscapeBytes * rank++);
-      if (i < valid) write_staged(job.misses, first + i, bits);
+      if (i < valid) write_staged(job.stage, first + i, bits);
     }
   }
   team.meet();
 }
 
-/* Gives the missed elements of all rows the bits that job.misses holds for them. */
+/* Gives the missed elements of all rows the bits that job.stage holds for them. */
 DEVICE void merge_misses(const Decoding &job, const u32 (&missed)[kRows], const Ranks &ranks, uint4 (&rows)[kRows]) {
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
     u32 words[4] = {rows[row].x, rows[row].y, rows[row].z, rows[row].w}, rank = ranks.start[row];
 #pragma unroll
     for (u32 i = 0; i < kPiece; i++) {
-      if (missed[row] >> i & 1) merge_element(words, i, read_staged(job.misses, rank++));
+      if (missed[row] >> i & 1) merge_element(words, i, read_staged(job.stage, rank++));
     }
     rows[row] = make_uint4(words[0], words[1], words[2], words[3]);
   }
@@ -163,8 +163,8 @@ DEVICE void merge_escapes(const Decoding &job, const u8 *escapes, const u32 (&mi
 }
 
 /* Elements of all rows without the symbols of the missed; `missed` says which these are.
- * kFull: all elements of the tile exist. */
-template <class C, bool kFull, bool kInRecord>
+ * kFull: all elements of the tile exist. kAligned: pieces may be read 8 bytes at a time. */
+template <class C, bool kFull, bool kAligned>
 DEVICE void read_rows(const Decoding &job, const ConstPlaneSet &planes, u32 count, uint4 (&rows)[kRows],
                       u32 (&missed)[kRows]) {
   const Team &team = job.team;
@@ -172,7 +172,7 @@ DEVICE void read_rows(const Decoding &job, const ConstPlaneSet &planes, u32 coun
     PackedRow<C> parts[kRows];
 #pragma unroll
     for (u32 row = 0; row < kRows; row++) {
-      if (kFull || team.first(row) < count) parts[row] = PackedRow<C>::template load<kInRecord>(planes, team.first(row));
+      if (kFull || team.first(row) < count) parts[row] = PackedRow<C>::template load<kAligned>(planes, team.first(row));
     }
     const TopPlaces &places = *job.places;
     u32 low = places.dictionary[0], high = places.dictionary[1];
@@ -195,11 +195,11 @@ DEVICE void read_rows(const Decoding &job, const ConstPlaneSet &planes, u32 coun
 }
 
 /* `count` elements, coded in `planes` and the rest of `record`. */
-template <class C, bool kFull, bool kInRecord>
+template <class C, bool kFull, bool kAligned>
 DEVICE void decode_elements(Decoding &job, const ConstPlaneSet &planes, Reader &record, u32 count,
                             uint4 (&rows)[kRows]) {
   u32 missed[kRows];
-  read_rows<C, kFull, kInRecord>(job, planes, count, rows, missed);
+  read_rows<C, kFull, kAligned>(job, planes, count, rows, missed);
   Ranks ranks = rank_bits(job, missed);
   if constexpr (C::kSecond != 0) {
     read_misses<C>(job, record, ranks.total);
@@ -210,22 +210,55 @@ DEVICE void decode_elements(Decoding &job, const ConstPlaneSet &planes, Reader &
   }
 }
 
-template <class C>
-DEVICE void decode_window_tile(Decoding &job, u32 tile) {
-  u32 count = job.tile_elements(tile);
-  Reader record = record_of(job, tile);
-  prefetch_tile(job, record, tile + block_count() * kTeams);
+template <class C, bool kFull>
+DEVICE void decode_window_tile(Decoding &job, u32 tile, const u8 *block, Reader record) {
+  u32 count = kFull ? kTile : job.tile_elements(tile);
+  ConstPlaneSet planes = {block, kFull ? kTile : static_cast<u32>(round_up(count, 128))};
   uint4 rows[kRows];
-  ConstPlaneSet planes = {job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile),
-                          static_cast<u32>(round_up(count, 128))};
-  if (Packed<C>::kFits && count == kTile) {
-    planes.padded = kTile;
-    decode_elements<C, Packed<C>::kFits, false>(job, planes, record, kTile, rows);
-  } else {
-    decode_elements<C, false, false>(job, planes, record, count, rows);
-  }
+  decode_elements<C, kFull, true>(job, planes, record, count, rows);
   if (!record.ok) return job.refuse();
   job.store(rows, static_cast<u64>(tile) * kTile * kWidth + job.team.warp * kCheckChunkBytes);
+}
+
+/* Starts to bring a whole tile's block, and its record as far as there is room, to one side. */
+template <class C>
+DEVICE void fetch_ahead(const Decoding &job, u32 tile, const Extent &extent, u32 side) {
+  if (tile >= job.whole_tiles) return;
+  constexpr u32 kBytes = kTile / 8 * C::kPlaneBits;
+  const u8 *block = job.block(tile);
+  u8 *to = job.block_ahead(side);
+#pragma unroll
+  for (u32 at = 16 * job.team.thread; at < kBytes; at += 16 * kTeamThreads) copy_behind(to + at, block + at);
+  Reader record = extent.record(job);
+  u32 bytes = record.left < kRecordAhead ? record.left : kRecordAhead;
+  for (u32 at = 8 * job.team.thread; at < bytes; at += 8 * kTeamThreads) {
+    copy_behind8(job.record_ahead(side) + at, record.at + at);
+  }
+}
+
+/* All tiles of a code without a bitmap. While one is decoded, the next one's bytes are on their
+ * way, and the directory entries of the one after that. */
+template <class C>
+DEVICE void decode_windows(Decoding &job) {
+  u32 step = block_count() * kTeams, side = 0;
+  u32 tile = block_index() * kTeams + job.team.id;
+  Extent extent = Extent::of(job, tile), next = Extent::of(job, tile + step);
+  fetch_ahead<C>(job, tile, extent, side);
+  for (; tile < job.tiles; tile += step, side ^= 1) {
+    copies_arrived();
+    job.team.meet();
+    fetch_ahead<C>(job, tile + step, next, side ^ 1);
+    Extent after = Extent::of(job, tile + 2 * step);
+    Reader record = extent.record(job);
+    if (tile >= job.whole_tiles) {
+      decode_window_tile<C, false>(job, tile, job.block(tile), record);
+    } else {
+      if (record.left <= kRecordAhead) record.at = job.record_ahead(side);
+      decode_window_tile<C, true>(job, tile, job.block_ahead(side), record);
+    }
+    extent = next;
+    next = after;
+  }
 }
 
 /* One bit of a plane for each set bit of `flags`, in order from bit `rank` on. */
@@ -263,7 +296,7 @@ DEVICE void read_pairs(Decoding &job, Reader &record, u32 (&masks)[kRows]) {
 
 /* Which of this lane's elements of a sparse tile differ from the fill. */
 DEVICE void read_bitmap(Decoding &job, Reader &record, u32 tile, u32 count, u32 (&masks)[kRows]) {
-  const u8 *block = job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile);
+  const u8 *block = job.block(tile);
   bool pairs = job.plan.bitmap == kBitmapPairs;
   u32 bound = static_cast<u32>(pairs ? round_up(count, 256) : round_up(count, 128));
 #pragma unroll
@@ -285,8 +318,7 @@ template <class C>
 DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
   const Team &team = job.team;
   u32 count = job.tile_elements(tile);
-  Reader record = record_of(job, tile);
-  prefetch_tile(job, record, tile + block_count() * kTeams);
+  Reader record = Extent::of(job, tile).record(job);
   u32 masks[kRows];
   read_bitmap(job, record, tile, count, masks);
   if (!record.ok) return job.refuse();
@@ -295,8 +327,9 @@ DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
   ConstPlaneSet planes = {record.take(padded / 8 * C::kPlaneBits), padded};
   if (!record.ok) return job.refuse();
   uint4 rows[kRows];
-  decode_elements<C, false, true>(job, planes, record, ranks.total, rows);
+  decode_elements<C, false, false>(job, planes, record, ranks.total, rows);
   if (!record.ok) return job.refuse();
+  team.meet();  /* the stage held the misses until here */
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
     *reinterpret_cast<uint4 *>(job.stage + team.first(row) * kWidth) = rows[row];
@@ -334,22 +367,24 @@ template <class C, bool kHasBitmap>
 DEVICE void decode_tiles(Decoding &job, u64 *placed) {
   if constexpr (Packed<C>::kFits) fill_places<C>(*job.places, job.plan);
   fill_placed<C>(job.plan, placed);
-  decode_each(job, [&](u32 tile) {
-    if constexpr (kHasBitmap) decode_sparse_tile<C>(job, tile);
-    else decode_window_tile<C>(job, tile);
-  });
+  if constexpr (kHasBitmap) {
+    decode_each(job, [&](u32 tile) { decode_sparse_tile<C>(job, tile); });
+  } else if constexpr (Packed<C>::kFits) {
+    decode_windows<C>(job);
+  } else {
+    decode_each(job, [&](u32 tile) {
+      decode_window_tile<C, false>(job, tile, job.block(tile), Extent::of(job, tile).record(job));
+    });
+  }
 }
 
+/* Runs the decoder of a code. */
+template <bool kHasBitmap>
 struct DecodeCoded {
   Decoding &job;
   u64 *placed;
   template <class C>
-  DEVICE void run() const {
-    if constexpr (C::kSecond != 0) {
-      if (job.plan.mode == kSparse) return decode_tiles<C, true>(job, placed);
-    }
-    decode_tiles<C, false>(job, placed);
-  }
+  DEVICE void run() const { decode_tiles<C, kHasBitmap>(job, placed); }
 };
 
 /* A piece of a mode without tiles, of the chunk at byte `at`. */
@@ -387,23 +422,32 @@ DEVICE void decode_flat(Decoding &job) {
 /* For the host: the dynamic shared memory of a block. */
 extern "C" __device__ const u32 ancf_decode_shared_bytes = kDecodeSharedBytes;
 
-/* Decodes `blob` to `dst` as the plan in `scratch` says; does nothing where that is of another
- * element type or bad. Blocks of kBlockThreads, any number. */
-KERNEL_TWICE(kBlockThreads)
-ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
+/* The whole of a kernel for one kind of blob; it does nothing where the plan is of another kind
+ * or element type, or bad. */
+template <Pipeline kPipeline>
+DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   const Plan &plan = *plan_of(scratch);
   if (plan.status != kOk || plan.width != kWidth || plan.mantissa != kMantissa) return;
+  if (pipeline_of(plan) != kPipeline) return;
   Team team = Team::here();
   u8 *memory = shared_memory();
   TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
   u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kDecodeArenaBytes;
   u64 *placed = reinterpret_cast<u64 *>(memory + kTeams * (sizeof(TeamShared) + kDecodeArenaBytes));
   TopPlaces *places = reinterpret_cast<TopPlaces *>(placed + kPlacedEntries);
-  Decoding job{plan, blob, dst, work_of(scratch), team, shared, arena, arena + kStageBytes, placed, places, 0, 0};
-  if (!has_tiles(plan.mode)) decode_flat(job);
-  else if (plan.mode == kInteger) decode_integers(job);
-  else if (has_dictionary_apart(plan.mode)) decode_values(job, placed);
-  else with_code(plan, DecodeCoded{job, placed});
+  Decoding job{plan, plan.raw_nbytes, blob + plan.fixed_offset, blob + plan.payload_offset,
+               reinterpret_cast<const u32 *>(blob + plan.directory_offset),
+               static_cast<u32>(plan.payload_bytes / kRecordUnit), static_cast<u32>(block_bytes(plan, kTile)),
+               plan.tiles, static_cast<u32>(plan.elements / kTile), static_cast<u32>(plan.elements % kTile),
+               (plan.flags & kFlagChecksum) != 0, blob, dst, work_of(scratch), team, shared, arena, placed,
+               places, 0, 0};
+  if constexpr (kPipeline != kWhole) {
+    with_code<kPipeline>(plan, DecodeCoded<kPipeline == kWithBitmap>{job, placed});
+  } else {
+    if (!has_tiles(plan.mode)) decode_flat(job);
+    else if (plan.mode == kInteger) decode_integers(job);
+    else decode_values(job, placed);
+  }
   if (plan.flags & kFlagChecksum) add_check(job.check, &job.work->checksum, team.lane);
   memory_fence();
   barrier(0, kBlockThreads);
@@ -413,6 +457,25 @@ ancf_decode(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 
   u64 found = load_shared_word(&job.work->checksum) + plan.raw_nbytes * kCheckLength;
   bool differs = (plan.flags & kFlagChecksum) && found != plan.checksum;
   *status = fetch_add(&job.work->status, 0u) ? kBadRecord : differs ? kBadChecksum : kOk;
+}
+
+/* Decode `blob` to `dst` as the plan in `scratch` says: one of these does. Blocks of
+ * kBlockThreads, any number. */
+KERNEL_TWICE(kBlockThreads)
+ancf_decode_fast(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
+  decode_blob<kFast>(blob, dst, scratch, status);
+}
+KERNEL_TWICE(kBlockThreads)
+ancf_decode_dense(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
+  decode_blob<kDense>(blob, dst, scratch, status);
+}
+KERNEL_TWICE(kBlockThreads)
+ancf_decode_bitmap(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
+  decode_blob<kWithBitmap>(blob, dst, scratch, status);
+}
+KERNEL_TWICE(kBlockThreads)
+ancf_decode_whole(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
+  decode_blob<kWhole>(blob, dst, scratch, status);
 }
 
 DEVICE bool is_window_code(const Plan &plan) {

@@ -30,7 +30,7 @@ DEVICE void read_planes(const ConstPlaneSet &planes, u32 first, u32 bits, u64 (&
 
 DEVICE void decode_integer_tile(Decoding &job, u32 tile) {
   u32 count = job.tile_elements(tile);
-  Reader record = record_of(job, tile);
+  Reader record = Extent::of(job, tile).record(job);
   const u64 *head = reinterpret_cast<const u64 *>(record.take(kIntegerHeadBytes));
   if (!record.ok) return job.refuse();
   u64 base = head[0];
@@ -58,9 +58,8 @@ DEVICE void decode_integers(Decoding &job) {
 DEVICE void decode_values_tile(Decoding &job, u32 tile) {
   const Team &team = job.team;
   u32 count = job.tile_elements(tile), bits = job.plan.k1, none = (1u << bits) - 1;
-  Reader record = record_of(job, tile);
-  ConstPlaneSet planes = {job.blob + job.plan.fixed_offset + tile * block_bytes(job.plan, kTile),
-                          static_cast<u32>(round_up(count, 128))};
+  Reader record = Extent::of(job, tile).record(job);
+  ConstPlaneSet planes = {job.block(tile), static_cast<u32>(round_up(count, 128))};
   uint4 rows[kRows];
   u32 escaped[kRows];
 #pragma unroll

@@ -6,9 +6,13 @@
 #pragma once
 #include <ancf_packed.cuh>
 
-/* Shared memory of a team: elements being put together, and those of the escapes. */
+/* Shared memory of a team: elements being put together or those of the misses, then two blocks
+ * and two starts of records that are fetched ahead. */
 constexpr u32 kStageBytes = kTile * kWidth;
-constexpr u32 kDecodeArenaBytes = 2 * kStageBytes;
+constexpr u32 kMostPlaneBits = kWidth == 1 ? 7 : kWidth == 2 ? 14 : kWidth == 4 ? 27 : 1;
+constexpr u32 kBlockAhead = kTile / 8 * kMostPlaneBits;
+constexpr u32 kRecordAhead = 1024;
+constexpr u32 kDecodeArenaBytes = kStageBytes + 2 * (kBlockAhead + kRecordAhead);
 constexpr u32 kWindowPlaced = 24;   /* first codes, then second codes from 8 on */
 constexpr u32 kPlacedEntries = 512;
 constexpr u32 kDecodeSharedBytes =
@@ -17,28 +21,35 @@ constexpr u32 kDecodeSharedBytes =
 /* One launch's arguments, and this thread's place in it. */
 struct Decoding {
   const Plan &plan;
+  u64 raw_nbytes;     /* and what else of the plan each tile needs */
+  const u8 *blocks, *payload;
+  const u32 *directory;
+  u32 payload_units, block_size, tiles, whole_tiles, last_elements;
+  bool checks;
   const u8 *blob;
   u8 *dst;
   Work *work;
   Team team;
   TeamShared *shared;
-  u8 *stage, *misses;
+  u8 *stage;          /* also the elements of misses, at another time */
   const u64 *placed;  /* dictionary entries as bits of an element; level 2 starts at 8 */
   TopPlaces *places;
   u32 turn;
   u64 check;
 
-  DEVICE u32 tile_elements(u32 tile) const {
-    u64 rest = plan.elements - static_cast<u64>(tile) * kTile;
-    return rest < kTile ? static_cast<u32>(rest) : kTile;
+  DEVICE u32 tile_elements(u32 tile) const { return tile < whole_tiles ? kTile : last_elements; }
+  DEVICE const u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
+  DEVICE u8 *block_ahead(u32 side) const { return stage + kStageBytes + side * kBlockAhead; }
+  DEVICE u8 *record_ahead(u32 side) const {
+    return stage + kStageBytes + 2 * kBlockAhead + side * kRecordAhead;
   }
   DEVICE void refuse() const { fetch_or(&work->status, 1u); }
 
   /* Adds the chunk to the checksum and stores it. */
   DEVICE void store(const uint4 (&rows)[kRows], u64 at) {
-    if (at >= plan.raw_nbytes) return;
-    if (plan.flags & kFlagChecksum) check += column_check(rows, at, team.lane);
-    store_chunk(rows, dst, at, plan.raw_nbytes, team.lane);
+    if (at >= raw_nbytes) return;
+    if (checks) check += column_check(rows, at, team.lane);
+    store_chunk(rows, dst, at, raw_nbytes, team.lane);
   }
 };
 
@@ -58,34 +69,30 @@ struct Reader {
   }
 };
 
-/* The record of `tile`; not ok where the directory is damaged. */
-DEVICE Reader record_of(const Decoding &job, u32 tile) {
-  const u32 *directory = reinterpret_cast<const u32 *>(job.blob + job.plan.directory_offset);
-  u64 start = directory[tile], end = directory[tile + 1];
-  bool ok = start <= end && end * kRecordUnit <= job.plan.payload_bytes;
-  if (!ok) return {job.blob, 0, false};
-  /* No valid record is as long as 2^31 bytes; a longer claim is cut, which changes nothing. */
-  u64 bytes = (end - start) * kRecordUnit;
-  u32 left = bytes < 0x7fffffff ? static_cast<u32>(bytes) : 0x7fffffff;
-  return {job.blob + job.plan.payload_offset + start * kRecordUnit, left, true};
-}
+/* Where a record starts and ends, in units of 8 bytes, as the directory says. */
+struct Extent {
+  u32 start, end;
 
-/* Asks for what the team needs soon: this tile's record, and the next tile's block and directory
- * entries. Only places inside the blob are named. */
-DEVICE void prefetch_tile(const Decoding &job, const Reader &record, u32 next) {
-  u32 at = 128 * job.team.thread;
-  if (at < record.left) prefetch_line(record.at + at);
-  if (next >= job.plan.elements / kTile) return;
-  u64 bytes = block_bytes(job.plan, kTile);
-  if (at < bytes) prefetch_line(job.blob + job.plan.fixed_offset + next * bytes + at);
-  if (job.team.thread == 0) prefetch_line(job.blob + job.plan.directory_offset + 4 * next);
-}
+  DEVICE static Extent of(const Decoding &job, u32 tile) {
+    if (tile >= job.tiles) return {0, 0};
+    return {job.directory[tile], job.directory[tile + 1]};
+  }
+  DEVICE bool fits(const Decoding &job) const { return start <= end && end <= job.payload_units; }
+
+  /* The record; not ok where the directory is damaged. No valid record is as long as 2^31 bytes;
+   * a longer claim is cut, which changes nothing. */
+  DEVICE Reader record(const Decoding &job) const {
+    if (!fits(job)) return {job.blob, 0, false};
+    u32 units = end - start < 0x0fffffff ? end - start : 0x0fffffff;
+    return {job.payload + static_cast<u64>(start) * kRecordUnit, units * kRecordUnit, true};
+  }
+};
 
 /* Every tile of the blob, spread over the teams of the launch. */
 template <class Decode>
 DEVICE void decode_each(const Decoding &job, Decode decode) {
   u32 step = block_count() * kTeams;
-  for (u32 tile = block_index() * kTeams + job.team.id; tile < job.plan.tiles; tile += step) decode(tile);
+  for (u32 tile = block_index() * kTeams + job.team.id; tile < job.tiles; tile += step) decode(tile);
 }
 
 /* Ranks of flagged bits of all rows in the team. */

@@ -14,6 +14,7 @@ typedef unsigned long long u64;
 /* The same, with registers for two blocks at a time on one multiprocessor. */
 #define KERNEL_TWICE(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
 #define DEVICE __device__ __forceinline__
+#define DEVICE_CALL __device__ __noinline__  /* kept out of the caller's loop, where it would cost registers */
 
 constexpr u32 kWarpThreads = 32;
 constexpr u32 kAllLanes = 0xffffffffu;
@@ -59,17 +60,16 @@ DEVICE u8 load_once(const u8 *address) { return __ldcs(address); }
 DEVICE void store_once(uint4 *address, uint4 value) { __stcs(address, value); }
 DEVICE void store_once(uint2 *address, uint2 value) { __stcs(address, value); }
 
-/* Copies 16 bytes to shared memory in the background; `copies_arrived` waits for this thread's. */
+/* Copy 16 or 8 bytes to shared memory in the background; `copies_arrived` waits for this thread's. */
 DEVICE void copy_behind(u8 *shared, const u8 *address) {
   u32 place = static_cast<u32>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(address) : "memory");
 }
-DEVICE void copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-/* Asks for the 128 bytes around `address`, which must be in an allocation, to come to the L2. */
-DEVICE void prefetch_line(const u8 *address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+DEVICE void copy_behind8(u8 *shared, const u8 *address) {
+  u32 place = static_cast<u32>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(place), "l"(address) : "memory");
 }
+DEVICE void copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 /* Words that blocks of one launch pass to each other: never torn, never from a stale cache. */
 DEVICE u64 load_shared_word(const u64 *address) {

@@ -121,13 +121,32 @@ DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 
                      const Table<C> &table, u8 *tops, u32 lane) {
   u32 valid = first >= count ? 0 : count - first;
   if constexpr (Packed<C>::kFits) {
-    return write_packed<C, kFull, kInRecord>(planes, first, piece, valid, table, tops, lane);
+    BitPlanes bits = BitPlanes::of<Packed<C>::kWhole>(planes, first);
+    return write_packed<C, kFull, kInRecord>(planes, bits, first, piece, valid, table, tops, lane);
   } else {
     u64 turned[kPiece];
 #pragma unroll
     for (u32 i = 0; i < kPiece; i++) turned[i] = C::turned(element(piece, i));
     write_residues<C>(planes, first, turned, first < planes.padded, lane);
     return write_codes<C>(planes, first, piece, valid, table, lane);
+  }
+}
+
+/* All rows of a full tile; the team's list serves to gather the bit planes of each warp. */
+template <class C>
+DEVICE void write_full_rows(Encoding &job, const PlaneSet &planes, const uint4 (&rows)[kRows],
+                            const Table<C> &table, u32 (&flags)[kRows]) {
+  if constexpr (Packed<C>::kFits) {
+    const Team &team = job.team;
+    u8 *gathered = job.list() + team.warp * (kListBytes / kTeamWarps);
+    if (C::kSecond) team.meet();  /* the tile before has been read from the list */
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      u32 first = team.first(row);
+      BitPlanes bits = {gathered, kChunkElements, first - team.warp * kChunkElements, true};
+      flags[row] = write_packed<C, true, false>(planes, bits, first, rows[row], kPiece, table, job.tops(), team.lane);
+    }
+    store_planes<C>(planes, gathered, team.warp, team.lane);
   }
 }
 
@@ -144,10 +163,7 @@ DEVICE void encode_window_tile(Encoding &job, u32 tile, u32 index, bool is_last,
   u32 flags[kRows];
   if (Packed<C>::kFits && count == kTile) {
     planes.padded = kTile;
-#pragma unroll
-    for (u32 row = 0; row < kRows; row++) {
-      flags[row] = write_row<C, true, false>(planes, team.first(row), rows[row], kTile, table, tops, team.lane);
-    }
+    write_full_rows<C>(job, planes, rows, table, flags);
   } else {
 #pragma unroll
     for (u32 row = 0; row < kRows; row++) {
@@ -268,21 +284,13 @@ DEVICE void encode_tiles(Encoding &job, Table<C> &table) {
   });
 }
 
-/* Runs the encoder of the code that the plan asks for. */
-template <class C>
-DEVICE void encode_as(Encoding &job, u8 *table) {
-  Table<C> &symbols = *reinterpret_cast<Table<C> *>(table);
-  if constexpr (C::kSecond != 0) {
-    if (job.plan.mode == kSparse) return encode_tiles<C, true>(job, symbols);
-  }
-  encode_tiles<C, false>(job, symbols);
-}
-
+/* Runs the encoder of a code. */
+template <bool kHasBitmap>
 struct EncodeCoded {
   Encoding &job;
   u8 *table;
   template <class C>
-  DEVICE void run() const { encode_as<C>(job, table); }
+  DEVICE void run() const { encode_tiles<C, kHasBitmap>(job, *reinterpret_cast<Table<C> *>(table)); }
 };
 
 /* The bits of a piece of elements that are 0 or 1; `refused` if one is neither. */
@@ -365,23 +373,28 @@ DEVICE void conclude(const Encoding &job, const u64 *values, Result *result) {
 /* For the host: the dynamic shared memory of a block. */
 extern "C" __device__ const u32 ancf_encode_shared_bytes = kSharedBytes;
 
-/* Encodes `src` to `dst` as the plan in `scratch` says. Blocks of kBlockThreads, any number.
- * `dst`: 16-byte aligned, kHeaderBytes + raw_nbytes bytes. */
-KERNEL_TWICE(kBlockThreads)
-ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+/* The whole of a kernel for one kind of blob; it does nothing where the plan is of another. */
+template <Pipeline kPipeline>
+DEVICE void encode_blob(const u8 *src, u8 *dst, u8 *scratch, Result *result, u32 unit_tiles) {
   const Plan &plan = *plan_of(scratch);
+  if (pipeline_of(plan) != kPipeline) return;
   Team team = Team::here();
   u8 *memory = shared_memory();
   TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
   u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kArenaBytes;
   u8 *table = memory + kTeams * (sizeof(TeamShared) + kArenaBytes);
-  Encoding job{plan, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
+  Encoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, static_cast<u32>(block_bytes(plan, kTile)),
+               static_cast<u32>(plan.elements / kTile), static_cast<u32>(plan.elements % kTile),
+               (plan.flags & kFlagChecksum) != 0, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
                team, shared, arena, false, 0, 0};
-  if (!has_tiles(plan.mode)) encode_flat(job);
-  else if (plan.mode == kInteger) encode_integers(job);
-  else if (has_dictionary_apart(plan.mode)) encode_values(job, values_of(scratch));
-  else with_code(plan, EncodeCoded{job, table});
-  if (plan.flags & kFlagChecksum) add_check(job.check, &job.work->checksum, team.lane);
+  if constexpr (kPipeline != kWhole) {
+    with_code<kPipeline>(plan, EncodeCoded<kPipeline == kWithBitmap>{job, table});
+  } else {
+    if (!has_tiles(plan.mode)) encode_flat(job);
+    else if (plan.mode == kInteger) encode_integers(job);
+    else encode_values(job, values_of(scratch));
+  }
+  if (job.checks) add_check(job.check, &job.work->checksum, team.lane);
   memory_fence();
   barrier(0, kBlockThreads);
   if (thread_in_block() != 0) return;
@@ -389,7 +402,26 @@ ancf_encode(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Resul
   if (fetch_add(&job.work->blocks_done, 1u) + 1 == block_count()) conclude(job, values_of(scratch), result);
 }
 
-/* Runs after ancf_encode: copies the original bytes where only then it was clear that the blob
+/* Encode `src` to `dst` as the plan in `scratch` says: one of these does. Blocks of
+ * kBlockThreads, any number. `dst`: 16-byte aligned, kHeaderBytes + raw_nbytes bytes. */
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_fast(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  encode_blob<kFast>(src, dst, scratch, result, unit_tiles);
+}
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_dense(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  encode_blob<kDense>(src, dst, scratch, result, unit_tiles);
+}
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_bitmap(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  encode_blob<kWithBitmap>(src, dst, scratch, result, unit_tiles);
+}
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_whole(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  encode_blob<kWhole>(src, dst, scratch, result, unit_tiles);
+}
+
+/* Runs after these: copies the original bytes where only then it was clear that the blob
  * must be raw. */
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {

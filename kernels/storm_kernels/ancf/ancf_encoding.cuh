@@ -25,6 +25,10 @@ static_assert(kArenaBytes % 16 == 0, "16-byte aligned arenas");
 /* One launch's arguments, and this thread's place in it. */
 struct Encoding {
   const Plan &plan;
+  u64 raw_nbytes;     /* and what else of the plan each tile needs */
+  u8 *blocks;
+  u32 block_size, whole_tiles, last_elements;
+  bool checks;
   const u8 *src;
   u8 *dst;
   Work *work;
@@ -52,7 +56,7 @@ struct Encoding {
     return shared->unit;
   }
 
-  DEVICE bool is_whole(u32 tile) const { return tile < plan.elements / kTile && aligned(src); }
+  DEVICE bool is_whole(u32 tile) const { return tile < whole_tiles && aligned(src); }
 
   /* Starts to bring this thread's part of a tile to compact(), where the mode leaves that free. */
   DEVICE void fetch_ahead(u32 tile) {
@@ -72,17 +76,12 @@ struct Encoding {
 #pragma unroll
       for (u32 row = 0; row < kRows; row++) rows[row] = from[row * kWarpThreads];
     } else {
-      load_chunk(rows, src, at, plan.raw_nbytes, team.lane);
+      load_chunk(rows, src, at, raw_nbytes, team.lane);
     }
-    if ((plan.flags & kFlagChecksum) && at < plan.raw_nbytes) check += column_check(rows, at, team.lane);
+    if (checks && at < raw_nbytes) check += column_check(rows, at, team.lane);
   }
-  DEVICE u32 tile_elements(u32 tile) const {
-    u64 rest = plan.elements - static_cast<u64>(tile) * kTile;
-    return rest < kTile ? static_cast<u32>(rest) : kTile;
-  }
-  DEVICE u8 *block(u32 tile) const {
-    return dst + plan.fixed_offset + tile * block_bytes(plan, kTile);
-  }
+  DEVICE u32 tile_elements(u32 tile) const { return tile < whole_tiles ? kTile : last_elements; }
+  DEVICE u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
 };
 
 /* The records' bytes before unit `unit`, in units of 8; a whole warp calls it. */
@@ -105,6 +104,24 @@ DEVICE u64 look_back(const u64 *prefixes, u32 unit, u32 lane) {
     if (whole) return sum;
   }
   return sum;
+}
+
+/* Learns where unit `unit` of `size` starts and, if it is complete, tells the others where it
+ * ends; all in units of 8 bytes. The team meets. */
+DEVICE_CALL u64 locate_unit(u64 *prefixes, u32 unit, u64 size, bool complete, TeamShared *shared, Team team) {
+  if (team.warp == 0) {
+    u64 found = look_back(prefixes, unit, team.lane);
+    if (team.lane == 0) {
+      shared->base = found;
+      if (complete) store_shared_word(prefixes + unit, kWholeSum | (found + size));
+    }
+  }
+  team.meet();
+  return shared->base;
+}
+
+DEVICE_CALL void copy_words(u64 *to, const u64 *from, u32 count, u32 thread) {
+  for (u32 i = thread; i < count; i += kTeamThreads) to[i] = from[i];
 }
 
 /* Some records of one unit, next to each other in the team's buffer. */
@@ -176,16 +193,8 @@ struct Records {
 
   /* Where the unit of `batch` starts; once it is complete, tells the others where it ends. */
   DEVICE u64 locate(const Batch &batch, bool complete) {
-    if (job.team.warp == 0) {
-      u64 found = look_back(job.prefixes, batch.unit, job.team.lane);
-      u64 size = (batch.shipped + batch.bytes) / kRecordUnit;
-      if (job.team.lane == 0) {
-        job.shared->base = found;
-        if (complete) store_shared_word(job.prefixes + batch.unit, kWholeSum | (found + size));
-      }
-    }
-    job.team.meet();
-    return job.shared->base;
+    u64 size = (batch.shipped + batch.bytes) / kRecordUnit;
+    return locate_unit(job.prefixes, batch.unit, size, complete, job.shared, job.team);
   }
 
   /* Empties the buffer before the current unit is complete. */
@@ -205,7 +214,7 @@ struct Records {
     if (at + batch.bytes > job.limit()) return;
     const u64 *from = reinterpret_cast<const u64 *>(job.buffer() + batch.start);
     u64 *to = reinterpret_cast<u64 *>(job.dst + at);
-    for (u32 i = job.team.thread; i < batch.bytes / 8; i += kTeamThreads) to[i] = from[i];
+    copy_words(to, from, batch.bytes / 8, job.team.thread);
   }
 
   /* The unit's directory entries and, after the last tile, the end and the padding. */

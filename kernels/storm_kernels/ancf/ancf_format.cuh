@@ -125,6 +125,14 @@ DEVICE u64 block_bytes(const Plan &plan, u32 count) {
   return round_up(count, 128) / 8 * (plan.residue_bits + plan.k1);
 }
 
+/* Which kernels work on a blob: each kind has its own, so that none pays for another's registers. */
+enum Pipeline : u32 { kWhole, kFast, kDense, kWithBitmap };
+DEVICE Pipeline pipeline_of(const Plan &plan) {
+  if (plan.mode == kSparse) return kWithBitmap;
+  if (plan.mode != kWindow && plan.mode != kTruncated) return kWhole;
+  return plan.k2 ? kDense : kFast;
+}
+
 DEVICE bool has_tiles(u32 mode) { return mode != kRaw && mode != kConstant && mode != kBoolean; }
 DEVICE bool has_dictionary_apart(u32 mode) { return mode == kTernary || mode == kValues; }
 

@@ -120,10 +120,42 @@ DEVICE u32 inexact(const uint4 &piece) {
   return found * kBytes;
 }
 
+/* Where a lane's bits go: element `first` of bit planes, those of the residue's whole bytes left
+ * out. Planes of a full tile are gathered in shared memory first, to be stored by whole words. */
+struct BitPlanes {
+  u8 *base;
+  u32 padded, first;
+  bool wanted;
+
+  template <u32 kFrom>
+  DEVICE static BitPlanes of(const PlaneSet &planes, u32 first) {
+    return {planes.plane(kFrom), planes.padded, first, first < planes.padded};
+  }
+  DEVICE void write(u32 plane, u32 value, u32 lane) const {
+    write_lane_bits<kPiece>(base + padded / 8 * plane, first, value, wanted, lane);
+  }
+};
+
+constexpr u32 kChunkPlane = kChunkElements / 8;  /* bytes of one bit plane of a chunk */
+
+/* Stores the chunk's bit planes, gathered at `gathered`, to their places; by one warp. */
+template <class C>
+DEVICE void store_planes(const PlaneSet &planes, const u8 *gathered, u32 warp, u32 lane) {
+  constexpr u32 kPlanes = Packed<C>::kLeft + C::kFirst, kWords = kChunkPlane / 4;
+  warp_barrier();
+#pragma unroll
+  for (u32 i = 0; i < (kPlanes * kWords + 31) / 32; i++) {
+    u32 word = i * 32 + lane, plane = word / kWords;
+    if (kPlanes * kWords % 32 != 0 && word >= kPlanes * kWords) break;
+    u8 *to = planes.plane(Packed<C>::kWhole + plane) + warp * kChunkPlane;
+    reinterpret_cast<u32 *>(to)[word % kWords] = reinterpret_cast<const u32 *>(gathered)[word];
+  }
+}
+
 /* Residues and codes of a lane's piece; returns its flags as write_codes does. The top bytes go
  * to `tops`, for the escapes; a record's elements are at hand in another way. */
 template <class C, bool kFull, bool kInRecord>
-DEVICE u32 write_packed(const PlaneSet &planes, u32 first, const uint4 &piece, u32 valid,
+DEVICE u32 write_packed(const PlaneSet &planes, const BitPlanes &bits, u32 first, const uint4 &piece, u32 valid,
                         const TopTable<C> &table, u8 *tops, u32 lane) {
   using P = Packed<C>;
   P parts = P::split(piece);
@@ -151,14 +183,14 @@ DEVICE u32 write_packed(const PlaneSet &planes, u32 first, const uint4 &piece, u
 #pragma unroll
   for (u32 bit = 0; bit < P::kLeft; bit++) {
     u32 value = (left[0] >> (8 * bit) & 0xff) | (left[1] >> (8 * bit) & 0xff) << 8;
-    write_lane_bits<kPiece>(planes.plane(P::kWhole + bit), first, value, wanted, lane);
+    bits.write(bit, value, lane);
   }
   u32 missed = 0xffff;
 #pragma unroll
   for (u32 bit = 0; bit < C::kFirst; bit++) {
     u32 value = (sums[0] >> (8 * bit) & 0xff) | (sums[1] >> (8 * bit) & 0xff) << 8;
     missed &= value;
-    write_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first, value, wanted, lane);
+    bits.write(P::kLeft + bit, value, lane);
   }
   if (!kInRecord) {
     for (u32 i = 0; i < kPieceWords; i++) reinterpret_cast<u32 *>(tops + first)[i] = parts.tops[i];
@@ -195,13 +227,13 @@ struct PackedRow {
   using P = Packed<C>;
   u32 low[2], middle, codes[C::kFirst], left[P::kLeft ? P::kLeft : 1];
 
-  template <bool kInRecord>
+  template <bool kAligned>
   DEVICE static PackedRow load(const ConstPlaneSet &planes, u32 first) {
     PackedRow row = {};
-    if constexpr (P::kWhole == 8) load_piece_words<P::kBytesLow, !kInRecord>(planes.base + first, row.low);
+    if constexpr (P::kWhole == 8) load_piece_words<P::kBytesLow, kAligned>(planes.base + first, row.low);
     if constexpr (P::kWhole == 24) {
-      load_piece_words<8, !kInRecord>(planes.base + 2 * first, row.low);
-      row.middle = load_once(reinterpret_cast<const u32 *>(planes.plane(16) + first));
+      load_piece_words<8, kAligned>(planes.base + 2 * first, row.low);
+      row.middle = *reinterpret_cast<const u32 *>(planes.plane(16) + first);
     }
     for (u32 bit = 0; bit < P::kLeft; bit++) row.left[bit] = read_lane_bits<kPiece>(planes.plane(P::kWhole + bit), first);
     for (u32 bit = 0; bit < C::kFirst; bit++) row.codes[bit] = read_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first);

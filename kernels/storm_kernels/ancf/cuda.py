@@ -87,8 +87,10 @@ class CudaCodec:
 
     def prepare(self, dtype: DType) -> None:
         """Compile what `dtype` needs, which takes seconds where CuPy's cache has it not."""
-        for source in ("ancf_choose", "ancf_encode", "ancf_decode"):
-            self._kernel(source, source, dtype)
+        self._kernel("ancf_choose", "ancf_choose", dtype)
+        for pipeline in _PIPELINES:
+            self._kernel("ancf_encode", f"ancf_encode_{pipeline}", dtype)
+            self._kernel("ancf_decode", f"ancf_decode_{pipeline}", dtype)
 
     def encode_async(
         self,
@@ -118,7 +120,6 @@ class CudaCodec:
         _check_aligned(dst=dst, scratch=scratch)
         tiles = -(-nbytes // dtype.element_bytes // TILE)
         choose = self._kernel("ancf_choose", "ancf_choose", dtype)
-        encode = self._kernel("ancf_encode", "ancf_encode", dtype)
         copy = self._kernel("ancf_encode", "ancf_encode_raw", dtype)
         clear_words = (self.scratch_bytes(nbytes, dtype) - 512 - 4096) // 4
         clearing = 1 + min(32, 1 + clear_words // (8 * CHOOSE_THREADS))
@@ -132,7 +133,9 @@ class CudaCodec:
             if asked in (Mode.TERNARY, Mode.VALUES):
                 values = self._kernel("ancf_choose", "ancf_choose_values", dtype)
                 values.launch(1, CHOOSE_THREADS, stream, src, scratch, U32(asked), U32(POLICIES.index(policy)))
-            encode.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch, result, U32(unit_tiles))
+            for kind in _pipelines(asked, speed, dtype):  # one of them finds that the plan is its own
+                encode = self._kernel("ancf_encode", f"ancf_encode_{kind}", dtype)
+                encode.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch, result, U32(unit_tiles))
             copy.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch)
 
     def decode_async(
@@ -163,8 +166,9 @@ class CudaCodec:
                 teams = BLOCK_THREADS // (64 * kind.element_bytes)
                 tiles = -(-dst_bytes // kind.element_bytes // TILE)
                 blocks = max(1, min(self._blocks, -(-tiles // teams)))
-                decode = self._kernel("ancf_decode", "ancf_decode", kind)
-                decode.launch(blocks, BLOCK_THREADS, stream, blob, dst, scratch, status)
+                for pipeline in _PIPELINES:
+                    decode = self._kernel("ancf_decode", f"ancf_decode_{pipeline}", kind)
+                    decode.launch(blocks, BLOCK_THREADS, stream, blob, dst, scratch, status)
 
     def explain(self, status: int) -> str:
         """Return what a status other than 0 means."""
@@ -242,12 +246,28 @@ class _Kernel:
         )
 
 
+_PIPELINES: Final = ("fast", "dense", "bitmap", "whole")  # Pipeline of ancf_format.cuh
+
 _SHARED_SYMBOL: Final = {
     "ancf_choose": "ancf_choose_shared_bytes",
     "ancf_choose_values": "ancf_choose_values_shared_bytes",
-    "ancf_encode": "ancf_encode_shared_bytes",
-    "ancf_decode": "ancf_decode_shared_bytes",
+    **{f"ancf_encode_{kind}": "ancf_encode_shared_bytes" for kind in _PIPELINES},
+    **{f"ancf_decode_{kind}": "ancf_decode_shared_bytes" for kind in _PIPELINES},
 }
+
+
+def _pipelines(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
+    """Return the kernels of which one encodes, whatever plan comes out of the sample."""
+    may_be_fast = speed == "fast" and (asked is None or asked in (Mode.WINDOW, Mode.TRUNCATED))
+    may_drop = dtype.is_float and dtype.element_bytes >= 4  # noqa: PLR2004 (float32)
+    may_be_dense = asked is Mode.TRUNCATED or (
+        asked in (None, Mode.WINDOW) and (speed == "dense" or (asked is None and may_drop))
+    )
+    if asked is None and not dtype.is_float:
+        may_be_fast = may_be_dense = False
+    may_have_bitmap = asked in (None, Mode.SPARSE, Mode.CONSTANT)
+    wanted = (may_be_fast, may_be_dense, may_have_bitmap, True)
+    return tuple(kind for kind, may in zip(_PIPELINES, wanted, strict=True) if may)
 
 
 def _read_u32(cupy: Any, module: Any, symbol: str) -> int:  # noqa: ANN401 (CuPy has no types)

@@ -12,6 +12,7 @@ typedef unsigned long long u64;
 #define KERNEL(threads) extern "C" void
 #define KERNEL_TWICE(threads) extern "C" void
 #define DEVICE inline
+#define DEVICE_CALL inline  /* kept out of the caller's loop, where it would cost registers */
 #define __restrict__
 #define __constant__ static
 #define __device__
@@ -85,7 +86,7 @@ DEVICE void store_once(T *address, T value) { *address = value; }
 /* The bytes come at once: the device may deliver them at any time up to the wait. */
 DEVICE void copy_behind(u8 *shared, const u8 *address) { std::memcpy(shared, address, 16); }
 DEVICE void copies_arrived() {}
-DEVICE void prefetch_line(const u8 *address) { static_cast<void>(*const_cast<const volatile u8 *>(address)); }
+DEVICE void copy_behind8(u8 *shared, const u8 *address) { std::memcpy(shared, address, 8); }
 
 DEVICE u64 load_shared_word(const u64 *address) { return *const_cast<const volatile u64 *>(address); }
 DEVICE void store_shared_word(u64 *address, u64 value) {

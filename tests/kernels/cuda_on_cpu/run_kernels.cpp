@@ -21,9 +21,11 @@ extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *resul
     ok = ok && emulation::launch(1, kThreads, kValuesSharedBytes,
                                  [&] { ancf_choose_values(src, scratch, mode, policy); });
   }
-  ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes, [&] {
-    ancf_encode(src, dst, scratch, reinterpret_cast<Result *>(result), unit_tiles);
-  });
+  auto *told = reinterpret_cast<Result *>(result);
+  for (auto kernel : {ancf_encode_fast, ancf_encode_dense, ancf_encode_bitmap, ancf_encode_whole}) {
+    ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes,
+                                 [&] { kernel(src, dst, scratch, told, unit_tiles); });
+  }
   ok = ok && emulation::launch(1, kBlockThreads, 0, [&] {
     ancf_encode_raw(src, dst, scratch);
   });
@@ -35,7 +37,9 @@ extern "C" int decode(const u8 *blob, u64 blob_bytes, u8 *dst, u64 dst_bytes, u8
   bool ok = emulation::launch(1, kWarpThreads, 0, [&] {
     ancf_decode_begin(blob, blob_bytes, dst_bytes, scratch, status);
   });
-  ok = ok && emulation::launch(blocks, kBlockThreads, kDecodeSharedBytes,
-                               [&] { ancf_decode(blob, dst, scratch, status); });
+  for (auto kernel : {ancf_decode_fast, ancf_decode_dense, ancf_decode_bitmap, ancf_decode_whole}) {
+    ok = ok && emulation::launch(blocks, kBlockThreads, kDecodeSharedBytes,
+                                 [&] { kernel(blob, dst, scratch, status); });
+  }
   return ok ? 0 : 1;
 }
