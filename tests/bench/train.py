@@ -70,8 +70,11 @@ def measure(workload: str, method: str, address: str, device: torch.device) -> d
             step()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        times = [seconds_of_a_step(step, device) for _ in range(STEPS)]
-        figures = {"step_ms": round(1e3 * statistics.median(times), 1), "times_ms": times}
+        times = [1e3 * seconds_of_a_step(step, device) for _ in range(STEPS)]
+        figures = {
+            "step_ms": round(statistics.median(times), 1),
+            "times_ms": [round(time, 1) for time in times],
+        }
         if device.type == "cuda":
             figures["peak_gib"] = round(torch.cuda.max_memory_allocated() / GIB, 2)
             free, total = torch.cuda.mem_get_info()
