@@ -15,7 +15,6 @@ first byte is stored, so that a put never fails halfway for want of it.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -23,12 +22,13 @@ from typing import Any, Final, NamedTuple
 
 from stormd.arena import Block, Space, granules
 from stormd.counters import CacheCounts
+from stormd.name_index import NameIndex
 from stormd.sizes import format_size
 
 __all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "Label", "Loan"]
 
 MAX_ITEMS: Final = 16384
-"""Tensors held; a table of more would make the loop stop for too long when it is listed."""
+"""Tensors held; looking for what has expired among more would stop the loop for too long."""
 
 
 class Caller(NamedTuple):
@@ -90,6 +90,7 @@ class Cache:
         self._counts = counts
         self._items: OrderedDict[Item, None] = OrderedDict()  # least recently used first
         self._by_name: dict[str, dict[int, Item]] = {}  # name -> uid -> item; the same items
+        self._index = NameIndex()  # the same names, for lists of them
         self._lent: set[Item] = set()  # gone, and still being read
         self._next_expiry = math.inf
         self._numbers = 0
@@ -129,6 +130,7 @@ class Cache:
         item = Item(label, owner, parts, expires, self._numbers)
         self._items[item] = None
         self._by_name.setdefault(label.name, {})[owner.uid] = item
+        self._index.add(label.name, owner.uid, owner.gid)
         self._next_expiry = min(self._next_expiry, expires)
         self._counts.puts += 1
         return item
@@ -159,13 +161,7 @@ class Cache:
     def names(self, caller: Caller, after: str, limit: int, now: float) -> tuple[list[str], bool]:
         """Return the first names behind `after` that the caller may read; whether none follow."""
         self.expire(now)
-        readable = (
-            name
-            for name, owners in self._by_name.items()
-            if name > after and any(_may_read(item, caller) for item in owners.values())
-        )
-        found = heapq.nsmallest(limit + 1, readable)
-        return found[:limit], len(found) <= limit
+        return self._index.page(caller.uid, caller.gid, after, limit)
 
     # --- dropping ---------------------------------------------------------------------------
 
@@ -257,6 +253,7 @@ class Cache:
         del self._items[item]
         owners = self._by_name[item.label.name]
         del owners[item.owner.uid]
+        self._index.remove(item.label.name, item.owner.uid, item.owner.gid)
         if not owners:
             del self._by_name[item.label.name]
         if item.loans:
@@ -283,10 +280,6 @@ class Loan:
     def spoil(self) -> None:
         """Note that the part is damaged: nobody gets the item any more."""
         self.cache.spoil(self.item)
-
-
-def _may_read(item: Item, caller: Caller) -> bool:
-    return item.owner.uid == caller.uid or item.owner.gid == caller.gid
 
 
 def _shortage(nbytes: int, capacity: int) -> str:
