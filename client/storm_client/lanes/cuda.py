@@ -133,7 +133,8 @@ class CudaLane:
         """
         target = self._open().area.address + slot.offset
         with torch.cuda.device(self._ordinal):
-            stream = self._enter()
+            self._enter()
+            stream = torch.cuda.current_stream()
             source.record_stream(stream)
             self._copy(target, source.data_ptr(), slot.nbytes, stream.cuda_stream)
 
@@ -148,17 +149,20 @@ class CudaLane:
         """Put a copy of the slot into `destination` on the current stream."""
         source = self._open().area.address + slot.offset
         with torch.cuda.device(self._ordinal):
-            stream = self._enter().cuda_stream
+            self._enter()
+            stream = torch.cuda.current_stream().cuda_stream
             self._copy(destination.data_ptr(), source, slot.nbytes, stream)
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""
+        stream = torch.cuda.current_stream(self.device)
+        with self._lock:
+            self._notice(stream.cuda_stream)
+            if not self._several_streams:
+                return
         with torch.cuda.device(self._ordinal):
-            stream = self._enter()
+            self._enter()
             with self._lock:
-                self._notice(stream.cuda_stream)
-                if not self._several_streams:
-                    return
                 self._follow(stream.cuda_stream)
             view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(restored)
             view.record_stream(stream)
@@ -185,15 +189,11 @@ class CudaLane:
         assert self._shared is not None, "the lane is closed"
         return self._shared
 
-    def _enter(self) -> torch.cuda.Stream:
-        """Return the current stream; make the driver's calls possible in a new thread.
-
-        The device must be the thread's current one.
-        """
+    def _enter(self) -> None:
+        """Make the driver's calls possible in a new thread, whose device must be the lane's."""
         if not hasattr(self._thread, "entered"):
             self._context.make_current()
             self._thread.entered = True
-        return torch.cuda.current_stream(self.device)
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on `stream`, behind what other streams did with the area, and P behind it."""
