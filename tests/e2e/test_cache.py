@@ -92,7 +92,7 @@ def test_a_process_that_is_killed_while_it_puts_leaves_the_old_version(
     with storm.connect(daemon.address) as client, processes(daemon, 3) as victims:
         client.cache.put("kept", torch.ones(MIB))
         for victim in victims:
-            victim.say("put often", "kept", [2], 16 * MIB)
+            victim.say("put often", "kept", [2] * 1000, 16 * MIB)
             wait_until(lambda: cache_of(daemon)["promised_bytes"] > 0)
             victim.kill()
             wait_until(lambda: cache_of(daemon)["promised_bytes"] == 0, 5.0)
