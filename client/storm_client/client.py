@@ -15,8 +15,8 @@ from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import ProtocolMismatch, UsageError
 from storm_client.hooks import Offload
 from storm_client.policy import Policy
-from storm_client.sessions import Sessions
 from storm_client.status import DaemonStatus
+from storm_client.supply import Supply
 from stormd.protocol import CODECS, Status, StatusRequest
 
 __all__ = ["Client", "Modules"]
@@ -27,17 +27,17 @@ Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
 class Client:
     """A connection to a daemon; made by `storm_client.connect`."""
 
-    def __init__(self, sessions: Sessions, embedded: EmbeddedDaemon | None, timeout: float) -> None:
+    def __init__(self, supply: Supply, embedded: EmbeddedDaemon | None, timeout: float) -> None:
         """Own the sessions, and the daemon if it is our own."""
-        self._sessions = sessions
+        self._supply = supply
         self._embedded = embedded
         self._timeout = timeout
-        self._cache = Cache(sessions.address, timeout)
+        self._cache = Cache(supply.sessions.address, timeout)
 
     @property
     def address(self) -> str:
         """The address in use."""
-        return self._sessions.address
+        return self._supply.sessions.address
 
     @property
     def cache(self) -> Cache:
@@ -55,7 +55,7 @@ class Client:
         Raises:
             UsageError: a bad value, or the client is closed.
         """
-        self._sessions.check()
+        sessions = self._supply.current()
         if type(min_bytes) is not int or min_bytes < 0:
             raise UsageError(
                 f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0"
@@ -64,9 +64,9 @@ class Client:
             raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
         modules = _modules(model)
         for device in {p.device for module in modules for p in module.parameters()}:
-            if device.type != "meta":
-                self._sessions.of(device)  # now, rather than in the first forward
-        return Offload(self._sessions, Policy(modules, min_bytes), codec)
+            if device.type != "meta" and not sessions.lost:
+                sessions.of(device)  # now, rather than in the first forward
+        return Offload(self._supply, Policy(modules, min_bytes), codec)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.
@@ -74,8 +74,8 @@ class Client:
         Raises:
             DaemonLost: the daemon is gone or does not answer.
         """
-        self._sessions.check()
-        answer = self._sessions.control.connection.request(StatusRequest(), self._timeout)
+        control = self._supply.current().control
+        answer = control.connection.request(StatusRequest(), self._timeout)
         if not isinstance(answer, Status):
             raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")
         return DaemonStatus.of(answer.state)
@@ -83,7 +83,7 @@ class Client:
     def close(self) -> None:
         """End the sessions; what is still stored is lost. Calling it twice is fine."""
         self._cache.close()
-        self._sessions.close()
+        self._supply.close()
         if self._embedded is not None:
             self._embedded.close()
             self._embedded = None

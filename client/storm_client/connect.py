@@ -17,15 +17,17 @@ from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.handshake import is_listening, socket_path
 from storm_client.hooks import Offload
 from storm_client.sessions import Sessions
+from storm_client.supply import Supply
 from stormd.protocol import default_addresses
 
-__all__ = ["ADDRESS_VARIABLE", "Embedded", "connect", "offload"]
+__all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload"]
 
 ADDRESS_VARIABLE = "STORMD_ADDRESS"
 
 LEAST_POOL_BYTES = 1 << 20
 
 Embedded = Literal["auto", "never", "always"]
+OnDaemonLoss = Literal["raise", "keep"]
 
 
 def connect(
@@ -33,6 +35,7 @@ def connect(
     embedded: Embedded = "auto",
     pool_bytes: int | None = None,
     timeout: float = 5.0,
+    on_daemon_loss: OnDaemonLoss = "raise",
 ) -> Client:
     """Connect to a daemon.
 
@@ -41,26 +44,34 @@ def connect(
     "always"; `pool_bytes` is the size of its pool. An address that was named, here or in the
     environment, is never replaced by another daemon. `timeout` is in seconds.
 
+    `on_daemon_loss` is for what is saved after the daemon was lost; what it held raises in any
+    case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
+    until a daemon answers at the same address again.
+
     Raises:
         UsageError: a malformed address or a value out of range.
         DaemonUnavailable: no daemon answers, or none may be started.
         ProtocolMismatch: the daemon speaks another version.
     """
     _check(embedded, pool_bytes, timeout)
+    if on_daemon_loss not in get_args(OnDaemonLoss):
+        known = ", ".join(get_args(OnDaemonLoss))
+        raise UsageError(f"on_daemon_loss is {on_daemon_loss!r}; choose {known}")
+    keeps = on_daemon_loss == "keep"
     named = address if address is not None else os.environ.get(ADDRESS_VARIABLE) or None
     if named is not None:
         socket_path(named)
     if embedded == "always":
-        return _connect_embedded(pool_bytes, timeout)
+        return _connect_embedded(pool_bytes, timeout, keeps)
     found = named or _running()
     if found is not None:
-        return Client(Sessions(found, timeout), None, timeout)
+        return Client(_supply(found, timeout, keeps), None, timeout)
     if embedded == "never":
         raise DaemonUnavailable(
             f"no daemon listens at {' or '.join(_defaults())}; start one with `stormd serve`, "
             "pass its address, or allow one of your own with embedded='auto'"
         )
-    return _connect_embedded(pool_bytes, timeout)
+    return _connect_embedded(pool_bytes, timeout, keeps)
 
 
 def offload(model: Modules = None, **options: Any) -> Offload:
@@ -92,13 +103,17 @@ class _SharedClient:
 _SHARED = _SharedClient()
 
 
-def _connect_embedded(pool_bytes: int | None, timeout: float) -> Client:
+def _connect_embedded(pool_bytes: int | None, timeout: float, keeps: bool) -> Client:
     daemon = EmbeddedDaemon(pool_bytes)
     try:
-        return Client(Sessions(daemon.address, timeout), daemon, timeout)
+        return Client(_supply(daemon.address, timeout, keeps), daemon, timeout)
     except BaseException:
         daemon.kill()
         raise
+
+
+def _supply(address: str, timeout: float, keeps: bool) -> Supply:
+    return Supply(lambda: Sessions(address, timeout), keeps=keeps)
 
 
 def _running() -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from storm_client.errors import DaemonLost
 from storm_client.policy import Policy
 from storm_client.prefetch import OrderHistory
 from storm_client.records import Handle, View
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from storm_client.session import Session
     from storm_client.sessions import Sessions
+    from storm_client.supply import Supply
 
 __all__ = ["Offload"]
 
@@ -41,9 +43,9 @@ Packed = Handle | KeptTensor
 class Offload:
     """Offloads what autograd saves inside its `with` blocks; made by Client.offload."""
 
-    def __init__(self, sessions: Sessions, policy: Policy, codec: str) -> None:
+    def __init__(self, supply: Supply, policy: Policy, codec: str) -> None:
         """Use the sessions of a client, whose life is not this object's business."""
-        self._sessions = sessions
+        self._supply = supply
         self._policy = policy
         self._codec = codec
         self._recorder = StatsRecorder()
@@ -56,9 +58,16 @@ class Offload:
         Raises:
             UsageError, DaemonLost: the client is closed, forked or without its daemon.
         """
-        self._sessions.check()
+        sessions = self._supply.current()
         self._policy.refresh()
-        step = _StepHooks(self._sessions, self._policy, self._codec, self._recorder, self._history)
+        step = _StepHooks(
+            sessions,
+            self._policy,
+            self._codec,
+            self._recorder,
+            self._history,
+            keeps=self._supply.keeps,
+        )
         hooks = saved_tensors_hooks(step.pack, step.unpack)
         hooks.__enter__()
         self._stack().append(hooks)
@@ -75,7 +84,7 @@ class Offload:
 
     def stats(self) -> OffloadStats:
         """Return what was done so far, waiting up to a second for stores under way to end."""
-        self._sessions.settle(SETTLE_SECONDS)
+        self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
 
     def _stack(self) -> list[Any]:
@@ -95,8 +104,11 @@ class _StepHooks:
         codec: str,
         recorder: StatsRecorder,
         history: OrderHistory,
+        *,
+        keeps: bool,
     ) -> None:
         self._sessions = sessions
+        self._keeps = keeps
         self._policy = policy
         self._codec = codec
         self._recorder = recorder
@@ -109,10 +121,15 @@ class _StepHooks:
             return self._skip(tensor, reason)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._skip(tensor, "capture")  # already opening a session would spoil the graph
-        session = self._sessions.of(tensor.device)
-        if session is None:
-            return self._skip(tensor, "device")
-        return self._offload(tensor, session)
+        try:
+            session = self._sessions.of(tensor.device)
+            return (
+                self._skip(tensor, "device") if session is None else self._offload(tensor, session)
+            )
+        except DaemonLost:
+            if not self._keeps:
+                raise
+            return self._keep(tensor)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor that was packed.
@@ -133,6 +150,12 @@ class _StepHooks:
         self._recorder.skipped(_nbytes(tensor), reason)
         return KeptTensor.of(tensor)
 
+    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Leave to memory what was meant for a daemon that is lost."""
+        self._recorder.saved(tensor.nbytes)
+        self._recorder.kept(tensor.nbytes, "daemon_lost")
+        return KeptTensor.of(tensor)
+
     def _offload(self, tensor: torch.Tensor, session: Session) -> Packed:
         storage = tensor.untyped_storage()
         view = View.of(tensor)
@@ -145,9 +168,9 @@ class _StepHooks:
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:
-            self._recorder.saved(tensor.nbytes)
             with self._recorder.timed("store"):
                 record = session.store(storage, span, version, self._codec, self._recorder)
+            self._recorder.saved(tensor.nbytes)
         return self._step.handle(record, view, version)
 
 

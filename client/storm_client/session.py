@@ -70,7 +70,12 @@ class Session:
     def find(
         self, storage: torch.UntypedStorage, span: tuple[int, int], version: int
     ) -> StoredRange | None:
-        """Return the record that holds these bytes already."""
+        """Return the record that holds these bytes already.
+
+        Raises:
+            DaemonLost: the daemon is gone, and what its records hold with it.
+        """
+        self.connection.check()
         with self.connection.lock:
             return self._known.find(storage, span, version)
 

@@ -42,7 +42,13 @@ class Sessions:
         """Raise what keeps the sessions from being used: closed, forked, daemon lost."""
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
-        self.control.connection.check()
+        for session in self._open_sessions():
+            session.connection.check()
+
+    @property
+    def lost(self) -> bool:
+        """Whether a session has lost its daemon, or was closed."""
+        return any(session.connection.lost for session in self._open_sessions())
 
     def of(self, device: torch.device) -> Session | None:
         """Return the session of `device`, opening it if need be; None where there is none."""

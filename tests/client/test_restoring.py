@@ -150,7 +150,7 @@ def test_what_is_fetched_ahead_stays_in_the_staging_area(inner_daemon: DaemonThr
         thread = threading.Thread(target=loss.backward)
         thread.start()
         assert hold.wait(30)
-        restorer = client._sessions.control._restorer
+        restorer = client._supply.sessions.control._restorer
         wait_until(lambda: all(fetch.arrived for fetch in restorer._tickets.values()), 30)
         ahead = restorer.in_use
         go_on.set()
@@ -172,7 +172,7 @@ def test_an_abandoned_graph_gives_up_what_was_fetched_ahead(inner_daemon: Daemon
             loss = last.sum()
         offload.stats()
         (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
-        session = client._sessions.control
+        session = client._supply.sessions.control
         assert gradient is not None
         del h, last, loss, gradient
         gc.collect()
@@ -195,7 +195,7 @@ def test_no_tensor_is_left_behind_by_many_steps(inner_daemon: DaemonThread) -> N
             if number % 3:
                 loss.backward(retain_graph=number % 3 == 2)
             del loss
-        session = client._sessions.control
+        session = client._supply.sessions.control
         wait_until(lambda: not len(session._grave), 30)
         assert not session._storer.under_way
         assert session.lane._space.free_bytes == session.lane._space.capacity
