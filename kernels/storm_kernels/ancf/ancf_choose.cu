@@ -60,6 +60,17 @@ DEVICE u64 sample_place(u32 i, u64 n) {
 struct Sampled {
   Element x[2 * kPairs];
   u32 count;
+  /* The sample of a tensor of n elements; neighbours in a pair are neighbours in the tensor. */
+  DEVICE static Sampled of(const u8 *src, u64 n) {
+    Sampled made;
+    made.count = n < kSampleMax ? static_cast<u32>(n) : kSampleMax;
+#pragma unroll
+    for (u32 pair = 0; pair < kPairs; pair++) {
+      u64 place = sample_place(index(2 * pair), n);
+      for (u32 i = 2 * pair; i < 2 * pair + 2; i++) made.x[i] = made.has(i) ? read_at(src, place + i % 2) : 0;
+    }
+    return made;
+  }
   DEVICE static u32 index(u32 i) { return 2 * (thread_in_block() + i / 2 * kThreads) + i % 2; }
   DEVICE bool has(u32 i) const { return index(i) < count; }
 };
@@ -85,10 +96,31 @@ DEVICE void count_symbols(Shared &shared, const Sampled &sampled) {
   }
 }
 
-/* Zeros, pairs, bits that are set anywhere, least and most. */
-DEVICE void count_rest(Shared &shared, const Sampled &sampled, u64 fill, Element first, bool is_signed) {
+/* Least and most, which matter for integers alone. */
+DEVICE void count_bounds(Shared &shared, const Sampled &sampled, bool is_signed) {
+  u64 least = ~0ull, most = 0;
+#pragma unroll
+  for (u32 i = 0; i < 2 * kPairs; i++) {
+    if (!sampled.has(i)) continue;
+    u64 place = ordered(sampled.x[i], is_signed);
+    least = place < least ? place : least;
+    most = place > most ? place : most;
+  }
+  for (u32 step = 16; step; step /= 2) {
+    u64 other = shuffle_xor(least, step);
+    least = other < least ? other : least;
+    other = shuffle_xor(most, step);
+    most = other > most ? other : most;
+  }
+  if (thread_in_block() % kWarpThreads) return;
+  fetch_min(&shared.least, least);
+  fetch_max(&shared.most, most);
+}
+
+/* Zeros, pairs, and bits that are set anywhere. */
+DEVICE void count_rest(Shared &shared, const Sampled &sampled, u64 fill, Element first) {
   u32 fills = 0, any_of_pair = 0, second = 0, differ = 0;
-  u64 low_bits = 0, least = ~0ull, most = 0;
+  u64 low_bits = 0;
 #pragma unroll
   for (u32 i = 0; i < 2 * kPairs; i++) {
     if (!sampled.has(i)) continue;
@@ -96,9 +128,6 @@ DEVICE void count_rest(Shared &shared, const Sampled &sampled, u64 fill, Element
     fills += x == fill;
     differ |= x != first;
     low_bits |= x;
-    u64 place = ordered(x, is_signed);
-    least = place < least ? place : least;
-    most = place > most ? place : most;
     if (i % 2 == 0) continue;
     any_of_pair += sampled.x[i - 1] != fill || x != fill;
     second += x != fill;
@@ -107,21 +136,13 @@ DEVICE void count_rest(Shared &shared, const Sampled &sampled, u64 fill, Element
   any_of_pair = warp_sum(any_of_pair);
   second = warp_sum(second);
   differ = any_lane(differ != 0);
-  for (u32 step = 16; step; step /= 2) {
-    low_bits |= shuffle_xor(low_bits, step);
-    u64 other = shuffle_xor(least, step);
-    least = other < least ? other : least;
-    other = shuffle_xor(most, step);
-    most = other > most ? other : most;
-  }
+  for (u32 step = 16; step; step /= 2) low_bits |= shuffle_xor(low_bits, step);
   if (thread_in_block() % kWarpThreads) return;
   fetch_add(&shared.fills, fills);
   fetch_add(&shared.pairs_any, any_of_pair);
   fetch_add(&shared.pairs_second, second);
   fetch_or(&shared.differ, differ);
   fetch_or(&shared.low_bits, low_bits);
-  fetch_min(&shared.least, least);
-  fetch_max(&shared.most, most);
 }
 
 /* Finds up to three distinct values of the sample, in order of appearance, and their counts;
@@ -161,14 +182,29 @@ DEVICE u32 count_distinct(Shared &shared, const Sampled &sampled, const u8 *src,
   return found;
 }
 
+/* Leaves the histogram's sums in its first kBins words. */
+DEVICE void add_copies(Shared &shared) {
+  constexpr u32 kPerThread = (kBins + kThreads - 1) / kThreads;
+  u32 sums[kPerThread];
+#pragma unroll
+  for (u32 i = 0; i < kPerThread; i++) {
+    u32 symbol = thread_in_block() + i * kThreads;
+    sums[i] = 0;
+    for (u32 copy = 0; symbol < kBins && copy < kCopies; copy++) sums[i] += shared.histogram[symbol * kCopies + copy];
+  }
+  barrier(0, kThreads);
+#pragma unroll
+  for (u32 i = 0; i < kPerThread; i++) {
+    u32 symbol = thread_in_block() + i * kThreads;
+    if (symbol < kBins) shared.histogram[symbol] = sums[i];
+  }
+}
+
 /* How often `symbol` of the given kind occurs; the rest leaves the fills out. */
 DEVICE u32 occurrences(const Shared &shared, u32 choice, u32 symbol, u64 fill) {
   bool exponent = choice == kExponentAll || choice == kExponentRest;
-  u32 count = 0;
-  for (u32 copy = 0; copy < kCopies; copy++) {
-    count += shared.histogram[symbol * kCopies + copy];
-    if (exponent) count += shared.histogram[(symbol + kBins / 2) * kCopies + copy];
-  }
+  u32 count = shared.histogram[symbol];
+  if (exponent) count += shared.histogram[symbol + kBins / 2];
   u32 fill_symbol = joint_symbol(fill) & (exponent ? kBins / 2 - 1 : kBins - 1);
   bool rest = choice == kJointRest || choice == kExponentRest;
   return rest && symbol == fill_symbol ? count - shared.fills : count;
@@ -406,19 +442,17 @@ ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 
   }
   Shared &shared = *reinterpret_cast<Shared *>(shared_memory());
   clear(reinterpret_cast<u32 *>(&shared), sizeof(Shared) / 4);
-  Sampled sampled;
-  sampled.count = n < kSampleMax ? static_cast<u32>(n) : kSampleMax;
-#pragma unroll
-  for (u32 i = 0; i < 2 * kPairs; i++) {
-    sampled.x[i] = sampled.has(i) ? read_at(src, sample_place(Sampled::index(i), n)) : 0;
-  }
+  Sampled sampled = Sampled::of(src, n);
   Element first = read_at(src, 0);
   barrier(0, kThreads);
   if (thread_in_block() == 0) shared.least = ~0ull;
   barrier(0, kThreads);
   count_symbols(shared, sampled);
   bool constant = request.mode == kConstant;
-  count_rest(shared, sampled, constant ? first : 0, first, request.is_signed);
+  count_rest(shared, sampled, constant ? first : 0, first);
+  if (!request.is_float) count_bounds(shared, sampled, request.is_signed);
+  barrier(0, kThreads);
+  add_copies(shared);
   barrier(0, kThreads);
   u64 fill = fill_of(request, shared, first);
   if (fill != 0 && !shared.differ) {  /* all equal: every count of the rest is 0 */

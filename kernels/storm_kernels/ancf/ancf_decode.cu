@@ -220,47 +220,6 @@ DEVICE void decode_window_tile(Decoding &job, u32 tile, const u8 *block, Reader 
   job.store(rows, static_cast<u64>(tile) * kTile * kWidth + job.team.warp * kCheckChunkBytes);
 }
 
-/* Starts to bring a whole tile's block, and its record as far as there is room, to one side. */
-template <class C>
-DEVICE void fetch_ahead(const Decoding &job, u32 tile, const Extent &extent, u32 side) {
-  if (tile >= job.whole_tiles) return;
-  constexpr u32 kBytes = kTile / 8 * C::kPlaneBits;
-  const u8 *block = job.block(tile);
-  u8 *to = job.block_ahead(side);
-#pragma unroll
-  for (u32 at = 16 * job.team.thread; at < kBytes; at += 16 * kTeamThreads) copy_behind(to + at, block + at);
-  Reader record = extent.record(job);
-  u32 bytes = record.left < kRecordAhead ? record.left : kRecordAhead;
-  for (u32 at = 8 * job.team.thread; at < bytes; at += 8 * kTeamThreads) {
-    copy_behind8(job.record_ahead(side) + at, record.at + at);
-  }
-}
-
-/* All tiles of a code without a bitmap. While one is decoded, the next one's bytes are on their
- * way, and the directory entries of the one after that. */
-template <class C>
-DEVICE void decode_windows(Decoding &job) {
-  u32 step = block_count() * kTeams, side = 0;
-  u32 tile = block_index() * kTeams + job.team.id;
-  Extent extent = Extent::of(job, tile), next = Extent::of(job, tile + step);
-  fetch_ahead<C>(job, tile, extent, side);
-  for (; tile < job.tiles; tile += step, side ^= 1) {
-    copies_arrived();
-    job.team.meet();
-    fetch_ahead<C>(job, tile + step, next, side ^ 1);
-    Extent after = Extent::of(job, tile + 2 * step);
-    Reader record = extent.record(job);
-    if (tile >= job.whole_tiles) {
-      decode_window_tile<C, false>(job, tile, job.block(tile), record);
-    } else {
-      if (record.left <= kRecordAhead) record.at = job.record_ahead(side);
-      decode_window_tile<C, true>(job, tile, job.block_ahead(side), record);
-    }
-    extent = next;
-    next = after;
-  }
-}
-
 /* One bit of a plane for each set bit of `flags`, in order from bit `rank` on. */
 DEVICE u32 pick_bits(const u8 *plane, u32 flags, u32 rank) {
   u32 picked = 0;
@@ -295,8 +254,7 @@ DEVICE void read_pairs(Decoding &job, Reader &record, u32 (&masks)[kRows]) {
 }
 
 /* Which of this lane's elements of a sparse tile differ from the fill. */
-DEVICE void read_bitmap(Decoding &job, Reader &record, u32 tile, u32 count, u32 (&masks)[kRows]) {
-  const u8 *block = job.block(tile);
+DEVICE void read_bitmap(Decoding &job, const u8 *block, Reader &record, u32 count, u32 (&masks)[kRows]) {
   bool pairs = job.plan.bitmap == kBitmapPairs;
   u32 bound = static_cast<u32>(pairs ? round_up(count, 256) : round_up(count, 128));
 #pragma unroll
@@ -315,12 +273,11 @@ DEVICE void read_bitmap(Decoding &job, Reader &record, u32 tile, u32 count, u32 
 }
 
 template <class C>
-DEVICE void decode_sparse_tile(Decoding &job, u32 tile) {
+DEVICE void decode_sparse_tile(Decoding &job, u32 tile, const u8 *block, Reader record) {
   const Team &team = job.team;
   u32 count = job.tile_elements(tile);
-  Reader record = Extent::of(job, tile).record(job);
   u32 masks[kRows];
-  read_bitmap(job, record, tile, count, masks);
+  read_bitmap(job, block, record, count, masks);
   if (!record.ok) return job.refuse();
   Ranks ranks = rank_bits(job, masks);
   u32 padded = (ranks.total + 31) / 32 * 32;
@@ -363,18 +320,65 @@ DEVICE void fill_placed(const Plan &plan, u64 *placed) {
   barrier(0, kBlockThreads);
 }
 
+/* Starts to bring what a whole tile needs to one side of the team's memory: the larger part, the
+ * block or with a bitmap the record, to block_ahead, the other to record_ahead. */
+template <class C, bool kHasBitmap>
+DEVICE void fetch_ahead(const Decoding &job, u32 tile, u32 turn, u32 side) {
+  if (tile >= job.whole_tiles) return;
+  const u8 *block = job.block(tile);
+  u8 *block_to = kHasBitmap ? job.record_ahead(side) : job.block_ahead(side);
+  u32 block_bytes = kHasBitmap ? job.block_size : kTile / 8 * C::kPlaneBits;
+  for (u32 at = 16 * job.team.thread; at < block_bytes; at += 16 * kTeamThreads) copy_behind(block_to + at, block + at);
+  Reader record = ExtentsAhead::get(job, turn).record(job);
+  constexpr u32 kRoom = kHasBitmap ? kBlockAhead : kRecordAhead;
+  u8 *record_to = kHasBitmap ? job.block_ahead(side) : job.record_ahead(side);
+  if (record.left > kRoom) return;
+  for (u32 at = 8 * job.team.thread; at < record.left; at += 8 * kTeamThreads) copy_behind8(record_to + at, record.at + at);
+}
+
+template <class C, bool kHasBitmap, bool kFull>
+DEVICE void decode_tile(Decoding &job, u32 tile, const u8 *block, const Reader &record) {
+  if constexpr (kHasBitmap) decode_sparse_tile<C>(job, tile, block, record);
+  else decode_window_tile<C, kFull>(job, tile, block, record);
+}
+
+/* The team's whole tiles. While one is decoded, the next one's bytes are on their way, and the
+ * directory entries of the one after that. */
+template <class C, bool kHasBitmap>
+DEVICE void decode_whole_tiles(Decoding &job, u32 tile, u32 step) {
+  ExtentsAhead::fetch(job, tile, 0);
+  ExtentsAhead::fetch(job, tile + step, 1);
+  copies_arrived();
+  job.team.meet();
+  fetch_ahead<C, kHasBitmap>(job, tile, 0, 0);
+  for (u32 turn = 0; tile < job.whole_tiles; tile += step, turn++) {
+    u32 side = turn % 2;
+    copies_arrived();
+    job.team.meet();
+    fetch_ahead<C, kHasBitmap>(job, tile + step, turn + 1, side ^ 1);
+    ExtentsAhead::fetch(job, tile + 2 * step, turn + 2);
+    Reader record = ExtentsAhead::get(job, turn).record(job);
+    constexpr u32 kRoom = kHasBitmap ? kBlockAhead : kRecordAhead;
+    if (record.left <= kRoom && record.ok) record.at = kHasBitmap ? job.block_ahead(side) : job.record_ahead(side);
+    const u8 *block = kHasBitmap ? job.record_ahead(side) : job.block_ahead(side);
+    decode_tile<C, kHasBitmap, true>(job, tile, block, record);
+  }
+}
+
 template <class C, bool kHasBitmap>
 DEVICE void decode_tiles(Decoding &job, u64 *placed) {
   if constexpr (Packed<C>::kFits) fill_places<C>(*job.places, job.plan);
   fill_placed<C>(job.plan, placed);
-  if constexpr (kHasBitmap) {
-    decode_each(job, [&](u32 tile) { decode_sparse_tile<C>(job, tile); });
-  } else if constexpr (Packed<C>::kFits) {
-    decode_windows<C>(job);
-  } else {
-    decode_each(job, [&](u32 tile) {
-      decode_window_tile<C, false>(job, tile, job.block(tile), Extent::of(job, tile).record(job));
-    });
+  u32 step = block_count() * kTeams, first = block_index() * kTeams + job.team.id;
+  constexpr bool kAhead = Packed<C>::kFits;
+  if constexpr (kAhead) {
+    decode_whole_tiles<C, kHasBitmap>(job, first, step);
+    job.team.meet();
+    if (job.tiles == job.whole_tiles || job.whole_tiles % step != first) return;
+    first = job.whole_tiles;
+  }
+  for (u32 tile = first; tile < job.tiles; tile += step) {
+    decode_tile<C, kHasBitmap, false>(job, tile, job.block(tile), Extent::of(job, tile).record(job));
   }
 }
 

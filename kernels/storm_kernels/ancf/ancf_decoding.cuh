@@ -88,6 +88,19 @@ struct Extent {
   }
 };
 
+/* Directory entries of the tiles that a team decodes, some turns ahead; a turn is a whole tile. */
+struct ExtentsAhead {
+  DEVICE static void fetch(const Decoding &job, u32 tile, u32 turn) {
+    if (job.team.thread >= 2 || tile >= job.whole_tiles) return;
+    u32 *to = job.shared->extents[turn % kExtentsAhead] + job.team.thread;
+    copy_behind4(to, job.directory + tile + job.team.thread);
+  }
+  DEVICE static Extent get(const Decoding &job, u32 turn) {
+    const u32 *from = job.shared->extents[turn % kExtentsAhead];
+    return {from[0], from[1]};
+  }
+};
+
 /* Every tile of the blob, spread over the teams of the launch. */
 template <class Decode>
 DEVICE void decode_each(const Decoding &job, Decode decode) {

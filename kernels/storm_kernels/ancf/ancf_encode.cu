@@ -241,11 +241,12 @@ DEVICE void split_sparse(Encoding &job, u32 tile, u32 count, u32 (&counts)[3]) {
 }
 
 template <class C>
-DEVICE void encode_sparse_tile(Encoding &job, u32 tile, u32 index, Records &records,
+DEVICE void encode_sparse_tile(Encoding &job, u32 tile, u32 index, bool is_last, Records &records,
                                const Table<C> &table) {
   const Team &team = job.team;
   u32 counts[3];
   split_sparse(job, tile, job.tile_elements(tile), counts);
+  job.prefetch(is_last ? job.shared->unit * job.unit_tiles : tile + 1);
   u8 *record = records.reserve(index, C::max_record(counts[0], counts[1] + counts[2]));
   u32 head = 0;
   if (job.plan.bitmap == kBitmapPairs) {
@@ -279,7 +280,7 @@ DEVICE void encode_tiles(Encoding &job, Table<C> &table) {
   job.fetches = !kHasBitmap;
   u32 capacity = kHasBitmap ? kBufferBytes : kBufferBytes - kTile;
   encode_units(job, capacity, [&](u32 tile, u32 index, bool is_last, Records &records) {
-    if constexpr (kHasBitmap) encode_sparse_tile<C>(job, tile, index, records, table);
+    if constexpr (kHasBitmap) encode_sparse_tile<C>(job, tile, index, is_last, records, table);
     else encode_window_tile<C>(job, tile, index, is_last, records, table);
   });
 }
@@ -387,6 +388,7 @@ DEVICE void encode_blob(const u8 *src, u8 *dst, u8 *scratch, Result *result, u32
                static_cast<u32>(plan.elements / kTile), static_cast<u32>(plan.elements % kTile),
                (plan.flags & kFlagChecksum) != 0, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
                team, shared, arena, false, 0, 0};
+  if (kPipeline == kWithBitmap && unit_tiles > 2) job.unit_tiles = 2;  /* of larger records two units fit */
   if constexpr (kPipeline != kWhole) {
     with_code<kPipeline>(plan, EncodeCoded<kPipeline == kWithBitmap>{job, table});
   } else {

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
 from .dtypes import DType
 from .layout import TILE, Mode
@@ -211,13 +213,17 @@ class _StreamHandle:
         return 0, self._handle
 
 
+@lru_cache(maxsize=256)
+def _stream(handle: int) -> Any:  # noqa: ANN401 (CuPy has no types)
+    return _cupy().cuda.Stream.from_external(_StreamHandle(handle))
+
+
 class _Kernel:
     """One compiled kernel."""
 
     def __init__(
         self, cupy: Any, device: int, source: str, name: str, width: int, mantissa: int  # noqa: ANN401
     ) -> None:
-        self._cupy = cupy
         options = (
             "-std=c++17",
             f"-I{_SOURCES}",
@@ -227,22 +233,21 @@ class _Kernel:
         )
         with cupy.cuda.Device(device):
             module = cupy.RawModule(code=f'#include "{source}.cu"\n', options=options)
-            self._function = module.get_function(name)
+            function = module.get_function(name)
             self._shared_bytes = 0
             if name in _SHARED_SYMBOL:
                 self._shared_bytes = _read_u32(cupy, module, _SHARED_SYMBOL[name])
-                self._function.max_dynamic_shared_size_bytes = self._shared_bytes
+                function.max_dynamic_shared_size_bytes = self._shared_bytes
+            self._launch = function.kernel
 
     def launch(self, blocks: int, threads: int, stream: int, *arguments: int) -> None:
         """Put the kernel on the stream with that handle."""
-        import numpy as np
-
         packed = tuple(
             np.uint32(value) if isinstance(value, U32) else np.uint64(value) for value in arguments
         )
-        self._function.kernel(
+        self._launch(
             (blocks,), (threads,), packed, self._shared_bytes,
-            self._cupy.cuda.Stream.from_external(_StreamHandle(stream)),
+            _stream(stream),
         )
 
 
