@@ -107,7 +107,9 @@ class Space:
         """Turn a promise of `promised` bytes into a block of `nbytes`, which is at most that.
 
         Takes the smallest free extent that holds it, so that large ones stay large; where none
-        does, the largest ones together.
+        does, the largest ones together, and for what is left over the smallest that holds it: in a
+        full pool one of exactly that size is often there, and every cut that is not made is an
+        extent less, in every block that will lie there.
         """
         assert 0 < nbytes <= promised, f"{nbytes} bytes placed on a promise of {promised}"
         with self._lock:
@@ -163,12 +165,10 @@ class Space:
             self._free(offset, nbytes)
 
     def _take(self, wanted: int) -> list[Extent]:
-        index = bisect_left(self._by_size, (wanted, 0))
-        if index < len(self._by_size):
-            return [self._cut(self._by_size[index][1], wanted)]
         taken = []
         while wanted:
-            size, start = self._by_size[-1]
+            index = bisect_left(self._by_size, (wanted, 0))
+            size, start = self._by_size[min(index, len(self._by_size) - 1)]
             taken.append(self._cut(start, min(size, wanted)))
             wanted -= taken[-1].nbytes
         return taken
