@@ -21,7 +21,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -44,6 +44,14 @@ BATCH = 8
 SLOT_BYTES = MIB
 MIX = (64 * MIB, 64 * MIB, 33 * MIB, 17 * MIB, 5 * MIB, MIB, 64 * KIB, 4 * KIB)
 """Requests that a pool with holes is asked for, the largest as often as it has room for them."""
+
+
+class Sample(NamedTuple):
+    """The daemon at one time; `resident_bytes` without the areas that it shares with sessions."""
+
+    resident_bytes: int
+    entries: int
+    extents: int
 
 
 # --- a client -------------------------------------------------------------------------------
@@ -210,19 +218,23 @@ def _output(client: subprocess.Popen[str]) -> IO[str]:
     return client.stdout
 
 
-def _watch(daemon: DaemonThread, clients: list[subprocess.Popen[str]]) -> list[int]:
-    """Check the invariants about once a second until all clients are done.
-
-    Returns the resident bytes seen, without the sessions' shared areas.
-    """
-    process, samples = psutil.Process(), []
+def _watch(daemon: DaemonThread, clients: list[subprocess.Popen[str]]) -> list[Sample]:
+    """Check the invariants about once a second until all clients are done; return what was seen."""
+    samples = []
     poll = _Readable([_output(client) for client in clients])
     while not poll.all_within(1.0):
         assert all(client.poll() is None for client in clients), "a client has failed"
         daemon.check()
-        info = process.memory_info()
-        samples.append(info.rss - info.shared)
+        samples.append(daemon.on_loop(lambda: _sample(daemon)))
     return samples
+
+
+def _sample(daemon: DaemonThread) -> Sample:
+    info = psutil.Process().memory_info()
+    sessions = daemon.server._ledger._sessions.values()
+    blocks = [entry.block for session in sessions for entry in session.entries.values()]
+    extents = sum(len(block.extents) for block in blocks if block is not None)
+    return Sample(info.rss - info.shared, len(blocks), extents)
 
 
 class _Readable:
@@ -240,17 +252,22 @@ class _Readable:
         return not self._waiting
 
 
-def _drift(samples: list[int]) -> dict[str, float]:
-    """Compare the resident memory of the second tenth of the time with that of the last."""
+def _drift(samples: list[Sample]) -> dict[str, Any]:
+    """Compare the fourth tenth of the time, when the pool has long been full, with the last."""
     tenth = max(1, len(samples) // 10)
-    early, late = samples[tenth : 2 * tenth] or samples, samples[-tenth:]
-    first, last = statistics.median(early), statistics.median(late)
+    early = _median(samples[3 * tenth : 4 * tenth] or samples)
+    late = _median(samples[-tenth:])
     return {
-        "early_bytes": first,
-        "late_bytes": last,
-        "growth": last / first - 1,
-        "growth_beside_the_pool": (last - POOL_BYTES) / (first - POOL_BYTES) - 1,
+        "early": early._asdict(),
+        "late": late._asdict(),
+        "growth": late.resident_bytes / early.resident_bytes - 1,
+        "growth_beside_the_pool": (late.resident_bytes - early.resident_bytes)
+        / (early.resident_bytes - POOL_BYTES),
     }
+
+
+def _median(samples: list[Sample]) -> Sample:
+    return Sample(*(int(statistics.median(values)) for values in zip(*samples, strict=True)))
 
 
 def _usable(space: Space) -> dict[str, float]:
