@@ -8,6 +8,7 @@ as one line on standard error, never as a traceback.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
     try:
         exit_status: int = _COMMANDS[chosen.command].run(chosen)
+        sys.stdout.flush()  # here, where a reader that has gone is still an error of ours
     except NoDaemon as error:
         return _failed(error, EXIT_NO_DAEMON)
     except (ConfigError, ProtocolError) as error:
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return 130  # what a shell reports for a command ended by SIGINT
+    except BrokenPipeError:
+        return _unread()
     return exit_status
 
 
@@ -60,6 +64,12 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
     return top_level
+
+
+def _unread() -> int:
+    """End as a command does whose reader has seen enough, as `stormd status | head -1`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+    return 141  # what a shell reports for a command ended by SIGPIPE
 
 
 def _failed(error: Exception, exit_status: int) -> int:

@@ -16,8 +16,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, cast
 
-from stormd.endpoint import parse_host_port
 from stormd.errors import ConfigError
+from stormd.host_port import parse_host_port
 from stormd.options import Kind, Option, check_value, read_value
 from stormd.protocol import ProtocolError, default_addresses, parse_address
 from stormd.protocol.limits import MAX_ENTRY_BYTES

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
-from stormd.errors import AddressInUse, ConfigError
+from stormd.errors import AddressInUse
+from stormd.host_port import parse_host_port
 
-__all__ = ["Endpoint", "Reply", "Route", "parse_host_port"]
+__all__ = ["Endpoint", "Reply", "Route"]
 
 _LOGGER: Final = logging.getLogger("stormd.endpoint")
 
@@ -131,23 +132,6 @@ class Endpoint:
         if route is None:
             return _problem(HTTPStatus.NOT_FOUND), method == "GET"
         return _called(route, _header(fields, "accept")), method == "GET"
-
-
-def parse_host_port(address: str) -> tuple[str, int]:
-    """Return host and port of `127.0.0.1:9464` or `[::1]:9464`.
-
-    Raises:
-        ConfigError: no host, no port, or a port outside 0 .. 65535.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    plain = ":" not in host or address.startswith("[")
-    if not host or not plain or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(
-            f"metrics_address is {address!r}, not HOST:PORT with a port of at most 65535: "
-            "write it as in 127.0.0.1:9464 or [::1]:9464, or leave it empty for none"
-        )
-    return host, int(port)
 
 
 def _called(route: Route, accept: str) -> Reply:

@@ -10,8 +10,8 @@ from http import HTTPStatus
 import pytest
 
 from stormd import endpoint as module
-from stormd.endpoint import Endpoint, Reply, parse_host_port
-from stormd.errors import AddressInUse, ConfigError
+from stormd.endpoint import Endpoint, Reply
+from stormd.errors import AddressInUse
 
 
 def fails(accept: str) -> Reply:
@@ -129,17 +129,3 @@ async def test_a_taken_address_is_named(endpoint: Endpoint) -> None:
     second = Endpoint(f"127.0.0.1:{endpoint.port}", {})
     with pytest.raises(AddressInUse, match=rf"127\.0\.0\.1:{endpoint.port}.*set another"):
         await second.open()
-
-
-def test_reads_addresses() -> None:
-    assert parse_host_port("127.0.0.1:9464") == ("127.0.0.1", 9464)
-    assert parse_host_port("[::1]:80") == ("::1", 80)
-    assert parse_host_port("localhost:0") == ("localhost", 0)
-
-
-@pytest.mark.parametrize(
-    "text", ["", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x"]
-)
-def test_refuses_what_is_no_address(text: str) -> None:
-    with pytest.raises(ConfigError, match="metrics_address"):
-        parse_host_port(text)
