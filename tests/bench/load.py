@@ -37,6 +37,8 @@ GREEDY_WINDOW = 16
 """Stores that the greedy client has under way at any time."""
 
 START_POOL = "4GiB"
+STARTS = 3
+"""On a virtual machine the first start waits for its host to find the memory."""
 
 
 # --- a client -------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def main() -> None:
         "bytes_an_operation": NBYTES,
         "crowds": [crowd(count) for count in COUNTS],
         "fairness": beside_a_greedy_one(),
-        f"daemon_with_{START_POOL}": start_and_end(),
+        f"daemon_with_{START_POOL}": [start_and_end() for _ in range(STARTS)],
     }
     text = json.dumps(result, indent=2)
     if args.json:
