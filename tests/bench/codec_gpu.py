@@ -166,12 +166,12 @@ def table(nbytes: int, repeat: int, only: str) -> list[dict]:
         row["without_checksum"] = measure(codec, tensor, case.speed, repeat, checksum=False)
         rows.append(row)
         plain = row["without_checksum"]
-        print(
-            f"{case.name:26} mode {row['mode']} ratio {row['ratio']:7.3f} ({case.ratio:5.2f})  "
-            f"encode {row['encode_gbps']:7.0f} ({case.encode:5.0f}) {plain['encode_gbps']:7.0f} plain  "
-            f"decode {row['decode_gbps']:7.0f} ({case.decode:5.0f}) {plain['decode_gbps']:7.0f} plain",
-            flush=True,
-        )
+        both = [
+            f"{way} {row[f'{way}_gbps']:6.0f} ({asked:4.0f}) {plain[f'{way}_gbps']:6.0f} plain"
+            for way, asked in (("encode", case.encode), ("decode", case.decode))
+        ]
+        ratio = f"mode {row['mode']} ratio {row['ratio']:7.3f} ({case.ratio:5.2f})"
+        print(f"{case.name:26} {ratio}  {'  '.join(both)}", flush=True)
     return rows
 
 
@@ -182,9 +182,8 @@ def by_blocks(nbytes: int, repeat: int) -> list[dict]:
             CudaCodec(blocks=blocks), tensor, "fast", repeat, checksum=True
         )
         rows.append(row)
-        print(
-            f"{blocks:3} blocks: encode {row['encode_gbps']:6.0f}, decode {row['decode_gbps']:6.0f} GB/s"
-        )
+        speeds = f"encode {row['encode_gbps']:6.0f}, decode {row['decode_gbps']:6.0f} GB/s"
+        print(f"{blocks:3} blocks: {speeds}")
     return rows
 
 
@@ -232,7 +231,8 @@ def beside_gemm(repeat: int) -> list[dict]:
             "relative_speed": round(alone / shared, 4),
         })  # fmt: skip
         print(
-            f"GEMM beside {times} encodes of 64 MiB on {blocks} blocks: {alone / shared:.4f} of its speed"
+            f"GEMM beside {times} encodes of 64 MiB on {blocks} blocks: "
+            f"{alone / shared:.4f} of its speed"
         )
     return rows
 

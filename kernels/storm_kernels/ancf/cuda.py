@@ -58,11 +58,13 @@ def probe() -> tuple[bool, str]:
     return True, f"{count} x {name}, sm_{properties['major']}{properties['minor']}"
 
 
-def _cupy() -> Any:  # noqa: ANN401 (CuPy has no types)
+def _cupy() -> Any:
     try:
         import cupy
     except ImportError as missing:
-        raise BackendUnavailable(f"CuPy is not installed ({missing}); pip install cupy-cuda13x") from missing
+        raise BackendUnavailable(
+            f"CuPy is not installed ({missing}); pip install cupy-cuda13x"
+        ) from missing
     return cupy
 
 
@@ -94,7 +96,7 @@ class CudaCodec:
             self._kernel("ancf_encode", f"ancf_encode_{pipeline}", dtype)
             self._kernel("ancf_decode", f"ancf_decode_{pipeline}", dtype)
 
-    def encode_async(
+    def encode_async(  # noqa: PLR0917 (addresses and sizes, in pairs, as the daemon's lane has them)
         self,
         src: int,
         nbytes: int,
@@ -131,16 +133,31 @@ class CudaCodec:
         number = AUTO_MODE if asked is None else int(asked)
         options = (int(dtype), number, int(speed == "dense"), int(checksum))
         with self._cupy.cuda.Device(self._device):
-            choose.launch(1 + clearing, CHOOSE_THREADS, stream, src, nbytes, scratch, U32(clear_words), *map(U32, options))
+            choose.launch(
+                1 + clearing,
+                CHOOSE_THREADS,
+                stream,
+                src,
+                nbytes,
+                scratch,
+                U32(clear_words),
+                *map(U32, options),
+            )
             if asked in (Mode.TERNARY, Mode.VALUES):
                 values = self._kernel("ancf_choose", "ancf_choose_values", dtype)
-                values.launch(1, CHOOSE_THREADS, stream, src, scratch, U32(asked), U32(POLICIES.index(policy)))
-            for kind in _pipelines(asked, speed, dtype):  # one of them finds that the plan is its own
+                values.launch(
+                    1, CHOOSE_THREADS, stream, src, scratch, U32(asked), U32(POLICIES.index(policy))
+                )
+            for kind in _pipelines(
+                asked, speed, dtype
+            ):  # one of them finds that the plan is its own
                 encode = self._kernel("ancf_encode", f"ancf_encode_{kind}", dtype)
-                encode.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch, result, U32(unit_tiles))
+                encode.launch(
+                    blocks, BLOCK_THREADS, stream, src, dst, scratch, result, U32(unit_tiles)
+                )
             copy.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch)
 
-    def decode_async(
+    def decode_async(  # noqa: PLR0917 (as encode_async)
         self,
         blob: int,
         blob_bytes: int,
@@ -181,7 +198,7 @@ class CudaCodec:
         with self._lock:
             found = self._kernels.get(key)
         if found is None:  # made without the lock: compiling takes seconds, several may at once
-            made = _Kernel(self._cupy, self._device, source, *key)
+            made = _Kernel(self._device, source, name, dtype)
             with self._lock:
                 found = self._kernels.setdefault(key, made)
         return found
@@ -214,21 +231,20 @@ class _StreamHandle:
 
 
 @lru_cache(maxsize=256)
-def _stream(handle: int) -> Any:  # noqa: ANN401 (CuPy has no types)
+def _stream(handle: int) -> Any:
     return _cupy().cuda.Stream.from_external(_StreamHandle(handle))
 
 
 class _Kernel:
     """One compiled kernel."""
 
-    def __init__(
-        self, cupy: Any, device: int, source: str, name: str, width: int, mantissa: int  # noqa: ANN401
-    ) -> None:
+    def __init__(self, device: int, source: str, name: str, dtype: DType) -> None:
+        cupy = _cupy()
         options = (
             "-std=c++17",
             f"-I{_SOURCES}",
-            f"-DANCF_WIDTH={width}",
-            f"-DANCF_MANTISSA={mantissa}",
+            f"-DANCF_WIDTH={dtype.element_bytes}",
+            f"-DANCF_MANTISSA={dtype.mantissa_bits}",
             f"-DANCF_SOURCES=0x{_source_digest()}",  # CuPy's cache does not look into headers
         )
         with cupy.cuda.Device(device):
@@ -246,7 +262,10 @@ class _Kernel:
             np.uint32(value) if isinstance(value, U32) else np.uint64(value) for value in arguments
         )
         self._launch(
-            (blocks,), (threads,), packed, self._shared_bytes,
+            (blocks,),
+            (threads,),
+            packed,
+            self._shared_bytes,
             _stream(stream),
         )
 
@@ -264,7 +283,7 @@ _SHARED_SYMBOL: Final = {
 def _pipelines(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
     """Return the kernels of which one encodes, whatever plan comes out of the sample."""
     may_be_fast = speed == "fast" and (asked is None or asked in (Mode.WINDOW, Mode.TRUNCATED))
-    may_drop = dtype.is_float and dtype.element_bytes >= 4  # noqa: PLR2004 (float32)
+    may_drop = dtype.is_float and dtype.element_bytes >= 4
     may_be_dense = asked is Mode.TRUNCATED or (
         asked in (None, Mode.WINDOW) and (speed == "dense" or (asked is None and may_drop))
     )
@@ -275,7 +294,7 @@ def _pipelines(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
     return tuple(kind for kind, may in zip(_PIPELINES, wanted, strict=True) if may)
 
 
-def _read_u32(cupy: Any, module: Any, symbol: str) -> int:  # noqa: ANN401 (CuPy has no types)
+def _read_u32(cupy: Any, module: Any, symbol: str) -> int:
     return int(cupy.ndarray(1, cupy.uint32, module.get_global(symbol)).get()[0])
 
 

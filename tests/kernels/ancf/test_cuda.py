@@ -24,7 +24,9 @@ class Guarded:
     """Poisoned device memory whose surroundings must stay as they are."""
 
     def __init__(self, nbytes: int, offset: int = 0) -> None:
-        self._memory = torch.full((nbytes + 2 * GUARD + offset,), POISON, dtype=torch.uint8, device="cuda")
+        self._memory = torch.full(
+            (nbytes + 2 * GUARD + offset,), POISON, dtype=torch.uint8, device="cuda"
+        )
         self.data = self._memory[GUARD + offset : GUARD + offset + nbytes]
         self._start = GUARD + offset
 
@@ -34,7 +36,9 @@ class Guarded:
 
     def check(self) -> None:
         end = self._start + self.data.numel()
-        assert bool((self._memory[: self._start] == POISON).all()), "bytes before the buffer written"
+        assert bool((self._memory[: self._start] == POISON).all()), (
+            "bytes before the buffer written"
+        )
         assert bool((self._memory[end:] == POISON).all()), "bytes after the buffer written"
 
 
@@ -106,7 +110,9 @@ def samples(dtype: DType, count: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("speed", ["fast", "dense"])
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    "dtype", [DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32], ids=lambda d: d.name
+)
 def test_same_bytes_as_the_reference(codec, dtype, speed):
     for data in samples(dtype, 70_001).values():
         check(codec, data, dtype, speed=speed)
