@@ -184,7 +184,10 @@ def _encode_on_device(flat: torch.Tensor, dtype: DType, options: _Options) -> to
         raise UsageError(f"backend 'cuda' was asked to encode a tensor on {flat.device}")
     from . import cuda
 
-    return cuda.encode_device(flat.data_ptr(), flat.nbytes, dtype, flat.get_device(), **options)
+    blob: torch.Tensor = cuda.encode_device(
+        flat.data_ptr(), flat.nbytes, dtype, flat.get_device(), **options
+    )
+    return blob
 
 
 def _decode_to(blob: Blob, result: torch.Tensor, backend: BackendName, threads: int) -> None:
