@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-__all__ = ["GRANULE", "Block", "Extent", "Space", "SpaceUse", "granules"]
+__all__ = ["GRANULE", "Block", "Extent", "Space", "SpaceUse", "granules", "slack_of"]
 
 GRANULE: Final = 256
 """Bytes that every extent starts at and is a multiple of: a blob's own section alignment, so
@@ -67,18 +67,29 @@ def granules(nbytes: int) -> int:
     return -(-nbytes // GRANULE) * GRANULE
 
 
-class Space:
-    """`capacity` bytes from `base` on to be promised, placed and released, in whole granules.
+def slack_of(capacity: int) -> int:
+    """Return the bytes to add to a space of `capacity` so that it does not splinter when full.
 
-    `capacity` is rounded down to them; `base`, where it begins in the pool, must be one.
+    In a space without any, each block is put together from what others left, and cut finer with
+    every one (DESIGN.md has the measurement); with a 32nd part, two extents a block are typical.
+    """
+    return granules(capacity // 32)
+
+
+class Space:
+    """`capacity` bytes to be promised, placed and released, in whole granules.
+
+    They lie in `capacity` + `slack` bytes of the pool, from `base` on. `capacity` is rounded down
+    to granules, the other two must be whole ones.
 
     Thread-safe: lanes place blocks from their workers, all else comes from the event loop.
     """
 
-    def __init__(self, capacity: int, base: int = 0) -> None:
-        assert base % GRANULE == 0, f"a space begins at {base}, inside a granule"
+    def __init__(self, capacity: int, base: int = 0, slack: int = 0) -> None:
+        assert base % GRANULE == slack % GRANULE == 0, f"{base} or {slack} bytes cut a granule"
         self.base: Final = base
         self.capacity: Final = capacity // GRANULE * GRANULE
+        self.end: Final = base + self.capacity + slack
         self._lock = threading.Lock()  # protects all below
         self._promised = 0
         self._used = 0
@@ -87,7 +98,7 @@ class Space:
         self._by_end: dict[int, int] = {}  # the same: end -> start
         self._by_size: list[tuple[int, int]] = []  # the same, sorted: (bytes, start)
         if self.capacity:
-            self._add_free(base, self.capacity)
+            self._add_free(base, self.capacity + slack)
 
     def promise(self, nbytes: int) -> bool:
         """Set room for a block of up to `nbytes` aside; False, and no change, if there is none."""
@@ -142,7 +153,7 @@ class Space:
             free = sorted(self._by_start.items())
             assert sorted((size, start) for start, size in free) == self._by_size
             assert {start + size: start for start, size in free} == self._by_end
-            assert sum(size for _, size in free) == self.capacity - self._used
+            assert sum(size for _, size in free) == self.end - self.base - self._used
             assert 0 <= self._promised <= self.capacity - self._used
             assert 0 <= self._used <= self._peak <= self.capacity
             for start, size in free:
@@ -151,7 +162,7 @@ class Space:
             ends = [self.base, *(start + size for start, size in free)]
             for end, (start, _) in zip(ends[1:], free[1:], strict=False):
                 assert end < start, "free extents touch or overlap"
-            assert ends[-1] <= self.base + self.capacity
+            assert ends[-1] <= self.end
 
     # --- called with the lock held ----------------------------------------------------------
 

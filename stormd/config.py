@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, cast
 
+from stormd.arena import slack_of
 from stormd.errors import ConfigError
 from stormd.host_port import parse_host_port
 from stormd.options import Kind, Option, check_value, read_value
@@ -106,7 +107,7 @@ class Config:
     pool_bytes: int = _option(
         "size",
         "pool",
-        "host memory for stored activations, pinned at start",
+        "host memory for stored activations, pinned at start together with a 32nd part more",
         default=4 * GIB,
         least=1 * MIB,
     )
@@ -243,8 +244,9 @@ class Config:
 
     @property
     def host_bytes(self) -> int:
-        """All host memory that is pinned: the pool and, behind it, the cache."""
-        return self.pool_bytes + self.cache_bytes
+        """All host memory that is pinned: the pool, the cache, and the slack of both."""
+        parts = (self.pool_bytes, self.cache_bytes)
+        return sum(nbytes + slack_of(nbytes) for nbytes in parts)
 
     def __post_init__(self) -> None:
         """Check every value, then what only holds between values."""

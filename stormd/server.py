@@ -18,7 +18,7 @@ from typing import Any, Final
 import zmq
 
 from stormd import __version__
-from stormd.arena import Space
+from stormd.arena import Space, slack_of
 from stormd.cache import Cache
 from stormd.config import Config, reloaded
 from stormd.control import ControlSocket
@@ -209,9 +209,10 @@ class Server:
             HostPool, self._config.host_bytes, on_progress=self._on_progress
         )
         self._cleanup.callback(self._pool.close)
-        self._space = Space(self._config.pool_bytes)
-        if self._config.cache_bytes:
-            space = Space(self._config.cache_bytes, base=self._space.capacity)
+        pool, cache = self._config.pool_bytes, self._config.cache_bytes
+        self._space = Space(pool, slack=slack_of(pool))
+        if cache:
+            space = Space(cache, base=self._space.end, slack=slack_of(cache))
             self._cache = Cache(space, self.counters.cache)
 
     async def _open_lanes(self) -> None:

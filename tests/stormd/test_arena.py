@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from stormd.arena import GRANULE, Block, Extent, Space, granules
+from stormd.arena import GRANULE, Block, Extent, Space, granules, slack_of
 
 CAPACITY = 64 * GRANULE
 
@@ -178,3 +180,24 @@ TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 def test_a_contiguous_block_says_where_it_is() -> None:
     assert Block((Extent(512, 256),), 10).offset == 512
     assert Block((Extent(512, 256), Extent(0, 256)), 300).offset is None
+
+
+def test_slack_keeps_blocks_of_a_full_space_whole() -> None:
+    whole, splintered = _extents_a_block(slack_of(64 << 20)), _extents_a_block(0)
+    assert whole < 2.5 < splintered
+
+
+def _extents_a_block(slack: int) -> float:
+    """Return the mean over the later half of 4,000 blocks in a space that stays full."""
+    chance = random.Random(5)
+    space = Space(64 << 20, slack=slack)
+    blocks: list[Block] = []
+    counts = []
+    for _ in range(4000):
+        wanted = chance.choice([16 << 10, 64 << 10, 256 << 10, 512 << 10])
+        while not space.promise(wanted):
+            space.release(blocks.pop(chance.randrange(len(blocks))))
+        blocks.append(space.place(wanted, int(wanted * chance.uniform(0.5, 0.8))))
+        counts.append(len(blocks[-1].extents))
+    space.assert_invariants()
+    return sum(counts[2000:]) / 2000

@@ -28,8 +28,8 @@ def test_defaults_are_valid_and_frozen() -> None:
 
 
 def test_pool_and_cache_are_pinned_beside_each_other() -> None:
-    assert Config(pool_bytes=3 << 20, cache_bytes=1 << 20).host_bytes == 4 << 20
-    assert Config(pool_bytes=3 << 20, cache_bytes=0).host_bytes == 3 << 20
+    assert Config(pool_bytes=3 << 20, cache_bytes=1 << 20).host_bytes == (4 << 20) + (128 << 10)
+    assert Config(pool_bytes=3 << 20, cache_bytes=0).host_bytes == (3 << 20) + (96 << 10)
 
 
 def test_every_field_is_an_option() -> None:
