@@ -161,6 +161,11 @@ class Session:
         self.connection.check()
         if record.error is not None:
             raise type(record.error)(str(record.error))
+        if not record.parts:
+            raise ActivationLost(
+                f"the {record.nbytes} bytes of a tensor that had stayed in memory are gone: its "
+                "storage was resized after the tensor was saved"
+            )
         record.being_restored = True
         return None
 

@@ -77,6 +77,22 @@ def test_a_tensor_larger_than_the_pool(
         assert torch.equal(x.grad, x.detach().exp())
 
 
+def test_a_tensor_that_stayed_and_was_resized_is_an_error(
+    device: str, make_daemon: Callable[..., DaemonProcess]
+) -> None:
+    with connected(make_daemon("--pool-bytes", "1MiB")) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.ones(1 << 20, device=device, requires_grad=True)
+        with offload:
+            h = x * 2
+            loss = h.cos().sum()
+        assert offload.stats().kept
+        h.untyped_storage().resize_(0)
+        with pytest.raises(storm.ActivationLost, match="resized"):
+            loss.backward()
+        del h, loss
+
+
 def test_a_session_at_its_quota(device: str, make_daemon: Callable[..., DaemonProcess]) -> None:
     options = ("--pool-bytes", "64MiB", "--session-quota-bytes", "3MiB")
     with connected(make_daemon(*options)) as client:
