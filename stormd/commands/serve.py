@@ -59,8 +59,8 @@ def check_pool(config: Config, limit: int) -> None:
     if config.host_bytes > limit:
         raise ConfigError(
             f"pool_bytes is {format_size(config.pool_bytes)} and cache_bytes "
-            f"{format_size(config.cache_bytes)}, and this machine or container has "
-            f"{format_size(limit)} of memory: set a smaller --pool-bytes"
+            f"{format_size(config.cache_bytes)}, which take {format_size(config.host_bytes)}; this "
+            f"machine or container has {format_size(limit)} of memory: set a smaller --pool-bytes"
         )
 
 

@@ -92,7 +92,7 @@ def test_prints_the_example_settings() -> None:
 
 
 def test_a_pool_beyond_the_memory_is_refused() -> None:
-    check_pool(Config(pool_bytes=1 << 30, cache_bytes=0), 1 << 30)
+    check_pool(Config(pool_bytes=1 << 30, cache_bytes=0), 33 << 25)
     with pytest.raises(ConfigError, match=r"1\.0 GiB.*512\.0 MiB.*--pool-bytes"):
         check_pool(Config(pool_bytes=1 << 30), 1 << 29)
 
