@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+import cupy
 import torch
 from storm_kernels.ancf import DType, max_encoded_bytes
 from storm_kernels.ancf.cuda import CudaCodec
@@ -27,7 +30,7 @@ HEAD_START_CYCLES = 500_000  # the device waits this long first, so that launche
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a tensor, and what issue 3 asks of it (ratio, encode and decode in GB/s)."""
+    """One row: a tensor and its goals (ratio, encode and decode in GB/s)."""
 
     name: str
     make: Callable[[int], torch.Tensor]
@@ -237,6 +240,17 @@ def beside_gemm(repeat: int) -> list[dict]:
     return rows
 
 
+def machine() -> dict[str, str]:
+    """Return what the figures depend on beside this script."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cupy": cupy.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,9 +263,11 @@ def main() -> None:
     options = parser.parse_args()
     nbytes = options.mib * MIB
     found = {
-        "device": torch.cuda.get_device_name(), "mib": options.mib,
+        "machine": machine(),
+        "command": sys.argv,
+        "mib": options.mib,
         "table": table(nbytes, options.repeat, options.only),
-    }  # fmt: skip
+    }
     if not options.table_only:
         found["by_blocks"] = by_blocks(nbytes, options.repeat)
         found["beside_gemm"] = beside_gemm(options.repeat)
