@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link.add_argument("--tensors", type=positive_int, default=16, help="tensors a round")
     link.add_argument("--tensor-bytes", default="16MiB", metavar="SIZE", help="size of each")
     link.add_argument("--rounds", type=positive_int, default=20, help="rounds; the best counts")
-    link.add_argument("--operations", type=positive_int, default=2000, help="small tensors")
+    link.add_argument(
+        "--operations", type=positive_int, default=300, help="small tensors, as in a large step"
+    )
     text = "ratio and speed of the lossless codec, and what it makes of a training step's tensors"
     codec = benchmarks.add_parser("codec", help=text, description=text)
     codec.add_argument("--values", type=positive_int, default=1 << 24, help="values of a tensor")
