@@ -12,12 +12,19 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 from support.daemon_process import DaemonProcess, start_daemon
+from support.devices import DEVICES
 from support.waiting import wait_until
 
 DEADLINE_SECONDS = 30.0
 
 SMALL_STAGING = ("--staging-bytes-cuda", "256KiB", "--part-bytes-cuda", "64KiB")
 """So small that what is saved on a GPU has to leave and come back, instead of waiting there."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Run a test once a device; that of a GPU is marked."""
+    return request.param
 
 
 @contextmanager

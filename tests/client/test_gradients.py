@@ -13,7 +13,6 @@ import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
-from support.devices import DEVICES
 from support.training import Case, Context, assert_identical, gradients, seeded, trained
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,11 +24,6 @@ def case(function: Case) -> Case:
     """Add a function to the cases that are tested."""
     CASES[function.__name__] = function
     return function
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 # --- modules --------------------------------------------------------------------------------

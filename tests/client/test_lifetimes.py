@@ -10,17 +10,11 @@ import pytest
 import storm_client as storm
 import torch
 from support.daemon_process import DaemonProcess, resident_bytes
-from support.devices import DEVICES
 from support.waiting import wait_until
 from torch import Tensor
 
 GROWTH_BYTES = 8 << 20
 """A tenth of what the measured steps store; allocators keep some memory of their own."""
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture

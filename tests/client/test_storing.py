@@ -12,14 +12,8 @@ import pytest
 import storm_client as storm
 import torch
 from support.daemon_process import DaemonProcess
-from support.devices import DEVICES
 from support.waiting import wait_until
 from torch import Tensor
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def step(context: AbstractContextManager[object], device: str, mib: int = 1) -> list[Tensor]:

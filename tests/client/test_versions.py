@@ -10,13 +10,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.versions import KeptTensor, SavedVersion
-from support.devices import DEVICES
 from torch import Tensor
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 def change_itself(h: Tensor) -> None:

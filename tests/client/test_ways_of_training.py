@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import pytest
 import storm_client as storm
 import torch
-from support.devices import DEVICES
 from support.training import Case, Context, assert_identical, gradients, seeded, small_net
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -21,11 +20,6 @@ def case(function: Case) -> Case:
     """Add a function to the cases that are tested."""
     CASES[function.__name__] = function
     return function
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @case
