@@ -465,22 +465,30 @@ DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
 
 /* Decode `blob` to `dst` as the plan in `scratch` says: one of these does. Blocks of
  * kBlockThreads, any number. */
+#if ANCF_PIPELINES & 2
 KERNEL_TWICE(kBlockThreads)
 ancf_decode_fast(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kFast>(blob, dst, scratch, status);
 }
+#endif
+#if ANCF_PIPELINES & 4
 KERNEL_TWICE(kBlockThreads)
 ancf_decode_dense(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kDense>(blob, dst, scratch, status);
 }
+#endif
+#if ANCF_PIPELINES & 8
 KERNEL_TWICE(kBlockThreads)
 ancf_decode_bitmap(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kWithBitmap>(blob, dst, scratch, status);
 }
+#endif
+#if ANCF_PIPELINES & 1
 KERNEL_TWICE(kBlockThreads)
 ancf_decode_whole(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kWhole>(blob, dst, scratch, status);
 }
+#endif
 
 DEVICE bool is_window_code(const Plan &plan) {
   bool fast = plan.k1 == 3 && plan.k2 == 0 && plan.mode == kWindow;
@@ -551,8 +559,8 @@ DEVICE bool directory_ends_fit(const Plan &plan, const u8 *blob) {
   return directory[0] == 0 && directory[plan.tiles] * static_cast<u64>(kRecordUnit) == plan.payload_bytes;
 }
 
-/* Checks the header of `blob` and prepares ancf_decode. One block of one warp. `status` is set
- * where the header is bad; otherwise ancf_decode sets it. */
+/* Checks the header of `blob` and prepares ancf_decode. One block of one warp. `status` is
+ * kNotDecoded until the kernel of the blob's pipeline and element type has set it. */
 KERNEL(kWarpThreads)
 ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u64 *status) {
   u32 *work = reinterpret_cast<u32 *>(work_of(scratch));
@@ -568,5 +576,5 @@ ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8
   }
   plan.status = ok ? kOk : kBadHeader;
   *reinterpret_cast<Plan *>(scratch) = plan;
-  if (!ok) *status = kBadHeader;
+  *status = ok ? kNotDecoded : kBadHeader;
 }

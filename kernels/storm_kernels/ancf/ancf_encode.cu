@@ -406,22 +406,30 @@ DEVICE void encode_blob(const u8 *src, u8 *dst, u8 *scratch, Result *result, u32
 
 /* Encode `src` to `dst` as the plan in `scratch` says: one of these does. Blocks of
  * kBlockThreads, any number. `dst`: 16-byte aligned, kHeaderBytes + raw_nbytes bytes. */
+#if ANCF_PIPELINES & 2
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_fast(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
   encode_blob<kFast>(src, dst, scratch, result, unit_tiles);
 }
+#endif
+#if ANCF_PIPELINES & 4
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_dense(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
   encode_blob<kDense>(src, dst, scratch, result, unit_tiles);
 }
+#endif
+#if ANCF_PIPELINES & 8
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_bitmap(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
   encode_blob<kWithBitmap>(src, dst, scratch, result, unit_tiles);
 }
+#endif
+#if ANCF_PIPELINES & 1
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_whole(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
   encode_blob<kWhole>(src, dst, scratch, result, unit_tiles);
 }
+#endif
 
 /* Runs after these: copies the original bytes where only then it was clear that the blob
  * must be raw. */

@@ -12,6 +12,11 @@
 #define ANCF_MANTISSA 7
 #endif
 
+/* Which kernels a module is to have, a bit for each Pipeline: one takes the compiler seconds. */
+#ifndef ANCF_PIPELINES
+#define ANCF_PIPELINES 0xf
+#endif
+
 constexpr u32 kWidth = ANCF_WIDTH;        /* bytes of an element; one module a (width, mantissa) */
 constexpr u32 kMantissa = ANCF_MANTISSA;  /* stored mantissa bits */
 
@@ -41,8 +46,8 @@ enum Mode : u32 {
 };
 enum Bitmap : u32 { kBitmapNone = 0, kBitmapPlain = 1, kBitmapPairs = 2 };
 
-/* What a kernel leaves in a status word. */
-enum Status : u32 { kOk = 0, kBadHeader = 1, kBadRecord = 2, kBadChecksum = 3 };
+/* What a kernel leaves in a status word. kNotDecoded: no kernel for this blob was launched. */
+enum Status : u32 { kOk = 0, kBadHeader = 1, kBadRecord = 2, kBadChecksum = 3, kNotDecoded = 4 };
 
 /* The blob's parameters (names as in the header) and what follows from them. */
 struct Plan {
@@ -126,7 +131,7 @@ DEVICE u64 block_bytes(const Plan &plan, u32 count) {
 }
 
 /* Which kernels work on a blob: each kind has its own, so that none pays for another's registers. */
-enum Pipeline : u32 { kWhole, kFast, kDense, kWithBitmap };
+enum Pipeline : u32 { kWhole = 0, kFast = 1, kDense = 2, kWithBitmap = 3 };
 DEVICE Pipeline pipeline_of(const Plan &plan) {
   if (plan.mode == kSparse) return kWithBitmap;
   if (plan.mode != kWindow && plan.mode != kTruncated) return kWhole;
