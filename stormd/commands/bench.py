@@ -17,6 +17,7 @@ from typing import Any, Final
 from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import positive_int
 from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
+from stormd.commands.bench_train import add_train_arguments, measure_train, print_train
 from stormd.commands.output import EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
 from stormd.machine import describe
@@ -24,7 +25,7 @@ from stormd.sizes import format_size, parse_size
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure this machine: link, the way through the daemon; codec, ratios and speeds"
+HELP = "measure this machine: the way through the daemon, the codec, a training step by method"
 
 _SECONDS: Final = 300.0
 
@@ -51,18 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codec.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
     codec.add_argument("--steps", type=positive_int, default=15, help="steps before capturing")
     codec.add_argument("--image", metavar="FILE", help="draw captured tensors' ratios (PNG, SVG)")
-    for benchmark in (link, codec):
+    text = "a training step's time and peak memory without offload, with this one, and with others'"
+    train = benchmarks.add_parser("train", help=text, description=text)
+    add_train_arguments(train)
+    for benchmark in (link, codec, train):
         benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its figures."""
-    figures: Any
-    show: Callable[[Any], None]
-    if args.benchmark == "link":
-        figures, show = _measure_link(args), _print_link
-    else:
-        figures, show = _measure_codec(args), _print_codec
+    measure, show = _BENCHMARKS[args.benchmark]
+    figures = measure(args)
     if args.json:
         write_json({"benchmark": args.benchmark, "machine": describe(), "figures": figures})
     else:
@@ -128,3 +128,11 @@ def _print_link(figures: dict[str, Any]) -> None:
     ]
     for name, value in rows:
         write_line(f"{name:30} {value}")
+
+
+_BENCHMARKS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]]] = {
+    "link": (_measure_link, _print_link),
+    "codec": (_measure_codec, _print_codec),
+    "train": (measure_train, print_train),
+}
+"""Each benchmark's measurement, and how its figures are shown to people."""

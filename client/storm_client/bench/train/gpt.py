@@ -1,0 +1,113 @@
+"""The benchmark's model: a plain GPT whose activations are what a large one's are.
+
+What stays true: every shape follows from `Workload`: RMSNorm, fused qkv, causal attention, SwiGLU
+of 8/3 of the width rounded down to 128, learned positions, cross-entropy in float32.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+__all__ = ["WORKLOADS", "Gpt", "Workload", "attention", "make"]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Width, layers, and the tokens of one step as batch and length; `head` is a head's width."""
+
+    width: int
+    layers: int
+    batch: int
+    length: int
+    vocabulary: int = 32_000
+    head: int = 128
+
+
+WORKLOADS: Final = {
+    "W0": Workload(256, 4, 2, 1024, vocabulary=1000, head=64),
+    "W1": Workload(4096, 8, 2, 4096),
+    "W2": Workload(8192, 4, 1, 4096),
+    "W3": Workload(4096, 4, 1, 32768),
+}
+"""W0 is for machines without a GPU, and to try the benchmark out."""
+
+
+class Block(nn.Module):
+    """Attention, then SwiGLU, each on a normalised input and added to it."""
+
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        hidden = _hidden(width)
+        self.heads = width // head
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, of the shape [batch, length, width] of its input."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, -1).unbind(2)
+        attended = functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        y = self.norm_2(x)
+        out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        return out
+
+
+class Gpt(nn.Module):
+    """The blocks, and what is before and behind them."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.token = nn.Embedding(work.vocabulary, work.width)
+        self.position = nn.Embedding(work.length, work.width)
+        self.blocks = nn.ModuleList(Block(work.width, work.head) for _ in range(work.layers))
+        self.norm = nn.RMSNorm(work.width)
+        self.head = nn.Linear(work.width, work.vocabulary, bias=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the blocks' input, [batch, length, width]; `tokens` are int64 [batch, length]."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        embedded: Tensor = self.token(tokens) + self.position(places)
+        return embedded
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the blocks' output `x`."""
+        logits = self.head(self.norm(x)).float()
+        loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss
+
+
+def make(work: Workload, device: torch.device) -> tuple[Gpt, Tensor, Tensor]:
+    """Return the model in bfloat16, and a step's tokens and targets, int64 [batch, length]."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Gpt(work).to(torch.bfloat16)
+        tokens = torch.randint(work.vocabulary, (work.batch, work.length + 1))
+    return model, tokens[:, :-1], tokens[:, 1:]
+
+
+def attention(device: torch.device, *, exact: bool = False) -> AbstractContextManager[None]:
+    """Return the context of the attention to use: flash on a GPU, else the math version.
+
+    `exact` asks for the math version everywhere: flash attention's backward is not deterministic.
+    """
+    flash = SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH
+    context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH if exact else flash)
+    return context
+
+
+def _hidden(width: int) -> int:
+    return 8 * width // 3 // 128 * 128
