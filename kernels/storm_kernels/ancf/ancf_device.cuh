@@ -42,6 +42,8 @@ DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, 
 DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u32 lanes_where(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
 DEVICE u32 most_of_lanes(u32 value) { return __reduce_max_sync(kAllLanes, value); }
+DEVICE u32 sum_of_lanes(u32 value) { return __reduce_add_sync(kAllLanes, value); }
+DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(kAllLanes, value); }
 DEVICE bool any_lane(bool predicate) { return __any_sync(kAllLanes, predicate) != 0; }
 
 DEVICE u32 ones(u32 value) { return __popc(value); }
@@ -50,6 +52,16 @@ DEVICE u32 highest_bit(u32 value) { return 31 - __clz(value); } /* value != 0 */
 
 /* Four bytes picked from the eight of (low, high) by the nibbles of `selector`. */
 DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
+/* The 32 bits from bit `shift` (0..31) of the 64 of (low, high) on. */
+DEVICE u32 funnel_right(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
+
+/* Reads, through the nearest cache, what no thread of this launch writes. */
+DEVICE u32 load_cached(const u32 *address) { return __ldg(address); }
+DEVICE u16 load_cached(const u16 *address) { return __ldg(address); }
+DEVICE u8 load_cached(const u8 *address) { return __ldg(address); }
+DEVICE uint2 load_cached(const uint2 *address) { return __ldg(address); }
+DEVICE uint4 load_cached(const uint4 *address) { return __ldg(address); }
 
 /* Reads and writes that pass the caches by: every byte of a tensor is touched once. */
 DEVICE uint4 load_once(const uint4 *address) { return __ldcs(address); }

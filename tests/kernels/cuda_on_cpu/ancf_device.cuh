@@ -60,6 +60,20 @@ DEVICE u32 most_of_lanes(u32 value) {
     return most;
   }));
 }
+DEVICE u32 sum_of_lanes(u32 value) {
+  return static_cast<u32>(emulation::exchange(value, [](uint64_t *slot) {
+    uint64_t sum = 0;
+    for (int i = 0; i < 32; i++) sum += slot[i];
+    return sum;
+  }));
+}
+DEVICE u32 bits_of_lanes(u32 value) {
+  return static_cast<u32>(emulation::exchange(value, [](uint64_t *slot) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 32; i++) bits |= slot[i];
+    return bits;
+  }));
+}
 DEVICE bool any_lane(bool predicate) { return lanes_where(predicate) != 0; }
 
 DEVICE u32 ones(u32 value) { return __builtin_popcount(value); }
@@ -78,6 +92,12 @@ DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) {
   return result;
 }
 
+DEVICE u32 funnel_right(u32 low, u32 high, u32 shift) {
+  return static_cast<u32>(((static_cast<u64>(high) << 32) | low) >> shift % 32);
+}
+
+template <class T>
+DEVICE T load_cached(const T *address) { return *address; }
 template <class T>
 DEVICE T load_once(const T *address) { return *address; }
 template <class T>
