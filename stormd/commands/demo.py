@@ -1,7 +1,8 @@
 """`stormd demo`: shows that two trainers with offload train as two without.
 
 What stays true: the exit status is 1 exactly when a loss or gradient differs, nothing was
-offloaded, or bytes were left in the pool; `--json` prints the table's figures.
+offloaded, or bytes were left in the pool; `--json` prints the table's figures. With `--past-vram`
+it is another demo, see demo_past_vram.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from stormd.commands.arguments import positive_int
+from stormd.commands.demo_past_vram import add_past_vram_arguments, run_past
 from stormd.commands.output import EXIT_FAILED, EXIT_OK, write_json
 from stormd.demo import Comparison, Plan, Report, run_demo
 from stormd.demo.trainers import OnStep
@@ -33,11 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive_int, default=4, help="steps a trainer takes")
     parser.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
     parser.add_argument("--small", action="store_true", help="a model for seconds, not minutes")
+    add_past_vram_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print what it found."""
+    if args.past_vram:
+        return run_past(args)
     plan = _plan(args)
     with _progress() as bars:
         report = run_demo(plan, lambda name: _phase(bars, plan, name))

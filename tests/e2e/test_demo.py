@@ -49,6 +49,20 @@ def test_on_a_gpu() -> None:
     _check(_demo("cuda"))
 
 
+@pytest.mark.gpu
+def test_past_the_memory_of_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here")
+    command = [sys.executable, "-m", "stormd.cli", "demo", "--past-vram", "--json", "--steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout)
+    assert "out of memory" in figures["without_offload"]["error"]
+    assert len(figures["with_offload"]["losses"]) == 2
+    assert figures["with_offload"]["peak_bytes"] <= figures["plan"]["limit_bytes"]
+    assert figures["with_offload"]["offloaded_bytes"] > figures["plan"]["limit_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_demo_frees_the_clients_memory() -> None:
