@@ -144,7 +144,7 @@ class CudaCodec:
                 *map(U32, options),
             )
             if asked in (Mode.TERNARY, Mode.VALUES):
-                values = self._kernel("ancf_choose", "ancf_choose_values", dtype)
+                values = self._kernel("ancf_values", "ancf_values", dtype)
                 values.launch(
                     1, CHOOSE_THREADS, stream, src, scratch, U32(asked), U32(POLICIES.index(policy))
                 )
@@ -274,7 +274,7 @@ _PIPELINES: Final = ("fast", "dense", "bitmap", "whole")  # Pipeline of ancf_for
 
 _SHARED_SYMBOL: Final = {
     "ancf_choose": "ancf_choose_shared_bytes",
-    "ancf_choose_values": "ancf_choose_values_shared_bytes",
+    "ancf_values": "ancf_values_shared_bytes",
     **{f"ancf_encode_{kind}": "ancf_encode_shared_bytes" for kind in _PIPELINES},
     **{f"ancf_decode_{kind}": "ancf_decode_shared_bytes" for kind in _PIPELINES},
 }

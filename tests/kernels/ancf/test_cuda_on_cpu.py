@@ -268,7 +268,7 @@ def test_the_header_holds_the_formats_numbers():
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("source", ["ancf_choose", "ancf_encode", "ancf_decode"])
+@pytest.mark.parametrize("source", ["ancf_choose", "ancf_values", "ancf_encode", "ancf_decode"])
 def test_sources_compile_for_devices(tmp_path, source, target):
     subprocess.run(
         ["nvcc", "-std=c++17", f"-arch={target}", f"-I{SOURCES}", "-DANCF_WIDTH=2",

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "../../../kernels/storm_kernels/ancf/ancf_choose.cu"
+#include "../../../kernels/storm_kernels/ancf/ancf_values.cu"
 #include "../../../kernels/storm_kernels/ancf/ancf_encode.cu"
 #include "../../../kernels/storm_kernels/ancf/ancf_decode.cu"
 
@@ -15,11 +16,11 @@ extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *resul
                       u32 mode, u32 dense, u32 checksum, u32 policy, u32 blocks,
                       u32 unit_tiles) {
   u32 words = (scratch_bytes(nbytes) - kPlanBytes - kValuesBytes) / 4;
-  bool ok = emulation::launch(2, kThreads, kChooseSharedBytes,
+  bool ok = emulation::launch(2, kChooseThreads, kChooseSharedBytes,
                               [&] { ancf_choose(src, nbytes, scratch, words, dtype, mode, dense, checksum); });
   if (mode == kTernary || mode == kValues) {
-    ok = ok && emulation::launch(1, kThreads, kValuesSharedBytes,
-                                 [&] { ancf_choose_values(src, scratch, mode, policy); });
+    ok = ok && emulation::launch(1, kChooseThreads, kValuesSharedBytes,
+                                 [&] { ancf_values(src, scratch, mode, policy); });
   }
   auto *told = reinterpret_cast<Result *>(result);
   for (auto kernel : {ancf_encode_fast, ancf_encode_dense, ancf_encode_bitmap, ancf_encode_whole}) {
