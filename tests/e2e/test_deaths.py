@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -21,6 +22,7 @@ from stormd.child_daemon import ChildDaemon
 
 CLIENT_KILLS = 8
 DAEMON_KILLS = 4
+GPU_KILLS = 4
 
 
 @pytest.fixture
@@ -38,6 +40,14 @@ def test_clients_killed_at_random_moments() -> None:
 def test_daemons_killed_at_random_moments() -> None:
     figures = kill_daemons(DAEMON_KILLS, seed=1)
     assert sum(figures["errors"].values()) == figures["clients"] * DAEMON_KILLS
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kill", [kill_clients, kill_daemons])
+def test_killed_at_random_moments_on_a_gpu(kill: Callable[..., dict[str, Any]]) -> None:
+    assert kill(GPU_KILLS, seed=2, device="cuda", groups=2)["kills"] == GPU_KILLS
 
 
 def test_a_stopped_client_keeps_what_it_has_and_harms_nobody(trainers: Trainers) -> None:

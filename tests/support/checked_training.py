@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 __all__ = ["LEAST_BYTES", "Training", "reports"]
 
-LAYERS, WIDTH, ROWS = 6, 128, 128
+LAYERS = 6
+SIDE = {"cpu": 128, "cuda": 1024}
+"""Width and rows by device: a step takes milliseconds, and more than a staging area of 8 MiB."""
+
 LEAST_BYTES = 1 << 14
 
 Report = tuple[float, str]
@@ -26,13 +29,14 @@ Report = tuple[float, str]
 class Training:
     """A model and one batch; `phase` says how far the present step has come."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)]
-        self.model = nn.Sequential(*layers)
+        side = SIDE[device]
+        layers = [nn.Sequential(nn.Linear(side, side), nn.GELU()) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers).to(device)
         self.phase = "forward"
-        self._x = torch.randn(ROWS, WIDTH)
+        self._x = torch.randn(side, side, device=device)
         self._expected = self._step(nullcontext())
 
     def is_right(self, context: AbstractContextManager[object]) -> bool:

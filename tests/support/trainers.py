@@ -41,11 +41,11 @@ class Trainers:
         self._reports: dict[int, deque[Report]] = defaultdict(deque)
         self._unfinished = b""
 
-    def start(self, address: str, steps: int = ENDLESS) -> int:
+    def start(self, address: str, steps: int = ENDLESS, *, device: str = "cpu") -> int:
         """Start a trainer at a daemon; return its process id."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([address, steps]).encode() + b"\n")
+        self._process.stdin.write(json.dumps([address, steps, device]).encode() + b"\n")
         self._process.stdin.flush()
         return int(self.next(NURSERY, START_SECONDS).words)
 
@@ -81,7 +81,8 @@ class Trainers:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "support.trainers"]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
@@ -121,10 +122,10 @@ def _say(pid: int, at: float, words: str) -> None:
     os.write(1, f"{pid} {at!r} {words}\n".encode())
 
 
-def _be_trainer(address: str, steps: int) -> None:
+def _be_trainer(address: str, steps: int, device: str) -> None:
     from support.checked_training import Training, reports
 
-    for at, words in reports(Training(), address, steps):
+    for at, words in reports(Training(device), address, steps):
         _say(os.getpid(), at, words)
 
 
