@@ -41,6 +41,14 @@ DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(kAllLanes, v
 DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u32 lanes_where(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
+/* The sum of this lane's value and of the one `delta` lanes below, where there is such a lane. */
+DEVICE u32 add_from_below(u32 value, u32 delta) {
+  u32 sum = value;
+  asm volatile(
+      "{ .reg .pred has; .reg .u32 other; shfl.sync.up.b32 other|has, %1, %2, 0, 0xffffffff; @has add.u32 %0, %0, other; }"
+      : "+r"(sum) : "r"(value), "r"(delta));
+  return sum;
+}
 DEVICE u32 most_of_lanes(u32 value) { return __reduce_max_sync(kAllLanes, value); }
 DEVICE u32 sum_of_lanes(u32 value) { return __reduce_add_sync(kAllLanes, value); }
 DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(kAllLanes, value); }
@@ -49,6 +57,9 @@ DEVICE bool any_lane(bool predicate) { return __any_sync(kAllLanes, predicate) !
 DEVICE u32 ones(u32 value) { return __popc(value); }
 DEVICE u32 lowest_bit(u32 value) { return __ffs(value) - 1; }   /* value != 0 */
 DEVICE u32 highest_bit(u32 value) { return 31 - __clz(value); } /* value != 0 */
+
+/* 1 in each half of the word that is not 0. */
+DEVICE u32 nonzero_halves(u32 word) { return __vminu2(word, 0x00010001); }
 
 /* Four bytes picked from the eight of (low, high) by the nibbles of `selector`. */
 DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }

@@ -53,6 +53,10 @@ DEVICE u32 lanes_where(bool predicate) {
     return bits;
   }));
 }
+DEVICE u32 add_from_below(u32 value, u32 delta) {
+  u32 below = shuffle_up(value, delta);
+  return emulation::lane() >= delta ? value + below : value;
+}
 DEVICE u32 most_of_lanes(u32 value) {
   return static_cast<u32>(emulation::exchange(value, [](uint64_t *slot) {
     uint64_t most = 0;
@@ -79,6 +83,8 @@ DEVICE bool any_lane(bool predicate) { return lanes_where(predicate) != 0; }
 DEVICE u32 ones(u32 value) { return __builtin_popcount(value); }
 DEVICE u32 lowest_bit(u32 value) { return __builtin_ctz(value); }
 DEVICE u32 highest_bit(u32 value) { return 31 - __builtin_clz(value); }
+
+DEVICE u32 nonzero_halves(u32 word) { return (word >> 16 ? 0x10000u : 0u) | (word & 0xffff ? 1u : 0u); }
 
 DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) {
   u64 bytes = (static_cast<u64>(high) << 32) | low;
