@@ -542,6 +542,7 @@ DEVICE bool is_valid(Plan &plan, const u64 (&words)[32], u64 blob_bytes, u64 dst
   if (plan.raw_nbytes != dst_bytes || dst_bytes % width) return false;
   if (plan.dict_count > slots || (plan.flags & ~kFlagChecksum)) return false;
   if (width < 8 && plan.fill >> 8 * width) return false;
+  if (plan.fill && plan.mode != kSparse && plan.mode != kConstant) return false;
   if (!(plan.flags & kFlagChecksum) && plan.checksum) return false;
   derive(plan);
   if (plan.payload_offset > blob_bytes || plan.payload_bytes != blob_bytes - plan.payload_offset) return false;

@@ -180,6 +180,8 @@ static int is_possible(const struct ancf_header *h)
     if (!codes_are_known(h) || !dictionary_fits(h) || (h->checksum && !h->flags))
         return 0;
     unsigned width = dtypes[h->dtype].bits;
+    if (h->fill && h->mode != ANCF_SPARSE && h->mode != ANCF_CONSTANT)
+        return 0;
     return h->raw_nbytes % (width / 8) == 0 && (width == 64 || h->fill >> width == 0);
 }
 

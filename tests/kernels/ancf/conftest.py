@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from storm_kernels import ancf, backends
+from support.cuda_on_cpu import Kernels, build_kernels
 
 GUARD = 64  # bytes on either side of a buffer
 POISON = 0xA5
@@ -87,3 +89,20 @@ def round_trip(codec: Codec) -> Callable[..., np.ndarray]:
         return blob
 
     return check
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ancf.DType], Kernels]:
+    """The CUDA kernels for elements of a type, on the CPU; built at first use."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler (g++) here")
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    built: dict[tuple[int, int], Kernels] = {}
+
+    def build(dtype: ancf.DType) -> Kernels:
+        kind = (dtype.element_bytes, dtype.mantissa_bits)
+        if kind not in built:
+            built[kind] = build_kernels(folder, dtype)
+        return built[kind]
+
+    return build

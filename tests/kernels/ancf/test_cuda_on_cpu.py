@@ -1,124 +1,22 @@
 """The CUDA kernels, run on the CPU by tests/kernels/cuda_on_cpu: the reference's bytes, each time.
 
 Every CUDA thread is a fibre and every barrier a real one, so that what is checked here is the
-kernels' logic; what only a device can show is in test_cuda.py. One library a kind of element is
-built by the C++ compiler at first use. The same sources must also compile for real devices.
+kernels' logic; what only a device can show is in test_cuda.py, and whether the same sources
+compile for one in test_cuda_sources.py.
 """
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-from storm_kernels import ancf
-from storm_kernels.ancf import DType, layout, reference
+from storm_kernels.ancf import DType, reference
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
+from support.cuda_on_cpu import OK
 
-ROOT = Path(__file__).parents[3]
-SOURCES = ROOT / "kernels/storm_kernels/ancf"
-HOST = ROOT / "tests/kernels/cuda_on_cpu"
-GUARD = 64
-POISON = 0xA5
-AUTO = 255
-OK, BAD_HEADER, BAD_RECORD, BAD_CHECKSUM = range(4)
-
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) here"),
-]
-
-
-class Guarded:
-    """Poisoned memory aligned to 16 bytes plus `offset`, whose surroundings must stay."""
-
-    def __init__(self, nbytes: int, offset: int = 0) -> None:
-        self._memory = np.full(nbytes + 2 * GUARD + 16, POISON, np.uint8)
-        self._start = GUARD + (-(self._memory.ctypes.data + GUARD) % 16) + offset
-        self.data = self._memory[self._start : self._start + nbytes]
-
-    @property
-    def address(self) -> ctypes.c_void_p:
-        return ctypes.c_void_p(self._memory.ctypes.data + self._start)
-
-    def check(self) -> None:
-        end = self._start + self.data.size
-        assert (self._memory[: self._start] == POISON).all(), "bytes before the buffer written"
-        assert (self._memory[end:] == POISON).all(), "bytes after the buffer written"
-
-
-class Kernels:
-    """The kernels of one kind of element as host functions."""
-
-    def __init__(self, library: Path) -> None:
-        self._library = ctypes.CDLL(str(library))
-        self._library.scratch_bytes.restype = ctypes.c_uint64
-
-    def _scratch(self, nbytes: int) -> Guarded:
-        return Guarded(self._library.scratch_bytes(ctypes.c_uint64(nbytes)))
-
-    def encode(
-        self, data: np.ndarray, dtype: DType, *, mode: str = "auto", speed: str = "fast",
-        checksum: bool = True, policy: str = "adaptive", blocks: int = 1, unit_tiles: int = 2,
-        offset: int = 0,
-    ) -> np.ndarray:  # fmt: skip
-        source, target = (
-            Guarded(data.size, offset),
-            Guarded(ancf.max_encoded_bytes(data.size, dtype)),
-        )
-        source.data[:] = data
-        scratch, result = self._scratch(data.size), Guarded(24)
-        number = AUTO if mode == "auto" else int(Mode[mode.upper()])
-        failed = self._library.encode(
-            source.address, ctypes.c_uint64(data.size), target.address, scratch.address,
-            result.address, int(dtype), number, int(speed == "dense"), int(checksum),
-            POLICIES.index(policy), blocks, unit_tiles,
-        )  # fmt: skip
-        assert not failed, "threads wait for each other for ever"
-        for buffer in (source, target, scratch, result):
-            buffer.check()
-        size, status, _ = result.data.view(np.uint64).tolist()
-        assert status == OK
-        return target.data[:size].copy()
-
-    def decode(self, blob: np.ndarray, nbytes: int, *, blocks: int = 1, offset: int = 0):
-        source, target = Guarded(blob.size), Guarded(nbytes, offset)
-        source.data[:] = blob
-        scratch, status = self._scratch(nbytes), Guarded(8)
-        failed = self._library.decode(
-            source.address, ctypes.c_uint64(blob.size), target.address, ctypes.c_uint64(nbytes),
-            scratch.address, status.address, blocks,
-        )  # fmt: skip
-        assert not failed, "threads wait for each other for ever"
-        for buffer in (source, target, scratch, status):
-            buffer.check()
-        return int(status.data.view(np.uint64)[0]), target.data.copy()
-
-
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory) -> Callable[[DType], Kernels]:
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
-    built: dict[tuple[int, int], Kernels] = {}
-
-    def build(dtype: DType) -> Kernels:
-        kind = (dtype.element_bytes, dtype.mantissa_bits)
-        if kind not in built:
-            library = folder / f"kernels_{kind[0]}_{kind[1]}.so"
-            subprocess.run(
-                ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{HOST}", f"-I{SOURCES}",
-                 f"-DANCF_WIDTH={kind[0]}", f"-DANCF_MANTISSA={kind[1]}", "-o", library,
-                 HOST / "run_kernels.cpp"],
-                check=True, timeout=300,
-            )  # fmt: skip
-            built[kind] = Kernels(library)
-        return built[kind]
-
-    return build
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -247,32 +145,3 @@ def test_damage_is_told_and_nothing_else_touched(kernels, mode):
             cut = blob.size - int(rng.integers(1, blob.size)) if rng.random() < 0.2 else blob.size
             status, out = kernels(DType.BFLOAT16).decode(damaged[:cut], data.size)
             assert status != OK or not checksum or (out == data).all()
-
-
-def test_the_header_holds_the_formats_numbers():
-    text = (SOURCES / "ancf_format.cuh").read_text()
-    numbers = {
-        "kTile": layout.TILE, "kHeaderBytes": layout.HEADER_BYTES, "kVersion": layout.VERSION,
-        "kDirectoryAlign": layout.DIRECTORY_ALIGN, "kRecordUnit": layout.RECORD_UNIT,
-        "kSampleMax": layout.SAMPLE_MAX, "kSampleRun": layout.SAMPLE_RUN,
-        "kWindowSlots": layout.WINDOW_SLOTS, "kCheckChunkBytes": layout.CHECK_CHUNK_BYTES,
-    }  # fmt: skip
-    for name, value in numbers.items():
-        assert f" {name} = {value};" in text
-    for value in (*layout.CHECK_KEYS, layout.CHECK_INDEX, layout.CHECK_MIX, layout.CHECK_LENGTH):
-        assert f"0x{value:08X}" in text
-    assert f"0x{int.from_bytes(layout.MAGIC, 'little'):08X}" in text
-    for mode in Mode:
-        assert f"k{mode.name.capitalize()} = {int(mode)}" in text
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("source", ["ancf_choose", "ancf_values", "ancf_encode", "ancf_decode"])
-def test_sources_compile_for_devices(tmp_path, source, target):
-    subprocess.run(
-        ["nvcc", "-std=c++17", f"-arch={target}", f"-I{SOURCES}", "-DANCF_WIDTH=2",
-         "-DANCF_MANTISSA=7", "-diag-suppress=177,186", "-cubin", "-o", tmp_path / "kernels.cubin",
-         SOURCES / f"{source}.cu"],
-        check=True, timeout=300,
-    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""Headers that no encoder writes are refused by every decoder (FORMAT.md, section 12).
+
+Each header here has a check that is right, so that what is wrong with it must be seen itself. The
+CUDA decoder runs on the CPU (tests/kernels/cuda_on_cpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from storm_kernels import ancf
+from storm_kernels.ancf import DType, Mode, reference
+from storm_kernels.ancf.header import header_check
+from support.cuda_on_cpu import BAD_HEADER, OK
+
+from .conftest import Codec
+
+FLAGS, BITMAP, TOTAL, CHECKSUM, FILL, TILES = 8, 9, 24, 32, 40, 48
+DICT_COUNT, PAYLOAD, ZERO = 52, 72, 144
+NBYTES = 18_000
+
+Refuses = Callable[[np.ndarray, DType], bool]
+
+
+@pytest.fixture(params=["numpy", "cpu", "cuda"])
+def refuses(request: pytest.FixtureRequest) -> Refuses:
+    """Whether a decoder calls a blob of NBYTES original bytes corrupt; it decodes it otherwise."""
+    if request.param == "cuda":
+        kernels = request.getfixturevalue("kernels")
+
+        def by_status(blob: np.ndarray, dtype: DType) -> bool:
+            status, _ = kernels(dtype).decode(blob, NBYTES)
+            assert status in {OK, BAD_HEADER}
+            return status == BAD_HEADER
+
+        return by_status
+    if not ancf.host_backend(request.param):
+        pytest.skip(f"backend {request.param} is missing")
+    codec = Codec(request.param)
+
+    def by_error(blob: np.ndarray, dtype: DType) -> bool:
+        try:
+            codec.decode(blob, NBYTES)
+        except ancf.CorruptBlob:
+            return True
+        return False
+
+    return by_error
+
+
+def blob_in(mode: str, dtype: DType = DType.BFLOAT16, *, checksum: bool = False) -> np.ndarray:
+    """A blob in that mode and no other."""
+    rng = np.random.default_rng(1)
+    count = NBYTES // dtype.element_bytes
+    if mode == "boolean":
+        data = (rng.random(count) < 0.5).astype(f"<u{dtype.element_bytes}").view(np.uint8)
+    elif mode == "constant":
+        data = np.full(count, 3, f"<u{dtype.element_bytes}").view(np.uint8)
+    elif dtype is DType.FLOAT32:
+        data = (rng.standard_normal(count).astype(np.float32).view(np.uint32) & 0xFFFF0000).view(
+            np.uint8
+        )
+    else:
+        values = (rng.integers(0x3F70, 0x3F90, count) * (rng.random(count) < 0.3)).astype("<u2")
+        data = values.view(np.uint8)
+    blob = reference.encode(data, dtype, mode=mode, checksum=checksum)
+    assert ancf.read_header(blob).mode is Mode[mode.upper()]
+    return blob
+
+
+def changed(blob: np.ndarray, at: int, width: int, value: int) -> np.ndarray:
+    """`blob` with another number in its header, and a check that is right again."""
+    made = blob.copy()
+    made[at : at + width] = np.frombuffer(value.to_bytes(width, "little"), np.uint8)
+    made[248:256] = np.frombuffer(
+        header_check(made[:248].tobytes()).to_bytes(8, "little"), np.uint8
+    )
+    return made
+
+
+EVERY_MODE = [(mode.name.lower(), DType.BFLOAT16) for mode in Mode if mode is not Mode.TRUNCATED]
+EVERY_MODE.append(("truncated", DType.FLOAT32))
+
+
+@pytest.mark.parametrize(("mode", "dtype"), EVERY_MODE)
+def test_what_is_sound_is_decoded(refuses, mode, dtype):
+    assert not refuses(changed(blob_in(mode, dtype), FLAGS, 1, 0), dtype)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [pair for pair in EVERY_MODE if pair[0] not in {"sparse", "constant"}]
+)
+def test_a_fill_where_nothing_is_filled(refuses, mode, dtype):
+    assert refuses(changed(blob_in(mode, dtype), FILL, 8, 1), dtype)
+
+
+@pytest.mark.parametrize("mode", ["sparse", "constant"])
+def test_a_fill_wider_than_an_element(refuses, mode):
+    assert refuses(changed(blob_in(mode), FILL, 8, 1 << 16), DType.BFLOAT16)
+
+
+@pytest.mark.parametrize("mode", ["raw", "constant", "boolean"])
+def test_records_in_modes_without_a_directory(refuses, mode):
+    blob = blob_in(mode)
+    longer = np.concatenate([blob, np.zeros(8, np.uint8)])
+    longer = changed(changed(longer, TOTAL, 8, longer.size), PAYLOAD, 8, 8)
+    assert refuses(longer, DType.BFLOAT16)
+
+
+@pytest.mark.parametrize(("mode", "dtype"), EVERY_MODE)
+def test_numbers_that_contradict_each_other(refuses, mode, dtype):
+    blob = blob_in(mode, dtype)
+    assert refuses(changed(blob, TOTAL, 8, blob.size + 8), dtype)
+    assert refuses(changed(blob, PAYLOAD, 8, 1 << 35), dtype)
+    assert refuses(changed(blob, CHECKSUM, 8, 1), dtype)
+    assert refuses(changed(blob, FLAGS, 1, 2), dtype)
+    assert refuses(changed(blob, BITMAP, 1, 3), dtype)
+    assert refuses(changed(blob, TILES, 4, 77), dtype)
+    assert refuses(changed(blob, DICT_COUNT, 4, 512), dtype)
+    assert refuses(changed(blob, ZERO, 1, 1), dtype)

@@ -1,0 +1,104 @@
+"""The CUDA kernels of ANCF as functions on the CPU, between guard bytes, for the tests.
+
+tests/kernels/cuda_on_cpu makes every CUDA thread a fibre and every barrier a real one. What stays
+true: a call checks the bytes around each buffer that a kernel was given.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+from storm_kernels import ancf
+from storm_kernels.ancf import DType
+from storm_kernels.ancf.layout import Mode
+from storm_kernels.ancf.options import POLICIES
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "kernels/storm_kernels/ancf"
+HOST = ROOT / "tests/kernels/cuda_on_cpu"
+GUARD = 64
+POISON = 0xA5
+AUTO = 255
+OK, BAD_HEADER, BAD_RECORD, BAD_CHECKSUM = range(4)
+
+
+class Guarded:
+    """Poisoned memory aligned to 16 bytes plus `offset`, whose surroundings must stay."""
+
+    def __init__(self, nbytes: int, offset: int = 0) -> None:
+        self._memory = np.full(nbytes + 2 * GUARD + 16, POISON, np.uint8)
+        self._start = GUARD + (-(self._memory.ctypes.data + GUARD) % 16) + offset
+        self.data = self._memory[self._start : self._start + nbytes]
+
+    @property
+    def address(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._memory.ctypes.data + self._start)
+
+    def check(self) -> None:
+        end = self._start + self.data.size
+        assert (self._memory[: self._start] == POISON).all(), "bytes before the buffer written"
+        assert (self._memory[end:] == POISON).all(), "bytes after the buffer written"
+
+
+class Kernels:
+    """The kernels of one kind of element as host functions."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+        self._library.scratch_bytes.restype = ctypes.c_uint64
+
+    def _scratch(self, nbytes: int) -> Guarded:
+        return Guarded(self._library.scratch_bytes(ctypes.c_uint64(nbytes)))
+
+    def encode(
+        self, data: np.ndarray, dtype: DType, *, mode: str = "auto", speed: str = "fast",
+        checksum: bool = True, policy: str = "adaptive", blocks: int = 1, unit_tiles: int = 2,
+        offset: int = 0,
+    ) -> np.ndarray:  # fmt: skip
+        source, target = (
+            Guarded(data.size, offset),
+            Guarded(ancf.max_encoded_bytes(data.size, dtype)),
+        )
+        source.data[:] = data
+        scratch, result = self._scratch(data.size), Guarded(24)
+        number = AUTO if mode == "auto" else int(Mode[mode.upper()])
+        failed = self._library.encode(
+            source.address, ctypes.c_uint64(data.size), target.address, scratch.address,
+            result.address, int(dtype), number, int(speed == "dense"), int(checksum),
+            POLICIES.index(policy), blocks, unit_tiles,
+        )  # fmt: skip
+        assert not failed, "threads wait for each other for ever"
+        for buffer in (source, target, scratch, result):
+            buffer.check()
+        size, status, _ = result.data.view(np.uint64).tolist()
+        assert status == OK
+        return target.data[:size].copy()
+
+    def decode(self, blob: np.ndarray, nbytes: int, *, blocks: int = 1, offset: int = 0):
+        source, target = Guarded(blob.size), Guarded(nbytes, offset)
+        source.data[:] = blob
+        scratch, status = self._scratch(nbytes), Guarded(8)
+        failed = self._library.decode(
+            source.address, ctypes.c_uint64(blob.size), target.address, ctypes.c_uint64(nbytes),
+            scratch.address, status.address, blocks,
+        )  # fmt: skip
+        assert not failed, "threads wait for each other for ever"
+        for buffer in (source, target, scratch, status):
+            buffer.check()
+        return int(status.data.view(np.uint64)[0]), target.data.copy()
+
+
+def build_kernels(folder: Path, dtype: DType) -> Kernels:
+    """Compile the kernels for elements like `dtype`'s into `folder` (g++ is needed)."""
+    width, mantissa = dtype.element_bytes, dtype.mantissa_bits
+    library = folder / f"kernels_{width}_{mantissa}.so"
+    subprocess.run(
+        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{HOST}", f"-I{SOURCES}",
+         f"-DANCF_WIDTH={width}", f"-DANCF_MANTISSA={mantissa}", "-o", library,
+         HOST / "run_kernels.cpp"],
+        check=True, timeout=300,
+    )  # fmt: skip
+    return Kernels(library)
