@@ -1,0 +1,146 @@
+"""The CUDA sources compile for real devices, and hold the format's numbers, on any machine.
+
+NVRTC compiles them as CuPy has it do, where its library is at hand (`pip install
+nvidia-cuda-nvrtc`, or torch's CUDA build, which brings it); nvcc does otherwise. Both need no GPU.
+Where neither exists, test_cuda_on_cpu.py still runs the sources through the C++ compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from storm_kernels.ancf import DType, layout
+from storm_kernels.ancf.layout import Mode
+from support.cuda_on_cpu import SOURCES
+
+NAMES = ["ancf_choose", "ancf_values", "ancf_encode", "ancf_decode"]
+TARGETS = ["sm_80", "sm_90"]
+KINDS = [
+    DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.UINT8, DType.FLOAT8_E5M2, DType.FLOAT64,
+]  # fmt: skip
+
+# What CuPy 14 adds to the options of a RawModule.
+CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def element_options(dtype: DType) -> tuple[str, ...]:
+    return (
+        "-std=c++17", f"-I{SOURCES}",
+        f"-DANCF_WIDTH={dtype.element_bytes}", f"-DANCF_MANTISSA={dtype.mantissa_bits}",
+    )  # fmt: skip
+
+
+def nvrtc_library() -> str | None:
+    """The path of NVRTC: a Python package's, a toolkit's or the system's."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+    toolkits = [Path(os.environ[name]) for name in ("CUDA_PATH", "CUDA_HOME") if name in os.environ]
+    for folder, pattern in [
+        *((package, "*/lib/libnvrtc.so.*") for package in packages),
+        *((toolkit, "lib64/libnvrtc.so.*") for toolkit in [*toolkits, Path("/usr/local/cuda")]),
+    ]:
+        if found := sorted(folder.glob(pattern)):
+            return str(found[-1])
+    return ctypes.util.find_library("nvrtc")
+
+
+NVRTC = nvrtc_library()
+
+
+class Nvrtc:
+    """One program at a time through NVRTC's C interface."""
+
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path)
+
+    def compile(self, code: str, options: tuple[str, ...]) -> tuple[int, str, int]:
+        """Return NVRTC's result (0: compiled), its log, and the size of the machine code."""
+        program = ctypes.c_void_p()
+        self._call(
+            "nvrtcCreateProgram", ctypes.byref(program), code.encode(), b"kernels.cu", 0, None, None
+        )
+        words = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        result = self._library.nvrtcCompileProgram(program, len(options), words)
+        size = ctypes.c_size_t()
+        self._call("nvrtcGetProgramLogSize", program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        self._call("nvrtcGetProgramLog", program, log)
+        size.value = 0
+        if result == 0:
+            self._call("nvrtcGetCUBINSize", program, ctypes.byref(size))
+        self._call("nvrtcDestroyProgram", ctypes.byref(program))
+        return result, log.value.decode(), size.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        result = getattr(self._library, name)(*arguments)
+        assert result == 0, f"{name} failed with {result}"
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    if NVRTC is None:
+        pytest.skip("no NVRTC here: pip install nvidia-cuda-nvrtc")
+    return Nvrtc(NVRTC)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_nvrtc_compiles_as_cupy_has_it_do(nvrtc, name, target):
+    options = (*element_options(DType.BFLOAT16), *CUPY_OPTIONS, f"-arch={target}")
+    result, log, size = nvrtc.compile(f'#include "{name}.cu"\n', options)
+    assert result == 0, log
+    assert size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", KINDS[1:], ids=lambda d: d.name)
+@pytest.mark.parametrize("name", NAMES)
+def test_nvrtc_compiles_for_every_kind_of_element(nvrtc, name, dtype):
+    options = (*element_options(dtype), *CUPY_OPTIONS, "-arch=sm_90")
+    result, log, size = nvrtc.compile(f'#include "{name}.cu"\n', options)
+    assert result == 0, log
+    assert size > 0
+
+
+def test_nvrtc_reports_what_is_wrong(nvrtc):
+    result, log, _ = nvrtc.compile("__global__ void k() { missing(); }", ("-arch=sm_90",))
+    assert result != 0
+    assert "missing" in log
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
+@pytest.mark.skipif(NVRTC is not None, reason="NVRTC is here, the compiler that CuPy uses")
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_nvcc_compiles(tmp_path, name, target):
+    subprocess.run(
+        ["nvcc", *element_options(DType.BFLOAT16), f"-arch={target}", "-diag-suppress=177,186",
+         "-cubin", "-o", tmp_path / "kernels.cubin", SOURCES / f"{name}.cu"],
+        check=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_the_header_holds_the_formats_numbers():
+    text = (SOURCES / "ancf_format.cuh").read_text()
+    numbers = {
+        "kTile": layout.TILE, "kHeaderBytes": layout.HEADER_BYTES, "kVersion": layout.VERSION,
+        "kDirectoryAlign": layout.DIRECTORY_ALIGN, "kRecordUnit": layout.RECORD_UNIT,
+        "kSampleMax": layout.SAMPLE_MAX, "kSampleRun": layout.SAMPLE_RUN,
+        "kWindowSlots": layout.WINDOW_SLOTS, "kCheckChunkBytes": layout.CHECK_CHUNK_BYTES,
+    }  # fmt: skip
+    for name, value in numbers.items():
+        assert f" {name} = {value};" in text
+    for value in (*layout.CHECK_KEYS, layout.CHECK_INDEX, layout.CHECK_MIX, layout.CHECK_LENGTH):
+        assert f"0x{value:08X}" in text
+    assert f"0x{int.from_bytes(layout.MAGIC, 'little'):08X}" in text
+    for mode in Mode:
+        assert f"k{mode.name.capitalize()} = {int(mode)}" in text
