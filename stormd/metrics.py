@@ -42,6 +42,7 @@ class Family:
 
 
 _FLOW_LABELS: Final = ("direction", "codec")
+_LINK_LABELS: Final = ("gpu", "direction")
 
 FAMILIES: Final = {
     family.name: family
@@ -89,6 +90,24 @@ FAMILIES: Final = {
             "histogram",
             "From the request for an operation until its answer.",
             _FLOW_LABELS,
+        ),
+        Family(
+            "stormd_link_bytes_total",
+            "counter",
+            "Bytes of blobs copied between a GPU and the pool.",
+            _LINK_LABELS,
+        ),
+        Family(
+            "stormd_link_busy_seconds_total",
+            "counter",
+            "Time that a GPU's link was busy with them, as the GPU measured it.",
+            _LINK_LABELS,
+        ),
+        Family(
+            "stormd_gpu_busy_ratio",
+            "gauge",
+            "Share of the last look's period in which a kernel of anybody ran, where it is known.",
+            ("gpu",),
         ),
         Family("stormd_rejections_total", "counter", "Stores not admitted.", ("reason",)),
         Family("stormd_sessions_opened_total", "counter", "Sessions granted."),
@@ -148,6 +167,7 @@ class DaemonCollector(Collector):
     def _values(self) -> Values:
         status = self._status()
         yield from _gauges(status)
+        yield from _gpus(status["gpus"])
         yield "stormd_stuck_workers", (), len(self._stuck())
         yield from _flow_values(self._counters)
         yield from _counts(self._counters)
@@ -215,6 +235,15 @@ def _gauges(status: Mapping[str, Any]) -> Values:
         by_user[session["uid"]] += session["used_bytes"]
     for uid, used_bytes in by_user.items():
         yield "stormd_user_used_bytes", (str(uid),), used_bytes
+
+
+def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Values:
+    for gpu in gpus:
+        for direction, link in gpu["link"].items():
+            yield "stormd_link_bytes_total", (gpu["device"], direction), link["bytes"]
+            yield "stormd_link_busy_seconds_total", (gpu["device"], direction), link["busy_seconds"]
+        if gpu["busy_percent"] is not None:
+            yield "stormd_gpu_busy_ratio", (gpu["device"],), gpu["busy_percent"] / 100
 
 
 def _flows(counters: Counters) -> Iterator[tuple[tuple[str, str], Flow]]:

@@ -24,6 +24,7 @@ from stormd.config import Config, reloaded
 from stormd.control import ControlSocket
 from stormd.counters import Counters
 from stormd.errors import DirectoryUnsafe
+from stormd.gpu_gauge import GpuGauge
 from stormd.health import stuck_workers
 from stormd.host_pool import HostPool
 from stormd.lanes import Lane, Result
@@ -78,6 +79,7 @@ class Server:
         self._cache: Cache | None = None
         self._ledger: Ledger
         self._lanes: dict[str, Lane]
+        self._gauge: GpuGauge
         self._mailbox: Mailbox[Result]
         self._reception: Reception
         self._service: Service
@@ -190,8 +192,22 @@ class Server:
             "raw_bytes": self._ledger.raw_bytes,
             "ratio": ratio,
             "throughput": self.counters.throughput(),
+            "gpus": self._gpus_status(),
             "counters": self.counters.as_status(),
         }
+
+    def _gpus_status(self) -> list[dict[str, Any]]:
+        """Return each GPU that is served; `busy_percent` is None where the driver does not say."""
+        links = [link for lane in self._lanes.values() for link in lane.links]
+        return [
+            {
+                "device": link.device,
+                "uuid": link.uuid,
+                "busy_percent": self._gauge.busy_percent(link.uuid),
+                "link": link.as_status(),
+            }
+            for link in links
+        ]
 
     # --- parts of open, in order ------------------------------------------------------------
 
@@ -222,6 +238,9 @@ class Server:
             open_lanes, self._config, self._pool, self._mailbox.post
         )
         self._cleanup.callback(self._close_lanes)
+        uuids = [link.uuid for lane in self._lanes.values() for link in lane.links]
+        self._gauge = await asyncio.to_thread(GpuGauge, uuids)
+        self._cleanup.callback(self._gauge.close)
 
     def _bind(self) -> None:
         config = self._config

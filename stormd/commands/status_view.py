@@ -5,7 +5,7 @@ What stays true: nothing is shown that the state does not say; rates come from t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rich.console import Group
@@ -15,17 +15,28 @@ from rich.text import Text
 
 from stormd.sizes import format_size
 
-__all__ = ["Rates", "rates_between", "status_view"]
+__all__ = ["LinkRate", "Rates", "rates_between", "status_view"]
 
 _BAR_WIDTH: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
+class LinkRate:
+    """One direction of a GPU's link."""
+
+    bytes_per_second: float
+    busy_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes a second that the daemon stored and restored, before encoding."""
+    """Bytes a second that the daemon stored and restored, before encoding; and of each GPU's link
+    by device and direction, the blobs' bytes a second while it was busy and how much that was.
+    """
 
     store: float
     restore: float
+    links: dict[str, dict[str, LinkRate]] = field(default_factory=dict)
 
 
 def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None:
@@ -38,7 +49,7 @@ def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None
         for way in ("store", "restore")
     )
     store, restore = (count / seconds for count in moved)
-    return Rates(store, restore)
+    return Rates(store, restore, _link_rates(before, after, seconds))
 
 
 def status_view(address: str, state: dict[str, Any], rates: Rates | None = None) -> Group:
@@ -49,6 +60,7 @@ def status_view(address: str, state: dict[str, Any], rates: Rates | None = None)
         Text(heading, style="bold"),
         _pool(state),
         _flows(state, rates),
+        *([_gpus(state["gpus"], rates)] if state["gpus"] else []),
         _sessions(state["sessions"]) if state["sessions"] else "no sessions",
         *([Text(troubles, style="yellow")] if troubles else []),
     )
@@ -98,6 +110,48 @@ def _flows(state: dict[str, Any], rates: Rates | None) -> Table:
             f"{format_size(rate)}/s" + (" of work" if rates is None else ""),
         )
     return table
+
+
+def _gpus(gpus: list[dict[str, Any]], rates: Rates | None) -> Table:
+    table = Table("gpu", "kernels", "link, store", "busy", "link, restore", "busy", box=None)
+    for gpu in gpus:
+        lately = _lately(gpu) if rates is None else rates.links.get(gpu["device"], _lately(gpu))
+        percent = gpu["busy_percent"]
+        cells = [
+            text
+            for one in lately.values()
+            for text in (f"{one.bytes_per_second / 1e9:.1f} GB/s", f"{one.busy_share:.0%}")
+        ]
+        table.add_row(gpu["device"], "unknown" if percent is None else f"{percent}%", *cells)
+    return table
+
+
+def _lately(gpu: dict[str, Any]) -> dict[str, LinkRate]:
+    """Return the rates of the last interval that the daemon itself gives."""
+    return {
+        way: LinkRate(link["bytes_per_second"], link["busy_share"])
+        for way, link in gpu["link"].items()
+    }
+
+
+def _link_rates(
+    before: dict[str, Any], after: dict[str, Any], seconds: float
+) -> dict[str, dict[str, LinkRate]]:
+    older = {gpu["device"]: gpu["link"] for gpu in before["gpus"]}
+    return {
+        gpu["device"]: {
+            way: _link_rate(older[gpu["device"]][way], link, seconds)
+            for way, link in gpu["link"].items()
+        }
+        for gpu in after["gpus"]
+        if gpu["device"] in older
+    }
+
+
+def _link_rate(before: dict[str, Any], after: dict[str, Any], seconds: float) -> LinkRate:
+    busy = after["busy_seconds"] - before["busy_seconds"]
+    moved = after["bytes"] - before["bytes"]
+    return LinkRate(moved / busy if busy else 0.0, min(1.0, busy / seconds))
 
 
 def _sessions(sessions: list[dict[str, Any]]) -> Table:

@@ -19,6 +19,7 @@ from storm_kernels.ancf import DType
 
 from stormd.arena import Block, Space
 from stormd.health import Heart
+from stormd.link_meter import LinkMeter
 from stormd.protocol import Hello, MapSegment
 
 __all__ = [
@@ -175,6 +176,10 @@ class Lane(Protocol):
         A worker is inside its heart only while it does what must end by itself, never while it
         waits for a client.
         """
+
+    @property
+    def links(self) -> tuple[LinkMeter, ...]:
+        """What is known of the links to its devices, one a device; none where there is no link."""
 
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Set a session's shared memory up.

@@ -67,6 +67,7 @@ class CpuLane:
     """
 
     device: Final = "cpu"
+    links: Final = ()
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class CudaLane:
         self._part_bytes = part_bytes
         self._devices = _devices(ordinals, pool)
         self.hearts = tuple(device.heart for device in self._devices.values())
+        self.links = tuple(device.link for device in self._devices.values())
         # Changed on the loop alone.
         self._sessions: dict[int, CudaSession] = {}
         self._ending: list[CudaSession] = []

@@ -31,6 +31,7 @@ from stormd.health import Heart
 from stormd.host_pool import HostPool
 from stormd.lanes import blob_bound
 from stormd.lanes.cuda_codec import DeviceCodec
+from stormd.link_meter import LinkMeter
 
 __all__ = ["CudaDevice", "Scratch"]
 
@@ -56,6 +57,7 @@ class CudaDevice:
             self._pool = made.enter_context(closing(RegisteredHost(pool.address, pool.nbytes)))
             self.codec = made.enter_context(closing(DeviceCodec(ordinal)))
             self.down = made.enter_context(closing(Stream()))
+        self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
             self.up = made.enter_context(closing(Stream()))
             self._made = made.pop_all()
         self.uuid = self.context.uuid
@@ -157,10 +159,10 @@ class Scratch:
         self.code_began, self.coded = Event(timed=True), Event(timed=True)
         self.copy_began, self.copied = Event(timed=True), Event(timed=True)
 
-    def seconds(self) -> float:
-        """Return how long the device coded and copied the part; both have been passed."""
+    def seconds(self) -> tuple[float, float]:
+        """Return how long the device coded, and copied, the part; both have been passed."""
         coding = elapsed_seconds(self.code_began, self.coded)
-        return coding + elapsed_seconds(self.copy_began, self.copied)
+        return coding, elapsed_seconds(self.copy_began, self.copied)
 
     def close(self) -> None:
         """Free all of it; no stream uses it any more."""

@@ -270,7 +270,9 @@ class _Stores:
             session.post(StoreFailed(job.session, job.entry, problem))
         else:
             mode = Mode(scratch.words[2]).name.lower()
-            session.post(StoreDone(job.session, job.entry, block, mode, scratch.seconds()))
+            coding, copying = scratch.seconds()
+            session.device.link.copied("store", block.nbytes, copying)
+            session.post(StoreDone(job.session, job.entry, block, mode, coding + copying))
         session.stores.give_back(scratch)
 
 
@@ -306,9 +308,10 @@ class _Restores:
         status = int(scratch.words[0])
         if status:
             raise CorruptBlob(session.device.codec.explain(status))
-        seconds = scratch.seconds()
+        coding, copying = scratch.seconds()
+        session.device.link.copied("restore", job.block.nbytes, copying)
         session.note(RESTORED, job.sequence)
-        session.post(RestoreDone(job.session, job.ticket, seconds))
+        session.post(RestoreDone(job.session, job.ticket, coding + copying))
         return True
 
     def fail(self, job: RestoreJob, error: Exception) -> None:

@@ -91,6 +91,7 @@ class _Lane:
 
     device = "cpu"
     hearts = ()
+    links = ()
 
     def __init__(self) -> None:
         self.results: list[Result] = []

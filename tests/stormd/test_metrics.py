@@ -28,6 +28,17 @@ STATUS: dict[str, Any] = {
     "cache": {"capacity_bytes": 512, "used_bytes": 256, "items": 2},
     "entries": 3,
     "raw_bytes": 1440,
+    "gpus": [
+        {
+            "device": "cuda:0",
+            "busy_percent": 40,
+            "link": {
+                "store": {"bytes": 700, "busy_seconds": 1.5},
+                "restore": {"bytes": 0, "busy_seconds": 0.0},
+            },
+        },
+        {"device": "cuda:1", "busy_percent": None, "link": {}},
+    ],
     "sessions": [
         {"id": 11, "uid": 7, "device": "cpu", "used_bytes": 400},
         {"id": 12, "uid": 7, "device": "cuda", "used_bytes": 500},
@@ -64,6 +75,10 @@ def registry() -> CollectorRegistry:
         ("stormd_sessions", {"device": "cpu"}, 2),
         ("stormd_user_used_bytes", {"uid": "7"}, 900),
         ("stormd_stuck_workers", {}, 1),
+        ("stormd_link_bytes_total", {"gpu": "cuda:0", "direction": "store"}, 700),
+        ("stormd_link_busy_seconds_total", {"gpu": "cuda:0", "direction": "store"}, 1.5),
+        ("stormd_gpu_busy_ratio", {"gpu": "cuda:0"}, 0.4),
+        ("stormd_gpu_busy_ratio", {"gpu": "cuda:1"}, None),
         ("stormd_operations_total", {"direction": "store", "codec": "ancf"}, 1),
         ("stormd_raw_bytes_total", {"direction": "store", "codec": "ancf"}, 100),
         ("stormd_stored_bytes_total", {"direction": "store", "codec": "ancf"}, 70),

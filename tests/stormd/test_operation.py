@@ -17,7 +17,13 @@ from stormd.errors import AddressInUse, ConfigError
 from stormd.notify import Notifier
 from stormd.operation import StartReport, operated, reload_settings
 
-EMPTY: dict[str, Any] = {"cache": None, "sessions": [], "entries": 0, "raw_bytes": 0}
+EMPTY: dict[str, Any] = {
+    "cache": None,
+    "sessions": [],
+    "entries": 0,
+    "raw_bytes": 0,
+    "gpus": [],
+}
 
 
 class FakeServer:

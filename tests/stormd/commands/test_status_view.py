@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from stormd.commands.status_view import Rates, rates_between, status_view
+from stormd.commands.status_view import LinkRate, Rates, rates_between, status_view
 
 
 def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
@@ -32,6 +32,7 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
         "entries": 5,
         "ratio": 1.5,
         "throughput": {"store": flow, "restore": dict(flow)},
+        "gpus": [],
         "sessions": [
             {"id": 255, "pid": 10, "uid": 0, "device": "cpu", "entries": 1, "used_bytes": 1 << 20},
             {"id": 256, "pid": 11, "uid": 7, "device": "cuda", "entries": 4, "used_bytes": 1 << 29},
@@ -51,6 +52,41 @@ def _shown(state: dict[str, Any], rates: Rates | None = None) -> str:
     with console.capture() as captured:
         console.print(status_view("ipc:///x", state, rates))
     return captured.get()
+
+
+def _gpu(nbytes: int, busy_seconds: float, percent: int | None = 37) -> dict[str, Any]:
+    link = {
+        "bytes": nbytes,
+        "busy_seconds": busy_seconds,
+        "bytes_per_second": 50e9,
+        "busy_share": 0.25,
+    }
+    return {
+        "device": "cuda:0",
+        "busy_percent": percent,
+        "link": {"store": link, "restore": {**link, "bytes_per_second": 0.0, "busy_share": 0.0}},
+    }
+
+
+def test_shows_what_the_daemon_says_of_its_gpus() -> None:
+    shown = _shown({**_state(), "gpus": [_gpu(10**9, 1.0)]})
+    row = next(line for line in shown.splitlines() if "cuda:0" in line).split()
+    assert row == ["cuda:0", "37%", "50.0", "GB/s", "25%", "0.0", "GB/s", "0%"]
+    assert "unknown" in _shown({**_state(), "gpus": [_gpu(1, 1.0, None)]})
+    assert "kernels" not in _shown(_state())
+
+
+def test_between_two_states_the_links_rates_are_those_of_the_time_between() -> None:
+    before = {**_state(100.0), "gpus": [_gpu(10**9, 1.0)]}
+    after = {**_state(102.0), "gpus": [_gpu(21 * 10**9, 1.5)]}
+    rates = rates_between(before, after)
+    assert rates is not None
+    assert rates.links["cuda:0"]["store"] == LinkRate(40e9, 0.25)
+    row = next(line for line in _shown(after, rates).splitlines() if "cuda:0" in line)
+    assert row.split()[2:5] == ["40.0", "GB/s", "25%"]
+    appeared = rates_between(_state(100.0), after)
+    assert appeared is not None
+    assert appeared.links == {}
 
 
 def test_shows_pool_ratio_and_uptime() -> None:

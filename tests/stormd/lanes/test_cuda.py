@@ -324,3 +324,20 @@ def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
     bench.publish(1)
     bench.space.release(bench.expect(StoreDone).block)
     wait_until(lambda: not any(isinstance(o, fake_cuda.IpcMapping) for o in fake_cuda.live))
+
+
+def test_what_crosses_the_link_is_counted_by_direction(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    (link,) = bench.lane.links
+    assert (link.device, link.uuid) == ("cuda:0", fake_cuda.UUID)
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    assert link.as_status()["store"]["bytes"] == block.nbytes
+    assert link.as_status()["restore"]["bytes"] == 0
+    bench.restore(2, block, PART, PART)
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert link.as_status()["restore"]["bytes"] == block.nbytes
+    bench.space.release(block)
