@@ -1,0 +1,47 @@
+"""Names for profilers: what the client does, as ranges in `nsys` and in torch.profiler's traces.
+
+What stays true: where no profiler is attached a range costs one look at a flag, and no text is
+made; a range ends where it was begun, also when what is inside raises.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Final
+
+import torch
+
+__all__ = ["span"]
+
+_NSYS: Final = "NVTX_INJECTION64_PATH"
+"""What NVIDIA's profilers set in the environment of what they start, for NVTX to find them."""
+
+_listening: Final = _NSYS in os.environ
+_nothing: Final = nullcontext()
+_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # torch's gap
+
+
+def span(what: str, nbytes: int, number: int = 0) -> AbstractContextManager[object]:
+    """Return a context that is the range `storm WHAT #NUMBER, NBYTES B` to a profiler."""
+    if not _listening and not _profiler_enabled():
+        return _nothing
+    return _Span(f"storm {what} #{number}, {nbytes} B")
+
+
+class _Span:
+    """A range that whoever listens is told of: NVTX, and torch's own profiler."""
+
+    __slots__ = ("_entered", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        if _listening and torch.cuda.is_available():
+            self._entered.enter_context(torch.cuda.nvtx.range(self._name))
+        self._entered.enter_context(torch.profiler.record_function(self._name))
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
