@@ -1,0 +1,254 @@
+"""A matrix product in one process beside a store stream at full speed from another.
+
+    PYTHONPATH=tests python -m bench.beside_gemm --json tests/bench/results/beside_gemm.json
+
+Both are processes of their own; the product is measured alone and beside, in turns, so that clocks
+and heat are the same for both. What stays true: a pair counts only where the stream really moved
+bytes beside the product, and none while it was alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import storm_client as storm
+import torch
+from torch import Tensor
+
+from stormd.child_daemon import ChildDaemon
+from stormd.doctor.cuda import check_mps
+from stormd.machine import describe
+
+MIB = 1 << 20
+PRODUCT = {"cpu": 256, "cuda": 8192}
+"""The side of the squares that are multiplied."""
+
+TENSOR_BYTES = {"cpu": MIB, "cuda": 64 * MIB}
+TENSORS = 16
+ANSWER_SECONDS = 120.0
+
+
+# --- the child that multiplies --------------------------------------------------------------
+
+
+def multiply(device: str, seconds: float) -> None:
+    """For each line that comes in, print the TFLOP/s of products during so many seconds."""
+    side = PRODUCT[device]
+    one, other = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
+    out = torch.empty_like(one)
+    _products(one, other, out, seconds)
+    _say("ready")
+    for _ in sys.stdin:
+        _say(_products(one, other, out, seconds))
+
+
+def _products(one: Tensor, other: Tensor, out: Tensor, seconds: float) -> float:
+    """Return the TFLOP/s of back-to-back products; the queue is never empty, nor ever long."""
+    flop, batch, done = 2.0 * len(one) ** 3, 8, 0
+    _synchronize(one.device)
+    begin = time.perf_counter()
+    marks = [_mark(one.device)]
+    while time.perf_counter() - begin < seconds:
+        for _ in range(batch):
+            torch.mm(one, other, out=out)
+        done += batch
+        marks.append(_mark(one.device))
+        if len(marks) > 2:
+            marks.pop(0)()  # wait until all but the last batch is done
+    _synchronize(one.device)
+    return done * flop / (time.perf_counter() - begin) / 1e12
+
+
+def _mark(device: torch.device) -> Callable[[], object]:
+    """Return what waits until the device has come this far."""
+    if device.type != "cuda":
+        return lambda: None
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event.synchronize
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- the child that stores ------------------------------------------------------------------
+
+
+class _Save(torch.autograd.Function):
+    """Saves tensors; nobody asks for them again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return x.clone()
+
+
+def store(device: str, address: str, codec: str) -> None:
+    """Store without end between the lines "go" and "stop"; answer each when it is so."""
+    count = TENSOR_BYTES[device] // 2
+    tensors = [torch.randn(count, device=device).bfloat16() for _ in range(TENSORS)]
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    with storm.connect(address, embedded="never", timeout=30.0) as client:
+        offload = client.offload(torch.nn.Identity(), min_bytes=MIB, codec=codec)
+        going, ended = threading.Event(), threading.Event()
+        orders = threading.Thread(target=_take_orders, args=(going, ended), daemon=True)
+        rounds = deque([_store_all(offload, leaf, tensors)], maxlen=2)
+        _say("ready")
+        orders.start()
+        while not ended.is_set():
+            was_going = going.wait()
+            while going.is_set() and not ended.is_set():
+                rounds.append(_store_all(offload, leaf, tensors))
+            if was_going and not ended.is_set():
+                offload.stats()  # waits until the daemon has all of it
+                _synchronize(leaf.device)
+                _say("stopped")
+
+
+def _store_all(offload: storm.Offload, leaf: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Save every tensor; return what keeps them saved."""
+    with offload:
+        for tensor in tensors:
+            tensor[:1].add_(1)  # changed, so that none is found to be stored already
+        return [_Save.apply(leaf, tensor) for tensor in tensors]
+
+
+def _take_orders(going: threading.Event, ended: threading.Event) -> None:
+    for line in sys.stdin:
+        if line.strip() == "go":
+            going.set()
+        else:
+            going.clear()
+    ended.set()
+    going.set()
+
+
+def _say(word: object) -> None:
+    print(word, flush=True)
+
+
+# --- the parent -----------------------------------------------------------------------------
+
+
+class Child:
+    """One of the two processes, told by lines and answering so; a context manager."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "bench.beside_gemm", *arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, order: str) -> None:
+        self._process.stdin.write(order + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> str:
+        timer = threading.Timer(ANSWER_SECONDS, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline().strip()
+        timer.cancel()
+        assert line, f"a child has ended, or said nothing for {ANSWER_SECONDS:g} s"
+        return line
+
+    def __enter__(self) -> Self:
+        assert self.hear() == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def measure(device: str, codec: str, pairs: int, seconds: float) -> dict[str, Any]:
+    """Return the product's speed alone and beside the store stream, in pairs."""
+    flags = [f"--pool-bytes={4 * TENSORS * TENSOR_BYTES[device]}", f"--device={device}"]
+    with ExitStack() as stack:
+        daemon = stack.enter_context(ChildDaemon(flags=flags, start_seconds=120.0))
+        storing = stack.enter_context(Child("--store", device, daemon.address, codec))
+        product = stack.enter_context(Child("--multiply", device, str(seconds)))
+        found = [_pair(daemon, storing, product) for _ in range(pairs)]
+    shares = [one["beside_tflops"] / one["alone_tflops"] for one in found]
+    return {
+        "codec": codec,
+        "share": statistics.median(shares),
+        "share_least": min(shares),
+        "share_most": max(shares),
+        "stored_bytes_per_second": statistics.median(one["bytes_per_second"] for one in found),
+        "pairs": found,
+    }
+
+
+def _pair(daemon: ChildDaemon, storing: Child, product: Child) -> dict[str, float]:
+    quiet = _moved(daemon)
+    product.tell("measure")
+    alone = float(product.hear())
+    assert _moved(daemon) == quiet, "the store stream was not still"
+    storing.tell("go")
+    begin, before = time.monotonic(), _moved(daemon)
+    product.tell("measure")
+    beside = float(product.hear())
+    moved, seconds = _moved(daemon) - before, time.monotonic() - begin
+    storing.tell("stop")
+    assert storing.hear() == "stopped"
+    assert moved, "the store stream moved nothing beside the product"
+    return {
+        "alone_tflops": alone,
+        "beside_tflops": beside,
+        "bytes_per_second": moved / seconds,
+    }
+
+
+def _moved(daemon: ChildDaemon) -> int:
+    """Return the clients' bytes that the daemon has stored so far."""
+    return int(daemon.status()["throughput"]["store"]["raw_bytes"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.beside_gemm")
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--codecs", nargs="+", default=["ancf", "raw"])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--store", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--multiply", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.store:
+        store(*args.store)
+        return
+    if args.multiply:
+        multiply(args.multiply[0], float(args.multiply[1]))
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    result = {
+        "machine": describe() | {"command": f"python -m bench.beside_gemm --pairs {args.pairs}"},
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "mps": check_mps().state == "ok",
+        "figures": [measure(device, codec, args.pairs, args.seconds) for codec in args.codecs],
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for one in result["figures"]:
+        print({name: value for name, value in one.items() if name != "pairs"})
+
+
+if __name__ == "__main__":
+    main()
