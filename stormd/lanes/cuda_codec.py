@@ -4,8 +4,8 @@ What stays true: a store never waits for a compiler. Until the kernels of its el
 there, its bytes are stored raw, which the blob says of itself; a restore finds the kernels that
 its blob was made with.
 
-Compiling a variant takes 13 s where no cache on disk has it, all of them a minute (H200's host,
-November 2026). A daemon that were ready only then would look dead to whoever started it.
+Where no cache on disk has them, compiling takes seconds for an element type and half a minute for
+all. A daemon that were ready only then would look dead to whoever started it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 from typing import Final
 
 from storm_kernels.ancf.cuda import CudaCodec
+from storm_kernels.ancf.cuda_launches import BlobKind
 from storm_kernels.ancf.dtypes import DType
 from storm_kernels.errors import KernelsError
 
@@ -25,15 +26,13 @@ __all__ = ["DeviceCodec"]
 log = logging.getLogger(__name__)
 
 RAW: Final = DType.BYTES
-"""The type as which anything can be stored raw; prepared before the lane is open."""
+"""The type as which anything can be stored raw, for which the lane's opening waits."""
 
 ORDER: Final = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, *DType)
 """What training saves most comes first."""
 
 CLOSE_SECONDS: Final = 5.0
-"""How long `close` waits for a compiler, which cannot be interrupted; then it is left behind."""
-
-_Variant = tuple[int, int]
+"""How long `close` waits for compilers, which cannot be interrupted; then they are left behind."""
 
 
 class DeviceCodec:
@@ -45,9 +44,10 @@ class DeviceCodec:
 
     def __init__(self, ordinal: int) -> None:
         self._codec = CudaCodec(ordinal)
-        self._codec.prepare(RAW)
+        for _ in self._codec.prepare_each([RAW], modes=["raw"]):
+            pass
         # Grown by the preparing thread, read by others: a set's `in` and `add` are atomic.
-        self._ready: set[_Variant] = {_variant(RAW)}
+        self._ready: set[DType] = set()
         self._stopping = threading.Event()
         self._preparing = threading.Thread(
             target=self._prepare, name=f"stormd-cuda-{ordinal}-compile", daemon=True
@@ -72,7 +72,7 @@ class DeviceCodec:
 
         Three words at `result` then hold the blob's bytes, a status and the mode.
         """
-        is_raw = job.codec == "raw" or _variant(job.dtype) not in self._ready
+        is_raw = job.codec == "raw" or job.dtype not in self._ready
         self._codec.encode_async(
             source,
             job.nbytes,
@@ -86,7 +86,7 @@ class DeviceCodec:
 
     def decode(
         self,
-        dtype: DType,
+        kind: BlobKind,
         blob: tuple[int, int],
         target: tuple[int, int],
         *,
@@ -94,32 +94,28 @@ class DeviceCodec:
         result: int,
         stream: int,
     ) -> None:
-        """Put the decoder of a blob of `dtype` on `stream`; `target` is address and bytes.
+        """Put the decoder of a blob of that kind on `stream`; `target` is address and bytes.
 
         The word at `result` then is 0, or a status for `explain`.
         """
-        self._codec.decode_async(*blob, *target, scratch, result, stream, dtype=dtype)
+        self._codec.decode_async(
+            *blob, *target, scratch, result, stream, dtype=kind.dtype, pipeline=kind.pipeline
+        )
 
     def explain(self, status: int) -> str:
         """Return what a status of the decoder means."""
         return self._codec.explain(status)
 
     def close(self) -> None:
-        """End the preparation after the variant that is being compiled."""
+        """End the preparation after the element type that is being compiled."""
         self._stopping.set()
         self._preparing.join(CLOSE_SECONDS)
 
     def _prepare(self) -> None:
         try:
-            for dtype in ORDER:
+            for dtype in self._codec.prepare_each(ORDER):
+                self._ready.add(dtype)
                 if self._stopping.is_set():
                     return
-                self._codec.prepare(dtype)
-                self._ready.add(_variant(dtype))
         except (KernelsError, RuntimeError):
             log.exception("the codec cannot be compiled: what needs it will be stored raw")
-
-
-def _variant(dtype: DType) -> _Variant:
-    """Return what tells the kernels of one element type from those of another."""
-    return dtype.element_bytes, dtype.mantissa_bits

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from queue import SimpleQueue
 
-from storm_kernels.ancf.dtypes import DType
+from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
 from storm_kernels.cuda_driver import (
     DeviceBuffer,
     Event,
@@ -24,7 +24,7 @@ from storm_kernels.cuda_driver import (
     copy_async,
     elapsed_seconds,
 )
-from storm_kernels.errors import CorruptBlob, CudaDriverError
+from storm_kernels.errors import CudaDriverError
 
 from stormd.arena import Block
 from stormd.health import Heart
@@ -34,9 +34,6 @@ from stormd.lanes.cuda_codec import DeviceCodec
 from stormd.link_meter import LinkMeter
 
 __all__ = ["CudaDevice", "Scratch"]
-
-DTYPE_OFFSET = 7
-"""Of the dtype byte in a blob's header, which no extent cuts in two (FORMAT.md, section 2)."""
 
 RESULT_BYTES = 64
 """Mapped host memory in which the codec leaves a blob's size, its status and its mode."""
@@ -95,19 +92,14 @@ class CudaDevice:
         """
         self._copies.put((scratch.copied, action))
 
-    def kind(self, block: Block) -> DType:
-        """Return the element type that a blob's header names.
+    def kind(self, block: Block) -> BlobKind:
+        """Return what the blob's header, whose start no extent cuts in two, says it is.
 
         Raises:
-            CorruptBlob: it names none.
+            CorruptBlob: it names no element type.
         """
         header = self._host_pool.address + block.extents[0].offset
-        number = ctypes.c_uint8.from_address(header + DTYPE_OFFSET).value
-        if number not in DType.__members__.values():
-            raise CorruptBlob(
-                f"the blob's header names element type {number}, which does not exist"
-            )
-        return DType(number)
+        return blob_kind(ctypes.string_at(header, KIND_BYTES))
 
     def close(self) -> None:
         """Let the device go; its sessions are gone. The pool must still be mapped."""

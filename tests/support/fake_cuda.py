@@ -10,13 +10,14 @@ import ctypes
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from queue import SimpleQueue
 from types import ModuleType
 from typing import ClassVar
 
 from storm_kernels import ancf
+from storm_kernels.ancf.cuda_launches import PIPELINES
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
 
 UUID = "00000000-0000-0000-0000-00000000f4ce"
@@ -191,13 +192,16 @@ class CudaCodec:
 
         _streams[stream].put(encode)
 
-    def prepare(self, dtype: ancf.DType) -> None:
-        CudaCodec.prepared.add(dtype)
+    def prepare_each(self, dtypes, *, modes=("auto",)) -> Iterator[ancf.DType]:
+        for dtype in dtypes:
+            CudaCodec.prepared.add(dtype)
+            yield dtype
 
     def decode_async(
-        self, blob, blob_bytes, dst, dst_bytes, scratch, status_ptr, stream, *, dtype=None
+        self, blob, blob_bytes, dst, dst_bytes, scratch, status_ptr, stream, *, dtype, pipeline
     ) -> None:
         assert dtype in CudaCodec.prepared
+        assert pipeline in PIPELINES
         status = ctypes.c_uint64.from_address(status_ptr)
 
         def decode() -> None:

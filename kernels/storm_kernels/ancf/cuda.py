@@ -8,48 +8,62 @@ CuPy's cache on disk. CuPy and torch are loaded only when something here is call
 
 from __future__ import annotations
 
-import hashlib
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from pathlib import Path
+from itertools import chain, product
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
+from .cuda_launches import (
+    BEGIN_THREADS,
+    BLOCK_THREADS,
+    DECODE_ARGUMENTS,
+    ENCODE_ARGUMENTS,
+    PIPELINES,
+    PLAN_BYTES,
+    TAKEN,
+    decode_blocks,
+    decode_kernels,
+    encode_kernels,
+    encoding,
+    scratch_bytes,
+)
+from .cuda_modules import Modules, load_cupy, wanted
 from .dtypes import DType
-from .layout import TILE, Mode
-from .options import POLICIES, check_request, parse_mode
+from .layout import Mode
+from .options import SPEEDS
 from .plan import max_encoded_bytes
 
 if TYPE_CHECKING:
     import torch
 
+    from ..cuda_driver.launch import Function
+
 __all__ = ["CudaCodec", "decode_device", "encode_device", "probe"]
 
-BLOCK_THREADS: Final = 512
-CHOOSE_THREADS: Final = 1024
-BEGIN_THREADS: Final = 32
-PLAN_BYTES: Final = 512 + 4096 + 128  # kPlanBytes + kValuesBytes + kWorkBytes of ancf_format.cuh
-MAX_UNIT_TILES: Final = 4
-AUTO_MODE: Final = 255
 BLOB_ALIGN: Final = 16  # bytes, of blobs and scratch
 RESULT_WORDS: Final = 3  # u64: the blob's bytes, status, mode
 
-_SOURCES = Path(__file__).parent
+MODES: Final = tuple(mode.name.lower() for mode in Mode)
+
 _STATUS = {
     1: "the header is damaged or does not fit the sizes given",
     2: "a record contradicts its tile or the directory",
     3: "the decoded bytes do not match the blob's checksum",
+    4: "the blob is of another element type or pipeline than the caller named",
 }
 
 
 def probe() -> tuple[bool, str]:
     """Return whether a device can be used, and its name or why not."""
     try:
-        cupy = _cupy()
+        cupy = load_cupy()
         count = cupy.cuda.runtime.getDeviceCount()
         properties = cupy.cuda.runtime.getDeviceProperties(0)
+        import storm_kernels.cuda_driver  # noqa: F401 (missing bindings are a reason too)
     except BackendUnavailable as missing:
         return False, str(missing)
     except Exception as error:  # noqa: BLE001 (CuPy's own error types need CuPy to name them)
@@ -58,43 +72,57 @@ def probe() -> tuple[bool, str]:
     return True, f"{count} x {name}, sm_{properties['major']}{properties['minor']}"
 
 
-def _cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as missing:
-        raise BackendUnavailable(
-            f"CuPy is not installed ({missing}); pip install cupy-cuda13x"
-        ) from missing
-    return cupy
-
-
 class CudaCodec:
     """Encoder and decoder of one device, for one thread at a time or many.
 
     `blocks` bounds how many thread blocks of 512 a launch takes (0: as many as fit), and with it
     how much of the device the codec may use beside other work. Raises BackendUnavailable where
-    CuPy is missing.
+    CuPy or the CUDA bindings are missing.
     """
 
     def __init__(self, device: int = 0, *, blocks: int = 0) -> None:
+        self._cupy = load_cupy()
+        from ..cuda_driver import launch
+
+        self._driver, self._launch = launch, launch.launch
         self._device = device
-        self._cupy = _cupy()
-        self._lock = threading.Lock()  # protects _kernels
-        self._kernels: dict[tuple[str, int, int], _Kernel] = {}
-        attributes = self._cupy.cuda.Device(device).attributes
-        self._blocks = blocks or 2 * int(attributes["MultiProcessorCount"])
+        self._modules = Modules(device)
+        # What the modules would return again; any thread adds to it.
+        self._functions: dict[tuple[str, DType], Function] = {}
+        self._threads = threading.local()  # each has its own arguments
+        with self._cupy.cuda.Device(device) as entered:
+            self._cupy.cuda.runtime.free(0)  # makes the device's context, where nothing has yet
+            self._context = launch.current_context()
+            self._blocks = blocks or 2 * int(entered.attributes["MultiProcessorCount"])
 
     def scratch_bytes(self, nbytes: int, dtype: DType) -> int:
         """Return the bytes of scratch that one call on `nbytes` original bytes needs."""
-        tiles = -(-nbytes // dtype.element_bytes // TILE)
-        return PLAN_BYTES + 8 * (tiles + 1)
+        return scratch_bytes(nbytes, dtype)
 
     def prepare(self, dtype: DType) -> None:
         """Compile what `dtype` needs, which takes seconds where CuPy's cache has it not."""
-        self._kernel("ancf_choose", "ancf_choose", dtype)
-        for pipeline in _PIPELINES:
-            self._kernel("ancf_encode", f"ancf_encode_{pipeline}", dtype)
-            self._kernel("ancf_decode", f"ancf_decode_{pipeline}", dtype)
+        for _ in self.prepare_each([dtype], modes=("auto", *MODES), speeds=SPEEDS):
+            pass
+
+    def prepare_each(
+        self,
+        dtypes: Iterable[DType],
+        *,
+        modes: Iterable[str] = ("auto",),
+        speeds: Iterable[str] = ("fast",),
+    ) -> Iterator[DType]:
+        """Compile for all `dtypes` side by side, and yield each in turn when it is ready.
+
+        Ready to encode in these modes at these speeds, and to decode the outcome; what else is
+        asked for is compiled then.
+        """
+        ways = list(product(modes, speeds))
+        names = {dtype: _kernels(dtype, ways) for dtype in dtypes}
+        self._modules.prepare(wanted(name, dtype) for dtype in names for name in names[dtype])
+        for dtype, kernels in names.items():
+            for name in kernels:
+                self._function(name, dtype)
+            yield dtype
 
     def encode_async(  # noqa: PLR0917 (addresses and sizes, in pairs, as the daemon's lane has them)
         self,
@@ -119,43 +147,19 @@ class CudaCodec:
         `max_encoded_bytes` and `scratch_bytes`; both may be reused once the stream has passed.
         Raises UsageError before anything is launched.
         """
-        asked = parse_mode(mode, speed, policy)
-        check_request(nbytes, dtype, dst_bytes)
+        plan = encoding(nbytes, dtype, mode, speed, policy, self._blocks)
+        if dst_bytes < plan.room:
+            raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {plan.room}")
         _check_aligned(dst=dst, scratch=scratch)
-        tiles = -(-nbytes // dtype.element_bytes // TILE)
-        choose = self._kernel("ancf_choose", "ancf_choose", dtype)
-        copy = self._kernel("ancf_encode", "ancf_encode_raw", dtype)
-        clear_words = (self.scratch_bytes(nbytes, dtype) - 512 - 4096) // 4
-        clearing = 1 + min(32, 1 + clear_words // (8 * CHOOSE_THREADS))
-        teams = BLOCK_THREADS // (64 * dtype.element_bytes)
-        unit_tiles = max(1, min(MAX_UNIT_TILES, tiles // (4 * self._blocks * teams)))
-        blocks = max(1, min(self._blocks, -(-tiles // (teams * unit_tiles))))
-        number = AUTO_MODE if asked is None else int(asked)
-        options = (int(dtype), number, int(speed == "dense"), int(checksum))
-        with self._cupy.cuda.Device(self._device):
-            choose.launch(
-                1 + clearing,
-                CHOOSE_THREADS,
-                stream,
-                src,
-                nbytes,
-                scratch,
-                U32(clear_words),
-                *map(U32, options),
-            )
-            if asked in (Mode.TERNARY, Mode.VALUES):
-                values = self._kernel("ancf_values", "ancf_values", dtype)
-                values.launch(
-                    1, CHOOSE_THREADS, stream, src, scratch, U32(asked), U32(POLICIES.index(policy))
-                )
-            for kind in _pipelines(
-                asked, speed, dtype
-            ):  # one of them finds that the plan is its own
-                encode = self._kernel("ancf_encode", f"ancf_encode_{kind}", dtype)
-                encode.launch(
-                    blocks, BLOCK_THREADS, stream, src, dst, scratch, result, U32(unit_tiles)
-                )
-            copy.launch(blocks, BLOCK_THREADS, stream, src, dst, scratch)
+        arguments = self._arguments()
+        arguments.encode.pack(
+            src, nbytes, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
+            checksum, plan.unit_tiles, plan.policy,
+        )  # fmt: skip
+        with self._entered():
+            for kernel, blocks, threads in plan.launches:
+                function = self._function(kernel, dtype)
+                self._launch(function, blocks, threads, stream, arguments.taken[kernel])
 
     def decode_async(  # noqa: PLR0917 (as encode_async)
         self,
@@ -168,41 +172,71 @@ class CudaCodec:
         stream: int,
         *,
         dtype: DType | None = None,
+        pipeline: str | None = None,
     ) -> None:
         """Decode the blob at device address `blob` to `dst`, in order on `stream`.
 
         Afterwards the u64 at `status` (device or mapped host memory) is 0, or what `explain`
         puts in words; `dst` may then hold anything, nothing outside it was touched. `blob` and
-        `scratch` must be 16-byte aligned. `dtype` is what the blob holds; where the caller does
-        not know it, kernels for all types are launched, of which one works.
+        `scratch` must be 16-byte aligned. `dtype` and `pipeline` are what the blob's header says
+        (`blob_kind`); where the caller does not know them, kernels for all are launched, of which
+        one works. Where they are wrong none does, and the status says so.
         """
         _check_aligned(blob=blob, scratch=scratch)
-        kinds = _KINDS if dtype is None else ((dtype),)
-        begin = self._kernel("ancf_decode", "ancf_decode_begin", kinds[0])
-        with self._cupy.cuda.Device(self._device):
-            begin.launch(1, BEGIN_THREADS, stream, blob, blob_bytes, dst_bytes, scratch, status)
-            for kind in kinds:
-                teams = BLOCK_THREADS // (64 * kind.element_bytes)
-                tiles = -(-dst_bytes // kind.element_bytes // TILE)
-                blocks = max(1, min(self._blocks, -(-tiles // teams)))
-                for pipeline in _PIPELINES:
-                    decode = self._kernel("ancf_decode", f"ancf_decode_{pipeline}", kind)
-                    decode.launch(blocks, BLOCK_THREADS, stream, blob, dst, scratch, status)
+        kinds = _KINDS if dtype is None else (dtype,)
+        pipelines = PIPELINES if pipeline is None else (pipeline,)
+        arguments = self._arguments()
+        arguments.decode.pack(blob, blob_bytes, dst, dst_bytes, scratch, status)
+        taken, launch = arguments.taken, self._launch
+        with self._entered():
+            begin = self._function("ancf_decode_begin", kinds[0])
+            launch(begin, 1, BEGIN_THREADS, stream, taken["ancf_decode_begin"])
+            for kind, name in product(kinds, pipelines):
+                kernel = f"ancf_decode_{name}"
+                blocks = decode_blocks(dst_bytes, kind, self._blocks)
+                function = self._function(kernel, kind)
+                launch(function, blocks, BLOCK_THREADS, stream, taken[kernel])
 
     def explain(self, status: int) -> str:
         """Return what a status other than 0 means."""
         return _STATUS.get(status, f"the decoder left status {status}")
 
-    def _kernel(self, source: str, name: str, dtype: DType) -> _Kernel:
-        key = (name, dtype.element_bytes, dtype.mantissa_bits)
-        with self._lock:
-            found = self._kernels.get(key)
-        if found is None:  # made without the lock: compiling takes seconds, several may at once
-            made = _Kernel(self._device, source, name, dtype)
-            with self._lock:
-                found = self._kernels.setdefault(key, made)
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _arguments(self) -> _Arguments:
+        """Return the calling thread's."""
+        found: _Arguments | None = getattr(self._threads, "arguments", None)
+        if found is None:
+            found = self._threads.arguments = _Arguments(self._driver)
         return found
 
+    def _entered(self) -> AbstractContextManager[Any]:
+        """Make the device's context current, where it is not."""
+        if self._driver.current_context() == self._context:
+            return _AS_IT_IS
+        device: AbstractContextManager[Any] = self._cupy.cuda.Device(self._device)
+        return device
+
+    def _function(self, kernel: str, dtype: DType) -> Function:
+        found = self._functions.get((kernel, dtype))
+        if found is None:
+            found = self._functions[kernel, dtype] = self._modules.function(kernel, dtype)
+        return found
+
+
+class _Arguments:
+    """The arguments of a thread's launches: what is packed, and what each kernel takes of it."""
+
+    def __init__(self, driver: ModuleType) -> None:
+        self.encode = driver.Arguments(ENCODE_ARGUMENTS)
+        self.decode = driver.Arguments(DECODE_ARGUMENTS)
+        self.taken: dict[str, int] = {}
+        for kernel, names in TAKEN.items():
+            packed = self.decode if kernel.startswith("ancf_decode") else self.encode
+            self.taken[kernel] = packed.of_kernel(*names)
+
+
+_AS_IT_IS: Final = nullcontext()
 
 # One element type for each compiled variant.
 _KINDS: Final = (
@@ -215,95 +249,13 @@ _KINDS: Final = (
 )
 
 
-class U32(int):
-    """A kernel argument of 32 bits; a plain int is one of 64."""
-
-
-class _StreamHandle:
-    """A stream of the caller's, by the protocol that CUDA libraries for Python share."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Return the protocol's version and the handle."""
-        return 0, self._handle
-
-
-@lru_cache(maxsize=256)
-def _stream(handle: int) -> Any:
-    return _cupy().cuda.Stream.from_external(_StreamHandle(handle))
-
-
-class _Kernel:
-    """One compiled kernel."""
-
-    def __init__(self, device: int, source: str, name: str, dtype: DType) -> None:
-        cupy = _cupy()
-        options = (
-            "-std=c++17",
-            f"-I{_SOURCES}",
-            f"-DANCF_WIDTH={dtype.element_bytes}",
-            f"-DANCF_MANTISSA={dtype.mantissa_bits}",
-            f"-DANCF_SOURCES=0x{_source_digest()}",  # CuPy's cache does not look into headers
-        )
-        with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=f'#include "{source}.cu"\n', options=options)
-            function = module.get_function(name)
-            self._shared_bytes = 0
-            if name in _SHARED_SYMBOL:
-                self._shared_bytes = _read_u32(cupy, module, _SHARED_SYMBOL[name])
-                function.max_dynamic_shared_size_bytes = self._shared_bytes
-            self._launch = function.kernel
-
-    def launch(self, blocks: int, threads: int, stream: int, *arguments: int) -> None:
-        """Put the kernel on the stream with that handle."""
-        packed = tuple(
-            np.uint32(value) if isinstance(value, U32) else np.uint64(value) for value in arguments
-        )
-        self._launch(
-            (blocks,),
-            (threads,),
-            packed,
-            self._shared_bytes,
-            _stream(stream),
-        )
-
-
-_PIPELINES: Final = ("fast", "dense", "bitmap", "whole")  # Pipeline of ancf_format.cuh
-
-_SHARED_SYMBOL: Final = {
-    "ancf_choose": "ancf_choose_shared_bytes",
-    "ancf_values": "ancf_values_shared_bytes",
-    **{f"ancf_encode_{kind}": "ancf_encode_shared_bytes" for kind in _PIPELINES},
-    **{f"ancf_decode_{kind}": "ancf_decode_shared_bytes" for kind in _PIPELINES},
-}
-
-
-def _pipelines(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
-    """Return the kernels of which one encodes, whatever plan comes out of the sample."""
-    may_be_fast = speed == "fast" and (asked is None or asked in (Mode.WINDOW, Mode.TRUNCATED))
-    may_drop = dtype.is_float and dtype.element_bytes >= 4
-    may_be_dense = asked is Mode.TRUNCATED or (
-        asked in (None, Mode.WINDOW) and (speed == "dense" or (asked is None and may_drop))
+def _kernels(dtype: DType, ways: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return what these modes and speeds need, each once, the encoders of a way first."""
+    names = chain.from_iterable(
+        (*encode_kernels(dtype, mode, speed), *decode_kernels(dtype, mode, speed))
+        for mode, speed in ways
     )
-    if asked is None and not dtype.is_float:
-        may_be_fast = may_be_dense = False
-    may_have_bitmap = asked in (None, Mode.SPARSE, Mode.CONSTANT)
-    wanted = (may_be_fast, may_be_dense, may_have_bitmap, True)
-    return tuple(kind for kind, may in zip(_PIPELINES, wanted, strict=True) if may)
-
-
-def _read_u32(cupy: Any, module: Any, symbol: str) -> int:
-    return int(cupy.ndarray(1, cupy.uint32, module.get_global(symbol)).get()[0])
-
-
-@lru_cache(maxsize=1)
-def _source_digest() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(_SOURCES.glob("*.cu*")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
+    return tuple(dict.fromkeys(names))
 
 
 def _check_aligned(**addresses: int) -> None:

@@ -7,8 +7,7 @@ the calling thread.
 
 from __future__ import annotations
 
-from storm_kernels.cuda_driver.calls import call, driver
-from storm_kernels.errors import CudaDriverError
+from storm_kernels.cuda_driver.calls import call, check, driver
 
 __all__ = [
     "Event",
@@ -25,7 +24,13 @@ _WRITE = int(driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT)
 _NON_BLOCKING = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
 _BLOCKING = int(driver.CUevent_flags.CU_EVENT_BLOCKING_SYNC)
 _UNTIMED = int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-_NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY.name
+_NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
+
+# Looked up once: these are called several times for every tensor.
+_copy, _elapsed = driver.cuMemcpyAsync, driver.cuEventElapsedTime
+_record, _query, _synchronize = driver.cuEventRecord, driver.cuEventQuery, driver.cuEventSynchronize
+_wait_event = driver.cuStreamWaitEvent
+_wait_value, _write_value = driver.cuStreamWaitValue64, driver.cuStreamWriteValue64
 
 
 class Stream:
@@ -54,13 +59,13 @@ class Event:
     """A point on a stream. A waiting host thread sleeps, it does not spin."""
 
     def __init__(self, *, timed: bool = False) -> None:
-        self._event = call(driver.cuEventCreate, _BLOCKING if timed else _BLOCKING | _UNTIMED)
-        self.handle = int(self._event)
+        flags = _BLOCKING if timed else _BLOCKING | _UNTIMED
+        self.native = call(driver.cuEventCreate, flags)
         self._open = True
 
     def record(self, stream: int) -> None:
         """Mark the point that `stream` has reached; an earlier mark is forgotten."""
-        call(driver.cuEventRecord, self._event, stream)
+        check(_record, _record(self.native, stream))
 
     def done(self) -> bool:
         """Say whether the marked point has been passed, without waiting.
@@ -68,45 +73,45 @@ class Event:
         Raises:
             CudaDriverError: work before the point failed.
         """
-        try:
-            call(driver.cuEventQuery, self._event)
-        except CudaDriverError as error:
-            if error.code == _NOT_READY:
-                return False
-            raise
+        outcome = _query(self.native)
+        if outcome[0] == _NOT_READY:
+            return False
+        check(_query, outcome)
         return True
 
     def synchronize(self) -> None:
         """Block the calling thread until the marked point has been passed."""
-        call(driver.cuEventSynchronize, self._event)
+        check(_synchronize, _synchronize(self.native))
 
     def close(self) -> None:
         """Destroy the event."""
         if self._open:
             self._open = False
-            call(driver.cuEventDestroy, self._event)
+            call(driver.cuEventDestroy, self.native)
 
 
 def copy_async(destination: int, source: int, nbytes: int, stream: int) -> None:
     """Put a copy of `nbytes` between any two addresses of host or device on `stream`."""
-    call(driver.cuMemcpyAsync, destination, source, nbytes, stream)
+    check(_copy, _copy(destination, source, nbytes, stream))
 
 
 def elapsed_seconds(begin: Event, end: Event) -> float:
     """Return the device's time between two timed events that have both been passed."""
-    return float(call(driver.cuEventElapsedTime, begin.handle, end.handle)) / 1e3
+    outcome = _elapsed(begin.native, end.native)
+    check(_elapsed, outcome)
+    return float(outcome[1]) / 1e3
 
 
 def wait_event(stream: int, event: Event) -> None:
     """Make `stream` wait for the point that `event` marks now; a later mark changes nothing."""
-    call(driver.cuStreamWaitEvent, stream, event.handle, 0)
+    check(_wait_event, _wait_event(stream, event.native, 0))
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
     """Make `stream` wait until the 64-bit counter at `address` (device's view) is >= `value`."""
-    call(driver.cuStreamWaitValue64, stream, address, value, _GEQ)
+    check(_wait_value, _wait_value(stream, address, value, _GEQ))
 
 
 def write_value(stream: int, address: int, value: int) -> None:
     """Make `stream` store `value` at `address`, after all its earlier work is visible."""
-    call(driver.cuStreamWriteValue64, stream, address, value, _WRITE)
+    check(_write_value, _write_value(stream, address, value, _WRITE))

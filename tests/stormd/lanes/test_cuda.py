@@ -214,12 +214,12 @@ def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
     bench.map()
     before = fill(bench)
     ready = next(iter(bench.lane._devices.values())).codec._ready
-    ready.remove((2, 7))  # bfloat16
+    ready.remove(ancf.DType.BFLOAT16)
     bench.store(1, 0, PART)
     bench.publish(1)
     done = bench.expect(StoreDone)
     assert (done.mode, done.block.nbytes) == ("raw", blob_bound(PART))
-    ready.add((2, 7))
+    ready.add(ancf.DType.BFLOAT16)
     bench.restore(2, done.block, 3 * PART, PART)
     bench.publish(2)
     bench.expect(RestoreDone)

@@ -1,0 +1,205 @@
+"""Which kernels a call of the CUDA codec launches, and how large: pure, decided without a device.
+
+What stays true: whatever plan the device finds for a tensor, one of the kernels launched for it
+is the one that carries it out. Kernels for plans that the arguments rule out are not launched.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ..errors import CorruptBlob
+from .dtypes import DType
+from .layout import TILE, Mode
+from .options import POLICIES, parse_mode
+from .plan import max_encoded_bytes
+
+__all__ = [
+    "BEGIN_THREADS",
+    "BLOCK_THREADS",
+    "DECODE_ARGUMENTS",
+    "ENCODE_ARGUMENTS",
+    "KIND_BYTES",
+    "PIPELINES",
+    "PLAN_BYTES",
+    "TAKEN",
+    "BlobKind",
+    "Encoding",
+    "Launch",
+    "blob_kind",
+    "decode_blocks",
+    "decode_kernels",
+    "encode_kernels",
+    "encoding",
+    "scratch_bytes",
+]
+
+BLOCK_THREADS: Final = 512
+CHOOSE_THREADS: Final = 1024
+BEGIN_THREADS: Final = 32
+PLAN_BYTES: Final = 512 + 4096 + 128  # kPlanBytes + kValuesBytes + kWorkBytes of ancf_format.cuh
+UNCLEARED_BYTES: Final = 512 + 4096
+MAX_UNIT_TILES: Final = 4
+AUTO_MODE: Final = 255
+
+PIPELINES: Final = ("whole", "fast", "dense", "bitmap")  # Pipeline of ancf_format.cuh, in its order
+ENCODERS: Final = ("fast", "dense", "bitmap", "whole")  # in the order of their launches
+
+_SIZE, _WORD = "Q", "I"  # arguments of 64 bits, addresses among them, and of 32
+ENCODE_ARGUMENTS: Final = dict.fromkeys(("src", "nbytes", "dst", "scratch", "result"), _SIZE) | (
+    dict.fromkeys(("words", "dtype", "mode", "dense", "checksum", "unit_tiles", "policy"), _WORD)
+)
+DECODE_ARGUMENTS: Final = dict.fromkeys(
+    ("blob", "blob_bytes", "dst", "dst_bytes", "scratch", "status"), _SIZE
+)
+"""All arguments of a call's kernels, by name and kind, in the order in which they are packed."""
+
+_ENCODER = ("src", "dst", "scratch", "result", "unit_tiles")
+_DECODER = ("blob", "dst", "scratch", "status")
+TAKEN: Final = {
+    "ancf_choose": ("src", "nbytes", "scratch", "words", "dtype", "mode", "dense", "checksum"),
+    "ancf_values": ("src", "scratch", "mode", "policy"),
+    **{f"ancf_encode_{kind}": _ENCODER for kind in PIPELINES},
+    "ancf_encode_raw": ("src", "dst", "scratch"),
+    "ancf_decode_begin": ("blob", "blob_bytes", "dst_bytes", "scratch", "status"),
+    **{f"ancf_decode_{kind}": _DECODER for kind in PIPELINES},
+}
+"""Which of them each kernel takes, in the order of its parameters."""
+
+KIND_BYTES: Final = 16
+"""How much of a header says what kind of blob it is."""
+
+_MODE_AT, _DTYPE_AT, _SECOND_BITS_AT = 6, 7, 14  # FORMAT.md, section 2
+
+
+class BlobKind(NamedTuple):
+    """What a decoder has to be compiled for: an element type, and a pipeline's name."""
+
+    dtype: DType
+    pipeline: str
+
+
+class Launch(NamedTuple):
+    """A kernel by name, with how many blocks of how many threads."""
+
+    kernel: str
+    blocks: int
+    threads: int
+
+
+class Encoding(NamedTuple):
+    """How to encode a tensor. `room` is the least output in bytes; the rest are arguments."""
+
+    launches: tuple[Launch, ...]
+    room: int
+    clear_words: int
+    unit_tiles: int
+    mode: int
+    is_dense: int
+    policy: int
+
+
+def blob_kind(header: bytes) -> BlobKind:
+    """Return what the first KIND_BYTES of a header, not checked yet, say of the blob's kind.
+
+    Raises:
+        CorruptBlob: they name no element type that exists.
+    """
+    number = header[_DTYPE_AT]
+    if number not in DType.__members__.values():
+        raise CorruptBlob(f"the blob's header names element type {number}, which does not exist")
+    return BlobKind(DType(number), _pipeline(header[_MODE_AT], header[_SECOND_BITS_AT]))
+
+
+def _pipeline(mode: int, second_bits: int) -> str:
+    """As pipeline_of in ancf_format.cuh."""
+    if mode == Mode.SPARSE:
+        return "bitmap"
+    if mode not in (Mode.WINDOW, Mode.TRUNCATED):
+        return "whole"
+    return "dense" if second_bits else "fast"
+
+
+def scratch_bytes(nbytes: int, dtype: DType) -> int:
+    """Return the bytes of scratch that one call on `nbytes` original bytes needs."""
+    return PLAN_BYTES + 8 * (_tiles(nbytes, dtype) + 1)
+
+
+@lru_cache(maxsize=4096)
+def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
+    nbytes: int, dtype: DType, mode: str, speed: str, policy: str, most_blocks: int
+) -> Encoding:
+    """Return how to encode `nbytes` bytes; raise UsageError for names that do not exist."""
+    asked = parse_mode(mode, speed, policy)
+    tiles, teams = _tiles(nbytes, dtype), _teams(dtype)
+    clear_words = (scratch_bytes(nbytes, dtype) - UNCLEARED_BYTES) // 4
+    unit_tiles = max(1, min(MAX_UNIT_TILES, tiles // (4 * most_blocks * teams)))
+    blocks = max(1, min(most_blocks, -(-tiles // (teams * unit_tiles))))
+    choosing = 2 + min(32, 1 + clear_words // (8 * CHOOSE_THREADS))  # one chooses, the rest clear
+    return Encoding(
+        launches=(
+            Launch("ancf_choose", choosing, CHOOSE_THREADS),
+            *(_launch(kernel, blocks) for kernel in _kernels(asked, speed, dtype)),
+        ),
+        room=max_encoded_bytes(nbytes, dtype),
+        clear_words=clear_words,
+        unit_tiles=unit_tiles,
+        mode=AUTO_MODE if asked is None else int(asked),
+        is_dense=int(speed == "dense"),
+        policy=POLICIES.index(policy),
+    )
+
+
+@lru_cache(maxsize=4096)
+def decode_blocks(nbytes: int, dtype: DType, most_blocks: int) -> int:
+    """Return how many blocks decode `nbytes` original bytes."""
+    return max(1, min(most_blocks, -(-_tiles(nbytes, dtype) // _teams(dtype))))
+
+
+def encode_kernels(dtype: DType, mode: str = "auto", speed: str = "fast") -> tuple[str, ...]:
+    """Return the names of what `encoding` launches for such tensors."""
+    return ("ancf_choose", *_kernels(parse_mode(mode, speed), speed, dtype))
+
+
+def decode_kernels(dtype: DType, mode: str = "auto", speed: str = "fast") -> tuple[str, ...]:
+    """Return the names of what decodes such tensors once they are encoded."""
+    kinds = _encoders(parse_mode(mode, speed), speed, dtype)
+    return ("ancf_decode_begin", *(f"ancf_decode_{kind}" for kind in kinds))
+
+
+def _launch(kernel: str, blocks: int) -> Launch:
+    if kernel == "ancf_values":
+        return Launch(kernel, 1, CHOOSE_THREADS)
+    return Launch(kernel, blocks, BLOCK_THREADS)
+
+
+def _kernels(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
+    """Return the kernels after the choice; of the encoders one finds that the plan is its own."""
+    values = ("ancf_values",) if asked in (Mode.TERNARY, Mode.VALUES) else ()
+    encoders = (f"ancf_encode_{kind}" for kind in _encoders(asked, speed, dtype))
+    # A tensor that turns out to be too large when it is encoded is copied at the end.
+    copy = () if asked is Mode.RAW else ("ancf_encode_raw",)
+    return (*values, *encoders, *copy)
+
+
+def _encoders(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:
+    may_be_fast = speed == "fast" and (asked is None or asked in (Mode.WINDOW, Mode.TRUNCATED))
+    may_drop = dtype.is_float and dtype.element_bytes >= 4
+    may_be_dense = asked is Mode.TRUNCATED or (
+        asked in (None, Mode.WINDOW) and (speed == "dense" or (asked is None and may_drop))
+    )
+    if asked is None and not dtype.is_float:
+        may_be_fast = may_be_dense = False
+    may_have_bitmap = asked in (None, Mode.SPARSE, Mode.CONSTANT)
+    wanted = (may_be_fast, may_be_dense, may_have_bitmap, True)
+    return tuple(kind for kind, may in zip(ENCODERS, wanted, strict=True) if may)
+
+
+def _tiles(nbytes: int, dtype: DType) -> int:
+    return -(-nbytes // dtype.element_bytes // TILE)
+
+
+def _teams(dtype: DType) -> int:
+    """Teams in a block, each of as many threads as a tile has pieces of 64 elements' bytes."""
+    return BLOCK_THREADS // (64 * dtype.element_bytes)

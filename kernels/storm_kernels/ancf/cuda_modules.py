@@ -1,0 +1,203 @@
+"""The compiled modules of one device: which module holds a kernel, and each compiled only once.
+
+What stays true: whoever asks for a kernel gets it, or an error that says why it cannot be had;
+of several threads that ask for one module, one compiles it and the others wait for that.
+
+A module is a source and, where its kernels are of several pipelines, one of these: compiling the
+four of an element type takes up to ten times as long as the longest (float32: 26 s, of one core).
+CuPy compiles and keeps the outcome on disk, where CUPY_CACHE_DIR says; threads may do so at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from ..errors import BackendUnavailable
+from .cuda_launches import PIPELINES
+
+if TYPE_CHECKING:
+    from ..cuda_driver.launch import Function
+    from .dtypes import DType
+
+__all__ = ["Modules", "Wanted", "load_cupy", "wanted"]
+
+MOST_COMPILERS: Final = 8
+"""Threads that compile: more would take a node's processors from whoever trains there."""
+
+_FOLDER: Final = Path(__file__).parent
+_OPTIONS: Final = ("-std=c++17", f"-I{_FOLDER}")
+
+
+class Wanted(NamedTuple):
+    """A module: a source compiled for one kind of element, with the kernels of one pipeline."""
+
+    source: str
+    pipeline: str
+    element_bytes: int
+    mantissa_bits: int
+
+    def text(self) -> str:
+        """Return what is compiled. CuPy's cache knows it by this text, so the sources sign it."""
+        return (
+            f"#define ANCF_WIDTH {self.element_bytes}\n"
+            f"#define ANCF_MANTISSA {self.mantissa_bits}\n"
+            f"#define ANCF_PIPELINES {1 << PIPELINES.index(self.pipeline)}\n"
+            f'#include "{self.source}.cu"\n'
+            f"// {_source_digest()}\n"
+        )
+
+
+def wanted(kernel: str, dtype: DType) -> Wanted:
+    """Return the module that holds the kernel of that name for elements of that type."""
+    source, _, pipeline = kernel.rpartition("_")
+    if pipeline not in PIPELINES:
+        # ancf_choose and ancf_values are sources; encode_raw and decode_begin are in every module.
+        source = kernel if kernel in _ALONE else source
+        pipeline = PIPELINES[0]
+    return Wanted(source, pipeline, dtype.element_bytes, dtype.mantissa_bits)
+
+
+_ALONE: Final = ("ancf_choose", "ancf_values")
+
+
+class Modules:
+    """Compiles and loads modules on one device, for any thread."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._lock = threading.Lock()  # protects _loaded
+        self._loaded: dict[Wanted, Future[Any]] = {}
+
+    def function(self, kernel: str, dtype: DType) -> Function:
+        """Return a kernel, compiled if need be, which takes seconds where no cache has it.
+
+        Raises:
+            BackendUnavailable: it cannot be compiled or loaded.
+        """
+        from ..cuda_driver.launch import Function
+
+        module = self.get(wanted(kernel, dtype))
+        with load_cupy().cuda.Device(self._device):
+            function = module.get_function(kernel)
+            shared_bytes = _shared_bytes(module, kernel)
+            if shared_bytes:
+                function.max_dynamic_shared_size_bytes = shared_bytes
+            return Function(function.kernel.ptr, shared_bytes, function)
+
+    def get(self, which: Wanted) -> Any:
+        """Return a loaded module; the first to ask compiles it."""
+        with self._lock:
+            future = self._loaded.get(which)
+            is_mine = future is None
+            if future is None:
+                future = self._loaded[which] = Future()
+        if is_mine:
+            self._load(which, future)
+        return future.result()
+
+    def prepare(self, modules: Iterable[Wanted]) -> None:
+        """Start to compile modules side by side, in this order; `get` waits for one.
+
+        The threads are daemons: a compiler cannot be interrupted, and an exit need not wait.
+        """
+        queue = _Queue(modules)
+        for _ in range(min(len(queue), _processors())):
+            threading.Thread(
+                target=self._prepare, args=(queue,), name="ancf-compile", daemon=True
+            ).start()
+
+    def _prepare(self, queue: _Queue) -> None:
+        for which in queue:
+            try:
+                self.get(which)
+            except BackendUnavailable:
+                continue  # whoever needs it is told by its own `get`
+
+    def _load(self, which: Wanted, future: Future[Any]) -> None:
+        try:
+            future.set_result(_compiled(which, self._device))
+        except BaseException as error:  # noqa: BLE001 (all who wait for it get it)
+            with self._lock:
+                del self._loaded[which]  # what failed for want of memory may succeed later
+            future.set_exception(error)
+
+
+class _Queue:
+    """Modules that several threads take from, each once, in order."""
+
+    def __init__(self, modules: Iterable[Wanted]) -> None:
+        self._modules = list(dict.fromkeys(modules))
+        self._lock = threading.Lock()  # protects the iterator
+        self._rest = iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Wanted]:
+        while True:
+            with self._lock:
+                which = next(self._rest, None)
+            if which is None:
+                return
+            yield which
+
+
+def load_cupy() -> Any:
+    """Return CuPy; raise BackendUnavailable where it is missing."""
+    try:
+        import cupy
+    except ImportError as missing:
+        raise BackendUnavailable(
+            f"CuPy is not installed ({missing}); pip install cupy-cuda13x"
+        ) from missing
+    return cupy
+
+
+def _compiled(which: Wanted, device: int) -> Any:
+    cupy = load_cupy()
+    try:
+        with cupy.cuda.Device(device):
+            module = cupy.RawModule(code=which.text(), options=_OPTIONS)
+            module.compile()
+    except Exception as error:
+        raise BackendUnavailable(
+            f"{which.source}.cu cannot be compiled for {which.element_bytes}-byte elements with "
+            f"{which.mantissa_bits} mantissa bits, pipeline {which.pipeline}: {error}"
+        ) from error
+    return module
+
+
+def _shared_bytes(module: Any, kernel: str) -> int:
+    """Return the dynamic shared memory of a block, which the module says of its source."""
+    symbol = _SHARED_SYMBOLS.get(kernel)
+    if symbol is None:
+        return 0
+    cupy = load_cupy()
+    return int(cupy.ndarray(1, cupy.uint32, module.get_global(symbol)).get()[0])
+
+
+_SHARED_SYMBOLS: Final = {
+    "ancf_choose": "ancf_choose_shared_bytes",
+    "ancf_values": "ancf_values_shared_bytes",
+    **{f"ancf_encode_{kind}": "ancf_encode_shared_bytes" for kind in PIPELINES},
+    **{f"ancf_decode_{kind}": "ancf_decode_shared_bytes" for kind in PIPELINES},
+}
+
+
+def _processors() -> int:
+    return min(MOST_COMPILERS, len(os.sched_getaffinity(0)))
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_FOLDER.glob("*.cu*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,77 @@
+"""Kernel launches that cost the host little: two microseconds instead of ten.
+
+What stays true: what is packed for a launch is read before the launch returns, so that one
+`Arguments` serves all launches of a thread, one after another, and no two threads at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+from storm_kernels.cuda_driver.calls import check, driver
+from storm_kernels.errors import CudaDriverError
+
+__all__ = ["Arguments", "Function", "current_context", "launch"]
+
+
+class Arguments:
+    """The arguments of kernels that are launched together, by name; kinds are those of `struct`.
+
+    Kernels take them by pointers, so one that takes fewer, or others, needs no copy of its own.
+    """
+
+    def __init__(self, kinds: dict[str, str]) -> None:
+        self._places = {name: index for index, name in enumerate(kinds)}
+        text = "@" + "".join(kinds.values())
+        self._struct = struct.Struct(text)
+        self._values = bytearray(self._struct.size)
+        # A field ends where the struct ends that has no field behind it.
+        ends = [struct.calcsize(text[: end + 2]) for end in range(len(kinds))]
+        sizes = [struct.calcsize(kind) for kind in kinds.values()]
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._values))
+        self._fields = [base + end - size for end, size in zip(ends, sizes, strict=True)]
+        self._lists: list[ctypes.Array[ctypes.c_void_p]] = []
+
+    def of_kernel(self, *names: str) -> int:
+        """Return what `launch` needs for a kernel that takes these arguments, in this order."""
+        pointers = [self._fields[self._places[name]] for name in names]
+        self._lists.append((ctypes.c_void_p * len(pointers))(*pointers))
+        return ctypes.addressof(self._lists[-1])
+
+    def pack(self, *values: int) -> None:
+        """Set all arguments, in the order of the kinds."""
+        self._struct.pack_into(self._values, 0, *values)
+
+
+class Function:
+    """A kernel that can be launched. `owner` keeps it loaded."""
+
+    __slots__ = ("_owner", "native", "shared_bytes")
+
+    def __init__(self, handle: int, shared_bytes: int, owner: object) -> None:
+        self.native: Any = driver.CUfunction(handle)
+        self.shared_bytes = shared_bytes
+        self._owner = owner
+
+
+def current_context() -> int:
+    """Return the handle of the calling thread's context, 0 where it has none.
+
+    Raises:
+        CudaDriverError: the driver has not been initialised.
+    """
+    outcome = driver.cuCtxGetCurrent()
+    check(driver.cuCtxGetCurrent, outcome)
+    return int(outcome[1])
+
+
+def launch(function: Function, blocks: int, threads: int, stream: int, arguments: int) -> None:
+    """Put a kernel on a stream of the current context; `arguments` as Arguments.of_kernel says."""
+    (status,) = driver.cuLaunchKernel(
+        function.native, blocks, 1, 1, threads, 1, 1, function.shared_bytes, stream, arguments, 0
+    )
+    if status:
+        about = f"{blocks} blocks of {threads}, {function.shared_bytes} bytes of shared memory"
+        raise CudaDriverError("cuLaunchKernel", status.name, about)
