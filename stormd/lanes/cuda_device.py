@@ -54,10 +54,10 @@ class CudaDevice:
             self._pool = made.enter_context(closing(RegisteredHost(pool.address, pool.nbytes)))
             self.codec = made.enter_context(closing(DeviceCodec(ordinal)))
             self.down = made.enter_context(closing(Stream()))
-        self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
             self.up = made.enter_context(closing(Stream()))
             self._made = made.pop_all()
         self.uuid = self.context.uuid
+        self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
         self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
         self.heart = Heart(f"stormd-cuda-{ordinal}-down")
         self._waiter = threading.Thread(
