@@ -16,27 +16,24 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from storm_kernels.ancf import DType, layout
+from storm_kernels.ancf import DType, cuda_modules, layout
+from storm_kernels.ancf.cuda_launches import PIPELINES
 from storm_kernels.ancf.layout import Mode
 from support.cuda_on_cpu import SOURCES
 
-NAMES = ["ancf_choose", "ancf_values", "ancf_encode", "ancf_decode"]
-TARGETS = ["sm_80", "sm_90"]
+KERNELS = [
+    "ancf_choose", "ancf_values",
+    *(f"ancf_{way}_{pipeline}" for way in ("encode", "decode") for pipeline in PIPELINES),
+]  # fmt: skip
+TARGETS = ["sm_80", pytest.param("sm_90", marks=pytest.mark.slow)]  # the oldest, and the H200
 KINDS = [
     DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.UINT8, DType.FLOAT8_E5M2, DType.FLOAT64,
 ]  # fmt: skip
 
-# What CuPy 14 adds to the options of a RawModule.
-CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")
+# Of a RawModule here, and what CuPy 14 adds to them.
+OPTIONS = (*cuda_modules._OPTIONS, "-ftz=true", "--device-as-default-execution-space")
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def element_options(dtype: DType) -> tuple[str, ...]:
-    return (
-        "-std=c++17", f"-I{SOURCES}",
-        f"-DANCF_WIDTH={dtype.element_bytes}", f"-DANCF_MANTISSA={dtype.mantissa_bits}",
-    )  # fmt: skip
 
 
 def nvrtc_library() -> str | None:
@@ -93,20 +90,20 @@ def nvrtc() -> Nvrtc:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", NAMES)
-def test_nvrtc_compiles_as_cupy_has_it_do(nvrtc, name, target):
-    options = (*element_options(DType.BFLOAT16), *CUPY_OPTIONS, f"-arch={target}")
-    result, log, size = nvrtc.compile(f'#include "{name}.cu"\n', options)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nvrtc_compiles_as_cupy_has_it_do(nvrtc, kernel, target):
+    text = cuda_modules.wanted(kernel, DType.BFLOAT16).text()
+    result, log, size = nvrtc.compile(text, (*OPTIONS, f"-arch={target}"))
     assert result == 0, log
     assert size > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", KINDS[1:], ids=lambda d: d.name)
-@pytest.mark.parametrize("name", NAMES)
-def test_nvrtc_compiles_for_every_kind_of_element(nvrtc, name, dtype):
-    options = (*element_options(dtype), *CUPY_OPTIONS, "-arch=sm_90")
-    result, log, size = nvrtc.compile(f'#include "{name}.cu"\n', options)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nvrtc_compiles_for_every_kind_of_element(nvrtc, kernel, dtype):
+    text = cuda_modules.wanted(kernel, dtype).text()
+    result, log, size = nvrtc.compile(text, (*OPTIONS, "-arch=sm_90"))
     assert result == 0, log
     assert size > 0
 
@@ -120,11 +117,13 @@ def test_nvrtc_reports_what_is_wrong(nvrtc):
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
 @pytest.mark.skipif(NVRTC is not None, reason="NVRTC is here, the compiler that CuPy uses")
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", NAMES)
-def test_nvcc_compiles(tmp_path, name, target):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nvcc_compiles(tmp_path, kernel, target):
+    source = tmp_path / "kernels.cu"
+    source.write_text(cuda_modules.wanted(kernel, DType.BFLOAT16).text())
     subprocess.run(
-        ["nvcc", *element_options(DType.BFLOAT16), f"-arch={target}", "-diag-suppress=177,186",
-         "-cubin", "-o", tmp_path / "kernels.cubin", SOURCES / f"{name}.cu"],
+        ["nvcc", "-std=c++17", f"-I{SOURCES}", f"-arch={target}", "-diag-suppress=177,186",
+         "-cubin", "-o", tmp_path / "kernels.cubin", source],
         check=True, timeout=300,
     )  # fmt: skip
 
