@@ -4,6 +4,8 @@
 #   make lint      ruff and mypy --strict
 #   make test-gpu  the tests that need a CUDA device
 #   make bench     the way through the daemon against two plain memcpys, and the codec
+#   make bench-codec-gpu   the codec on a GPU, beside every peer that is here (PEERS="--dietgpu LIB
+#                  --splitzip FILE"; tests/bench/codec_gpu_peers.py says how to get them)
 # PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go.
 
 PYTHON ?= python3
@@ -12,7 +14,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c 
 RUN := $(VENV)/bin/python -m
 C_SOURCES := $(shell find kernels/storm_kernels/cpu -name "*.[ch]" -o -name CMakeLists.txt)
 
-.PHONY: demo test lint test-gpu bench clean
+.PHONY: demo test lint test-gpu bench bench-codec-gpu clean
 
 demo: $(VENV)/.installed
 	$(RUN) stormd.cli demo
@@ -31,6 +33,9 @@ test-gpu: $(VENV)/.installed-cuda
 bench: $(VENV)/.installed
 	$(RUN) stormd.cli bench link
 	$(RUN) stormd.cli bench codec
+
+bench-codec-gpu: $(VENV)/.installed-cuda
+	$(VENV)/bin/python tests/bench/codec_gpu.py $(PEERS)
 
 clean:
 	rm -rf build $(VENV)
