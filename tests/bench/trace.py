@@ -1,0 +1,220 @@
+"""One training step as torch.profiler sees it, with the daemon's work on the same time line.
+
+    PYTHONPATH=tests python -m bench.trace --workload W1 --trace step.json --json overlap.json
+
+The daemon runs under a profiler of its own; both traces are merged into one that Perfetto and
+chrome://tracing open. What stays true: times are those that the GPU's own tracing gives, in both
+processes by one clock, and the overlap is counted from what is in the trace and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import storm_client as storm
+import torch
+from storm_client.bench.train.gpt import WORKLOADS, attention, make
+from storm_client.bench.train.methods import MIN_BYTES
+from storm_client.handshake import is_listening
+from support.waiting import wait_until
+from torch.profiler import ProfilerActivity, profile
+
+from stormd import cli
+from stormd.machine import describe
+
+Span = tuple[float, float]
+Events = list[dict[str, Any]]
+START_SECONDS = 180.0
+WARM_UPS = 4
+DAEMON_PID = 1_000_000_000
+"""Added to the daemon's process numbers, which a trace also uses for GPUs: they stay apart."""
+
+
+def traced_daemon(address: str, device: str, pool: str, path: str) -> None:
+    """Serve until SIGTERM under a profiler; write its trace then."""
+    with _profiled() as profiled:
+        flags = [f"--device={device}", f"--pool-bytes={pool}", "--cache-bytes=0"]
+        cli.main(["serve", "--address", address, *flags])
+    profiled.export_chrome_trace(path)
+
+
+def traced_step(address: str, device: torch.device, workload: str, path: str) -> None:
+    """Take some steps with offload and write the trace of one more."""
+    model, tokens, targets = make(WORKLOADS[workload], device)
+    with storm.connect(address, embedded="never", timeout=60.0) as client, attention(device):
+        offload = client.offload(model, min_bytes=MIN_BYTES)
+
+        def step() -> None:
+            x = model.embed(tokens)
+            with offload:
+                for block in model.blocks:
+                    x = block(x)
+            model.loss(x, targets).backward()
+            model.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+
+        for _ in range(WARM_UPS):
+            step()
+        with _profiled() as profiled:
+            step()
+    profiled.export_chrome_trace(path)
+
+
+def _profiled() -> profile:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return profile(activities=activities)
+
+
+@contextmanager
+def daemon(device: str, pool: str, directory: Path) -> Iterator[str]:
+    """Run a daemon under the profiler; its trace is in `directory` when the context is left."""
+    address = f"ipc://{directory}/stormd.sock"
+    path = str(directory / "daemon.json")
+    command = [sys.executable, "-m", "bench.trace", "--daemon", address, device, pool, path]
+    process = subprocess.Popen(command)
+    try:
+        wait_until(lambda: is_listening(address) or process.poll() is not None, START_SECONDS)
+        assert process.poll() is None, "the daemon has ended"
+        yield address
+        process.send_signal(signal.SIGTERM)
+        process.wait(START_SECONDS)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def merged(client: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the client's trace with what the daemon did meanwhile."""
+    shift = (other["baseTimeNanoseconds"] - client["baseTimeNanoseconds"]) / 1e3
+    spans = [_span(event) for event in client["traceEvents"] if event.get("ph") == "X"]
+    begin, end = min(one for one, _ in spans), max(other for _, other in spans)
+    events = []
+    for event in other["traceEvents"]:
+        moved = dict(event)
+        if isinstance(event.get("pid"), int):
+            moved["pid"] = event["pid"] + DAEMON_PID
+        if event.get("ph") == "M":
+            events.append(_named(moved))
+        elif event.get("ph") == "X":
+            moved["ts"] = event["ts"] + shift
+            if begin <= moved["ts"] <= end:
+                events.append(moved)
+    return {**client, "traceEvents": client["traceEvents"] + events}
+
+
+def overlap(trace: dict[str, Any]) -> dict[str, float]:
+    """Return how much of the daemon's copies and kernels ran beside the client's kernels."""
+    mine = [event for event in trace["traceEvents"] if not _is_daemons(event)]
+    theirs = [event for event in trace["traceEvents"] if _is_daemons(event)]
+    compute = _union(_spans(mine, "kernel"))
+    result = {"client_kernel_ms": _length(compute)}
+    kinds = {"download": "DtoH", "upload": "HtoD"}
+    for name, mark in kinds.items():
+        copies = _union(_spans(theirs, "gpu_memcpy", mark))
+        result[f"{name}_ms"] = _length(copies)
+        result[f"{name}_beside_kernels_ms"] = _length(_both(copies, compute))
+    coding = _union(_spans(theirs, "kernel"))
+    result["codec_ms"] = _length(coding)
+    result["codec_beside_kernels_ms"] = _length(_both(coding, compute))
+    return {name: round(value, 3) for name, value in result.items()}
+
+
+def _is_daemons(event: dict[str, Any]) -> bool:
+    return isinstance(event.get("pid"), int) and event["pid"] >= DAEMON_PID
+
+
+def _named(event: dict[str, Any]) -> dict[str, Any]:
+    """Return a naming event of the daemon's that says so."""
+    if event.get("name") == "process_name":
+        return {**event, "args": {"name": f"stormd: {event['args']['name']}"}}
+    return event
+
+
+def _spans(events: Events, category: str, mark: str = "") -> list[Span]:
+    return [
+        _span(event)
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") == category and mark in event["name"]
+    ]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    return event["ts"], event["ts"] + event.get("dur", 0)
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    """Return disjoint spans, in order, that cover the same times."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _both(some: list[Span], others: list[Span]) -> list[Span]:
+    """Return the times that are in both; each must be disjoint and in order."""
+    found, place = [], 0
+    for begin, end in some:
+        while place < len(others) and others[place][1] <= begin:
+            place += 1
+        at = place
+        while at < len(others) and others[at][0] < end:
+            found.append((max(begin, others[at][0]), min(end, others[at][1])))
+            at += 1
+    return found
+
+
+def _length(spans: list[Span]) -> float:
+    """Return milliseconds."""
+    return sum(end - begin for begin, end in spans) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.trace")
+    parser.add_argument("--workload", choices=tuple(WORKLOADS))
+    parser.add_argument("--pool", default="16GiB")
+    parser.add_argument("--trace", type=Path, help="where the merged trace goes")
+    parser.add_argument("--json", type=Path, help="where the overlap goes")
+    parser.add_argument("--daemon", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.daemon:
+        traced_daemon(*args.daemon)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    workload = args.workload or ("W1" if device == "cuda" else "W0")
+    with tempfile.TemporaryDirectory(prefix="storm-") as base:
+        directory = Path(base)
+        with daemon(device, args.pool, directory) as address:
+            traced_step(address, torch.device(device), workload, str(directory / "client.json"))
+        names = ("client", "daemon")
+        both = [json.loads((directory / f"{name}.json").read_text()) for name in names]
+    trace = merged(*both)
+    result = {
+        "machine": describe() | {"command": f"python -m bench.trace --workload {workload}"},
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "workload": workload,
+        "figures": overlap(trace),
+    }
+    if args.trace:
+        args.trace.write_text(json.dumps(trace))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["figures"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
