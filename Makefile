@@ -2,40 +2,42 @@
 #   make demo      two trainers share a daemon; losses and gradients compared
 #   make test      every test that needs no GPU and no more than minutes
 #   make lint      ruff and mypy --strict
-#   make test-gpu  the tests that need a CUDA device
+#   make test-gpu  the tests that need a CUDA device: minutes, the slowest named at the end
 #   make bench     the way through the daemon against two plain memcpys, and the codec
 #   make bench-codec-gpu   the codec on a GPU, beside every peer that is here (PEERS="--dietgpu LIB
 #                  --splitzip FILE"; tests/bench/codec_gpu_peers.py says how to get them)
-# PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go.
+# PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go. INSTALLED=1 installs
+# nothing and takes PYTHON with what it has, as on a machine without a network.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-RUN := $(VENV)/bin/python -m
+RUN := $(if $(INSTALLED),$(PYTHON),$(VENV)/bin/python) -m
+ready = $(if $(INSTALLED),,$(VENV)/.installed$(1))
 C_SOURCES := $(shell find kernels/storm_kernels/cpu -name "*.[ch]" -o -name CMakeLists.txt)
 
 .PHONY: demo test lint test-gpu bench bench-codec-gpu clean
 
-demo: $(VENV)/.installed
+demo: $(call ready,)
 	$(RUN) stormd.cli demo
 
-test: $(VENV)/.installed-dev
+test: $(call ready,-dev)
 	$(RUN) pytest -m "not gpu and not slow"
 
-lint: $(VENV)/.installed-dev
+lint: $(call ready,-dev)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy --strict
 
-test-gpu: $(VENV)/.installed-cuda
-	$(RUN) pytest -m "gpu and not slow"
+test-gpu: $(call ready,-cuda)
+	$(RUN) pytest -m "gpu and not slow" --timeout=180 --durations=10
 
-bench: $(VENV)/.installed
+bench: $(call ready,)
 	$(RUN) stormd.cli bench link
 	$(RUN) stormd.cli bench codec
 
-bench-codec-gpu: $(VENV)/.installed-cuda
-	$(VENV)/bin/python tests/bench/codec_gpu.py $(PEERS)
+bench-codec-gpu: $(call ready,-cuda)
+	$(firstword $(RUN)) tests/bench/codec_gpu.py $(PEERS)
 
 clean:
 	rm -rf build $(VENV)
