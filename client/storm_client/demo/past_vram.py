@@ -30,7 +30,7 @@ _RATE = 0.02
 def main(arguments: list[str] | None = None) -> None:
     """Train as the arguments say, or report where memory ended."""
     args = _parser().parse_args(arguments)
-    device = torch.device("cuda")
+    device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, args.limit_bytes / total), device)
     try:
