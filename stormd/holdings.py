@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stormd.arena import Space, granules
-from stormd.records import Entry, Session
+from stormd.records import Entry, Phase, Session
 from stormd.shares import Shares
 
 __all__ = ["Holdings", "assert_session", "assert_space"]
@@ -94,7 +94,13 @@ def assert_session(record: Session) -> None:
         assert not (entry.released and not entry.in_use), "a released entry was not freed"
         started = [t for t in record.tickets.values() if t.entry == entry_id and t.started]
         assert entry.restores == len(started)
-        assert not entry.held or entry.block is None, "a held restore was not started"
+    waiting = [number for number, ticket in record.tickets.items() if not ticket.started]
+    if record.phase is not Phase.ENDING:
+        assert list(record.waiting) == waiting, "restores wait in the order of asking"
+        assert sorted(waiting) == sorted(n for e in record.entries.values() for n in e.held)
+    if record.waiting:
+        first = record.entries[record.tickets[record.waiting[0]].entry]
+        assert first.block is None, "a restore whose turn it is was not started"
 
 
 def _charge(entry: Entry) -> int:

@@ -173,6 +173,7 @@ class Ledger:
         for entry_id, entry in list(record.entries.items()):
             entry.held.clear()
             self._holdings.give_up(record, entry_id)
+        record.waiting.clear()
         return [Detach(session)]
 
     def drain(self) -> None:
@@ -222,7 +223,11 @@ class Ledger:
     def restore(
         self, session: int, request: int, message: Restore, now: float
     ) -> list[Instruction]:
-        """Start a restore, or hold it back while its entry is encoded."""
+        """Start a restore, or hold it back while its entry, or that of one before, is encoded.
+
+        Clients ask in the order of their needs: what is needed last must not take the link first
+        because it was encoded first.
+        """
         record = self._sessions[session]
         problem = restore_problem(record, message)
         if problem is not None:
@@ -230,10 +235,9 @@ class Ledger:
             return [Reply(session, request, failed)]
         record.tickets[message.ticket] = Ticket(message.entry, request, message, now)
         entry = record.entries[message.entry]
-        if entry.block is None:
-            entry.held.append(message.ticket)
-            return []
-        return [self._start_restore(record, message.ticket)]
+        entry.held.append(message.ticket)
+        record.waiting.append(message.ticket)
+        return self._start_waiting(record)
 
     def release(self, session: int, message: Release) -> list[Instruction]:
         """Give entries up; those in use are freed when they no longer are."""
@@ -294,8 +298,7 @@ class Ledger:
             return []
         stored = Stored(result.entry, result.block.nbytes, result.mode)
         instructions: list[Instruction] = [Reply(record.info.session, 0, stored)]
-        held, entry.held = entry.held, []
-        instructions += [self._start_restore(record, ticket) for ticket in held]
+        instructions += self._start_waiting(record)
         self._holdings.free_unused(record, result.entry)
         return instructions
 
@@ -306,8 +309,10 @@ class Ledger:
         if record.phase is Phase.ENDING:
             return []
         failed = [(0, 0)]
-        failed += [(ticket, record.tickets.pop(ticket).request) for ticket in entry.held]
-        return [
+        for ticket in entry.held:
+            record.waiting.remove(ticket)
+            failed.append((ticket, record.tickets.pop(ticket).request))
+        replies: list[Instruction] = [
             Reply(
                 record.info.session,
                 request,
@@ -315,6 +320,7 @@ class Ledger:
             )
             for ticket, request in failed
         ]
+        return replies + self._start_waiting(record)
 
     def _restore_done(self, record: Session, result: RestoreDone, now: float) -> list[Instruction]:
         ticket, entry = self._end_restore(record, result.ticket)
@@ -432,6 +438,19 @@ class Ledger:
         if record.phase is Phase.ENDING:
             return []
         return [Reply(record.info.session, ticket.request, message)]
+
+    def _start_waiting(self, record: Session) -> list[Instruction]:
+        """Start the restores whose turn it is and whose entries are encoded."""
+        started: list[Instruction] = []
+        while record.waiting:
+            number = record.waiting[0]
+            entry = record.entries[record.tickets[number].entry]
+            if entry.block is None:
+                break
+            record.waiting.popleft()
+            entry.held.remove(number)
+            started.append(self._start_restore(record, number))
+        return started
 
     def _start_restore(self, record: Session, number: int) -> RestoreJob:
         ticket = record.tickets[number]

@@ -5,6 +5,7 @@ What stays true: records hold state only; every change to them is made by the le
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -64,7 +65,7 @@ class Phase(Enum):
 @dataclass(slots=True)
 class Ticket:
     """One restore, asked for at `since`. `started` once the lane has its job: it is held back
-    while the entry is encoded.
+    while the entry, or that of an earlier one, is encoded.
     """
 
     entry: int
@@ -124,7 +125,7 @@ class Session:
     """One client. `used_bytes` is the sum of its entries' charges, `seen` a time of the caller's.
 
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
-    number and size.
+    number and size. `waiting` are the tickets that have not been started, in the order of asking.
     """
 
     info: SessionInfo
@@ -135,6 +136,7 @@ class Session:
     mapping: dict[int, tuple[int, int]] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
+    waiting: deque[int] = field(default_factory=deque)
     last_entry: int = 0
     used_bytes: int = 0
     cache: CacheAccess | None = None

@@ -59,6 +59,7 @@ class Offload:
             UsageError, DaemonLost: the client is closed, forked or without its daemon.
         """
         sessions = self._supply.current()
+        sessions.sweep()
         self._policy.refresh()
         step = _StepHooks(
             sessions,
@@ -169,7 +170,14 @@ class _StepHooks:
             self._recorder.deduplicated(tensor.nbytes)
         else:
             with self._recorder.timed("store"):
-                record = session.store(storage, span, version, self._codec, self._recorder)
+                record = session.store(
+                    storage,
+                    span,
+                    version,
+                    self._codec,
+                    self._recorder,
+                    steady=_is_result(tensor),
+                )
             self._recorder.saved(tensor.nbytes)
         return self._step.handle(record, view, version)
 
@@ -183,6 +191,12 @@ def _worth_storing(span: tuple[int, int], nbytes: int) -> tuple[int, int]:
         return 0, nbytes
     begin = span[0] - span[0] % ALIGNMENT
     return begin, min(nbytes, -(-span[1] // ALIGNMENT) * ALIGNMENT)
+
+
+def _is_result(tensor: torch.Tensor) -> bool:
+    """Tell whether an operation made the tensor's memory; a leaf's may be a resized parameter's."""
+    base = tensor._base if tensor._is_view() else tensor
+    return base is not None and base.grad_fn is not None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

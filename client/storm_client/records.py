@@ -156,7 +156,7 @@ class StoredRange:
             and self.version.expected == version
             and self.version.unchanged
             and self.error is None
-            and self._is_whole(storage)
+            and self.is_whole(storage)
         )
 
     def locate(self) -> Located | None:
@@ -167,7 +167,7 @@ class StoredRange:
         storage = self.source
         if storage is None:
             storage = _revive(self.origin)
-        if storage is not None and self._is_whole(storage):
+        if storage is not None and self.is_whole(storage):
             return Located(storage, 0)
         restored = self._restored
         if restored is None and self._restored_ref is not None:
@@ -202,7 +202,7 @@ class StoredRange:
         if not self._waiting:
             self._restored = None
 
-    def _is_whole(self, storage: torch.UntypedStorage) -> bool:
+    def is_whole(self, storage: torch.UntypedStorage) -> bool:
         """Tell whether the storage still has its memory: resizing to 0 and back changes it."""
         return storage.data_ptr() == self.pointer and storage.nbytes() == self.storage_nbytes
 

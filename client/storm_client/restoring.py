@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from storm_client.connection import Connection
-from storm_client.errors import ActivationLost, StormError, named
+from storm_client.errors import ActivationLost, StormError
 from storm_client.lanes import Lane, Slot
 from storm_client.records import Part, StoredRange
-from stormd.protocol import Failed, Restore
+from stormd.protocol import Restore
 
 __all__ = ["Restorer"]
 
@@ -151,19 +151,21 @@ class Restorer:
             for index in list(retrieval.fetches):
                 self._drop(retrieval, index)
 
+    def __contains__(self, key: int) -> bool:
+        """Tell whether parts of the record of that key are in the staging area or on their way."""
+        return key in self._retrievals
+
     # --- replies ----------------------------------------------------------------------------
 
-    def restored(self, ticket: int) -> None:
-        """Note that a part is in its slot."""
-        self._settle(ticket, None)
-
-    def failed(self, message: Failed) -> None:
-        """Note that a part cannot be had."""
-        self._settle(message.ticket, named(message.kind, message.detail))
-
-    def refused(self, ticket: int, error: StormError) -> None:
-        """Note that the request itself was refused."""
-        self._settle(ticket, error)
+    def settled(self, ticket: int, error: StormError | None) -> None:
+        """Note that a part is in its slot, or cannot be had."""
+        fetch = self._tickets.pop(ticket, None)
+        if fetch is None:
+            return
+        fetch.arrived = True
+        fetch.error = error
+        if fetch.abandoned:
+            self._free(fetch)
 
     def concerns(self, request: int) -> bool:
         """Tell whether the number is that of a restore under way."""
@@ -268,15 +270,6 @@ class Restorer:
         self._connection.post(
             ticket, Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
         )
-
-    def _settle(self, ticket: int, error: StormError | None) -> None:
-        fetch = self._tickets.pop(ticket, None)
-        if fetch is None:
-            return
-        fetch.arrived = True
-        fetch.error = error
-        if fetch.abandoned:
-            self._free(fetch)
 
     def _drop(self, retrieval: _Retrieval, index: int) -> None:
         """Give a part's slot up, at once or as soon as the daemon no longer writes to it."""

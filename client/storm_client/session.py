@@ -7,31 +7,40 @@ its first byte leaves; when it dies its entries are released, whoever dropped it
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
 
+from storm_client.arriving import Arrivals
 from storm_client.connection import IDS_PER_RELEASE, Connection
 from storm_client.dedup import DedupTable
-from storm_client.errors import ActivationLost, DaemonLost, named
+from storm_client.errors import ActivationLost, DaemonLost, StormError, named
 from storm_client.lanes import Lane
+from storm_client.memory_pressure import watch
 from storm_client.records import Handle, Located, RecordGrave, StoredRange
 from storm_client.restoring import STALL_SECONDS, Restorer
 from storm_client.stats import StatsRecorder
 from storm_client.storing import Storer
 from storm_client.versions import SavedVersion
+from storm_client.window import Window
 from stormd.protocol import (
     Admitted,
     Failed,
+    Mapped,
     Message,
     Refused,
     Rejected,
     Release,
     Restored,
     Stored,
+    UnmapSegment,
 )
 
 __all__ = ["Session"]
+
+BARRIER_SECONDS = 2.0
+"""How long a thread that is out of memory waits for the daemon to unmap what was freed."""
 
 
 class Session:
@@ -52,18 +61,29 @@ class Session:
         except BaseException:
             self.close()
             raise
+        self._in_place = lane.in_place
+        self._window = Window(0 if self._in_place is None else self._in_place.budget_bytes)
         self._restorer = Restorer(self.connection, lane)
+        self._arrivals = (
+            None
+            if self._in_place is None
+            else Arrivals(self.connection, lane, self._in_place, self._window)
+        )
         self._storer = Storer(
             self.connection,
             lane,
             self._restorer.reserve,
             self._restorer.keep,
             self.connection.welcome.part_bytes,
+            window=self._window,
         )
         self._grave = RecordGrave(self.connection.wake)
         self._known = DedupTable()
         self.connection.on_message = self._on_message
         self.connection.on_wake = self._flush_dead
+        if self._in_place is not None:
+            self._in_place.segments.post = self._post_about_segments
+            watch(self)
 
     # --- what the hooks ask for -------------------------------------------------------------
 
@@ -86,8 +106,12 @@ class Session:
         version: SavedVersion,
         codec: str,
         stats: StatsRecorder,
+        *,
+        steady: bool = False,
     ) -> StoredRange:
         """Return a new record of the bytes `span` of `storage`, on its way to the daemon.
+
+        `steady` says that nothing resizes the storage while somebody holds it.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -97,7 +121,7 @@ class Session:
         with self.connection.lock:
             self._known.add(self._grave.watch(record))
             self._release_dead()
-        self._storer.store(record, codec)
+        self._storer.store(record, codec, steady=steady)
         return record
 
     def load(self, handle: Handle) -> Located:
@@ -123,9 +147,32 @@ class Session:
         with self.connection.lock, suppress(DaemonLost):
             self.connection.wait(lambda: not self._storer.under_way, timeout)
 
+    def sweep(self) -> None:
+        """Have the daemon unmap memory that was freed; a lost daemon has done so."""
+        if self._in_place is None:
+            return
+        with self.connection.lock, suppress(DaemonLost):
+            if self._in_place.sweep():
+                self.connection.flush()
+
+    def give_back_memory(self) -> None:
+        """Sweep, and return when the freed memory can be allocated again."""
+        if self._in_place is None or self.connection.lost:
+            return
+        with suppress(StormError):  # the allocation that asks for it fails in any case
+            with self.connection.lock:
+                self._make_smaller()
+                is_given_back = self._in_place.sweep()
+                barrier = self._in_place.barrier()
+            if is_given_back:
+                self.connection.request(barrier, BARRIER_SECONDS)
+                with self.connection.lock:
+                    self.connection.send(0, UnmapSegment(barrier.segment))
+
     def close(self) -> None:
         """End the session; what it stored is lost. Calling it twice is fine."""
         self.connection.close()
+        self._in_place = None
         self.lane.close()
 
     # --- helpers ----------------------------------------------------------------------------
@@ -156,7 +203,7 @@ class Session:
             )
         located = record.locate()
         if located is not None:
-            self._restorer.forget(record.key)
+            self._forget(record.key)
             return located
         self.connection.check()
         if record.error is not None:
@@ -166,12 +213,13 @@ class Session:
                 f"the {record.nbytes} bytes of a tensor that had stayed in memory are gone: its "
                 "storage was resized after the tensor was saved"
             )
+        self._storer.check_steady(record)
         record.being_restored = True
         return None
 
     def _restore(self, record: StoredRange, handle: Handle) -> Located:
         try:
-            storage = self._restorer.fetch(record, handle.step.upcoming)
+            storage = self._fetch(record, handle)
             with self.connection.lock:
                 record.hold(storage)
         finally:
@@ -180,10 +228,57 @@ class Session:
                 self.connection.notify()
         return Located(storage, record.start)
 
+    def _fetch(self, record: StoredRange, handle: Handle) -> torch.UntypedStorage:
+        """Return a record's bytes, in place where that is possible, and begin what follows it."""
+        if self._arrivals is None:
+            return self._restorer.fetch(record, handle.step.upcoming)
+        with self.connection.lock:
+            is_staged = record.key in self._restorer
+        in_place = not is_staged and self._arrivals.begin(record)
+        self._look_ahead(handle)
+        if in_place:
+            return self._arrivals.finish(record)
+        return self._restorer.fetch(record, lambda: self._staged_later(handle))
+
     def _look_ahead(self, handle: Handle) -> None:
-        """Begin to fetch what follows although this handle needed nothing."""
-        with self.connection.lock, suppress(DaemonLost):
-            self._restorer.fetch_ahead(handle.step.upcoming)
+        """Begin to fetch what follows."""
+        with suppress(DaemonLost):
+            if self._arrivals is not None and self._arrivals.ahead(
+                lambda: self._unstaged(handle.step.upcoming())
+            ):
+                return
+            with self.connection.lock:
+                self._restorer.fetch_ahead(lambda: self._staged_later(handle))
+
+    def _staged_later(self, handle: Handle) -> list[StoredRange]:
+        """Return what follows and has to take the staging area; with the lock held."""
+        arrivals = self._arrivals
+        if arrivals is None:
+            return handle.step.upcoming()
+        if arrivals.in_use:
+            return []  # what can come in place does, and the rest is fetched when it is needed
+        return [record for record in handle.step.upcoming() if record.key not in arrivals]
+
+    def _unstaged(self, records: list[StoredRange]) -> Iterator[StoredRange]:
+        """Leave out what is fetched through the staging area; with the lock held."""
+        return (record for record in records if record.key not in self._restorer)
+
+    def _forget(self, key: int) -> None:
+        """Give up what is under way of a record; with the lock held."""
+        self._restorer.forget(key)
+        if self._arrivals is not None:
+            self._arrivals.forget(key)
+
+    def _make_smaller(self) -> None:
+        """Take less of the device's memory from now on; with the lock held."""
+        self._window.shrink()
+        if self._arrivals is not None:
+            self._arrivals.relent()
+
+    def _post_about_segments(self, message: Message) -> int:
+        number = next(self.connection.numbers)
+        self.connection.defer(number, message)
+        return number
 
     def _flush_dead(self) -> None:
         self._release_dead()
@@ -194,7 +289,8 @@ class Session:
         entries: list[int] = []
         for reference in self._grave.empty():
             self._known.remove(reference)
-            self._restorer.forget(reference.key)
+            self._forget(reference.key)
+            self._storer.forget(reference.key)
             entries.extend(part.entry for part in reference.parts)
         for begin in range(0, len(entries), IDS_PER_RELEASE):
             self.connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
@@ -208,19 +304,40 @@ class Session:
             case Stored():
                 self._storer.stored(message)
             case Restored():
-                self._restorer.restored(message.ticket)
+                self._restored(message.ticket, None)
             case Rejected():
                 self._storer.rejected(message.entry, message.reason)
             case Failed() if message.ticket:
-                self._restorer.failed(message)
+                self._restored(message.ticket, named(message.kind, message.detail))
             case Failed():
                 self._storer.failed(message)
+            case Mapped():
+                self._segment_answered(request, mapped=True)
             case Refused():
                 self._refused(request, message)
+
+    def _restored(self, ticket: int, error: StormError | None) -> None:
+        """A part is back, or cannot be had."""
+        if self._arrivals is not None and self._arrivals.concerns(ticket):
+            self._arrivals.settled(ticket, error)
+        else:
+            self._restorer.settled(ticket, error)
+
+    def _segment_answered(self, request: int, *, mapped: bool) -> None:
+        if self._in_place is not None and self._in_place.segments.concerns(request):
+            self._in_place.segments.answered(request, mapped=mapped)
+
+    def _restores(self, request: int) -> bool:
+        """Tell whether the number is that of a part on its way back."""
+        if self._arrivals is not None and self._arrivals.concerns(request):
+            return True
+        return self._restorer.concerns(request)
 
     def _refused(self, request: int, message: Refused) -> None:
         """A refusal of the message itself; one that answers no request is about the session."""
         if self._storer.concerns(request):
             self._storer.rejected(request, message.kind)
-        elif self._restorer.concerns(request):
-            self._restorer.refused(request, named(message.kind, message.detail))
+        elif self._restores(request):
+            self._restored(request, named(message.kind, message.detail))
+        else:
+            self._segment_answered(request, mapped=False)

@@ -62,6 +62,11 @@ class Sessions:
         for session in self._open_sessions():
             session.settle(timeout)
 
+    def sweep(self) -> None:
+        """Have the daemon unmap device memory that was freed."""
+        for session in self._open_sessions():
+            session.sweep()
+
     def close(self) -> None:
         """End all sessions. Calling it twice is fine."""
         with self._lock:

@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 
 from storm_client.connection import IDS_PER_RELEASE, Connection
-from storm_client.errors import named
-from storm_client.lanes import Lane, Slot
+from storm_client.errors import ActivationLost, named
+from storm_client.held import HeldBack
+from storm_client.lanes import InPlace, Lane, Slot
 from storm_client.records import Part, StoredRange
 from storm_client.staging import ALIGNMENT
 from storm_client.stats import StatsRecorder, dtype_name
+from storm_client.window import Window
 from stormd.protocol import Admitted, Failed, Release, Store, Stored
 
 __all__ = ["Storer", "flat_bytes"]
@@ -32,6 +34,12 @@ STAGING_SECONDS = 2.0
 """How long a training thread waits for room in the staging area before it keeps its tensor."""
 
 
+_MOVED = (
+    "a storage was resized while the daemon read {} bytes of it where they were; save a copy of "
+    "what is freed before the backward pass"
+)
+
+
 @dataclass(slots=True)
 class _Admission:
     """What became of one record's parts; outlives the record, for the statistics' sake."""
@@ -41,6 +49,7 @@ class _Admission:
     nbytes: int
     dtype: torch.dtype
     outstanding: int
+    in_place: bool = False
     refused: bool = False
     early: list[Stored] = field(default_factory=list)
     """Parts that arrived before the last one was admitted: they may yet be given back."""
@@ -50,7 +59,8 @@ class _Storing(NamedTuple):
     """A part between Store and Stored."""
 
     admission: _Admission
-    slot: Slot
+    slot: Slot | None
+    """Of the staging area; None where the part is stored in place."""
 
 
 class Storer:
@@ -63,8 +73,10 @@ class Storer:
         reserve: Callable[[int], Slot | None],
         keep: Callable[[StoredRange, int, Slot], bool],
         part_bytes: int,
+        *,
+        window: Window,
     ) -> None:
-        """Store in parts of at most `part_bytes`.
+        """Store in parts of at most `part_bytes`, holding back what `window` allows.
 
         Called with the lock held: `reserve` for a slot, and `keep` with a stored part's record,
         entry and slot, which takes the slot over or returns False.
@@ -74,6 +86,9 @@ class Storer:
         self._reserve = reserve
         self._keep_staged = keep
         self._part_bytes = part_bytes - part_bytes % ALIGNMENT
+        self._in_place = lane.in_place
+        self._window = window
+        self._held: HeldBack[_Admission] = HeldBack(window)
         self._under_way: dict[int, _Storing] = {}
         self._flush_bytes = min(FLUSH_BYTES, self._part_bytes)
         self._unsent = 0  # bytes of stores deferred since the last flush here
@@ -84,12 +99,16 @@ class Storer:
         """The number of parts whose slots the daemon still reads."""
         return len(self._under_way)
 
-    def store(self, record: StoredRange, codec: str) -> None:
+    def store(self, record: StoredRange, codec: str, *, steady: bool) -> None:
         """Hand the record's bytes over; it stays with the client where that is not possible.
+
+        `steady` says that the storage's memory stays the same while somebody holds it.
 
         Raises:
             DaemonLost: the daemon is gone. The record keeps its storage.
         """
+        if steady and self._in_place is not None and self._store_in_place(record, codec):
+            return
         storage = record.source
         assert storage is not None
         source = flat_bytes(storage, record.start, record.nbytes)
@@ -106,7 +125,22 @@ class Storer:
                 if admission.refused:
                     self._lane.free(slot)
                     return
-                self._send(record, admission, slot, begin, codec)
+                sequence = self._lane.publish(slot)
+                self._send(record, admission, slot, begin, codec, sequence=sequence)
+                self._flush_if_due()
+
+    def forget(self, key: int) -> None:
+        """Note that a record died (with the lock held)."""
+        self._held.forget(key)
+
+    def check_steady(self, record: StoredRange) -> None:
+        """Raise if the record's source is held, where it was not found whole (locked).
+
+        Raises:
+            ActivationLost: the daemon cannot have read it for sure before it was resized.
+        """
+        if record.key in self._held:
+            raise ActivationLost(_MOVED.format(record.nbytes))
 
     # --- replies, with the lock held --------------------------------------------------------
 
@@ -123,7 +157,7 @@ class Storer:
         for part in admission.early:
             admission.stats.stored(part.stored_bytes, part.mode)
         record = admission.record()
-        if record is not None:
+        if record is not None and not admission.in_place:
             record.source = None
 
     def rejected(self, entry: int, reason: str) -> None:
@@ -152,6 +186,72 @@ class Storer:
     def concerns(self, request: int) -> bool:
         """Tell whether the number is that of a part under way."""
         return request in self._under_way
+
+    # --- stores in place --------------------------------------------------------------------
+
+    def _store_in_place(self, record: StoredRange, codec: str) -> bool:
+        """Have the daemon read the record's source where it is; False where it cannot."""
+        storage, lane = record.source, self._in_place
+        assert storage is not None
+        assert lane is not None
+        with self._connection.lock:
+            whole = lane.find(storage.data_ptr() + record.start, record.nbytes)
+            if whole is None:
+                return False
+            self._window.saw(record.storage_nbytes)
+            admission = self._admission(record)
+            admission.in_place = True
+            numbers = lane.produced(admission.outstanding)
+            for begin, sequence in zip(
+                range(0, record.nbytes, self._part_bytes), numbers, strict=True
+            ):
+                nbytes = min(self._part_bytes, record.nbytes - begin)
+                slot = Slot(whole.segment, whole.offset + begin, nbytes)
+                self._send(record, admission, slot, begin, codec, sequence=sequence)
+            self._flush_if_due()
+            self._held.add(record, numbers[-1], admission)
+            self._relieve(lane)
+        return True
+
+    def _relieve(self, lane: InPlace) -> None:
+        """Let the oldest sources go while more is held than may be; with the lock held."""
+        while (held := self._held.excess()) is not None:
+            if not self._is_answered(held.admission):
+                return  # the daemon is slow: memory is what that costs
+            self._held.forget(held.key)
+            record = held.record()
+            if record is None or record.source is None or held.admission.refused:
+                continue
+            if not record.is_whole(record.source):
+                record.error = ActivationLost(_MOVED.format(record.nbytes))
+            if record.error is not None:
+                continue  # what may be had is what is here
+            if not self._is_read(lane, held.sequence):
+                lane.overtake(held.sequence, record.source)
+            record.source = None
+
+    def _is_read(self, lane: InPlace, sequence: int) -> bool:
+        """Tell whether the daemon has read the stores up to `sequence`, waiting if that is best.
+
+        Two processes without MPS share the device by time slices, and a stream that waits wastes
+        its own: the daemon encodes faster while the host waits instead.
+        """
+        if lane.is_read(sequence) or lane.waits_on_device:
+            return lane.is_read(sequence)
+        self._connection.drain()
+        return self._connection.wait(lambda: lane.is_read(sequence), STAGING_SECONDS)
+
+    def _is_answered(self, admission: _Admission) -> bool:
+        """Wait a while for the daemon's word on a record; with the lock held."""
+
+        def answered() -> bool:
+            return admission.refused or not admission.outstanding
+
+        if not answered():
+            self._connection.drain()
+            patience = 0.0 if self._slow else STAGING_SECONDS
+            self._slow = not self._connection.wait(answered, patience)
+        return answered()
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -192,16 +292,19 @@ class Storer:
         slot: Slot,
         begin: int,
         codec: str,
+        *,
+        sequence: int,
     ) -> None:
         """Send one part, with the lock held from its number to its message."""
         entry = next(self._connection.numbers)
         record.parts.append(Part(entry, begin, begin + slot.nbytes))
-        self._under_way[entry] = _Storing(admission, slot)
-        sequence = self._lane.publish(slot)
+        self._under_way[entry] = _Storing(admission, None if admission.in_place else slot)
         name = dtype_name(admission.dtype)
         message = Store(entry, slot.segment, slot.offset, slot.nbytes, name, codec, sequence)
         self._connection.defer(entry, message)
         self._unsent += slot.nbytes
+
+    def _flush_if_due(self) -> None:
         if self._unsent >= self._flush_bytes:
             self._unsent = 0
             self._connection.flush()
@@ -226,15 +329,16 @@ class Storer:
         if storing is None:
             return None
         self._slow = False
-        if not (stored and self._is_kept(entry, storing)):
-            self._lane.free(storing.slot)
+        slot = storing.slot
+        if slot is not None and not (stored and self._is_kept(entry, storing.admission, slot)):
+            self._lane.free(slot)
         return storing.admission
 
-    def _is_kept(self, entry: int, storing: _Storing) -> bool:
-        record = storing.admission.record()
-        if record is None or storing.admission.refused:
+    def _is_kept(self, entry: int, admission: _Admission, slot: Slot) -> bool:
+        record = admission.record()
+        if record is None or admission.refused:
             return False
-        return self._keep_staged(record, entry, storing.slot)
+        return self._keep_staged(record, entry, slot)
 
 
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

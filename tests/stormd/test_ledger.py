@@ -107,6 +107,36 @@ def test_a_restore_waits_for_its_store(made: Fixture) -> None:
     made.ledger.assert_invariants()
 
 
+def test_restores_begin_in_the_order_of_asking(made: Fixture) -> None:
+    """The one that was encoded first must not take the link from what is needed before it."""
+    for entry in (1, 2, 3):
+        made.store(entry)
+    for entry in (3, 2, 1):
+        made.restore(entry, ticket=entry)
+        made.ledger.assert_invariants()
+    made.lane.finish()
+    made.lane.finish()
+    assert [job.entry for job in made.lane.jobs] == [3], "its store: it is asked for first"
+    made.lane.finish()
+    assert [job.entry for job in made.lane.jobs] == [3, 2, 1]
+    for _ in range(3):
+        made.lane.finish()
+    made.ledger.assert_invariants()
+
+
+def test_a_store_that_fails_lets_those_behind_it_begin(made: Fixture) -> None:
+    made.store(1)
+    made.store(2)
+    made.restore(1, ticket=1)
+    made.restore(2, ticket=2)
+    made.lane.finish(1)
+    made.lane.finish(0, fail=True)
+    assert [job.entry for job in made.lane.jobs] == [2]
+    made.ledger.assert_invariants()
+    made.lane.finish()
+    assert made.lane.last() == Restored(2)
+
+
 def test_a_release_waits_for_what_uses_the_entry(made: Fixture) -> None:
     made.store(1)
     made.restore(1)

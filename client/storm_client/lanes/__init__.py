@@ -13,13 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from stormd.protocol import Message, Welcome
+from stormd.protocol import MapSegment, Message, Welcome
 
-__all__ = ["Lane", "LaneHello", "Request", "Slot"]
+if TYPE_CHECKING:
+    from storm_client.lanes.segments import Segments
+
+__all__ = ["InPlace", "Lane", "LaneHello", "Request", "Slot"]
 
 Request = Callable[[Message], Message]
 """Sends a message to the daemon and returns its answer; raises a StormError when refused."""
@@ -38,11 +41,55 @@ class LaneHello:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A range of the staging area in use for one part; lanes may add to it."""
+    """A range of a segment in use for one part: of the staging area, or where a tensor lies."""
 
     segment: int
     offset: int
     nbytes: int
+
+
+class InPlace(Protocol):
+    """What a lane offers where the daemon works in the tensors' own memory. Called locked.
+
+    Out: find -> produced -> a Store for each part -> the source is let go, which may be before
+    the daemon has read it: then `overtake` orders that on the device.
+    Back: allocate -> find -> produced -> a Restore for each part -> Restored -> use.
+    """
+
+    segments: Segments
+    """The allocations that the daemon has mapped."""
+    budget_bytes: int
+    """The most device memory that may wait for the link, on its way out or back early."""
+    waits_on_device: bool
+    """Whether `overtake` costs the daemon nothing: both processes use the device at once."""
+
+    def find(self, address: int, nbytes: int) -> Slot | None:
+        """Return the range as a part of a mapped segment, None where it is in none (yet)."""
+        ...
+
+    def sweep(self) -> bool:
+        """Have freed allocations unmapped; tell whether a mapping of one is being given up."""
+        ...
+
+    def barrier(self) -> MapSegment:
+        """Return an offer that is answered only when all unmapped so far is unmapped."""
+        ...
+
+    def produced(self, count: int) -> range:
+        """Return `count` sequence numbers that say the current stream's work so far is done."""
+        ...
+
+    def is_read(self, sequence: int) -> bool:
+        """Tell whether the daemon has read the sources of all stores up to `sequence`."""
+        ...
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        """Let nothing reuse the memory of `source`, once dropped, before that is so."""
+        ...
+
+    def headroom(self) -> int:
+        """Return by how much less is allocated on the device now than was at the most."""
+        ...
 
 
 class Lane(Protocol):
@@ -63,6 +110,11 @@ class Lane(Protocol):
     keeps_stored: bool
     """Whether stored parts wait in the staging area while there is room: where the way from the
     arena is much slower than a copy."""
+
+    @property
+    def in_place(self) -> InPlace | None:
+        """The way past the staging area, None where there is none; known from attach on."""
+        ...
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         """Map what the daemon shares; called once, before anything else.

@@ -39,6 +39,7 @@ class CpuLane:
     """
 
     keeps_stored = False
+    in_place = None
 
     def __init__(self) -> None:
         """Describe the lane; attach gives it its memory."""

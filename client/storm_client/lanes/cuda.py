@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import torch
 from storm_kernels.errors import CudaDriverError, KernelsError
 
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Request, Slot
+from storm_client.lanes.segments import Segments
 from storm_client.staging import StagingSpace
 from stormd.protocol import MapSegment, Welcome
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, RESTORED, STORED, Timelines
 
 try:
+    from storm_kernels import cuda_driver
     from storm_kernels.cuda_driver import (
         DeviceBuffer,
         Event,
@@ -35,6 +39,7 @@ try:
         buffer_id,
         copy_async,
         wait_event,
+        wait_value,
         write_value,
     )
 except KernelsError as error:
@@ -45,8 +50,17 @@ __all__ = ["CudaLane"]
 STAGING = 0
 """The segment that is the staging area."""
 
+ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""With the value 1, a stream that waits for the daemon would hold up all others."""
+
 STAGING_DIVISOR = 32
 """What part of a device's memory is asked for as staging area; a daemon may grant less."""
+
+SPARE_STAGING_DIVISOR = 512
+"""The same where most tensors are stored and restored in place."""
+
+BUDGET_DIVISOR = 32
+"""What part of a device's memory may hold what waits for the link in the tensors' own memory."""
 
 
 class CudaLane:
@@ -67,14 +81,17 @@ class CudaLane:
             self._context = PrimaryContext(ordinal)
         except KernelsError as error:
             raise UsageError(f"tensors on {device} stay there: {error}") from error
+        self._ordinal = ordinal
+        self._total_bytes = torch.cuda.get_device_properties(ordinal).total_memory
+        self._may_be_in_place = os.environ.get(ONE_CONNECTION) != "1" and self._exports()
+        divisor = SPARE_STAGING_DIVISOR if self._may_be_in_place else STAGING_DIVISOR
         self.hello = LaneHello(
             device="cuda",
             device_uuid=self._context.uuid,
             ipc_modes=("cuda_ipc",),
-            staging_bytes=torch.cuda.get_device_properties(ordinal).total_memory // STAGING_DIVISOR,
+            staging_bytes=self._total_bytes // divisor,
         )
         self.staging_bytes = 0
-        self._ordinal = ordinal
         self._space = StagingSpace(0)
         self._lock = threading.Lock()
         """Protects the event, the sequence of P, and what is known about streams."""
@@ -82,6 +99,7 @@ class CudaLane:
         self._stream: int | None = None
         self._several_streams = False
         self._shared: _Shared | None = None
+        self._in_place: _InPlace | None = None
         self._thread = threading.local()
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
@@ -107,6 +125,20 @@ class CudaLane:
             request(self._shared.offer())
         self.staging_bytes = welcome.staging_bytes
         self._space = StagingSpace(welcome.staging_bytes)
+        if self._may_be_in_place:
+            self._in_place = _InPlace(
+                self,
+                self._total_bytes // BUDGET_DIVISOR,
+                shared_by_mps=self._context.shared_by_mps(),
+            )
+
+    @property
+    def in_place(self) -> _InPlace | None:
+        """The daemon's way to tensors where they are.
+
+        None under ONE_CONNECTION, where PyTorch's memory cannot be exported, and once closed.
+        """
+        return self._in_place
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot of `nbytes`, None where there is no room now."""
@@ -121,7 +153,7 @@ class CudaLane:
         """Have P write the next number, behind every copy that was staged or unstaged so far."""
         shared = self._open()
         with torch.cuda.device(self._ordinal), self._lock:
-            self._enter()
+            self.enter()
             self._sequence += 1
             write_value(shared.p.handle, shared.published, self._sequence)
             return self._sequence
@@ -133,7 +165,7 @@ class CudaLane:
         """
         target = self._open().area.address + slot.offset
         with torch.cuda.device(self._ordinal):
-            self._enter()
+            self.enter()
             stream = torch.cuda.current_stream()
             source.record_stream(stream)
             self._copy(target, source.data_ptr(), slot.nbytes, stream.cuda_stream)
@@ -149,7 +181,7 @@ class CudaLane:
         """Put a copy of the slot into `destination` on the current stream."""
         source = self._open().area.address + slot.offset
         with torch.cuda.device(self._ordinal):
-            self._enter()
+            self.enter()
             stream = torch.cuda.current_stream().cuda_stream
             self._copy(destination.data_ptr(), source, slot.nbytes, stream)
 
@@ -161,7 +193,7 @@ class CudaLane:
             if not self._several_streams:
                 return
         with torch.cuda.device(self._ordinal):
-            self._enter()
+            self.enter()
             with self._lock:
                 self._follow(stream.cuda_stream)
             view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(restored)
@@ -177,23 +209,69 @@ class CudaLane:
         """Free the staging area once no stream uses it; the daemon has unmapped it, or is dead."""
         with self._lock:
             shared, self._shared = self._shared, None
+            self._in_place = None
         if shared is not None:
             with torch.cuda.device(self._ordinal):
                 self._context.make_current()
                 shared.close()
         self._context.close()
 
-    # --- helpers ----------------------------------------------------------------------------
+    # --- for stores in place -----------------------------------------------------------------
 
-    def _open(self) -> _Shared:
-        assert self._shared is not None, "the lane is closed"
-        return self._shared
-
-    def _enter(self) -> None:
+    def enter(self) -> None:
         """Make the driver's calls possible in a new thread, whose device must be the lane's."""
         if not hasattr(self._thread, "entered"):
             self._context.make_current()
             self._thread.entered = True
+
+    def offer(self) -> MapSegment:
+        """Return the message that had the daemon map the staging area."""
+        return self._open().offer()
+
+    def produced(self, count: int) -> range:
+        """Return `count` numbers that P publishes behind the current stream's work so far."""
+        shared = self._open()
+        with torch.cuda.device(self._ordinal), self._lock:
+            self.enter()
+            stream = torch.cuda.current_stream().cuda_stream
+            self._notice(stream)
+            shared.event.record(stream)
+            wait_event(shared.p.handle, shared.event)
+            first = self._sequence + 1
+            self._sequence += count
+            write_value(shared.p.handle, shared.published, self._sequence)
+        return range(first, first + count)
+
+    def headroom(self) -> int:
+        """Return by how many bytes PyTorch has less allocated now than it had at the most."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self._ordinal)["allocated_bytes"]["all"]
+        return int(stats["peak"] - stats["current"])
+
+    def stored_through(self) -> int:
+        """Return the number up to which the daemon has read all stores' sources."""
+        return self._open().timelines.read(STORED)
+
+    def wait_stored(self, sequence: int, source: torch.UntypedStorage) -> None:
+        """Have the current stream, and whoever gets the memory of `source`, wait for that."""
+        shared = self._open()
+        with torch.cuda.device(self._ordinal):
+            self.enter()
+            stream = torch.cuda.current_stream()
+            wait_value(stream.cuda_stream, shared.stored, sequence)
+            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(source)
+            view.record_stream(stream)
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _exports(self) -> bool:
+        """Tell whether the memory that PyTorch gives out now can be mapped by another process."""
+        self._context.make_current()
+        probe = torch.empty(1, dtype=torch.uint8, device=self.device)
+        return cuda_driver.exportable(probe.data_ptr())
+
+    def _open(self) -> _Shared:
+        assert self._shared is not None, "the lane is closed"
+        return self._shared
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on `stream`, behind what other streams did with the area, and P behind it."""
@@ -218,6 +296,39 @@ class CudaLane:
         wait_event(stream, shared.event)
 
 
+class _InPlace:
+    """Stores and restores in the tensors' own memory; see lanes.InPlace."""
+
+    def __init__(self, lane: CudaLane, budget_bytes: int, *, shared_by_mps: bool) -> None:
+        self.segments = Segments(cuda_driver)
+        self.budget_bytes = budget_bytes
+        self.waits_on_device = shared_by_mps
+        self._lane = lane
+
+    def find(self, address: int, nbytes: int) -> Slot | None:
+        self._lane.enter()
+        return self.segments.find(address, nbytes)
+
+    def sweep(self) -> bool:
+        self._lane.enter()
+        return self.segments.sweep()
+
+    def produced(self, count: int) -> range:
+        return self._lane.produced(count)
+
+    def is_read(self, sequence: int) -> bool:
+        return self._lane.stored_through() >= sequence
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        self._lane.wait_stored(sequence, source)
+
+    def barrier(self) -> MapSegment:
+        return replace(self._lane.offer(), segment=self.segments.new_number())
+
+    def headroom(self) -> int:
+        return self._lane.headroom()
+
+
 class _Shared:
     """What the lane and the daemon share, and the stream and event that order its use.
 
@@ -236,6 +347,7 @@ class _Shared:
             self._made = made.pop_all()
         self.timelines = Timelines(address)
         self.published = page.device_address + PUBLISHED
+        self.stored = page.device_address + STORED
 
     def offer(self) -> MapSegment:
         """Return the message that lets the daemon map the staging area."""

@@ -53,6 +53,11 @@ class PrimaryContext:
         """Make this the calling thread's context; each thread needs it once."""
         call(driver.cuCtxSetCurrent, self._context)
 
+    def shared_by_mps(self) -> bool:
+        """Tell whether MPS lets processes use the device at once, not by time slices."""
+        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+        return bool(call(driver.cuDeviceGetAttribute, attribute, self._device))
+
     def priorities(self) -> tuple[int, int]:
         """Return the least and the greatest stream priority; smaller numbers are greater."""
         least, greatest = call(driver.cuCtxGetStreamPriorityRange)

@@ -16,8 +16,10 @@ __all__ = [
     "IpcMapping",
     "MappedHost",
     "RegisteredHost",
+    "allocation",
     "buffer_id",
     "exportable",
+    "ipc_handle",
 ]
 
 HANDLE_BYTES = 64
@@ -38,7 +40,7 @@ class DeviceBuffer:
 
     def ipc_handle(self) -> bytes:
         """Return the handle by which another process of this machine can map the buffer."""
-        return bytes(call(driver.cuIpcGetMemHandle, self.address).reserved)
+        return ipc_handle(self.address)
 
     def close(self) -> None:
         """Free the memory; waits for the device."""
@@ -59,7 +61,7 @@ class IpcMapping:
         if len(handle) != HANDLE_BYTES:
             raise ValueError(f"an IPC handle has {HANDLE_BYTES} bytes, not {len(handle)}")
         native = driver.CUipcMemHandle()
-        native.reserved = handle
+        ctypes.memmove(native.getPtr(), handle, HANDLE_BYTES)
         self.address = int(call(driver.cuIpcOpenMemHandle, native, _LAZY_PEER))
         self._open = True
         base, nbytes = call(driver.cuMemGetAddressRange, self.address)
@@ -115,14 +117,11 @@ class RegisteredHost:
                 about = f"{size} bytes at {start:#x}: check the memory-lock limit"
                 call(driver.cuMemHostRegister, start, size, _REGISTER, about=about)
                 self._registered.append(start)
+            # The device's view of the first byte.
+            self.device_address = int(call(driver.cuMemHostGetDevicePointer, address, 0))
         except BaseException:
             self.close()
             raise
-
-    @property
-    def device_address(self) -> int:
-        """The device's view of the first byte."""
-        return int(call(driver.cuMemHostGetDevicePointer, self.address, 0))
 
     def pieces(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Return (address, bytes) of a range, cut where two registered pieces meet."""
@@ -138,6 +137,22 @@ class RegisteredHost:
         """Unregister the memory; it stays mapped."""
         while self._registered:
             call(driver.cuMemHostUnregister, self._registered.pop())
+
+
+def allocation(address: int) -> tuple[int, int]:
+    """Return (address, bytes) of the whole allocation that a device address lies in."""
+    base, nbytes = call(driver.cuMemGetAddressRange, address)
+    return int(base), int(nbytes)
+
+
+def ipc_handle(address: int) -> bytes:
+    """Return the handle by which another process can map the allocation at `address`, its first.
+
+    Raises:
+        CudaDriverError: its kind cannot be exported (see `exportable`).
+    """
+    handle = call(driver.cuIpcGetMemHandle, address)
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def buffer_id(address: int) -> int:

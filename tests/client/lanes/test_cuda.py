@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import storm_client as storm
 import torch
+from storm_client.lanes import Slot
+from storm_client.lanes.segments import Segments
+from storm_client.window import Window
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import Tensor, nn
@@ -150,7 +153,10 @@ def test_a_captured_graph_passes_through(client: storm.Client) -> None:
     assert stats.skipped["capture"] > 0
 
 
-def test_the_device_holds_less_while_the_tensors_are_away(client: storm.Client) -> None:
+def test_the_device_holds_less_while_the_tensors_are_away(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Window, "limit", property(lambda _: 0, lambda *_: None), raising=False)
     model, x = network(), batch()
     plain(model, x)
     before = torch.cuda.memory_allocated()
@@ -182,3 +188,104 @@ def test_memory_stays_flat_over_many_steps(client: storm.Client) -> None:
             gc.collect()
             sizes.append(torch.cuda.memory_allocated())
     assert len(set(sizes)) == 1, sizes
+
+
+@pytest.fixture
+def in_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each range that the daemon was found to have mapped."""
+    found: list[int] = []
+    find = Segments.find
+
+    def counting(self: Segments, address: int, nbytes: int) -> Slot | None:
+        slot = find(self, address, nbytes)
+        if slot is not None:
+            found.append(nbytes)
+        return slot
+
+    monkeypatch.setattr(Segments, "find", counting)
+    return found
+
+
+def test_what_the_daemon_has_mapped_is_read_in_place(
+    client: storm.Client, in_place: list[int]
+) -> None:
+    model, x = network(), batch()
+    expected = plain(model, x)
+    offload = client.offload(model, min_bytes=1)
+    for _ in range(5):
+        in_place.clear()
+        before = offload.stats().offloaded_bytes
+        forward(model, x, offload).backward()
+        assert_same(gradients(model), expected)
+    offloaded = offload.stats().offloaded_bytes - before
+    assert sum(in_place) > 0.8 * offloaded
+
+
+def test_a_change_right_after_saving_is_noticed(client: storm.Client, in_place: list[int]) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+    for _ in range(3):
+        with offload:
+            h = x.exp()
+            loss = (h * h.cos()).sum()
+        with torch.no_grad():
+            h.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del h, loss
+    assert in_place
+
+
+def test_a_storage_freed_while_it_is_read_raises(client: storm.Client, in_place: list[int]) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    for _ in range(3):
+        in_place.clear()
+        with offload:
+            h = x * 2
+            loss = h.cos().sum()
+        h.untyped_storage().resize_(0)
+        if in_place:
+            with pytest.raises(storm.ActivationLost, match="resized"):
+                loss.backward()
+        del h, loss
+    assert in_place
+
+
+def used_bytes() -> int:
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_freed_memory_is_given_back(client: storm.Client, in_place: list[int]) -> None:
+    model, x = network(), batch()
+    offload = client.offload(model, min_bytes=1)
+    forward(model, x, offload).backward()
+    before = used_bytes()
+    for _ in range(3):
+        forward(model, x.repeat(16, 1), offload).backward()
+    assert in_place
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    with offload:
+        pass
+    wait_until(lambda: used_bytes() <= before, 30, lambda: (used_bytes(), before))
+
+
+def test_running_out_of_memory_gives_it_back_at_once(
+    client: storm.Client, in_place: list[int]
+) -> None:
+    model, x = network(), batch()
+    offload = client.offload(model, min_bytes=1)
+    forward(model, x, offload).backward()
+    before = used_bytes()
+    for _ in range(3):
+        forward(model, x.repeat(16, 1), offload).backward()
+    assert in_place
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(1 << 46, device="cuda")
+    assert used_bytes() <= before

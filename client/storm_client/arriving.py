@@ -1,0 +1,219 @@
+"""The way back where the daemon writes into the tensors' own memory, on demand and ahead of it.
+
+What stays true: memory that the daemon may still write to is kept, whoever has lost interest in
+it, until the daemon has answered for every part; nothing is handed out before all of its parts
+have been verified; and what is fetched ahead stays within the window.
+
+The memory comes from PyTorch's allocator, on the stream that is current when it is asked for.
+The daemon writes behind that stream's work so far, so memory that was just freed there may be
+taken at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from storm_client.connection import Connection
+from storm_client.errors import ActivationLost, StormError
+from storm_client.lanes import InPlace, Lane, Slot
+from storm_client.records import StoredRange
+from storm_client.restoring import STALL_SECONDS
+from storm_client.window import Window
+from stormd.protocol import Restore
+
+__all__ = ["Arrivals"]
+
+REFILL_SHARE = 0.75
+"""Of the window: only when no more than this is in use is it looked at again."""
+
+
+@dataclass(eq=False, slots=True)
+class _Arrival:
+    """A record on its way to `storage`, or there; parts under way keep it through their tickets."""
+
+    storage: torch.UntypedStorage
+    outstanding: int
+    error: StormError | None = None
+    demanded: bool = False
+    abandoned: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.storage.nbytes())
+
+
+class Arrivals:
+    """Fetches records in place. Methods without a remark are called without the lock held."""
+
+    def __init__(
+        self, connection: Connection, lane: Lane, in_place: InPlace, window: Window
+    ) -> None:
+        """Restore over `connection` into memory of `lane` that the daemon has mapped."""
+        self._connection = connection
+        self._lane = lane
+        self._in_place = in_place
+        self._window = window
+        # The session's lock protects all below.
+        self._arrivals: dict[int, _Arrival] = {}
+        self._tickets: dict[int, _Arrival] = {}
+        self._early = 0  # bytes of arrivals that nobody waits for, abandoned ones included
+        self._is_mapped = False
+        self._allowed = window.limit  # how many of these there may be, as last measured
+
+    def begin(self, record: StoredRange) -> bool:
+        """Have a record fetched now; False where its bytes must take the staging area."""
+        with self._connection.lock:
+            arrival = self._arrivals.get(record.key)
+            if arrival is not None:
+                self._demand(arrival)
+                return True
+        return self._open(record, demanded=True)
+
+    def ahead(self, upcoming: Callable[[], Iterable[StoredRange]]) -> bool:
+        """Request what `upcoming` names, in this order, while the window has room.
+
+        Returns False where that must take the staging area.
+        """
+        with self._connection.lock:
+            if self._early > self._allowed * REFILL_SHARE:
+                return True
+            self._allowed = self._window.ahead(self._in_place.headroom())
+            wanted = self._chosen(upcoming())
+        return all(self._open(record, demanded=False) for record in wanted)
+
+    def finish(self, record: StoredRange) -> torch.UntypedStorage:
+        """Return the bytes of a record that was begun, once they are all there.
+
+        Raises:
+            CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
+            DaemonLost: it is gone.
+        """
+        with self._connection.lock:
+            arrival = self._arrivals[record.key]
+            self._demand(arrival)
+            try:
+                self._await(arrival, record)
+            finally:
+                self.forget(record.key)
+        if arrival.error is not None:
+            raise arrival.error
+        return arrival.storage
+
+    def forget(self, key: int) -> None:
+        """Give up what nobody wants any more; called with the lock held."""
+        arrival = self._arrivals.pop(key, None)
+        if arrival is None:
+            return
+        arrival.abandoned = True
+        if not arrival.demanded and not arrival.outstanding:
+            self._early -= arrival.nbytes
+
+    def relent(self) -> None:
+        """Give all up that nobody waits for: the device is out of memory (with the lock held)."""
+        for key in [key for key, arrival in self._arrivals.items() if not arrival.demanded]:
+            self.forget(key)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the daemon could map the memory that was allocated last."""
+        return self._is_mapped
+
+    def __contains__(self, key: int) -> bool:
+        """Tell whether the record of that key is on its way or there; with the lock held."""
+        return key in self._arrivals
+
+    # --- replies, with the lock held --------------------------------------------------------
+
+    def concerns(self, ticket: int) -> bool:
+        """Tell whether the number is that of a part under way."""
+        return ticket in self._tickets
+
+    def settled(self, ticket: int, error: StormError | None) -> None:
+        """Note that the daemon writes a part no more: it is there, or cannot be had."""
+        arrival = self._tickets.pop(ticket)
+        arrival.outstanding -= 1
+        arrival.error = arrival.error or error
+        if arrival.abandoned and not arrival.demanded and not arrival.outstanding:
+            self._early -= arrival.nbytes
+        self._connection.notify()
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _open(self, record: StoredRange, *, demanded: bool) -> bool:
+        """Allocate a record's memory and request its parts; False where the daemon cannot."""
+        storage = self._allocate(record.nbytes, demanded=demanded)
+        if storage is None:
+            return True  # nothing is fetched ahead without memory for it
+        with self._connection.lock:
+            if record.key in self._arrivals:  # another thread was faster
+                return True
+            slot = self._in_place.find(storage.data_ptr(), record.nbytes)
+            self._is_mapped = slot is not None
+            if slot is None:
+                return False
+            arrival = _Arrival(storage, len(record.parts), demanded=demanded)
+            self._arrivals[record.key] = arrival
+            if not demanded:
+                self._early += arrival.nbytes
+            self._request(record, arrival, slot)
+            self._connection.flush()
+        return True
+
+    def _allocate(self, nbytes: int, *, demanded: bool) -> torch.UntypedStorage | None:
+        """Return memory; None where there is none for what nobody waits for."""
+        try:
+            return self._lane.allocate(nbytes).untyped_storage()
+        except torch.OutOfMemoryError:  # the observer has had what was fetched ahead given up
+            if not demanded:
+                return None
+        with self._connection.lock:
+            self._connection.wait(lambda: not self._early, STALL_SECONDS)
+        return self._lane.allocate(nbytes).untyped_storage()
+
+    def _request(self, record: StoredRange, arrival: _Arrival, slot: Slot) -> None:
+        sequence = self._in_place.produced(1)[0]
+        for part in record.parts:
+            ticket = next(self._connection.numbers)
+            self._tickets[ticket] = arrival
+            place = slot.offset + part.begin
+            request = Restore(ticket, part.entry, slot.segment, place, part.nbytes, sequence)
+            self._connection.post(ticket, request)
+
+    def _demand(self, arrival: _Arrival) -> None:
+        if not arrival.demanded:
+            arrival.demanded = True
+            self._early -= arrival.nbytes
+
+    def _await(self, arrival: _Arrival, record: StoredRange) -> None:
+        self._connection.drain()
+        while left := arrival.outstanding:
+            if not self._connection.wait(lambda: arrival.outstanding < left, STALL_SECONDS):
+                raise ActivationLost(
+                    f"the daemon restored no part of record {record.key} for {STALL_SECONDS:g} s; "
+                    f"{left} of {len(record.parts)} are missing; see `stormd status` and its log"
+                )
+
+    def _chosen(self, upcoming: Iterable[StoredRange]) -> list[StoredRange]:
+        """Return the next records that have to be fetched, as far as there is room for them."""
+        room = self._allowed - self._early
+        chosen = []
+        for record in upcoming:
+            if not self._is_worthwhile(record):
+                continue
+            room -= record.nbytes
+            if room < 0:
+                break
+            chosen.append(record)
+        return chosen
+
+    def _is_worthwhile(self, record: StoredRange) -> bool:
+        return (
+            record.key not in self._arrivals
+            and bool(record.parts)
+            and not record.being_restored
+            and record.error is None
+            and record.locate() is None
+        )

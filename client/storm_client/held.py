@@ -1,0 +1,69 @@
+"""Which sources stay on the device although the daemon has been sent them: a pure queue.
+
+What stays true: what is held is what was saved last, as much of it as the window allows; the
+oldest goes first, because a backward pass needs it last. What is still held when it is needed is
+used where it is, and never crosses the link back.
+
+The session's lock protects a HeldBack. It keeps no record alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from storm_client.records import StoredRange
+from storm_client.window import Window
+
+__all__ = ["Held", "HeldBack"]
+
+
+Admission = TypeVar("Admission")
+
+
+@dataclass(frozen=True)
+class Held(Generic[Admission]):
+    """A record whose parts the daemon reads in place, the last of them as number `sequence`."""
+
+    key: int
+    record: weakref.ref[StoredRange]
+    sequence: int
+    admission: Admission
+    """What the daemon has said about it."""
+    nbytes: int
+    """Of the storage that it keeps."""
+
+
+class HeldBack(Generic[Admission]):
+    """Records with their sources, in the order in which they were stored."""
+
+    def __init__(self, window: Window) -> None:
+        """Hold as much as `window` allows."""
+        self._window = window
+        self.nbytes = 0
+        self._held: dict[int, Held[Admission]] = {}
+
+    def add(self, record: StoredRange, sequence: int, admission: Admission) -> None:
+        """Hold a record's source."""
+        held = Held(record.key, weakref.ref(record), sequence, admission, record.storage_nbytes)
+        self._held[record.key] = held
+        self.nbytes += held.nbytes
+
+    def excess(self) -> Held[Admission] | None:
+        """Return what has to go next, None where all may stay."""
+        return next(iter(self._held.values())) if self.nbytes > self._window.limit else None
+
+    def forget(self, key: int) -> None:
+        """Hold a record no longer: it let its source go, or died, or keeps it for good."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            self.nbytes -= held.nbytes
+
+    def __contains__(self, key: int) -> bool:
+        """Tell whether the record's source is held."""
+        return key in self._held
+
+    def __len__(self) -> int:
+        """Return the number of records held."""
+        return len(self._held)

@@ -1,0 +1,148 @@
+"""Which of the client's allocations the daemon has mapped, so that it can read them in place.
+
+What stays true: an allocation is known by its buffer id, which is never used again, and not by
+its address, which is. The daemon is told of each at most once, nobody waits for its answer, and
+what lies in an allocation that it has not mapped, or cannot, is not found here.
+
+A mapping keeps the memory of a freed allocation alive: `sweep` has those unmapped. The session's
+lock protects a Segments.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import count
+from typing import Protocol
+
+from storm_kernels.errors import CudaDriverError
+
+from storm_client.lanes import Slot
+from stormd.protocol import MapSegment, Message, UnmapSegment
+
+__all__ = ["Driver", "Segments"]
+
+KNOWN = 1024
+"""Allocations remembered; beyond that the one that was used longest ago is unmapped."""
+
+
+class Driver(Protocol):
+    """What is asked of the device's driver; each call raises CudaDriverError for a bad address."""
+
+    def buffer_id(self, address: int) -> int:
+        """Return the id of the allocation at `address`."""
+        ...
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        """Return its first address and its bytes."""
+        ...
+
+    def exportable(self, address: int) -> bool:
+        """Tell whether another process can map it."""
+        ...
+
+    def ipc_handle(self, address: int) -> bytes:
+        """Return the handle for that; `address` is the first."""
+        ...
+
+
+class _State(Enum):
+    OFFERED = auto()
+    """The daemon's answer is awaited."""
+    MAPPED = auto()
+    REFUSED = auto()
+    """It cannot be exported or mapped, and is not offered again."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    number: int
+    base: int
+    state: _State
+
+
+class Segments:
+    """The allocations seen so far, by buffer id."""
+
+    def __init__(self, driver: Driver, known: int = KNOWN) -> None:
+        """Remember up to `known` allocations. `post` must be set before `find`."""
+        self.post: Callable[[Message], int] = _unset
+        """Sends a message and returns the number of the request."""
+        self._driver = driver
+        self._limit = known
+        self._numbers = count(1)  # 0 is the staging area
+        self._known: OrderedDict[int, _Segment] = OrderedDict()  # used longest ago first
+        self._offers: dict[int, _Segment] = {}  # by request
+
+    def find(self, address: int, nbytes: int) -> Slot | None:
+        """Return the range as a part of a mapped segment, None where it is in none (yet)."""
+        buffer = self._driver.buffer_id(address)
+        segment = self._known.get(buffer)
+        if segment is None:
+            self._add(buffer, address)
+            return None
+        self._known.move_to_end(buffer)
+        if segment.state is not _State.MAPPED:
+            return None
+        return Slot(segment.number, address - segment.base, nbytes)
+
+    def new_number(self) -> int:
+        """Return a segment number that is used for nothing else."""
+        return next(self._numbers)
+
+    def concerns(self, request: int) -> bool:
+        """Tell whether the number is that of an offer under way."""
+        return request in self._offers
+
+    def answered(self, request: int, *, mapped: bool) -> None:
+        """Note the daemon's answer to an offer."""
+        segment = self._offers.pop(request)
+        forgotten = all(segment is not known for known in self._known.values())
+        if forgotten and mapped:
+            self.post(UnmapSegment(segment.number))
+        segment.state = _State.MAPPED if mapped else _State.REFUSED
+
+    def sweep(self) -> bool:
+        """Forget allocations that are gone; tell whether a mapping of one is being given up."""
+        dead = [buffer for buffer, known in self._known.items() if not self._lives(buffer, known)]
+        unmapped = [self._forget(buffer) for buffer in dead]
+        return any(unmapped)
+
+    def __len__(self) -> int:
+        """Return the number of allocations known."""
+        return len(self._known)
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _add(self, buffer: int, address: int) -> None:
+        base, nbytes = self._driver.allocation(address)
+        segment = _Segment(self.new_number(), base, _State.REFUSED)
+        if self._driver.exportable(base):
+            handle = self._driver.ipc_handle(base)
+            segment.state = _State.OFFERED
+            self._offers[self.post(MapSegment(segment.number, handle, buffer, nbytes))] = segment
+        self._known[buffer] = segment
+        if len(self._known) > self._limit:
+            self._forget(next(iter(self._known)))
+
+    def _lives(self, buffer: int, segment: _Segment) -> bool:
+        try:
+            return self._driver.buffer_id(segment.base) == buffer
+        except CudaDriverError as error:
+            if error.code != "CUDA_ERROR_INVALID_VALUE":
+                raise
+            return False  # nothing is allocated there any more
+
+    def _forget(self, buffer: int) -> bool:
+        """Have it unmapped; what is still on offer is unmapped when its answer comes."""
+        segment = self._known.pop(buffer)
+        if segment.state is not _State.MAPPED:
+            return False
+        self.post(UnmapSegment(segment.number))
+        return True
+
+
+def _unset(message: Message) -> int:
+    raise AssertionError(f"nobody sends {type(message).__name__} yet")

@@ -1,0 +1,42 @@
+"""Gives device memory back when PyTorch runs out of it, before it says so to the script.
+
+What stays true: when the error reaches the script, what its process has freed can be allocated
+again: no mapping in the daemon keeps it alive. PyTorch has retried by then, so the failed
+allocation is not saved, but the script's own retry is.
+
+PyTorch calls an observer for as long as the process lives and takes none back, so there is one
+for all sessions, which it knows weakly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Protocol
+
+import torch
+
+__all__ = ["watch"]
+
+
+class _Owner(Protocol):
+    def give_back_memory(self) -> None: ...
+
+
+_OWNERS: weakref.WeakSet[_Owner] = weakref.WeakSet()
+
+
+def watch(owner: _Owner) -> None:
+    """Call the owner's `give_back_memory` whenever a device's memory runs out."""
+    _OWNERS.add(owner)
+    _observe()
+
+
+@cache
+def _observe() -> None:
+    torch._C._cuda_attach_out_of_memory_observer(_give_back)  # type: ignore[attr-defined]  # only where torch has CUDA
+
+
+def _give_back(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature
+    for owner in list(_OWNERS):
+        owner.give_back_memory()

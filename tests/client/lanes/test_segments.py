@@ -1,0 +1,173 @@
+"""Which allocations the daemon has mapped: by buffer id, told once, forgotten when freed."""
+
+from __future__ import annotations
+
+import pytest
+from storm_client.lanes import Slot
+from storm_client.lanes.segments import Segments
+from storm_kernels.errors import CudaDriverError
+
+from stormd.protocol import MapSegment, Message, UnmapSegment
+
+MIB = 1 << 20
+
+
+class Device:
+    """Allocations by address; each gets an id of its own."""
+
+    def __init__(self) -> None:
+        self.allocations: dict[int, tuple[int, int]] = {}
+        self.exports = True
+        self._ids = 0
+
+    def allocate(self, base: int, nbytes: int = MIB) -> None:
+        self._ids += 1
+        self.allocations[base] = (self._ids, nbytes)
+
+    def _at(self, address: int) -> tuple[int, int, int]:
+        for base, (number, nbytes) in self.allocations.items():
+            if base <= address < base + nbytes:
+                return number, base, nbytes
+        raise CudaDriverError("cuPointerGetAttribute", "CUDA_ERROR_INVALID_VALUE", "")
+
+    def buffer_id(self, address: int) -> int:
+        return self._at(address)[0]
+
+    def allocation(self, address: int) -> tuple[int, int]:
+        return self._at(address)[1:]
+
+    def exportable(self, address: int) -> bool:
+        return self.exports
+
+    def ipc_handle(self, address: int) -> bytes:
+        return b"%d" % self._at(address)[0]
+
+
+class Daemon:
+    """Keeps what was posted; requests are numbered from 1 on."""
+
+    def __init__(self, segments: Segments) -> None:
+        self.segments = segments
+        self.posted: list[Message] = []
+        segments.post = self.post
+
+    def post(self, message: Message) -> int:
+        self.posted.append(message)
+        return len(self.posted)
+
+    def answer(self, *, mapped: bool = True) -> None:
+        assert self.segments.concerns(len(self.posted))
+        self.segments.answered(len(self.posted), mapped=mapped)
+
+
+@pytest.fixture
+def device() -> Device:
+    device = Device()
+    device.allocate(MIB)
+    return device
+
+
+@pytest.fixture
+def segments(device: Device) -> Segments:
+    return Segments(device, known=3)
+
+
+@pytest.fixture
+def daemon(segments: Segments) -> Daemon:
+    return Daemon(segments)
+
+
+def place(slot: Slot | None) -> tuple[int, int, int] | None:
+    return None if slot is None else (slot.segment, slot.offset, slot.nbytes)
+
+
+def test_a_range_is_found_from_the_daemons_answer_on(segments: Segments, daemon: Daemon) -> None:
+    assert segments.find(MIB + 64, 128) is None
+    assert segments.find(MIB + 64, 128) is None
+    assert daemon.posted == [MapSegment(1, b"1", 1, MIB)]
+    daemon.answer()
+    assert place(segments.find(MIB + 64, 128)) == (1, 64, 128)
+    assert len(daemon.posted) == 1
+
+
+def test_what_the_daemon_refuses_is_not_offered_again(segments: Segments, daemon: Daemon) -> None:
+    segments.find(MIB, 1)
+    daemon.answer(mapped=False)
+    assert segments.find(MIB, 1) is None
+    assert len(daemon.posted) == 1
+
+
+def test_what_cannot_be_exported_is_never_offered(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    device.exports = False
+    assert segments.find(MIB, 1) is None
+    assert segments.find(MIB, 1) is None
+    assert not daemon.posted
+
+
+def test_an_address_used_again_is_another_allocation(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    segments.find(MIB, 1)
+    daemon.answer()
+    device.allocate(MIB)
+    assert segments.find(MIB, 1) is None
+    daemon.answer()
+    assert place(segments.find(MIB, 1)) == (2, 0, 1)
+    assert segments.sweep()
+    assert daemon.posted[-1] == UnmapSegment(1)
+    assert place(segments.find(MIB, 1)) == (2, 0, 1)
+
+
+def test_what_was_freed_is_unmapped_once(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    segments.find(MIB, 1)
+    daemon.answer()
+    assert not segments.sweep()
+    del device.allocations[MIB]
+    assert segments.sweep()
+    assert not segments.sweep()
+    assert daemon.posted[1:] == [UnmapSegment(1)]
+    assert len(segments) == 0
+
+
+def test_what_is_freed_before_the_answer_is_unmapped_after_it(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    segments.find(MIB, 1)
+    del device.allocations[MIB]
+    assert not segments.sweep()
+    daemon.answer()
+    assert daemon.posted[1:] == [UnmapSegment(1)]
+
+
+def test_the_one_used_longest_ago_gives_way(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    for number in (1, 2, 3):
+        device.allocate(number * MIB)
+        segments.find(number * MIB, 1)
+        daemon.answer()
+    segments.find(MIB, 1)
+    device.allocate(4 * MIB)
+    segments.find(4 * MIB, 1)
+    assert daemon.posted[-1] == UnmapSegment(2)
+    assert segments.find(MIB, 1) is not None
+    assert len(segments) == 3
+
+
+def test_another_error_of_the_driver_is_not_taken_for_a_freed_allocation(
+    device: Device, segments: Segments, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segments.find(MIB, 1)
+    daemon.answer()
+
+    def broken(address: int) -> int:
+        raise CudaDriverError("cuPointerGetAttribute", "CUDA_ERROR_INVALID_CONTEXT", "")
+
+    monkeypatch.setattr(device, "buffer_id", broken)
+    with pytest.raises(CudaDriverError, match="INVALID_CONTEXT"):
+        segments.sweep()
+    assert len(segments) == 1

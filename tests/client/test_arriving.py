@@ -1,0 +1,201 @@
+"""What the daemon writes into the tensors' own memory: early, in full, or an error."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client import memory_pressure, sessions
+from support.daemon_thread import DaemonThread
+from support.in_place_lane import FakeInPlace, InPlaceCpuLane
+from support.waiting import wait_until
+from torch import Tensor
+
+from stormd.config import Config
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceCpuLane]:
+    """The lanes of the sessions that the test opens."""
+    opened: list[InPlaceCpuLane] = []
+
+    def lane() -> InPlaceCpuLane:
+        opened.append(InPlaceCpuLane())
+        return opened[-1]
+
+    monkeypatch.setattr(sessions, "CpuLane", lane)
+    monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
+    return opened
+
+
+@pytest.fixture
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonThread]:
+    """A daemon whose memory the test can reach."""
+    directory = tmp_path_factory.mktemp("daemon")
+    daemon = DaemonThread(
+        Config(
+            address=f"ipc://{directory}/stormd.sock",
+            device="cpu",
+            pool_bytes=64 * MIB,
+            staging_bytes_cpu=64 * MIB,
+            part_bytes_cpu=256 << 10,
+        )
+    )
+    yield daemon
+    daemon.wait_until_empty()
+    daemon.stop()
+
+
+@pytest.fixture
+def client(daemon: DaemonThread, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def way(client: storm.Client, lanes: list[InPlaceCpuLane]) -> FakeInPlace:
+    found = lanes[0].in_place
+    assert found is not None
+    return found
+
+
+def chain(x: Tensor, length: int = 8) -> Tensor:
+    h = x * 1
+    for _ in range(length):
+        h = (h.cos() * 1.5).tanh()
+    return h.sum()
+
+
+def leaf() -> Tensor:
+    return torch.randn(MIB // 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradient(loss: Tensor, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(loss, x)
+    return found
+
+
+def test_what_comes_back_is_written_where_it_is_used(
+    client: storm.Client, way: FakeInPlace
+) -> None:
+    x = leaf()
+    expected = gradient(chain(x), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected)
+    assert way.came_back == way.found - 2  # the newest were held
+    del loss
+
+
+class Pause(torch.autograd.Function):
+    """Stops a backward pass until it may go on."""
+
+    reached: threading.Event
+    go_on: threading.Event
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        Pause.reached.set()
+        assert Pause.go_on.wait(30)
+        return grad
+
+
+def paused(offload: storm.Offload, x: Tensor) -> tuple[threading.Thread, Tensor]:
+    """Begin a backward pass that has unpacked one tensor and waits, with the rest ahead of it."""
+    Pause.reached, Pause.go_on = threading.Event(), threading.Event()
+    with offload:
+        h = x * 1
+        for _ in range(12):
+            h = h.cos()
+        h = Pause.apply(h).exp() * 1
+        loss = (h * 2).exp().sum()
+    offload.stats()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    assert Pause.reached.wait(30)
+    return thread, loss
+
+
+@pytest.mark.parametrize(("spare", "ahead"), [(0, 3), (12 * MIB, 6)])
+def test_as_much_comes_early_as_there_is_memory(
+    client: storm.Client, way: FakeInPlace, daemon: DaemonThread, spare: int, ahead: int
+) -> None:
+    session = client._supply.sessions.control
+    session._window._ceiling = 32 * MIB
+    way.spare = spare
+    x = leaf()
+    thread, loss = paused(client.offload(min_bytes=1), x)
+    arrivals = session._arrivals
+    assert arrivals is not None
+    wait_until(lambda: not arrivals._tickets, 30, lambda: arrivals._tickets)
+    assert len(arrivals._arrivals) == ahead
+    Pause.go_on.set()
+    thread.join(30)
+    assert x.grad is not None
+    del loss
+
+
+def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    session = client._supply.sessions.control
+    arrivals = session._arrivals
+    assert arrivals is not None
+    thread, loss = paused(client.offload(min_bytes=1), x)
+    with session.connection.lock:
+        session._make_smaller()
+    wait_until(lambda: not arrivals._early, 30, lambda: arrivals._early)
+    Pause.go_on.set()
+    thread.join(30)
+    assert x.grad is not None
+    del loss
+    assert not arrivals._arrivals
+
+
+def test_a_damaged_blob_is_an_error(
+    client: storm.Client, way: FakeInPlace, daemon: DaemonThread
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = leaf()
+    with offload:
+        loss = chain(x)
+    offload.stats()
+    pool = daemon.server._pool
+    ctypes.memset(pool.address + 300, 0x55, 8 * MIB)
+    with pytest.raises(storm.CorruptBlob):
+        loss.backward()
+    assert x.grad is None
+    arrivals = client._supply.sessions.control._arrivals
+    assert arrivals is not None
+    del loss
+    wait_until(lambda: not arrivals._tickets, 30, lambda: arrivals._tickets)
+
+
+def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    thread, loss = paused(client.offload(min_bytes=1), x)
+    client._supply.sessions.control.connection._fail("the daemon ended")
+    failures: list[str] = []
+    threading.excepthook, before = (
+        (lambda args: failures.append(args.exc_type.__name__)),
+        threading.excepthook,
+    )
+    try:
+        Pause.go_on.set()
+        thread.join(30)
+    finally:
+        threading.excepthook = before
+    assert not thread.is_alive()
+    assert failures == ["DaemonLost"]
+    assert x.grad is None
+    del loss

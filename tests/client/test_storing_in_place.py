@@ -1,0 +1,169 @@
+"""Stores that the daemon reads where the tensor lies: what stays, what goes, what raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client import memory_pressure, sessions
+from support.daemon_process import DaemonProcess
+from support.in_place_lane import FakeInPlace, InPlaceCpuLane
+from support.waiting import wait_until
+from torch import Tensor
+
+Make = Callable[..., DaemonProcess]
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceCpuLane]:
+    """The lanes of the sessions that the test opens."""
+    opened: list[InPlaceCpuLane] = []
+
+    def lane() -> InPlaceCpuLane:
+        opened.append(InPlaceCpuLane())
+        return opened[-1]
+
+    monkeypatch.setattr(sessions, "CpuLane", lane)
+    monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
+    return opened
+
+
+def connected(daemon: DaemonProcess) -> Iterator[storm.Client]:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        yield client
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+        assert client.status().pool.used_bytes == 0
+
+
+@pytest.fixture
+def client(make_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    yield from connected(make_daemon("--pool-bytes", "256MiB", "--part-bytes-cpu", "256KiB"))
+
+
+@pytest.fixture
+def full(make_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    yield from connected(make_daemon("--pool-bytes", "4MiB", "--part-bytes-cpu", "256KiB"))
+
+
+@pytest.fixture
+def way(lanes: list[InPlaceCpuLane], request: pytest.FixtureRequest) -> FakeInPlace:
+    request.getfixturevalue("client")
+    found = lanes[0].in_place
+    assert found is not None
+    return found
+
+
+def chain(x: Tensor) -> Tensor:
+    h = x * 1
+    for _ in range(6):
+        h = (h.cos() * 1.5).tanh()
+    return h.sum()
+
+
+def leaf(mib: int = 1) -> Tensor:
+    return torch.randn(mib << 18, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def gradient(loss: Tensor, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(loss, x)
+    return found
+
+
+def test_gradients_are_the_same(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    expected = gradient(chain(x), x)
+    offload = client.offload(min_bytes=1)
+    for _ in range(3):
+        with offload:
+            loss = chain(x)
+        assert torch.equal(gradient(loss, x), expected)
+        del loss
+    assert way.found > 10
+    assert not offload.stats().kept
+
+
+def test_only_the_newest_sources_stay(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x)
+    assert len(way.overtaken) == way.found - 2
+    assert way.overtaken == sorted(way.overtaken)
+    del loss
+
+
+def test_what_has_been_read_needs_no_wait(client: storm.Client, way: FakeInPlace) -> None:
+    way.read = 1 << 40
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x)
+    assert way.found > 3
+    assert not way.overtaken
+    del loss
+
+
+def test_a_leafs_bytes_are_copied(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = x.cos().sum()
+    assert not way.found
+    assert offload.stats().offloaded_bytes == x.nbytes
+    del loss
+
+
+def test_a_full_pool_keeps_the_sources(full: storm.Client, lanes: list[InPlaceCpuLane]) -> None:
+    x = leaf()
+    expected = gradient(chain(x), x)
+    offload = full.offload(min_bytes=1, codec="raw")
+    with offload:
+        loss = chain(x)
+    assert torch.equal(gradient(loss, x), expected)
+    assert offload.stats().kept["pool_full"]
+    del loss
+
+
+def test_a_storage_resized_while_it_may_be_read_is_an_error(
+    client: storm.Client, way: FakeInPlace
+) -> None:
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        h = x * 2
+        loss = h.cos().sum()
+    assert way.found
+    h.untyped_storage().resize_(0)
+    with pytest.raises(storm.ActivationLost, match="resized"):
+        loss.backward()
+    del h, loss
+
+
+def test_a_storage_resized_before_its_turn_to_go_is_an_error(
+    client: storm.Client, way: FakeInPlace
+) -> None:
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        h = x * 2
+        first = h.cos()
+        h.untyped_storage().resize_(0)
+        loss = chain(first)
+    with pytest.raises(storm.ActivationLost, match="resized"):
+        loss.backward()
+    del h, first, loss
+
+
+def test_a_change_after_saving_is_noticed(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        h = x * 2
+        loss = h.cos().sum()
+    with torch.no_grad():
+        h.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    del h, loss
