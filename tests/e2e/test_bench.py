@@ -7,6 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+import torch
+
 
 def _bench(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
@@ -30,3 +33,19 @@ def test_link_gives_its_figures() -> None:
     assert figures["offloaded_bytes"] == 4 << 20
     for name in ("link_to_memcpy", "hook_store_seconds", "hook_restore_seconds"):
         assert figures[name] > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_train_gives_both_sides_memory_on_a_gpu() -> None:
+    methods = ("none", "save-on-cpu", "storm")
+    small = ["--workloads=W0", "--steps=1", "--warm-ups=1", "--pool-bytes=1GiB"]
+    figures = _bench("train", *small, "--methods", *methods)["figures"]
+    rows = figures["workloads"]["W0"]
+    assert figures["mps"] in (True, False)
+    assert list(rows) == list(methods)
+    for row in rows.values():
+        assert row["forward_seconds"] + row["backward_seconds"] <= 1.1 * row["step_seconds"]
+        assert row["process_device_bytes"] > row["peak_bytes"]
+    assert rows["storm"]["daemon_device_bytes"] >= rows["none"]["daemon_device_bytes"] > 0
+    assert rows["storm"]["offload"]["saved_bytes"] > 0
