@@ -114,6 +114,13 @@ DEVICE void store_shared_word(u64 *address, u64 value) {
 }
 DEVICE u32 fetch_add(u32 *address, u32 value) { return atomicAdd(address, value); }
 DEVICE u64 fetch_add(u64 *address, u64 value) { return atomicAdd(address, value); }
+/* The next number of `counter`, for one lane alone: from atomicAdd the compiler makes a vote of the
+ * whole warp, which waits for the answer at once. */
+DEVICE u32 take_number(u32 *counter) {
+  u32 number;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;" : "=r"(number) : "l"(counter) : "memory");
+  return number;
+}
 DEVICE void fetch_or(u32 *address, u32 value) { atomicOr(address, value); }
 DEVICE void fetch_or(u64 *address, u64 value) { atomicOr(address, value); }
 DEVICE void fetch_min(u32 *address, u32 value) { atomicMin(address, value); }

@@ -122,6 +122,7 @@ DEVICE void store_shared_word(u64 *address, u64 value) {
 }
 template <class T>
 DEVICE T fetch_add(T *address, T value) { T before = *address; *address += value; return before; }
+DEVICE u32 take_number(u32 *counter) { return (*counter)++; }
 template <class T>
 DEVICE void fetch_or(T *address, T value) { *address |= value; }
 template <class T>
