@@ -19,6 +19,7 @@ import torch
 from storm_client.connection import Connection
 from storm_client.errors import ActivationLost, StormError
 from storm_client.lanes import InPlace, Lane, Slot
+from storm_client.ranges import span
 from storm_client.records import StoredRange
 from storm_client.restoring import STALL_SECONDS
 from storm_client.window import Window
@@ -82,7 +83,7 @@ class Arrivals:
                 return True
             self._allowed = self._window.ahead(self._in_place.headroom())
             wanted = self._chosen(upcoming())
-        return all(self._open(record, demanded=False) for record in wanted)
+        return all(self._open_early(record) for record in wanted)
 
     def finish(self, record: StoredRange) -> torch.UntypedStorage:
         """Return the bytes of a record that was begun, once they are all there.
@@ -161,6 +162,10 @@ class Arrivals:
             self._request(record, arrival, slot)
             self._connection.flush()
         return True
+
+    def _open_early(self, record: StoredRange) -> bool:
+        with span("fetch ahead", record.nbytes, record.key):
+            return self._open(record, demanded=False)
 
     def _allocate(self, nbytes: int, *, demanded: bool) -> torch.UntypedStorage | None:
         """Return memory; None where there is none for what nobody waits for."""

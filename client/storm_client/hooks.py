@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from storm_client import ranges
 from storm_client.errors import DaemonLost
 from storm_client.policy import Policy
 from storm_client.prefetch import OrderHistory
@@ -143,8 +144,9 @@ class _StepHooks:
         if isinstance(packed, KeptTensor):
             return packed.tensor
         self._step.unpacked(packed)
-        with self._recorder.timed("restore"):
-            located = packed.record.session.load(packed)
+        record = packed.record
+        with self._recorder.timed("restore"), ranges.span("unpack", record.nbytes, record.key):
+            located = record.session.load(packed)
         return packed.version.alias(packed.view.rebuild(located))
 
     def _skip(self, tensor: torch.Tensor, reason: str) -> KeptTensor:
@@ -169,7 +171,7 @@ class _StepHooks:
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:
-            with self._recorder.timed("store"):
+            with self._recorder.timed("store"), ranges.span("pack", span[1] - span[0]):
                 record = session.store(
                     storage,
                     span,

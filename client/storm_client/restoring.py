@@ -17,6 +17,7 @@ import torch
 from storm_client.connection import Connection
 from storm_client.errors import ActivationLost, StormError
 from storm_client.lanes import Lane, Slot
+from storm_client.ranges import span
 from storm_client.records import Part, StoredRange
 from stormd.protocol import Restore
 
@@ -197,7 +198,9 @@ class Restorer:
         for record in records:
             if self._is_worthwhile(record):
                 retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
-                if not self._request_more(retrieval, 0):
+                with span("fetch ahead", record.nbytes, record.key):
+                    has_room = self._request_more(retrieval, 0)
+                if not has_room:
                     return
 
     def _is_worthwhile(self, record: StoredRange) -> bool:

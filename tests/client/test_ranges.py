@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import storm_client as storm
 import torch
 from storm_client import ranges
 from storm_client.ranges import span
@@ -34,6 +35,20 @@ def test_torchs_profiler_shows_it_in_every_thread_of_a_backward() -> None:
         y.backward()
     names = {event.key for event in profiled.key_averages()}
     assert {"storm pack #3, 4096 B", "storm unpack #3, 8 B"} <= names
+
+
+def test_a_step_shows_what_the_client_does(client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(1 << 12, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with offload:
+            y = x
+            for _ in range(4):
+                y = y.exp().tanh()
+            y = y.sum()
+        y.backward()
+    words = [" ".join(event.key.split()[1:-3]) for event in profiled.key_averages()]
+    assert {"pack", "unpack", "fetch ahead"} <= set(words)
 
 
 def test_nvtx_is_told_where_a_profiler_listens(monkeypatch: pytest.MonkeyPatch) -> None:
