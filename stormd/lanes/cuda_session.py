@@ -48,6 +48,7 @@ from stormd.lanes.cuda_device import CudaDevice, Scratch
 from stormd.lanes.pipeline import Pipeline
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, RESTORED, STORED, Timelines
+from stormd.ranges import span
 from stormd.shared_memory import SharedMemory
 
 __all__ = ["CudaSession"]
@@ -227,14 +228,15 @@ class _Stores:
         scratch.words[0], scratch.words[1] = 0, UNWRITTEN
         wait_value(stream, session.counter(PUBLISHED), job.sequence)
         scratch.code_began.record(stream)
-        session.device.codec.encode(
-            job,
-            session.address(job),
-            (scratch.blob.address, scratch.blob.nbytes),
-            scratch=scratch.work.address,
-            result=scratch.result.device_address,
-            stream=stream,
-        )
+        with span("encode", job.nbytes, job.entry):
+            session.device.codec.encode(
+                job,
+                session.address(job),
+                (scratch.blob.address, scratch.blob.nbytes),
+                scratch=scratch.work.address,
+                result=scratch.result.device_address,
+                stream=stream,
+            )
         write_value(stream, session.counter(STORED), job.sequence)
         scratch.coded.record(stream)
 
@@ -244,7 +246,8 @@ class _Stores:
         scratch.coded.synchronize()
         block = job.space.place(job.promised, _encoded_bytes(job, scratch))
         try:
-            session.device.download(scratch, block)
+            with span("copy down", block.nbytes, job.entry):
+                session.device.download(scratch, block)
         except BaseException:
             job.space.unplace(block, job.promised)
             raise
@@ -287,18 +290,20 @@ class _Restores:
         session, device = self._session, self._session.device
         stream = session.opened.restore_stream.handle
         scratch.words[0] = UNWRITTEN
-        device.upload(job.block, scratch)
+        with span("copy up", job.block.nbytes, job.entry):
+            device.upload(job.block, scratch)
         wait_event(stream, scratch.copied)
         wait_value(stream, session.counter(PUBLISHED), job.sequence)
         scratch.code_began.record(stream)
-        device.codec.decode(
-            device.kind(job.block),
-            (scratch.blob.address, job.block.nbytes),
-            (session.address(job), job.nbytes),
-            scratch=scratch.work.address,
-            result=scratch.result.device_address,
-            stream=stream,
-        )
+        with span("decode", job.nbytes, job.entry):
+            device.codec.decode(
+                device.kind(job.block),
+                (scratch.blob.address, job.block.nbytes),
+                (session.address(job), job.nbytes),
+                scratch=scratch.work.address,
+                result=scratch.result.device_address,
+                stream=stream,
+            )
         scratch.coded.record(stream)
 
     def finish(self, job: RestoreJob, scratch: Scratch) -> bool:

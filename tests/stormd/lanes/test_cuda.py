@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -340,4 +341,25 @@ def test_what_crosses_the_link_is_counted_by_direction(bench: Bench) -> None:
     bench.publish(2)
     bench.expect(RestoreDone)
     assert link.as_status()["restore"]["bytes"] == block.nbytes
+    bench.space.release(block)
+
+
+def test_a_profiler_is_told_of_each_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def span(what: str, nbytes: int, number: int) -> nullcontext[None]:
+        told.append((what, nbytes, number))
+        return nullcontext()
+
+    monkeypatch.setattr(sys.modules["stormd.lanes.cuda_session"], "span", span)
+    bench.map()
+    fill(bench)
+    bench.store(7, 0, PART)
+    bench.publish(7)
+    block = bench.expect(StoreDone).block
+    bench.restore(8, block, PART, PART)
+    bench.publish(8)
+    bench.expect(RestoreDone)
+    assert told[:2] == [("encode", PART, 7), ("copy down", block.nbytes, 7)]
+    assert [one[0] for one in told[2:]] == ["copy up", "decode"]
     bench.space.release(block)
