@@ -148,8 +148,8 @@ class Scratch:
             raise
         self.result = MappedHost(RESULT_BYTES)
         self.words = self.result.words()
-        self.code_began, self.coded = Event(timed=True), Event(timed=True)
-        self.copy_began, self.copied = Event(timed=True), Event(timed=True)
+        self.code_began, self.coded = Event(timed=True, awaited=False), Event(timed=True)
+        self.copy_began, self.copied = Event(timed=True, awaited=False), Event(timed=True)
 
     def seconds(self) -> tuple[float, float]:
         """Return how long the device coded, and copied, the part; both have been passed."""

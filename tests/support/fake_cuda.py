@@ -81,7 +81,7 @@ class Stream(_Owned):
 
 
 class Event(_Owned):
-    def __init__(self, *, timed: bool = False) -> None:
+    def __init__(self, *, timed: bool = False, awaited: bool = True) -> None:
         super().__init__()
         self.mark = threading.Event()
 
