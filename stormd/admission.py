@@ -6,7 +6,6 @@ entries, segments and ranges of its own session, within the limits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from stormd.arena import granules
@@ -41,11 +40,17 @@ def store_problem(
     `user_bytes` is what all sessions of the session's user hold.
     Whether the pool has room is not looked at: only a promise of the arena can tell.
     """
-    checks = _store_checks(session, message, limits, user_bytes=user_bytes, draining=draining)
-    for reason, detail in checks:
-        if detail:
-            return reason, detail
-    return None
+    if detail := _invalid(session, message):
+        return "invalid", detail
+    if draining:
+        return "draining", "the daemon is shutting down"
+    if detail := _count(session, limits):
+        return "too_many_entries", detail
+    if session.cache is not None:  # the cache limits itself, by its own size
+        return None
+    nbytes = granules(blob_bound(message.nbytes))
+    detail = _quota(session, limits, nbytes) or _user_quota(session, limits, user_bytes, nbytes)
+    return ("quota", detail) if detail else None
 
 
 def share_problem(
@@ -97,20 +102,14 @@ def segment_problem(session: Session, message: MapSegment) -> str | None:
     return None
 
 
-def _store_checks(
-    session: Session, message: Store, limits: Limits, *, user_bytes: int, draining: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield reason and detail of each check in order; an empty detail is no problem."""
-    yield "invalid", _phase(session)
-    yield "invalid", _order(session, message)
-    yield "invalid", _part(session, message)
-    yield "invalid", _range(session, message)
-    yield "draining", "the daemon is shutting down" if draining else ""
-    yield "too_many_entries", _count(session, limits)
-    if session.cache is None:  # the cache limits itself, by its own size
-        nbytes = granules(blob_bound(message.nbytes))
-        yield "quota", _quota(session, limits, nbytes)
-        yield "quota", _user_quota(session, limits, user_bytes, nbytes)
+def _invalid(session: Session, message: Store) -> str:
+    """Return what is wrong with the message itself; of several faults the first."""
+    return (
+        _phase(session)
+        or _order(session, message)
+        or _part(session, message)
+        or _range(session, message)
+    )
 
 
 def _phase(session: Session) -> str:

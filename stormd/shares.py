@@ -44,7 +44,7 @@ class Shares:
 
     def taken(self, before: int, after: int) -> int:
         """Return by how much the common part shrinks where a session goes from one to the other."""
-        return self._beyond(after) - self._beyond(before)
+        return max(after, self._share) - max(before, self._share)
 
     def assert_invariants(self, sessions: Iterable[tuple[int, int]]) -> None:
         """Raise AssertionError where the sums are not those of these users' sessions: for tests."""

@@ -20,7 +20,9 @@ One storage of the client travels as one or more entries. The way of an entry:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from stormd.protocol.checks import (
@@ -76,7 +78,11 @@ class Message:
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the fields in the order they travel."""
-        return tuple(getattr(self, name) for name in _field_names(type(self)))
+        kind = type(self)
+        read = _READERS.get(kind)
+        if read is None:
+            read = _READERS[kind] = _reader(kind)
+        return read(self)
 
 
 # --- from the client ------------------------------------------------------------------------
@@ -407,11 +413,13 @@ def message_types() -> dict[int, type[Message]]:
     return {kind.OP: kind for kind in Message.__subclasses__()}
 
 
-_FIELD_NAMES: dict[type[Message], tuple[str, ...]] = {}
+_Reader = Callable[[Message], tuple[Any, ...]]
+_READERS: dict[type[Message], _Reader] = {}
 
 
-def _field_names(kind: type[Message]) -> tuple[str, ...]:
-    names = _FIELD_NAMES.get(kind)
-    if names is None:
-        names = _FIELD_NAMES[kind] = tuple(field.name for field in fields(kind))
-    return names
+def _reader(kind: type[Message]) -> _Reader:
+    """Return what reads all fields of such messages at once."""
+    names = [field.name for field in fields(kind)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda message: tuple(getattr(message, name) for name in names)

@@ -160,6 +160,7 @@ class DaemonCore:
             peers=peers,
             reception=self._reception,
             status=lambda: {"entries": self.ledger.entries},
+            on_frames=lambda: None,
             on_progress=lambda: None,
         )
         lifelines: Any = _Lifelines()

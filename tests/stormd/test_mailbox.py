@@ -52,3 +52,59 @@ async def test_close_delivers_what_waits_and_drops_what_comes_later() -> None:
     mailbox.close()
     await asyncio.sleep(0)
     assert batches == [[1]]
+
+
+async def test_what_is_left_wakes_the_loop_where_it_will_not_come_by() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox.leave(1)
+    mailbox.leave(2)
+    await asyncio.sleep(0)
+    assert batches == [[1, 2]]
+
+
+async def test_what_is_left_waits_for_the_loop_that_comes_by() -> None:
+    batches: list[list[int]] = []
+    delivered = asyncio.Event()
+
+    def deliver(batch: list[int]) -> None:
+        batches.append(batch)
+        delivered.set()
+
+    mailbox = Mailbox(asyncio.get_running_loop(), deliver)
+    mailbox.come_by()
+    mailbox.leave(1)
+    await asyncio.sleep(0)
+    assert not batches
+    mailbox.leave(2)
+    mailbox.come_by()
+    assert batches == [[1, 2]]
+    delivered.clear()
+    mailbox.leave(3)
+    async with asyncio.timeout(10):  # it comes by in any case
+        await delivered.wait()
+    mailbox.leave(4)  # now it is not expected
+    await asyncio.sleep(0)
+    assert batches == [[1, 2], [3], [4]]
+
+
+async def test_what_is_posted_takes_with_it_what_was_left() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox.come_by()
+    mailbox.leave(1)
+    mailbox.post(2)
+    await asyncio.sleep(0)
+    assert batches == [[1, 2]]
+
+
+async def test_close_delivers_what_was_left_and_expects_nothing_more() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox.come_by()
+    mailbox.leave(1)
+    mailbox.close()
+    mailbox.leave(2)
+    mailbox.come_by()
+    await asyncio.sleep(0)
+    assert batches == [[1]]
