@@ -11,6 +11,7 @@ taken at once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -29,6 +30,10 @@ __all__ = ["Arrivals"]
 
 REFILL_SHARE = 0.75
 """Of the window: only when no more than this is in use is it looked at again."""
+
+
+LAST_WRITES_SECONDS = 0.5
+"""How long the memory of restores that a dead daemon left under way is not given back."""
 
 
 @dataclass(eq=False, slots=True)
@@ -121,6 +126,18 @@ class Arrivals:
     def in_use(self) -> bool:
         """Whether the daemon could map the memory that was allocated last."""
         return self._is_mapped
+
+    def close(self) -> None:
+        """Let all go. Memory that a daemon was writing to when it died is kept for its last writes.
+
+        Nothing tells when the device has ended a dead process's kernels; it takes milliseconds.
+        """
+        with self._connection.lock:
+            self._arrivals.clear()
+            is_written = bool(self._tickets)
+        if is_written:
+            time.sleep(LAST_WRITES_SECONDS)
+        self._tickets.clear()
 
     def __contains__(self, key: int) -> bool:
         """Tell whether the record of that key is on its way or there; with the lock held."""

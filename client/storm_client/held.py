@@ -22,17 +22,19 @@ __all__ = ["Held", "HeldBack"]
 Admission = TypeVar("Admission")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Held(Generic[Admission]):
-    """A record whose parts the daemon reads in place, the last of them as number `sequence`."""
+    """A record whose source stays for now, and what became of its store."""
 
     key: int
     record: weakref.ref[StoredRange]
-    sequence: int
-    admission: Admission
-    """What the daemon has said about it."""
     nbytes: int
     """Of the storage that it keeps."""
+    codec: str
+    admission: Admission
+    """What the daemon has said about it."""
+    sequence: int | None = None
+    """The number of its last part; None where it was not sent, being needed at once."""
 
 
 class HeldBack(Generic[Admission]):
@@ -44,21 +46,21 @@ class HeldBack(Generic[Admission]):
         self.nbytes = 0
         self._held: dict[int, Held[Admission]] = {}
 
-    def add(self, record: StoredRange, sequence: int, admission: Admission) -> None:
+    def add(self, held: Held[Admission]) -> None:
         """Hold a record's source."""
-        held = Held(record.key, weakref.ref(record), sequence, admission, record.storage_nbytes)
-        self._held[record.key] = held
+        self._held[held.key] = held
         self.nbytes += held.nbytes
 
     def excess(self) -> Held[Admission] | None:
         """Return what has to go next, None where all may stay."""
         return next(iter(self._held.values())) if self.nbytes > self._window.limit else None
 
-    def forget(self, key: int) -> None:
+    def forget(self, key: int) -> Held[Admission] | None:
         """Hold a record no longer: it let its source go, or died, or keeps it for good."""
         held = self._held.pop(key, None)
         if held is not None:
             self.nbytes -= held.nbytes
+        return held
 
     def __contains__(self, key: int) -> bool:
         """Tell whether the record's source is held."""

@@ -179,6 +179,7 @@ class _StepHooks:
                     self._codec,
                     self._recorder,
                     steady=_is_result(tensor),
+                    soon=self._step.needed_at_once(span[1] - span[0]),
                 )
             self._recorder.saved(tensor.nbytes)
         return self._step.handle(record, view, version)

@@ -1,4 +1,5 @@
-"""In which order saved tensors will be asked for: a pure prediction, learned step by step.
+"""In which order saved tensors will be asked for, and how soon: a pure prediction, learned
+step by step.
 
 What stays true: a prediction only decides what is fetched early, never what is returned; a wrong
 one costs time alone.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import accumulate
 
 __all__ = ["OrderHistory", "StepPlan"]
 
@@ -36,6 +38,26 @@ class OrderHistory:
             self._orders.popitem(last=False)
         return known
 
+    def soon(self) -> dict[int, int]:
+        """Return what the last step needed at once, as sizes by number.
+
+        Between such a tensor's packing and unpacking less than twice its own bytes of others came
+        by, so it would have been asked back before it had crossed the link both ways.
+        """
+        if not self._orders:
+            return {}
+        sizes, order = next(reversed(self._orders.items()))
+        packed_after = list(accumulate(reversed(sizes), initial=0))[-2::-1]
+        largest = max(sizes, default=0)
+        found, unpacked = {}, 0
+        for number in order:
+            if unpacked >= 2 * largest:
+                break
+            if packed_after[number] + unpacked < 2 * sizes[number]:
+                found[number] = sizes[number]
+            unpacked += sizes[number]
+        return found
+
 
 class StepPlan:
     """One step: what was packed, and what is expected to be unpacked next."""
@@ -43,6 +65,7 @@ class StepPlan:
     def __init__(self, history: OrderHistory) -> None:
         """Begin a step of the Offload that `history` belongs to."""
         self._history = history
+        self._soon = history.soon()
         self._sizes: list[int] = []
         self._actual: list[int] = []
         self._seen: set[int] = set()
@@ -54,6 +77,10 @@ class StepPlan:
         """Note that a tensor of `nbytes` was packed; return its number."""
         self._sizes.append(nbytes)
         return len(self._sizes) - 1
+
+    def needed_at_once(self, nbytes: int) -> bool:
+        """Tell whether a tensor of `nbytes` that is packed next was needed at once last time."""
+        return self._soon.get(len(self._sizes)) == nbytes
 
     def unpacked(self, number: int) -> None:
         """Note that the tensor `number` is being asked for, for the first time or again."""

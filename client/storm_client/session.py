@@ -108,10 +108,12 @@ class Session:
         stats: StatsRecorder,
         *,
         steady: bool = False,
+        soon: bool = False,
     ) -> StoredRange:
         """Return a new record of the bytes `span` of `storage`, on its way to the daemon.
 
-        `steady` says that nothing resizes the storage while somebody holds it.
+        `steady` says that nothing resizes the storage while somebody holds it, `soon` that it will
+        be needed at once.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -121,7 +123,7 @@ class Session:
         with self.connection.lock:
             self._known.add(self._grave.watch(record))
             self._release_dead()
-        self._storer.store(record, codec, steady=steady)
+        self._storer.store(record, codec, steady=steady, soon=soon)
         return record
 
     def load(self, handle: Handle) -> Located:
@@ -173,6 +175,8 @@ class Session:
         """End the session; what it stored is lost. Calling it twice is fine."""
         self.connection.close()
         self._in_place = None
+        if self._arrivals is not None:
+            self._arrivals.close()
         self.lane.close()
 
     # --- helpers ----------------------------------------------------------------------------

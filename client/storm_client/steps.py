@@ -37,6 +37,11 @@ class Step:
             self._records.append(weakref.ref(record))
         return Handle(record, view, version, self, number)
 
+    def needed_at_once(self, nbytes: int) -> bool:
+        """Tell whether a record of `nbytes` that is made now will be needed at once."""
+        with self._lock:
+            return self._plan.needed_at_once(nbytes)
+
     def unpacked(self, handle: Handle) -> None:
         """Note that `handle` is being asked for."""
         with self._lock:

@@ -16,7 +16,7 @@ import torch
 
 from storm_client.connection import IDS_PER_RELEASE, Connection
 from storm_client.errors import ActivationLost, named
-from storm_client.held import HeldBack
+from storm_client.held import Held, HeldBack
 from storm_client.lanes import InPlace, Lane, Slot
 from storm_client.records import Part, StoredRange
 from storm_client.staging import ALIGNMENT
@@ -99,15 +99,16 @@ class Storer:
         """The number of parts whose slots the daemon still reads."""
         return len(self._under_way)
 
-    def store(self, record: StoredRange, codec: str, *, steady: bool) -> None:
+    def store(self, record: StoredRange, codec: str, *, steady: bool, soon: bool) -> None:
         """Hand the record's bytes over; it stays with the client where that is not possible.
 
-        `steady` says that the storage's memory stays the same while somebody holds it.
+        `steady` says that the storage's memory stays the same while somebody holds it, `soon`
+        that it is needed at once: it is not sent as long as there is memory for it.
 
         Raises:
             DaemonLost: the daemon is gone. The record keeps its storage.
         """
-        if steady and self._in_place is not None and self._store_in_place(record, codec):
+        if steady and self._in_place is not None and self._hold(record, codec, soon=soon):
             return
         storage = record.source
         assert storage is not None
@@ -131,7 +132,7 @@ class Storer:
 
     def forget(self, key: int) -> None:
         """Note that a record died (with the lock held)."""
-        self._held.forget(key)
+        self._drop(key)
 
     def check_steady(self, record: StoredRange) -> None:
         """Raise if the record's source is held, where it was not found whole (locked).
@@ -189,46 +190,75 @@ class Storer:
 
     # --- stores in place --------------------------------------------------------------------
 
-    def _store_in_place(self, record: StoredRange, codec: str) -> bool:
+    def _hold(self, record: StoredRange, codec: str, *, soon: bool) -> bool:
         """Have the daemon read the record's source where it is; False where it cannot."""
-        storage, lane = record.source, self._in_place
-        assert storage is not None
+        lane = self._in_place
         assert lane is not None
         with self._connection.lock:
-            whole = lane.find(storage.data_ptr() + record.start, record.nbytes)
+            whole = _find(lane, record)
             if whole is None:
                 return False
             self._window.saw(record.storage_nbytes)
             admission = self._admission(record)
             admission.in_place = True
-            numbers = lane.produced(admission.outstanding)
-            for begin, sequence in zip(
-                range(0, record.nbytes, self._part_bytes), numbers, strict=True
-            ):
-                nbytes = min(self._part_bytes, record.nbytes - begin)
-                slot = Slot(whole.segment, whole.offset + begin, nbytes)
-                self._send(record, admission, slot, begin, codec, sequence=sequence)
-            self._flush_if_due()
-            self._held.add(record, numbers[-1], admission)
+            size = record.storage_nbytes
+            held = Held(record.key, weakref.ref(record), size, codec, admission)
+            if not soon:
+                self._send_in_place(lane, record, held, whole)
+            self._held.add(held)
             self._relieve(lane)
         return True
+
+    def _send_in_place(
+        self, lane: InPlace, record: StoredRange, held: Held[_Admission], whole: Slot
+    ) -> None:
+        """Send all parts of a source, which lies at `whole`."""
+        numbers = lane.produced(held.admission.outstanding)
+        begins = range(0, record.nbytes, self._part_bytes)
+        for begin, sequence in zip(begins, numbers, strict=True):
+            nbytes = min(self._part_bytes, record.nbytes - begin)
+            slot = Slot(whole.segment, whole.offset + begin, nbytes)
+            self._send(record, held.admission, slot, begin, held.codec, sequence=sequence)
+        held.sequence = numbers[-1]
+        self._flush_if_due()
 
     def _relieve(self, lane: InPlace) -> None:
         """Let the oldest sources go while more is held than may be; with the lock held."""
         while (held := self._held.excess()) is not None:
-            if not self._is_answered(held.admission):
-                return  # the daemon is slow: memory is what that costs
-            self._held.forget(held.key)
             record = held.record()
-            if record is None or record.source is None or held.admission.refused:
+            if record is not None and held.sequence is None:
+                self._send_late(lane, record, held)
+            if held.sequence is not None and not self._is_answered(held.admission):
+                return  # the daemon is slow: memory is what that costs
+            self._drop(held.key)
+            if record is None or record.source is None or held.sequence is None:
                 continue
-            if not record.is_whole(record.source):
-                record.error = ActivationLost(_MOVED.format(record.nbytes))
-            if record.error is not None:
-                continue  # what may be had is what is here
-            if not self._is_read(lane, held.sequence):
-                lane.overtake(held.sequence, record.source)
-            record.source = None
+            if not held.admission.refused:
+                self._let_go(lane, record, record.source, held.sequence)
+
+    def _send_late(self, lane: InPlace, record: StoredRange, held: Held[_Admission]) -> None:
+        """Send what was not needed so soon after all; what cannot be read any more stays."""
+        whole = _find(lane, record)
+        if whole is not None:
+            self._send_in_place(lane, record, held, whole)
+
+    def _let_go(
+        self, lane: InPlace, record: StoredRange, source: torch.UntypedStorage, sequence: int
+    ) -> None:
+        """Give a source up, whose parts up to `sequence` have all been admitted."""
+        if not record.is_whole(source):
+            record.error = ActivationLost(_MOVED.format(record.nbytes))
+        if record.error is not None:
+            return  # what may be had is what is here
+        if not self._is_read(lane, sequence):
+            lane.overtake(sequence, source)
+        record.source = None
+
+    def _drop(self, key: int) -> None:
+        """Hold a record no longer. What was never sent was needed before there was a reason to."""
+        held = self._held.forget(key)
+        if held is not None and held.sequence is None:
+            held.admission.stats.kept(held.admission.nbytes, "needed_at_once")
 
     def _is_read(self, lane: InPlace, sequence: int) -> bool:
         """Tell whether the daemon has read the stores up to `sequence`, waiting if that is best.
@@ -339,6 +369,12 @@ class Storer:
         if record is None or admission.refused:
             return False
         return self._keep_staged(record, entry, slot)
+
+
+def _find(lane: InPlace, record: StoredRange) -> Slot | None:
+    """Return where the daemon can read the record's source, None where it cannot."""
+    assert record.source is not None
+    return lane.find(record.source.data_ptr() + record.start, record.nbytes)
 
 
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
-from storm_client.held import HeldBack
+from storm_client.held import Held, HeldBack
 from storm_client.records import StoredRange
 from storm_client.window import Window
 from support.records import record_of
@@ -19,12 +21,25 @@ def record(nbytes: int) -> StoredRange:
     return record_of(torch.empty(nbytes, dtype=torch.uint8))
 
 
+def hold(held: HeldBack[str], one: StoredRange, number: int) -> None:
+    held.add(
+        Held(
+            one.key,
+            weakref.ref(one),
+            one.storage_nbytes,
+            "raw",
+            f"admission {number}",
+            number,
+        )
+    )
+
+
 def test_the_oldest_goes_when_there_is_more_than_the_limit() -> None:
     held: HeldBack[str] = HeldBack(window(250))
     records = [record(100) for _ in range(3)]
     for number, one in enumerate(records):
         assert held.excess() is None
-        held.add(one, number, f"admission {number}")
+        hold(held, one, number)
     excess = held.excess()
     assert excess is not None
     assert excess.record() is records[0]
@@ -35,25 +50,25 @@ def test_the_oldest_goes_when_there_is_more_than_the_limit() -> None:
 
 
 def test_the_whole_storage_counts() -> None:
-    held: HeldBack[None] = HeldBack(window(99))
+    held: HeldBack[str] = HeldBack(window(99))
     one = record_of(torch.empty(100, dtype=torch.uint8), (0, 64))
-    held.add(one, 1, None)
+    hold(held, one, 1)
     assert held.nbytes == 100
     assert held.excess() is not None
 
 
 def test_what_is_forgotten_counts_no_more() -> None:
-    held: HeldBack[None] = HeldBack(window(99))
+    held: HeldBack[str] = HeldBack(window(99))
     one = record(100)
-    held.add(one, 1, None)
+    hold(held, one, 1)
     for _ in range(2):
         held.forget(one.key)
     assert (held.nbytes, len(held), held.excess()) == (0, 0, None)
 
 
 def test_a_record_is_not_kept_alive() -> None:
-    held: HeldBack[None] = HeldBack(window(0))
-    held.add(record(8), 1, None)
+    held: HeldBack[str] = HeldBack(window(0))
+    hold(held, record(8), 1)
     excess = held.excess()
     assert excess is not None
     assert excess.record() is None

@@ -30,6 +30,41 @@ def test_the_order_of_the_last_step_is_learned() -> None:
     assert list(second.upcoming()) == [2, 0]
 
 
+def stepped(history: OrderHistory, sizes: tuple[int, ...], order: tuple[int, ...]) -> None:
+    plan = packed(history, *sizes)
+    for number in order:
+        plan.unpacked(number)
+
+
+def soon(history: OrderHistory, *sizes: int) -> list[int]:
+    plan = StepPlan(history)
+    found = []
+    for number, nbytes in enumerate(sizes):
+        if plan.needed_at_once(nbytes):
+            found.append(number)
+        plan.packed(nbytes)
+    return found
+
+
+def test_what_comes_back_before_it_could_have_gone_is_needed_at_once() -> None:
+    history = OrderHistory()
+    sizes = (10, 10, 50, 10, 10)
+    assert soon(history, *sizes) == []
+    stepped(history, sizes, (4, 3, 2, 1, 0))
+    assert soon(history, *sizes) == [2, 4]
+    assert soon(history, 10, 10, 51, 10, 10) == [4]
+
+
+def test_the_last_order_says_what_is_needed_at_once() -> None:
+    history = OrderHistory()
+    stepped(history, (10, 10, 10), (0, 1, 2))
+    assert soon(history, 10, 10, 10) == []
+    stepped(history, (10, 10, 10), (2, 1, 0))
+    assert soon(history, 10, 10, 10) == [2]
+    packed(history, 10, 10, 10)
+    assert soon(history, 10, 10, 10) == [2]
+
+
 def test_other_sizes_are_another_kind_of_step() -> None:
     history = OrderHistory()
     first = packed(history, 10, 20, 30)

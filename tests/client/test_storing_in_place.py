@@ -55,9 +55,9 @@ def way(lanes: list[InPlaceCpuLane], request: pytest.FixtureRequest) -> FakeInPl
     return found
 
 
-def chain(x: Tensor) -> Tensor:
+def chain(x: Tensor, length: int = 6) -> Tensor:
     h = x * 1
-    for _ in range(6):
+    for _ in range(length):
         h = (h.cos() * 1.5).tanh()
     return h.sum()
 
@@ -81,7 +81,7 @@ def test_gradients_are_the_same(client: storm.Client, way: FakeInPlace) -> None:
         assert torch.equal(gradient(loss, x), expected)
         del loss
     assert way.found > 10
-    assert not offload.stats().kept
+    assert set(offload.stats().kept) == {"needed_at_once"}
 
 
 def test_only_the_newest_sources_stay(client: storm.Client, way: FakeInPlace) -> None:
@@ -167,3 +167,36 @@ def test_a_change_after_saving_is_noticed(client: storm.Client, way: FakeInPlace
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     del h, loss
+
+
+def test_what_is_needed_at_once_is_not_sent(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    expected = gradient(chain(x), x)
+    offload = client.offload(min_bytes=1)
+    for step in range(3):
+        before = offload.stats()
+        with offload:
+            loss = chain(x)
+        assert torch.equal(gradient(loss, x), expected)
+        del loss
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+        after = offload.stats()
+        kept = after.kept.get("needed_at_once", 0) - before.kept.get("needed_at_once", 0)
+        assert kept == (1 if step else 0)
+        moved = after.offloaded_bytes + after.kept_bytes
+        assert moved - before.offloaded_bytes - before.kept_bytes == 7 * x.nbytes
+
+
+def test_what_was_needed_at_once_goes_when_more_follows(
+    client: storm.Client, way: FakeInPlace
+) -> None:
+    """The step has grown: what was the last tensor has others behind it now."""
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    for length in (2, 6, 6):
+        expected = gradient(chain(x, length), x)
+        with offload:
+            loss = chain(x, length)
+        assert torch.equal(gradient(loss, x), expected)
+        del loss
+    assert offload.stats().kept["needed_at_once"] == 1
