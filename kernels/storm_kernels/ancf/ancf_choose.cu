@@ -25,7 +25,7 @@ DEVICE u32 mode_without_sample(const Request &request, u64 n) {
 
 /* Everything that is counted, by the whole block; complete when it returns. */
 DEVICE void count_sample(Counts &counts, const Request &request, const Part &part, Value first) {
-  for (u32 i = thread_in_block(); i < kBins; i += kChooseThreads) counts.histogram[i] = 0;
+  clear_histogram(counts);
   barrier(0, kChooseThreads);
   count_symbols(counts, part);
   Facts facts = facts_of(part, request.mode == kConstant ? first : 0, first);
@@ -42,37 +42,35 @@ DEVICE void rank(ChooseShared &shared, const Request &request, const Summary &sa
   u32 left_out = rest ? sample.facts.fills : 0;
   u32 fill_symbol = joint_symbol(sample.fill) & (exponent ? kExponents - 1 : kBins - 1);
   u32 occurring = collect_keys(shared.counts, ranking.keys, exponent, fill_symbol, left_out, lane);
-  u32 key = rank_keys(ranking.keys, occurring, lane);
+  u32 key = rank_keys(ranking.keys, occurring, ranking.ranked, lane);
   u32 drop = rest ? droppable(request, sample) : window_drop(request, sample);
   bool dense = rest || drop || request.dense;
   Coding coding = cheapest_coding(choice, key, sample.count - left_out, drop, dense, lane);
-  if (lane < kRanked) ranking.ranked[lane] = key;
   if (lane != 0) return;
   ranking.occurring = occurring;
   ranking.coding = coding;
 }
 
-/* Chooses from the sample; the whole block calls it. */
-DEVICE void choose(ChooseShared &shared, const Request &request, const u8 *src, u64 n, u8 *scratch) {
-  Part part = Part::of(src, n);
+/* Chooses from the sample. The whole block calls it; the first warp has the outcome. */
+DEVICE Outcome choose(ChooseShared &shared, const Request &request, const u8 *src, u64 n) {
   Value first = read_at(src, 0);
+  Part part = Part::of(src, n, first);
   count_sample(shared.counts, request, part, first);
   u32 warp = thread_in_block() / kWarpThreads, lane = thread_in_block() % kWarpThreads;
-  Summary sample = summary_of(shared.counts, request, first, sample_size(n), lane);
-  if (warp < kChoices) rank(shared, request, sample, warp, lane);
-  barrier(0, kChooseThreads);
   const Ranking *rankings = shared.rankings;
-  bool may_be_few = request.mode == kAuto && request.is_float && sample.facts.differ &&
-                    rankings[kJointAll].occurring <= kFewValues;
-  if (may_be_few) find_few(shared.few, part, src, n, first);
-  if (warp != 0) return;
-  const FewValues *few = may_be_few ? &shared.few.found : nullptr;
+  Summary sample = {};
+  if (warp < kChoices) {
+    sample = summary_of(shared.counts, request, first, sample_size(n), lane);
+    rank(shared, request, sample, warp, lane);
+  }
+  barrier(0, kChooseThreads);
+  bool may_be_few = request.mode == kAuto && request.is_float && rankings[kJointAll].occurring <= kFewValues;
+  if (may_be_few) find_few(shared.few, src, n);
+  if (warp != 0) return {};
   const Coding &window = better_coding(rankings[kJointAll].coding, rankings[kExponentAll].coding);
   const Coding &rest = better_coding(rankings[kJointRest].coding, rankings[kExponentRest].coding);
-  Decision decision{request, sample, window, rest, few, n <= kSampleMax};
-  Outcome outcome = decision.outcome();
-  const u32 *ranked = outcome.coding ? rankings[outcome.coding->choice].ranked : nullptr;
-  write_plan(request, outcome, ranked, few, scratch, lane);
+  const FewValues *few = may_be_few ? &shared.few.found : nullptr;
+  return Decision{request, sample, window, rest, few, n <= kSampleMax}.outcome();
 }
 
 /* Chooses the plan of `src` and clears the work area. Blocks of kChooseThreads: the first chooses,
@@ -86,14 +84,13 @@ ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 
     for (u32 i = (block_index() - 1) * kChooseThreads + thread_in_block(); i < words; i += step) area[i] = 0;
     return;
   }
+  ChooseShared &shared = *reinterpret_cast<ChooseShared *>(shared_memory());
   Traits traits = traits_of(dtype);
   Request request = {nbytes, dtype, mode, dense != 0, checksum != 0, traits.is_float, traits.is_signed};
   u64 n = nbytes / kWidth;
-  u32 settled = mode_without_sample(request, n);
-  if (settled == kAuto) {
-    choose(*reinterpret_cast<ChooseShared *>(shared_memory()), request, src, n, scratch);
-  } else if (thread_in_block() < kWarpThreads) {
-    Outcome outcome = {settled, 0, 0, 0, nullptr, false};
-    write_plan(request, outcome, nullptr, nullptr, scratch, thread_in_block());
-  }
+  Outcome outcome = {mode_without_sample(request, n)};
+  if (outcome.mode == kAuto) outcome = choose(shared, request, src, n);
+  if (thread_in_block() >= kWarpThreads) return;
+  const u32 *ranked = outcome.coding ? shared.rankings[outcome.coding->choice].ranked : nullptr;
+  write_plan(request, outcome, ranked, scratch, thread_in_block());
 }

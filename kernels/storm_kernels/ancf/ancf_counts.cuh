@@ -51,27 +51,46 @@ DEVICE Value ordered(Value x, bool is_signed) {
   return is_signed ? x ^ (kAllBits / 2 + 1) : x;
 }
 
-DEVICE void count_symbols(Counts &counts, const Part &part) {
+DEVICE void clear_histogram(Counts &counts) {
+  constexpr u32 kRounds = (kBins + kChooseThreads - 1) / kChooseThreads;
 #pragma unroll
-  for (u32 i = 0; i < kOwn; i++) {
-    if (part.has(i)) fetch_add(&counts.histogram[joint_symbol(part.x[i])], 1u);
+  for (u32 round = 0; round < kRounds; round++) {
+    u32 bin = thread_in_block() + round * kChooseThreads;
+    if (bin < kBins) counts.histogram[bin] = 0;
+  }
+}
+
+/* Parts are whole but for the last of a small tensor: so many branches would cost more than the counting. */
+DEVICE void count_symbols(Counts &counts, const Part &part) {
+  if (part.own == kOwn) {
+#pragma unroll
+    for (u32 i = 0; i < kOwn; i++) fetch_add(&counts.histogram[joint_symbol(part.x[i])], 1u);
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < kOwn; i++) {
+      if (i < part.own) fetch_add(&counts.histogram[joint_symbol(part.x[i])], 1u);
+    }
   }
 }
 
 /* This thread's numbers; `fill` is what a bitmap would leave out. */
 DEVICE Facts facts_of(const Part &part, Value fill, Value first) {
+  constexpr u32 kEven = 0x5555;
+  static_assert(kOwn == 16, "a bit an element, in 16 bits");
   Facts facts = {};
+  Value unlike = 0;
+  u32 kept = 0;  /* bit i: element i is not the fill */
 #pragma unroll
   for (u32 i = 0; i < kOwn; i++) {
-    if (!part.has(i)) continue;
-    Value x = part.x[i];
-    facts.fills += x == fill;
-    facts.differ |= x != first;
-    facts.low_bits |= x;
-    if (i % 2 == 0) continue;
-    facts.any_of_pair += part.x[i - 1] != fill || x != fill;
-    facts.second_of_pair += x != fill;
+    kept |= part.x[i] != fill ? 1u << i : 0;
+    unlike |= part.x[i] ^ first;
+    facts.low_bits |= part.x[i];
   }
+  u32 pairs = kEven & ((1u << part.own / 2 * 2) - 1);  /* the first bit of each pair that is whole */
+  facts.differ = unlike != 0;
+  facts.fills = part.own - ones(kept & ((1u << part.own) - 1));
+  facts.any_of_pair = ones((kept | kept >> 1) & pairs);
+  facts.second_of_pair = ones(kept >> 1 & pairs);
   return facts;
 }
 
@@ -80,7 +99,6 @@ DEVICE void add_bounds(Facts &facts, const Part &part, bool is_signed) {
   facts.least = kAllBits;
 #pragma unroll
   for (u32 i = 0; i < kOwn; i++) {
-    if (!part.has(i)) continue;
     Value place = ordered(part.x[i], is_signed);
     facts.least = place < facts.least ? place : facts.least;
     facts.most = place > facts.most ? place : facts.most;

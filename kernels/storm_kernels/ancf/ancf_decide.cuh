@@ -64,6 +64,7 @@ struct Outcome {
   u32 mode, bitmap, drop;
   u64 fill;
   const Coding *coding;  /* or none */
+  const FewValues *few;  /* of mode ternary */
   bool may_be_constant;
 };
 
@@ -108,18 +109,18 @@ struct Decision {
   }
 
   DEVICE Outcome sparse(bool may_be_constant) const {
-    return {kSparse, pairs() ? kBitmapPairs : kBitmapPlain, droppable(request, sample), sample.fill, &rest,
-            may_be_constant};
+    u32 bitmap = pairs() ? kBitmapPairs : kBitmapPlain;
+    return {kSparse, bitmap, droppable(request, sample), sample.fill, &rest, nullptr, may_be_constant};
   }
   DEVICE Outcome outcome() const {
     u32 mode = request.mode == kAuto ? best_mode() : request.mode;
-    bool same = !sample.facts.differ;
-    if (mode == kConstant && (!same || !everything)) return sparse(same);
-    if (mode == kConstant) return {mode, 0, 0, sample.first, nullptr, false};
-    if (mode == kSparse) return sparse(false);
-    if (mode != kWindow && mode != kTruncated) return {mode, 0, 0, 0, nullptr, false};
+    bool same = !sample.facts.differ, constant = mode == kConstant && same && everything;
+    if (mode == kSparse || (mode == kConstant && !constant)) return sparse(mode == kConstant && same);
+    if (constant || mode == kTernary || mode == kBoolean || mode == kInteger || mode == kRaw) {
+      return {mode, 0, 0, constant ? sample.first : 0, nullptr, few, false};
+    }
     u32 drop = window_drop(request, sample);
-    return {drop ? kTruncated : kWindow, 0, drop, 0, &window, false};
+    return {drop ? kTruncated : kWindow, 0, drop, 0, &window, nullptr, false};
   }
 };
 
@@ -134,13 +135,14 @@ DEVICE void write_few(const FewValues &few, u64 *values) {
   }
 }
 
-DEVICE Plan raw_plan(const Request &request) {
-  Plan plan = {};
-  plan.raw_nbytes = request.nbytes;
-  plan.dtype = request.dtype;
-  plan.flags = request.checksum ? kFlagChecksum : 0;
-  derive(plan);
-  return plan;
+/* Makes a plan with an empty window that of a copy of the tensor; what is derived is derived again. */
+DEVICE void become_raw(Plan &plan) {
+  plan.mode = kRaw;
+  plan.bitmap = plan.rotate = plan.drop = plan.residue_bits = plan.k1 = plan.k2 = plan.escape_bytes = 0;
+  plan.fill = plan.dict_count = plan.may_be_constant = plan.tiles = 0;
+  plan.directory_offset = kHeaderBytes;
+  plan.fixed_offset = kHeaderBytes;
+  plan.payload_offset = kHeaderBytes + plan.raw_nbytes;
 }
 
 /* A plan for `outcome`, its window still empty; raw where the rest of the blob would not fit. */
@@ -162,22 +164,22 @@ DEVICE Plan plan_for(const Request &request, const Outcome &outcome, u32 dict_co
     plan.k1 = outcome.coding->k1;
     plan.k2 = outcome.coding->k2;
   }
-  derive(plan);
-  return plan.payload_offset > kHeaderBytes + plan.raw_nbytes ? raw_plan(request) : plan;
+  derive(plan, kWidth, kMantissa);
+  if (plan.payload_offset > kHeaderBytes + plan.raw_nbytes) become_raw(plan);
+  return plan;
 }
 
-/* Writes the plan of `outcome` and its dictionary, by one warp; `ranked` are the coding's entries. */
-DEVICE void write_plan(const Request &request, const Outcome &outcome, const u32 *ranked, const FewValues *few,
-                       u8 *scratch, u32 lane) {
+/* Writes the plan of `outcome` and its dictionary, by one warp. */
+DEVICE void write_plan(const Request &request, const Outcome &outcome, const u32 *ranked, u8 *scratch, u32 lane) {
   u32 slots = outcome.coding ? slots_of(outcome.coding->k1) + slots_of(outcome.coding->k2) : 0;
   u32 key = lane < slots ? ranked[lane] : 0;
   u32 dict_count = ones(lanes_where(key != 0));
   bool ternary = outcome.mode == kTernary;
-  Plan plan = plan_for(request, outcome, ternary ? few->found : dict_count);
+  Plan plan = plan_for(request, outcome, ternary ? outcome.few->found : dict_count);
   Plan &written = *reinterpret_cast<Plan *>(scratch);
   if (lane == 0) {
     written = plan;
-    if (ternary) write_few(*few, values_of(scratch));
+    if (ternary) write_few(*outcome.few, values_of(scratch));
   }
   warp_barrier();
   if (key && plan.k1) written.window[lane] = symbol_of(key);

@@ -12,35 +12,37 @@ struct FewWork {
 
 /* Puts the place of the first sampled element that is none of the values found to `earliest`. */
 DEVICE void find_unlike(const FewValues &few, const Part &part, u32 found, u32 *earliest) {
-  u32 place = kSampleMax;
+  Value a = few.values[0], b = few.values[found > 1 ? 1 : 0], c = few.values[found > 2 ? 2 : 0];
+  u32 unlike = 0;  /* a bit an element; those that do not exist are like the first */
 #pragma unroll
-  for (u32 i = 0; i < kOwn; i++) {
-    bool known = !part.has(i);
-    for (u32 j = 0; j < found; j++) known |= part.x[i] == few.values[j];
-    if (!known && place == kSampleMax) place = part.start + i;
-  }
-  if (place != kSampleMax) fetch_min(earliest, place);
+  for (u32 i = 0; i < kOwn; i++) unlike |= part.x[i] != a && part.x[i] != b && part.x[i] != c ? 1u << i : 0;
+  if (unlike) fetch_min(earliest, part.start + lowest_bit(unlike));
 }
 
 DEVICE void count_values(FewValues &few, const Part &part, u32 found) {
+#pragma unroll 1
   for (u32 j = 0; j < found; j++) {
-    u32 count = 0;
+    Value value = few.values[j];
+    u32 count = j == 0 ? part.own - kOwn : 0;  /* elements that do not exist are like the first */
 #pragma unroll
-    for (u32 i = 0; i < kOwn; i++) count += part.has(i) && part.x[i] == few.values[j];
+    for (u32 i = 0; i < kOwn; i++) count += part.x[i] == value;
     count = sum_of_lanes(count);
     if (thread_in_block() % kWarpThreads == 0) fetch_add(&few.counts[j], count);
   }
 }
 
 /* Fills in `work.found`; the whole block calls it, and it is complete when it returns. */
-DEVICE void find_few(FewWork &work, const Part &part, const u8 *src, u64 n, Value first) {
+DEVICE void find_few(FewWork &work, const u8 *src, u64 n) {
   FewValues &few = work.found;
+  Value first = read_at(src, 0);
+  Part part = Part::of(src, n, first);  /* again: rarely here, and registers are short */
   bool leads = thread_in_block() == 0;
   u32 found = 1, place = 0;
   if (leads) {
     few.values[0] = first;
     for (u32 j = 0; j < kFewValues; j++) few.counts[j] = 0;
   }
+#pragma unroll 1
   for (;; found++) {
     u32 &earliest = work.place[found % 2];  /* the other one may still be read */
     if (leads) earliest = kSampleMax;

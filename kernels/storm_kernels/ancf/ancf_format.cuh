@@ -141,11 +141,11 @@ DEVICE Pipeline pipeline_of(const Plan &plan) {
 DEVICE bool has_tiles(u32 mode) { return mode != kRaw && mode != kConstant && mode != kBoolean; }
 DEVICE bool has_dictionary_apart(u32 mode) { return mode == kTernary || mode == kValues; }
 
-/* Fills in everything that follows from mode, bits and raw_nbytes. */
-DEVICE void derive(Plan &plan) {
-  plan.width = traits_of(plan.dtype).width;
-  plan.mantissa = traits_of(plan.dtype).mantissa;
-  plan.elements = plan.raw_nbytes / plan.width;
+/* Fills in everything that follows from mode, bits and raw_nbytes, for elements of `width` bytes. */
+DEVICE void derive(Plan &plan, u32 width, u32 mantissa) {
+  plan.width = width;
+  plan.mantissa = mantissa;
+  plan.elements = plan.raw_nbytes / width;
   u32 symbol_bits = plan.drop ? 8 * plan.width : 8 * plan.width - plan.residue_bits;
   plan.escape_bytes = !plan.k1 ? 0 : symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
   u64 tiles = has_tiles(plan.mode) ? (plan.elements + kTile - 1) / kTile : 0;
@@ -163,6 +163,10 @@ DEVICE void derive(Plan &plan) {
   u64 body = plan.mode == kRaw ? plan.raw_nbytes
              : plan.mode == kBoolean ? round_up((plan.elements + 7) / 8, 16) : 0;
   plan.payload_offset = kHeaderBytes + body;
+}
+DEVICE void derive(Plan &plan) {
+  Traits traits = traits_of(plan.dtype);
+  derive(plan, traits.width, traits.mantissa);
 }
 
 DEVICE u64 header_check(const u64 *words) {

@@ -7,7 +7,6 @@
 #include <ancf_counts.cuh>
 
 constexpr u32 kRanked = 22;  /* most entries of a window dictionary: 7 + 15 */
-constexpr u32 kHeld = 4;     /* keys that a lane keeps in registers; more are read each time */
 static_assert(kRanked <= kWarpThreads, "a lane keeps one entry");
 static_assert(kSampleMax <= 1 << 16 && kBins <= 1 << 16, "a key is two halves of a word");
 
@@ -50,28 +49,43 @@ DEVICE u32 collect_keys(const Counts &counts, u32 *keys, bool exponent, u32 symb
   return found;
 }
 
-/* Returns entry `lane` of the `occurring` keys in descending order, 0 where there is none. */
-DEVICE u32 rank_keys(const u32 *keys, u32 occurring, u32 lane) {
-  u32 held[kHeld], last = ~0u, mine = 0;
-#pragma unroll
-  for (u32 i = 0; i < kHeld; i++) {
-    u32 at = lane + i * kWarpThreads;
-    held[i] = at < occurring ? keys[at] : 0;
-  }
-#pragma unroll 1
-  for (u32 rank = 0; rank < kRanked && last; rank++) {
-    u32 best = 0;
-#pragma unroll
-    for (u32 i = 0; i < kHeld; i++) best = held[i] < last && held[i] > best ? held[i] : best;
+/* The next smaller key than `last` among all, 0 where there is none. */
+DEVICE u32 key_below(const u32 *keys, u32 occurring, u32 last, u32 lane) {
+  u32 best = 0;
 #pragma unroll 4
-    for (u32 at = lane + kHeld * kWarpThreads; at < occurring; at += kWarpThreads) {
-      u32 key = keys[at];
-      best = key < last && key > best ? key : best;
-    }
-    last = most_of_lanes(best);
-    mine = lane == rank ? last : mine;
+  for (u32 at = lane; at < occurring; at += kWarpThreads) {
+    u32 key = keys[at];
+    best = key < last && key > best ? key : best;
   }
-  return mine;
+  return most_of_lanes(best);
+}
+
+/* Writes the first kRanked of the `occurring` keys in descending order to `ranked`; returns entry
+ * `lane`, 0 where there is none. Few keys, the usual case, each count those above them. */
+DEVICE u32 rank_keys(const u32 *keys, u32 occurring, u32 *ranked, u32 lane) {
+  if (lane < kRanked) ranked[lane] = 0;
+  warp_barrier();
+  if (occurring <= 2 * kWarpThreads) {
+    u32 own = lane < occurring ? keys[lane] : 0;
+    u32 other = lane + kWarpThreads < occurring ? keys[lane + kWarpThreads] : 0;
+    u32 rank = 0, other_rank = 0;
+#pragma unroll 8
+    for (u32 at = 0; at < occurring; at++) {
+      rank += keys[at] > own;
+      other_rank += keys[at] > other;
+    }
+    if (own && rank < kRanked) ranked[rank] = own;
+    if (other && other_rank < kRanked) ranked[other_rank] = other;
+  } else {
+    u32 last = ~0u;
+#pragma unroll 1
+    for (u32 rank = 0; rank < kRanked; rank++) {
+      last = key_below(keys, occurring, last, lane);
+      if (lane == 0) ranked[rank] = last;
+    }
+  }
+  warp_barrier();
+  return lane < kRanked ? ranked[lane] : 0;
 }
 
 /* How many elements the first `slots` entries cover. */

@@ -40,21 +40,21 @@ DEVICE u64 sample_place(u32 i, u64 n) {
   return i / kSampleRun * last / (kSampleRuns - 1) * kSampleRun + i % kSampleRun;
 }
 
-/* Elements [start, start + kOwn) of the sample, of which `own` exist; the others are 0. */
+/* Elements [start, start + kOwn) of the sample, of which `own` exist; in place of the others stands
+ * the tensor's first, which is in every sample: what is found in all of a part stays true. */
 struct Part {
   Value x[kOwn];
   u32 start, own;
-  DEVICE static Part of(const u8 *src, u64 n) {
+  DEVICE static Part of(const u8 *src, u64 n, Value first) {
     Part made;
     u32 count = sample_size(n);
     made.start = thread_in_block() * kOwn;
     made.own = made.start >= count ? 0 : count - made.start < kOwn ? count - made.start : kOwn;
     const u8 *from = src + sample_place(made.start, n) * kWidth;
     if (made.own == kOwn && reinterpret_cast<u64>(from) % 16 == 0) made.load_words(from);
-    else made.load_each(from);
+    else made.load_each(from, first);
     return made;
   }
-  DEVICE bool has(u32 i) const { return i < own; }
 
 private:
   DEVICE void load_words(const u8 *from) {
@@ -65,9 +65,9 @@ private:
 #pragma unroll
     for (u32 i = 0; i < kOwn; i++) x[i] = piece(words[i / kPerWord], i % kPerWord);
   }
-  DEVICE void load_each(const u8 *from) {
+  DEVICE void load_each(const u8 *from, Value first) {
 #pragma unroll
-    for (u32 i = 0; i < kOwn; i++) x[i] = has(i) ? read_at(from, i) : 0;
+    for (u32 i = 0; i < kOwn; i++) x[i] = i < own ? read_at(from, i) : first;
   }
   DEVICE static Value piece(const uint4 &word, u32 i) {
     const u32 at = i * kWidth / 4;  /* a constant, once the loop is unrolled */
