@@ -1,7 +1,8 @@
 """Everything the CUDA codec does with memory, small, for compute-sanitizer to watch.
 
-    compute-sanitizer --tool memcheck python tests/kernels/ancf/cuda_under_sanitizer.py
-    (also --tool racecheck, --tool synccheck; --brief leaves out sizes and damage)
+    compute-sanitizer --report-api-errors no python tests/kernels/ancf/cuda_under_sanitizer.py
+    (also --tool racecheck, --tool synccheck; --brief leaves out sizes and damage. What libraries
+    ask the driver for and do not get is no error of the kernels.)
 
 Each buffer is an allocation of its own, of just the bytes that the codec may touch, so that a step
 outside is an error of the tool's. What stays true: the blobs are the reference's and the decoded
