@@ -38,6 +38,7 @@ WORKLOADS: Final = {
     "W2": "width 8192, 4 layers, 1 x 4096 tokens",
     "W3": "width 4096, 4 layers, 1 x 32768 tokens",
 }
+_WORKLOADS_OF: Final = {"cpu": ["W0"], "cuda": ["W1", "W2", "W3"]}
 METHODS: Final = (
     "none",
     "checkpoint",
@@ -57,12 +58,6 @@ _MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
 """Freed tensors leave the process at once, so that on a CPU its peak tells what was held; huge
 pages keep the cost of that small. On a GPU it changes little, and all methods have it.
 """
-
-_COMPILE: Final = (
-    "from storm_kernels.ancf import DType; from storm_kernels.ancf.cuda import CudaCodec; "
-    "CudaCodec().prepare(DType.BFLOAT16)"
-)
-"""Puts the codec's kernels where the daemon finds them: until it has them it would store raw."""
 
 
 def add_train_arguments(train: argparse.ArgumentParser) -> None:
@@ -101,21 +96,17 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     if args.image and find_spec("matplotlib") is None:
         raise ConfigError("--image needs matplotlib: pip install matplotlib")
     device = _device(args.device)
-    workloads = args.workloads or (["W1", "W2", "W3"] if device == "cuda" else ["W0"])
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
     if device == "cuda":
         _compile_codec()
-    figures: dict[str, Any] = {
-        "device": device,
-        "mps": {"ok": True, "warn": False}.get(check_mps().state) if device == "cuda" else None,
-        "daemon_flags": flags,
-        "workloads": {},
-    }
+    figures: dict[str, Any] = {"device": device, "mps": _mps(device), "daemon_flags": flags}
     with ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon:
         bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
-        for name in workloads:
-            figures["workloads"][name] = {one: bench.row(name, one) for one in args.methods}
+        figures["workloads"] = {
+            name: {method: bench.row(name, method) for method in args.methods}
+            for name in args.workloads or _WORKLOADS_OF[device]
+        }
     if args.image:
         draw(figures, Path(args.image))
     return figures
@@ -221,15 +212,20 @@ def _device(wanted: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def _mps(device: str) -> bool | None:
+    """Return whether CUDA's MPS is on; None where there is no GPU to share."""
+    return check_mps().state == "ok" if device == "cuda" else None
+
+
 def _pool_bytes(device: str) -> int:
     """Return room for what the largest workload saves, as far as this machine has it."""
     return min((32 if device == "cuda" else 1) * _GIB, memory_limit() // 2)
 
 
 def _compile_codec() -> None:
-    done = subprocess.run(  # noqa: S603 - our own code
-        [sys.executable, "-c", _COMPILE], capture_output=True, text=True, check=False
-    )
+    """Put the codec's kernels where the daemon finds them: until it has them it stores raw."""
+    command = [sys.executable, "-m", "storm_kernels.ancf.compile", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
     if done.returncode:
         raise ChildFailed(f"the codec's kernels cannot be compiled: {tail(done.stderr)}")
 
