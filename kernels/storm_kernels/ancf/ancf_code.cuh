@@ -126,18 +126,6 @@ DEVICE void store_piece_words(u8 *at, u32 low, u32 high) {
   if (kBytes == 8) reinterpret_cast<u32 *>(at)[1] = high;
 }
 
-template <u32 kBytes, bool kAligned>
-DEVICE void load_piece_words(const u8 *at, u32 (&words)[2]) {
-  if (kBytes == 8 && kAligned) {
-    uint2 both = *reinterpret_cast<const uint2 *>(at);
-    words[0] = both.x;
-    words[1] = both.y;
-    return;
-  }
-  words[0] = reinterpret_cast<const u32 *>(at)[0];
-  if (kBytes == 8) words[1] = reinterpret_cast<const u32 *>(at)[1];
-}
-
 /* Stores kBytes bytes of words; records are only 4-byte aligned. */
 template <u32 kBytes>
 DEVICE void store_words(u8 *at, u32 low, u32 high) {

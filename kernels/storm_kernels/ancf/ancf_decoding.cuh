@@ -1,60 +1,89 @@
-/* What the tile decoders share: a launch's arguments, and records read with every size checked.
+/* What the decoders share: a launch's arguments, and records read with every size checked.
  *
  * What stays true: nothing read from a blob is used as a place or a size before it was compared
  * with what the blob and the output have.
  */
 #pragma once
-#include <ancf_packed.cuh>
+#include <ancf_code.cuh>
 
-/* Shared memory of a team: elements being put together or those of the misses, then two blocks
- * and two starts of records that are fetched ahead. */
-constexpr u32 kStageBytes = kTile * kWidth;
-constexpr u32 kMostPlaneBits = kWidth == 1 ? 7 : kWidth == 2 ? 14 : kWidth == 4 ? 27 : 1;
-constexpr u32 kBlockAhead = kTile / 8 * kMostPlaneBits;
-constexpr u32 kRecordAhead = 1024;
-constexpr u32 kDecodeArenaBytes = kStageBytes + 2 * (kBlockAhead + kRecordAhead);
-constexpr u32 kWindowPlaced = 24;   /* first codes, then second codes from 8 on */
-constexpr u32 kPlacedEntries = 512;
-constexpr u32 kDecodeSharedBytes =
-    kTeams * (sizeof(TeamShared) + kDecodeArenaBytes) + kPlacedEntries * sizeof(u64) + sizeof(TopPlaces);
+/* Of a block. Two blocks a multiprocessor leave each thread 80 registers, so that none are spilled
+ * where it matters; 24 warps read more bytes ahead than memory can deliver. */
+constexpr u32 kDecodeThreads = 384;
+constexpr u32 kDecodeWarps = kDecodeThreads / kWarpThreads;
 
-/* One launch's arguments, and this thread's place in it. */
-struct Decoding {
-  const Plan &plan;
-  u64 raw_nbytes;     /* and what else of the plan each tile needs */
-  const u8 *blocks, *payload;
+/* Stores a piece at any address, as far as it exists; a loop, so that it takes no registers. */
+DEVICE void store_bytes(u8 *dst, u64 at, u64 nbytes, uint4 piece) {
+  u64 end = at + 16 < nbytes ? at + 16 : nbytes;
+#pragma unroll 1
+  for (; at < end; at++) {
+    dst[at] = static_cast<u8>(piece.x);
+    piece.x = funnel_right(piece.x, piece.y, 8);
+    piece.y = funnel_right(piece.y, piece.z, 8);
+    piece.z = funnel_right(piece.z, piece.w, 8);
+    piece.w >>= 8;
+  }
+}
+
+/* What all threads of a launch know, in shared memory: registers are for elements. */
+struct Launch {
+  const u8 *blob, *blocks, *payload;
   const u32 *directory;
-  u32 payload_units, block_size, tiles, whole_tiles, last_elements;
-  bool checks;
-  const u8 *blob;
   u8 *dst;
   Work *work;
-  Team team;
-  TeamShared *shared;
-  u8 *stage;          /* also the elements of misses, at another time */
-  const u64 *placed;  /* dictionary entries as bits of an element; level 2 starts at 8 */
-  TopPlaces *places;
-  u32 turn;
-  u64 check;
+  u64 raw_nbytes, fill;
+  u32 payload_units, block_size, tiles, whole_tiles, last_elements;
+  bool checks, has_pairs, dst_aligned;
 
+  /* By all threads of the block, which have to meet before they read. */
+  DEVICE void prepare(const Plan &plan, const u8 *from, u8 *to, Work *shared_work) {
+    if (thread_in_block() != 0) return;
+    blob = from;
+    blocks = from + plan.fixed_offset;
+    payload = from + plan.payload_offset;
+    directory = reinterpret_cast<const u32 *>(from + plan.directory_offset);
+    dst = to;
+    work = shared_work;
+    raw_nbytes = plan.raw_nbytes;
+    fill = plan.fill;
+    payload_units = static_cast<u32>(plan.payload_bytes / kRecordUnit);
+    block_size = static_cast<u32>(block_bytes(plan, kTile));
+    tiles = plan.tiles;
+    whole_tiles = static_cast<u32>(plan.elements / kTile);
+    last_elements = static_cast<u32>(plan.elements % kTile);
+    checks = (plan.flags & kFlagChecksum) != 0;
+    has_pairs = plan.bitmap == kBitmapPairs;
+    dst_aligned = aligned(to);
+  }
   DEVICE u32 tile_elements(u32 tile) const { return tile < whole_tiles ? kTile : last_elements; }
   DEVICE const u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
-  DEVICE u8 *block_ahead(u32 side) const { return stage + kStageBytes + side * kBlockAhead; }
-  DEVICE u8 *record_ahead(u32 side) const {
-    return stage + kStageBytes + 2 * kBlockAhead + side * kRecordAhead;
-  }
-  DEVICE void refuse() const { fetch_or(&work->status, 1u); }
+};
 
-  /* Adds the chunk to the checksum and stores it. */
+/* A thread's part of a launch. */
+struct Decoding {
+  const Launch &launch;
+  u32 lane;
+  u64 check;  /* its part of the checksum */
+
+  DEVICE void refuse() const { fetch_or(&launch.work->status, 1u); }
+
+  /* Adds the chunk at byte `at` to the checksum and stores it; all of it exists where kFull. */
+  template <bool kFull>
   DEVICE void store(const uint4 (&rows)[kRows], u64 at) {
-    if (at >= raw_nbytes) return;
-    if (checks) check += column_check(rows, at, team.lane);
-    store_chunk(rows, dst, at, raw_nbytes, team.lane);
+    if (!kFull && at >= launch.raw_nbytes) return;
+    if (launch.checks) check += column_check(rows, at, lane);
+    if (launch.dst_aligned && (kFull || at + kCheckChunkBytes <= launch.raw_nbytes)) {
+      uint4 *pieces = reinterpret_cast<uint4 *>(launch.dst + at) + lane;
+#pragma unroll
+      for (u32 row = 0; row < kRows; row++) store_once(pieces + row * kWarpThreads, rows[row]);
+      return;
+    }
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) store_bytes(launch.dst, at + row * 512 + lane * 16, launch.raw_nbytes, rows[row]);
   }
 };
 
 /* A record, and how much of it has been used. `ok` turns false for good when it is too short;
- * it is the same in all threads of a team. */
+ * it is the same in all threads that share a tile. */
 struct Reader {
   const u8 *at;
   u32 left;
@@ -73,46 +102,44 @@ struct Reader {
 struct Extent {
   u32 start, end;
 
-  DEVICE static Extent of(const Decoding &job, u32 tile) {
-    if (tile >= job.tiles) return {0, 0};
-    return {job.directory[tile], job.directory[tile + 1]};
+  DEVICE static Extent of(const Launch &launch, u32 tile) {
+    if (tile >= launch.tiles) return {0, 0};
+    return {load_cached(launch.directory + tile), load_cached(launch.directory + tile + 1)};
   }
-  DEVICE bool fits(const Decoding &job) const { return start <= end && end <= job.payload_units; }
+  DEVICE bool fits(const Launch &launch) const { return start <= end && end <= launch.payload_units; }
 
   /* The record; not ok where the directory is damaged. No valid record is as long as 2^31 bytes;
    * a longer claim is cut, which changes nothing. */
-  DEVICE Reader record(const Decoding &job) const {
-    if (!fits(job)) return {job.blob, 0, false};
+  DEVICE Reader record(const Launch &launch) const {
+    if (!fits(launch)) return {launch.blob, 0, false};
     u32 units = end - start < 0x0fffffff ? end - start : 0x0fffffff;
-    return {job.payload + static_cast<u64>(start) * kRecordUnit, units * kRecordUnit, true};
+    return {launch.payload + static_cast<u64>(start) * kRecordUnit, units * kRecordUnit, true};
+  }
+
+  /* Asks for the first 4 KiB of the record, a line a lane. */
+  DEVICE void prefetch(const Launch &launch, u32 lane) const {
+    if (!fits(launch) || lane * 128 >= (end - start) * kRecordUnit) return;
+    prefetch_line(launch.payload + static_cast<u64>(start) * kRecordUnit + lane * 128);
   }
 };
 
-/* Directory entries of the tiles that a team decodes, some turns ahead; a turn is a whole tile. */
-struct ExtentsAhead {
-  DEVICE static void fetch(const Decoding &job, u32 tile, u32 turn) {
-    if (job.team.thread >= 2 || tile >= job.whole_tiles) return;
-    u32 *to = job.shared->extents[turn % kExtentsAhead] + job.team.thread;
-    copy_behind4(to, job.directory + tile + job.team.thread);
-  }
-  DEVICE static Extent get(const Decoding &job, u32 turn) {
-    const u32 *from = job.shared->extents[turn % kExtentsAhead];
-    return {from[0], from[1]};
-  }
-};
+/* In lane 0, how many tickets were taken before. */
+DEVICE u32 take_ticket(const Decoding &job) { return job.lane == 0 ? take_number(&job.launch.work->next_unit) : 0; }
 
-/* Every tile of the blob, spread over the teams of the launch. */
+/* Every tile of the blob, given to warps as these come for one. The next tile's number and its
+ * place in the directory are asked for while one is decoded. `warp` counts over all `warps`. */
 template <class Decode>
-DEVICE void decode_each(const Decoding &job, Decode decode) {
-  u32 step = block_count() * kTeams;
-  for (u32 tile = block_index() * kTeams + job.team.id; tile < job.tiles; tile += step) decode(tile);
-}
-
-/* Ranks of flagged bits of all rows in the team. */
-DEVICE Ranks rank_bits(Decoding &job, const u32 (&flags)[kRows]) {
-  u32 counts[kRows];
-  for (u32 row = 0; row < kRows; row++) counts[row] = ones(flags[row]);
-  Ranks ranks[1] = {Ranks::in_warp(counts, job.team.lane)};
-  rank_in_team(ranks, job.team, *job.shared, job.turn);
-  return ranks[0];
+DEVICE void decode_each(Decoding &job, u32 warp, u32 warps, Decode decode) {
+  if (warp >= warps) return;
+  u32 tile = warp, next = shuffle(take_ticket(job), 0) + warps;
+  Extent extent = Extent::of(job.launch, tile);
+  while (tile < job.launch.tiles) {
+    Extent ahead = Extent::of(job.launch, next);
+    u32 ticket = take_ticket(job);
+    decode(tile, extent.record(job.launch));
+    ahead.prefetch(job.launch, job.lane);
+    tile = next;
+    extent = ahead;
+    next = shuffle(ticket, 0) + warps;
+  }
 }

@@ -232,7 +232,6 @@ struct Ranks {
 };
 
 constexpr u32 kRankKinds = 3;
-constexpr u32 kExtentsAhead = 4;
 constexpr u32 kMaxUnitTiles = 4;  /* tiles that a team encodes before it needs their place */
 
 /* Shared words of one team. `totals` has two halves, used in turn, so that one meeting a scan
@@ -241,7 +240,6 @@ struct alignas(16) TeamShared {
   u64 base;                                /* of the unit that is being placed */
   u32 offsets[2][kMaxUnitTiles];           /* of records in their unit, by the unit's side */
   u32 unit;                                /* the ticket taken last */
-  u32 extents[kExtentsAhead][2];           /* of records, from the directory, by turns */
   u16 totals[2][kRankKinds][kTeamWarps];
 };
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
 from .cuda_launches import (
     BEGIN_THREADS,
-    BLOCK_THREADS,
     DECODE_ARGUMENTS,
+    DECODE_THREADS,
     ENCODE_ARGUMENTS,
     PIPELINES,
     PLAN_BYTES,
@@ -75,8 +75,8 @@ def probe() -> tuple[bool, str]:
 class CudaCodec:
     """Encoder and decoder of one device, for one thread at a time or many.
 
-    `blocks` bounds how many thread blocks of 512 a launch takes (0: as many as fit), and with it
-    how much of the device the codec may use beside other work. Raises BackendUnavailable where
+    `blocks` bounds how many thread blocks of 512 or 384 threads a launch takes (0: as many as
+    fit), and with it how much of the device the codec may use beside other work. Raises BackendUnavailable where
     CuPy or the CUDA bindings are missing.
     """
 
@@ -195,7 +195,7 @@ class CudaCodec:
                 kernel = f"ancf_decode_{name}"
                 blocks = decode_blocks(dst_bytes, kind, self._blocks)
                 function = self._function(kernel, kind)
-                launch(function, blocks, BLOCK_THREADS, stream, taken[kernel])
+                launch(function, blocks, DECODE_THREADS, stream, taken[kernel])
 
     def explain(self, status: int) -> str:
         """Return what a status other than 0 means."""

@@ -19,6 +19,7 @@ __all__ = [
     "BEGIN_THREADS",
     "BLOCK_THREADS",
     "DECODE_ARGUMENTS",
+    "DECODE_THREADS",
     "ENCODE_ARGUMENTS",
     "KIND_BYTES",
     "PIPELINES",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 BLOCK_THREADS: Final = 512
+DECODE_THREADS: Final = 384  # kDecodeThreads of ancf_decoding.cuh
+DECODE_BLOCK_TILES: Final = 3  # tiles that keep a block busy
 CHOOSE_THREADS: Final = 1024
 BEGIN_THREADS: Final = 32
 PLAN_BYTES: Final = 512 + 4096 + 128  # kPlanBytes + kValuesBytes + kWorkBytes of ancf_format.cuh
@@ -154,7 +157,7 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
 @lru_cache(maxsize=4096)
 def decode_blocks(nbytes: int, dtype: DType, most_blocks: int) -> int:
     """Return how many blocks decode `nbytes` original bytes."""
-    return max(1, min(most_blocks, -(-_tiles(nbytes, dtype) // _teams(dtype))))
+    return max(1, min(most_blocks, -(-_tiles(nbytes, dtype) // DECODE_BLOCK_TILES)))
 
 
 def encode_kernels(dtype: DType, mode: str = "auto", speed: str = "fast") -> tuple[str, ...]:

@@ -39,7 +39,7 @@ extern "C" int decode(const u8 *blob, u64 blob_bytes, u8 *dst, u64 dst_bytes, u8
     ancf_decode_begin(blob, blob_bytes, dst_bytes, scratch, status);
   });
   for (auto kernel : {ancf_decode_fast, ancf_decode_dense, ancf_decode_bitmap, ancf_decode_whole}) {
-    ok = ok && emulation::launch(blocks, kBlockThreads, kDecodeSharedBytes,
+    ok = ok && emulation::launch(blocks, kDecodeThreads, kDecodeSharedBytes,
                                  [&] { kernel(blob, dst, scratch, status); });
   }
   return ok ? 0 : 1;

@@ -1,0 +1,85 @@
+/* Bits of 32 elements at a time, for the decoders of coded tiles: a word of a bit plane is a
+ * lane's share of it. Planes become nibbles and bytes, and bits that were kept for some elements
+ * alone find their elements again, without a loop over elements.
+ *
+ * What stays true: `read_bits` reads no word that holds none of the bits asked for.
+ */
+#pragma once
+#include <ancf_device.cuh>
+
+/* How many flagged elements the lanes before this one hold, and all lanes. */
+struct LaneRank {
+  u32 before, total;
+
+  DEVICE static LaneRank of(u32 own) {
+    u32 sum = own;
+#pragma unroll
+    for (u32 step = 1; step < kWarpThreads; step *= 2) sum = add_from_below(sum, step);
+    return {sum - own, shuffle(sum, kWarpThreads - 1)};
+  }
+};
+
+/* The lowest `count` bits set. */
+DEVICE u32 low_bits(u32 count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+
+/* At most 32 bits from bit number `bit` of `words` on, of which `wanted` matter. */
+DEVICE u32 read_bits(const u32 *words, u32 bit, u32 wanted) {
+  const u32 *at = words + bit / 32;
+  u32 low = wanted ? load_cached(at) : 0;
+  u32 high = bit % 32 + wanted > 32 ? load_cached(at + 1) : 0;
+  return funnel_right(low, high, bit % 32);
+}
+
+/* Bits picked by `mask` from `one`, the others from `other`. */
+DEVICE u32 choose_bits(u32 mask, u32 one, u32 other) { return (one & mask) | (other & ~mask); }
+
+/* Four planes of 32 elements as a nibble an element: word w holds elements 8w to 8w + 7 in the
+ * order 0 4 1 5 2 6 3 7. First single bits change places between words, then halves and bytes. */
+DEVICE void make_nibbles(u32 p0, u32 p1, u32 p2, u32 p3, u32 (&nibbles)[4]) {
+  u32 even01 = choose_bits(0x55555555, p0, p1 << 1), odd01 = choose_bits(0x55555555, p0 >> 1, p1);
+  u32 even23 = choose_bits(0x55555555, p2, p3 << 1), odd23 = choose_bits(0x55555555, p2 >> 1, p3);
+  u32 first = choose_bits(0x33333333, even01, even23 << 2), third = choose_bits(0x33333333, even01 >> 2, even23);
+  u32 second = choose_bits(0x33333333, odd01, odd23 << 2), fourth = choose_bits(0x33333333, odd01 >> 2, odd23);
+  u32 low13 = pick_bytes(first, third, 0x5410), high13 = pick_bytes(first, third, 0x7632);
+  u32 low24 = pick_bytes(second, fourth, 0x5410), high24 = pick_bytes(second, fourth, 0x7632);
+  nibbles[0] = pick_bytes(low13, low24, 0x6240);
+  nibbles[1] = pick_bytes(low13, low24, 0x7351);
+  nibbles[2] = pick_bytes(high13, high24, 0x6240);
+  nibbles[3] = pick_bytes(high13, high24, 0x7351);
+}
+
+/* Puts bits that lie side by side to the places of a mask's ones, in order: the mask is turned
+ * once into five moves by 1, 2, 4, 8 and 16 (H. S. Warren, Hacker's Delight, 7-5). */
+struct Spreader {
+  u32 mask, moves[5];
+
+  DEVICE static Spreader to(u32 mask) {
+    Spreader made = {mask, {}};
+    u32 rest = mask, zeros = ~mask << 1;
+#pragma unroll
+    for (u32 i = 0; i < 5; i++) {
+      u32 parity = zeros;
+#pragma unroll
+      for (u32 step = 1; step < 32; step *= 2) parity ^= parity << step;
+      u32 move = parity & rest;
+      made.moves[i] = move;
+      rest = (rest ^ move) | move >> (1u << i);
+      zeros &= ~parity;
+    }
+    return made;
+  }
+
+  DEVICE u32 spread(u32 bits) const {
+#pragma unroll
+    for (u32 i = 5; i-- > 0;) bits = choose_bits(moves[i], bits << (1u << i), bits);
+    return bits & mask;
+  }
+};
+
+/* Bit i of the lower 16 to bit 2i. */
+DEVICE u32 to_even_bits(u32 bits) {
+  bits = (bits | bits << 8) & 0x00ff00ff;
+  bits = (bits | bits << 4) & 0x0f0f0f0f;
+  bits = (bits | bits << 2) & 0x33333333;
+  return (bits | bits << 1) & 0x55555555;
+}
