@@ -76,8 +76,8 @@ class CudaCodec:
     """Encoder and decoder of one device, for one thread at a time or many.
 
     `blocks` bounds how many thread blocks of 512 or 384 threads a launch takes (0: as many as
-    fit), and with it how much of the device the codec may use beside other work. Raises BackendUnavailable where
-    CuPy or the CUDA bindings are missing.
+    fit), and with it how much of the device the codec may use beside other work. Raises
+    BackendUnavailable where CuPy or the CUDA bindings are missing.
     """
 
     def __init__(self, device: int = 0, *, blocks: int = 0) -> None:
