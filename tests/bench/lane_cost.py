@@ -65,7 +65,7 @@ class OtherWork(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         launch_for(ctx.seconds, grad.device)
         return grad, None
 
@@ -139,7 +139,7 @@ def step(x: Tensor, case: Case, offload: hooks.Offload) -> None:
     """Save `case.tensors` tensors, and use them again."""
     with offload:
         for _ in range(case.tensors):
-            x = OtherWork.apply(x.sin(), case.work)  # type: ignore[no-untyped-call]
+            x = OtherWork.apply(x.sin(), case.work)
     x.sum().backward()
 
 
@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--pool", default="4GiB", help="the daemon's pool")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hooks.saved_tensors_hooks = TimedHooks  # type: ignore[attr-defined]
+    hooks.saved_tensors_hooks = TimedHooks
     found: dict[str, Any] = {"machine": machine(device), "cases": []}
     if device.type == "cuda":
         found["compile_seconds"] = round(compile_codec(), 2)
@@ -208,6 +208,7 @@ def main() -> None:
         staging = case.nbytes * case.tensors // 4
         flags = ["--device", device.type, "--pool-bytes", options.pool]
         flags += [f"--staging-bytes-{device.type}", str(staging)]
+        flags += [f"--part-bytes-{device.type}", str(min(32 * MIB, staging // 2))]
         with ChildDaemon(flags=flags) as daemon:
             found["cases"].append(measure(case, daemon, device))
         print(json.dumps(found["cases"][-1]), flush=True)
