@@ -65,5 +65,6 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
     with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
         yield client
         gc.collect()  # a failed test's traceback may be what holds a graph
+        client._supply.sessions.settle(DEADLINE_SECONDS)  # what was saved last may not have left
         wait_until(lambda: client.status().entries == 0, DEADLINE_SECONDS, client.status)
         assert client.status().pool.used_bytes == 0

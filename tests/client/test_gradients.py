@@ -237,4 +237,4 @@ def test_loss_and_gradients_are_identical(
         assert_identical(found, expected)
     stats = offload.stats()
     assert stats.offloaded_bytes > 0
-    assert not stats.kept
+    assert set(stats.kept) <= {"needed_at_once"}, stats.kept
