@@ -22,7 +22,7 @@ HOST = ROOT / "tests/kernels/cuda_on_cpu"
 GUARD = 64
 POISON = 0xA5
 AUTO = 255
-OK, BAD_HEADER, BAD_RECORD, BAD_CHECKSUM = range(4)
+OK, BAD_HEADER, BAD_RECORD, BAD_CHECKSUM, NOT_DECODED = range(5)
 
 
 class Guarded:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from storm_kernels import backends
 from storm_kernels.ancf import DType, max_encoded_bytes, reference
+from storm_kernels.ancf.cuda_launches import KIND_BYTES, PIPELINES, blob_kind
 from storm_kernels.errors import CorruptBlob
 
 pytestmark = [
@@ -66,7 +67,10 @@ def encode(codec, data: np.ndarray, dtype: DType, offset: int = 0, **options) ->
     return target.data[:size].cpu().numpy()
 
 
-def decode(codec, blob: np.ndarray, nbytes: int, offset: int = 0, dtype: DType | None = None):
+def decode(
+    codec, blob: np.ndarray, nbytes: int, offset: int = 0, dtype: DType | None = None,
+    pipeline: str | None = None,
+):  # fmt: skip
     source = Guarded(blob.size)
     source.data.copy_(torch.from_numpy(blob))
     target = Guarded(nbytes, offset)
@@ -74,7 +78,7 @@ def decode(codec, blob: np.ndarray, nbytes: int, offset: int = 0, dtype: DType |
     status = torch.full((1,), -1, dtype=torch.int64, device="cuda")
     codec.decode_async(
         source.address, blob.size, target.address, nbytes, scratch.address, status.data_ptr(),
-        torch.cuda.current_stream().cuda_stream, dtype=dtype,
+        torch.cuda.current_stream().cuda_stream, dtype=dtype, pipeline=pipeline,
     )  # fmt: skip
     outcome = int(status[0])
     for buffer in (source, target, scratch):
@@ -149,6 +153,24 @@ def test_decoding_without_a_type(codec):
     status, same = decode(codec, reference.encode(data, DType.FLOAT32), data.size)
     assert status == 0
     assert (same == data).all()
+
+
+@pytest.mark.parametrize("speed", ["fast", "dense"])
+@pytest.mark.parametrize("mode", ["window", "sparse", "raw"])
+def test_one_decoder_is_enough_and_another_decodes_nothing(codec, mode, speed):
+    data = samples(DType.BFLOAT16, 20_001)["few"]
+    blob = reference.encode(data, DType.BFLOAT16, mode=mode, speed=speed)
+    kind = blob_kind(blob[:KIND_BYTES].tobytes())
+    status, same = decode(codec, blob, data.size, dtype=kind.dtype, pipeline=kind.pipeline)
+    assert status == 0
+    assert (same == data).all()
+    for pipeline in set(PIPELINES) - {kind.pipeline}:
+        status, out = decode(codec, blob, data.size, dtype=kind.dtype, pipeline=pipeline)
+        assert "another" in codec.explain(status)
+        assert (out == POISON).all()
+    status, out = decode(codec, blob, data.size, dtype=DType.FLOAT16, pipeline=kind.pipeline)
+    assert "another" in codec.explain(status)
+    assert (out == POISON).all()
 
 
 @pytest.mark.parametrize("checksum", [True, False])

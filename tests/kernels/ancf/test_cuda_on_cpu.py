@@ -14,7 +14,7 @@ import pytest
 from storm_kernels.ancf import DType, reference
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
-from support.cuda_on_cpu import OK
+from support.cuda_on_cpu import NOT_DECODED, OK, POISON
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -145,3 +145,12 @@ def test_damage_is_told_and_nothing_else_touched(kernels, mode):
             cut = blob.size - int(rng.integers(1, blob.size)) if rng.random() < 0.2 else blob.size
             status, out = kernels(DType.BFLOAT16).decode(damaged[:cut], data.size)
             assert status != OK or not checksum or (out == data).all()
+
+
+@pytest.mark.parametrize("mode", ["window", "sparse", "raw"])
+def test_kernels_of_another_element_type_touch_nothing_and_say_so(kernels, mode):
+    data = bits(tensors(5_000)["few"], DType.BFLOAT16)
+    blob = reference.encode(data, DType.BFLOAT16, mode=mode)
+    status, out = kernels(DType.FLOAT16).decode(blob, data.size)
+    assert status == NOT_DECODED
+    assert (out == POISON).all()
