@@ -166,7 +166,10 @@ class Arrivals:
         if storage is None:
             return True  # nothing is fetched ahead without memory for it
         with self._connection.lock:
-            if record.key in self._arrivals:  # another thread was faster
+            faster = self._arrivals.get(record.key)
+            if faster is not None:  # another thread has begun it meanwhile
+                if demanded:
+                    self._demand(faster)
                 return True
             slot = self._in_place.find(storage.data_ptr(), record.nbytes)
             self._is_mapped = slot is not None
