@@ -49,41 +49,64 @@ DEVICE u32 collect_keys(const Counts &counts, u32 *keys, bool exponent, u32 symb
   return found;
 }
 
-/* The next smaller key than `last` among all, 0 where there is none. */
-DEVICE u32 key_below(const u32 *keys, u32 occurring, u32 last, u32 lane) {
-  u32 best = 0;
+/* Leaves out keys that cannot be among the first kRanked; returns how many are left, in front.
+ * Of 32 lanes' greatest keys the kRanked-th is surpassed or met by kRanked keys at least. */
+DEVICE u32 keep_largest(u32 *keys, u32 occurring, u32 lane) {
+  u32 greatest = 0, rank = 0, kept = 0;
 #pragma unroll 4
-  for (u32 at = lane; at < occurring; at += kWarpThreads) {
-    u32 key = keys[at];
-    best = key < last && key > best ? key : best;
+  for (u32 at = lane; at < occurring; at += kWarpThreads) greatest = keys[at] > greatest ? keys[at] : greatest;
+  for (u32 other = 0; other < kWarpThreads; other++) rank += shuffle(greatest, other) > greatest;
+  u32 least = most_of_lanes(rank == kRanked - 1 ? greatest : 0);
+#pragma unroll 4
+  for (u32 base = 0; base < occurring; base += kWarpThreads) {
+    u32 key = base + lane < occurring ? keys[base + lane] : 0;
+    u32 keeps = lanes_where(key >= least && key);
+    if (key >= least && key) keys[kept + ones(keeps & ((1u << lane) - 1))] = key;
+    kept += ones(keeps);
   }
-  return most_of_lanes(best);
+  warp_barrier();
+  return kept;
 }
 
-/* Writes the first kRanked of the `occurring` keys in descending order to `ranked`; returns entry
- * `lane`, 0 where there is none. Few keys, the usual case, each count those above them. */
-DEVICE u32 rank_keys(const u32 *keys, u32 occurring, u32 *ranked, u32 lane) {
+/* Ranks up to 2 * kWarpThreads keys: each counts those above it. */
+DEVICE void count_above(const u32 *keys, u32 count, u32 *ranked, u32 lane) {
+  u32 own = lane < count ? keys[lane] : 0;
+  u32 other = lane + kWarpThreads < count ? keys[lane + kWarpThreads] : 0;
+  u32 rank = 0, other_rank = 0;
+#pragma unroll 8
+  for (u32 at = 0; at < count; at++) {
+    rank += keys[at] > own;
+    other_rank += keys[at] > other;
+  }
+  if (own && rank < kRanked) ranked[rank] = own;
+  if (other && other_rank < kRanked) ranked[other_rank] = other;
+}
+
+/* Ranks any number of keys, one after the other. */
+DEVICE void search_each(const u32 *keys, u32 count, u32 *ranked, u32 lane) {
+  u32 last = ~0u;
+#pragma unroll 1
+  for (u32 rank = 0; rank < kRanked; rank++) {
+    u32 best = 0;
+#pragma unroll 1
+    for (u32 at = lane; at < count; at += kWarpThreads) {
+      u32 key = keys[at];
+      best = key < last && key > best ? key : best;
+    }
+    last = most_of_lanes(best);
+    if (lane == 0) ranked[rank] = last;
+  }
+}
+
+/* Writes the first kRanked of the `occurring` keys in descending order to `ranked`, 0 where there
+ * is none; returns entry `lane`. Most tensors have few symbols, and of many only few are left. */
+DEVICE u32 rank_keys(u32 *keys, u32 occurring, u32 *ranked, u32 lane) {
+  constexpr u32 kFew = 2 * kWarpThreads;
   if (lane < kRanked) ranked[lane] = 0;
   warp_barrier();
-  if (occurring <= 2 * kWarpThreads) {
-    u32 own = lane < occurring ? keys[lane] : 0;
-    u32 other = lane + kWarpThreads < occurring ? keys[lane + kWarpThreads] : 0;
-    u32 rank = 0, other_rank = 0;
-#pragma unroll 8
-    for (u32 at = 0; at < occurring; at++) {
-      rank += keys[at] > own;
-      other_rank += keys[at] > other;
-    }
-    if (own && rank < kRanked) ranked[rank] = own;
-    if (other && other_rank < kRanked) ranked[other_rank] = other;
-  } else {
-    u32 last = ~0u;
-#pragma unroll 1
-    for (u32 rank = 0; rank < kRanked; rank++) {
-      last = key_below(keys, occurring, last, lane);
-      if (lane == 0) ranked[rank] = last;
-    }
-  }
+  u32 count = occurring > kFew ? keep_largest(keys, occurring, lane) : occurring;
+  if (count <= kFew) count_above(keys, count, ranked, lane);
+  else search_each(keys, count, ranked, lane);
   warp_barrier();
   return lane < kRanked ? ranked[lane] : 0;
 }

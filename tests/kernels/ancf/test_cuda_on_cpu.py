@@ -85,6 +85,21 @@ def test_forced_modes(check, dtype, mode):
     check(np.random.default_rng(1).integers(0, 256, 18_000, dtype=np.uint8), dtype, mode=mode)
 
 
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT64], ids=lambda d: d.name)
+@pytest.mark.parametrize("heavy", [0, 10, 100])
+def test_dictionaries_out_of_all_symbols(check, dtype, heavy):
+    """Every symbol occurs; the frequent ones, if any, are 32 apart, so that one lane has them."""
+    rng = np.random.default_rng(heavy)
+    symbols = np.arange(1 << (dtype.width - dtype.mantissa_bits))
+    frequent = np.resize(symbols[5::32][: max(heavy, 1)], 16_384 - symbols.size)
+    chosen = rng.permutation(np.concatenate([symbols, frequent if heavy else symbols[:1000]]))
+    elements = chosen.astype(f"<u{dtype.element_bytes}") << np.array(
+        dtype.mantissa_bits, f"<u{dtype.element_bytes}"
+    )
+    check(elements.view(np.uint8), dtype, mode="window", speed="dense")
+    check(elements.view(np.uint8), dtype, mode="sparse")
+
+
 INTEGERS = [
     DType.INT8, DType.UINT8, DType.BYTES, DType.INT16, DType.UINT16, DType.INT32, DType.INT64,
     DType.UINT64,
