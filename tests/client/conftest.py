@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
+from storm_client import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, start_daemon
 from support.devices import DEVICES
+from support.in_place_lane import InPlaceCpuLane
 from support.waiting import wait_until
 
 DEADLINE_SECONDS = 30.0
@@ -68,3 +70,17 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
         client._supply.sessions.settle(DEADLINE_SECONDS)  # what was saved last may not have left
         wait_until(lambda: client.status().entries == 0, DEADLINE_SECONDS, client.status)
         assert client.status().pool.used_bytes == 0
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceCpuLane]:
+    """The lanes, which work in place, of the sessions that the test opens."""
+    opened: list[InPlaceCpuLane] = []
+
+    def lane() -> InPlaceCpuLane:
+        opened.append(InPlaceCpuLane())
+        return opened[-1]
+
+    monkeypatch.setattr(sessions, "CpuLane", lane)
+    monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
+    return opened

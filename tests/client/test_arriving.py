@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
-from storm_client import memory_pressure, sessions
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
@@ -18,20 +17,6 @@ from torch import Tensor
 from stormd.config import Config
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceCpuLane]:
-    """The lanes of the sessions that the test opens."""
-    opened: list[InPlaceCpuLane] = []
-
-    def lane() -> InPlaceCpuLane:
-        opened.append(InPlaceCpuLane())
-        return opened[-1]
-
-    monkeypatch.setattr(sessions, "CpuLane", lane)
-    monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
-    return opened
 
 
 @pytest.fixture

@@ -7,27 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import storm_client as storm
 import torch
-from storm_client import memory_pressure, sessions
 from support.daemon_process import DaemonProcess
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
 from torch import Tensor
 
 Make = Callable[..., DaemonProcess]
-
-
-@pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceCpuLane]:
-    """The lanes of the sessions that the test opens."""
-    opened: list[InPlaceCpuLane] = []
-
-    def lane() -> InPlaceCpuLane:
-        opened.append(InPlaceCpuLane())
-        return opened[-1]
-
-    monkeypatch.setattr(sessions, "CpuLane", lane)
-    monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
-    return opened
 
 
 def connected(daemon: DaemonProcess) -> Iterator[storm.Client]:
