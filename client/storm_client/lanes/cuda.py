@@ -12,6 +12,7 @@ not PyTorch's, so the area can be exported whatever allocator the script has cho
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import os
 import threading
@@ -46,6 +47,8 @@ except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
 
 __all__ = ["CudaLane"]
+
+log = logging.getLogger(__name__)
 
 STAGING = 0
 """The segment that is the staging area."""
@@ -83,7 +86,7 @@ class CudaLane:
             raise UsageError(f"tensors on {device} stay there: {error}") from error
         self._ordinal = ordinal
         self._total_bytes = torch.cuda.get_device_properties(ordinal).total_memory
-        self._may_be_in_place = os.environ.get(ONE_CONNECTION) != "1" and self._exports()
+        self._may_be_in_place = not _one_connection() and self._exports()
         divisor = SPARE_STAGING_DIVISOR if self._may_be_in_place else STAGING_DIVISOR
         self.hello = LaneHello(
             device="cuda",
@@ -294,6 +297,18 @@ class CudaLane:
         shared = self._open()
         shared.event.record(shared.p.handle)
         wait_event(stream, shared.event)
+
+
+def _one_connection() -> bool:
+    """Tell whether a waiting stream would hold up all others, and say what follows from it."""
+    if os.environ.get(ONE_CONNECTION) != "1":
+        return False
+    log.warning(
+        "%s=1: tensors are copied through a staging area, because a stream that waits would hold "
+        "up all others; unset it to have them stored and restored in place",
+        ONE_CONNECTION,
+    )
+    return True
 
 
 class _InPlace:
