@@ -4,8 +4,9 @@ What stays true: a store never waits for a compiler. Until the kernels of its el
 there, its bytes are stored raw, which the blob says of itself; a restore finds the kernels that
 its blob was made with.
 
-Where no cache on disk has them, compiling takes seconds for an element type and half a minute for
-all. A daemon that were ready only then would look dead to whoever started it.
+Where no cache on disk has them, compiling takes a second or two for the kernels of dense tensors,
+and up to half a minute for those of sparse and truncated ones. So floats are coded as dense ones
+first. A daemon that were ready only when all is would look dead to whoever started it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ RAW: Final = DType.BYTES
 ORDER: Final = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, *DType)
 """What training saves most comes first."""
 
+WAYS: Final = (("window", tuple(dtype for dtype in ORDER if dtype.is_float)), ("auto", ORDER))
+"""In which mode tensors of which types are encoded, as soon as that can be done."""
+
 CLOSE_SECONDS: Final = 5.0
 """How long `close` waits for compilers, which cannot be interrupted; then they are left behind."""
 
@@ -46,8 +50,8 @@ class DeviceCodec:
         self._codec = CudaCodec(ordinal)
         for _ in self._codec.prepare_each([RAW], modes=["raw"]):
             pass
-        # Grown by the preparing thread, read by others: a set's `in` and `add` are atomic.
-        self._ready: set[DType] = set()
+        # The mode for each type that has one. Set by the preparing thread, read by others.
+        self._ready: dict[DType, str] = {}
         self._stopping = threading.Event()
         self._preparing = threading.Thread(
             target=self._prepare, name=f"stormd-cuda-{ordinal}-compile", daemon=True
@@ -72,16 +76,10 @@ class DeviceCodec:
 
         Three words at `result` then hold the blob's bytes, a status and the mode.
         """
-        is_raw = job.codec == "raw" or job.dtype not in self._ready
+        mode = "raw" if job.codec == "raw" else self._ready.get(job.dtype, "raw")
+        dtype = RAW if mode == "raw" else job.dtype
         self._codec.encode_async(
-            source,
-            job.nbytes,
-            RAW if is_raw else job.dtype,
-            *blob,
-            scratch,
-            result,
-            stream,
-            mode="raw" if is_raw else "auto",
+            source, job.nbytes, dtype, *blob, scratch, result, stream, mode=mode
         )
 
     def decode(
@@ -113,9 +111,10 @@ class DeviceCodec:
 
     def _prepare(self) -> None:
         try:
-            for dtype in self._codec.prepare_each(ORDER):
-                self._ready.add(dtype)
-                if self._stopping.is_set():
-                    return
+            for mode, dtypes in WAYS:
+                for dtype in self._codec.prepare_each(dtypes, modes=[mode]):
+                    self._ready[dtype] = mode
+                    if self._stopping.is_set():
+                        return
         except (KernelsError, RuntimeError):
             log.exception("the codec cannot be compiled: what needs it will be stored raw")

@@ -75,7 +75,7 @@ def probe() -> tuple[bool, str]:
 class CudaCodec:
     """Encoder and decoder of one device, for one thread at a time or many.
 
-    `blocks` bounds how many thread blocks of 512 or 384 threads a launch takes (0: as many as
+    `blocks` bounds how many thread blocks of at most 512 threads a launch takes (0: as many as
     fit), and with it how much of the device the codec may use beside other work. Raises
     BackendUnavailable where CuPy or the CUDA bindings are missing.
     """
@@ -114,15 +114,19 @@ class CudaCodec:
         """Compile for all `dtypes` side by side, and yield each in turn when it is ready.
 
         Ready to encode in these modes at these speeds, and to decode the outcome; what else is
-        asked for is compiled then.
+        asked for is compiled then. Nothing more is begun once the iterator is closed.
         """
         ways = list(product(modes, speeds))
         names = {dtype: _kernels(dtype, ways) for dtype in dtypes}
-        self._modules.prepare(wanted(name, dtype) for dtype in names for name in names[dtype])
-        for dtype, kernels in names.items():
-            for name in kernels:
-                self._function(name, dtype)
-            yield dtype
+        modules = (wanted(name, dtype) for dtype in names for name in names[dtype])
+        preparation = self._modules.prepare(modules)
+        try:
+            for dtype, kernels in names.items():
+                for name in kernels:
+                    self._function(name, dtype)
+                yield dtype
+        finally:
+            preparation.end()
 
     def encode_async(  # noqa: PLR0917 (addresses and sizes, in pairs, as the daemon's lane has them)
         self,

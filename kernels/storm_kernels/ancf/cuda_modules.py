@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import lru_cache
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ..cuda_driver.launch import Function
     from .dtypes import DType
 
-__all__ = ["Modules", "Wanted", "load_cupy", "wanted"]
+__all__ = ["Modules", "Preparation", "Wanted", "load_cupy", "wanted"]
 
 MOST_COMPILERS: Final = 8
 """Threads that compile: more would take a node's processors from whoever trains there."""
@@ -102,18 +103,19 @@ class Modules:
             self._load(which, future)
         return future.result()
 
-    def prepare(self, modules: Iterable[Wanted]) -> None:
+    def prepare(self, modules: Iterable[Wanted]) -> Preparation:
         """Start to compile modules side by side, in this order; `get` waits for one.
 
         The threads are daemons: a compiler cannot be interrupted, and an exit need not wait.
         """
-        queue = _Queue(modules)
+        queue = Preparation(modules)
         for _ in range(min(len(queue), _processors())):
             threading.Thread(
                 target=self._prepare, args=(queue,), name="ancf-compile", daemon=True
             ).start()
+        return queue
 
-    def _prepare(self, queue: _Queue) -> None:
+    def _prepare(self, queue: Preparation) -> None:
         for which in queue:
             try:
                 self.get(which)
@@ -129,24 +131,28 @@ class Modules:
             future.set_exception(error)
 
 
-class _Queue:
-    """Modules that several threads take from, each once, in order."""
+class Preparation:
+    """Modules that several threads take, each once, in order, until it is ended."""
 
     def __init__(self, modules: Iterable[Wanted]) -> None:
-        self._modules = list(dict.fromkeys(modules))
-        self._lock = threading.Lock()  # protects the iterator
-        self._rest = iter(self._modules)
+        self._lock = threading.Lock()  # protects what is left
+        self._left = deque(dict.fromkeys(modules))
 
     def __len__(self) -> int:
-        return len(self._modules)
+        return len(self._left)
 
     def __iter__(self) -> Iterator[Wanted]:
-        while True:
-            with self._lock:
-                which = next(self._rest, None)
-            if which is None:
-                return
+        while (which := self._next()) is not None:
             yield which
+
+    def end(self) -> None:
+        """Let no further module be begun; those that are being compiled still will be."""
+        with self._lock:
+            self._left.clear()
+
+    def _next(self) -> Wanted | None:
+        with self._lock:
+            return self._left.popleft() if self._left else None
 
 
 def load_cupy() -> Any:
@@ -186,7 +192,7 @@ def _shared_bytes(module: Any, kernel: str) -> int:
 _SHARED_SYMBOLS: Final = {
     "ancf_choose": "ancf_choose_shared_bytes",
     "ancf_values": "ancf_values_shared_bytes",
-    **{f"ancf_encode_{kind}": "ancf_encode_shared_bytes" for kind in PIPELINES},
+    **{f"ancf_encode_{kind}": f"ancf_encode_{kind}_shared_bytes" for kind in PIPELINES},
     **{f"ancf_decode_{kind}": "ancf_decode_shared_bytes" for kind in PIPELINES},
 }
 

@@ -215,17 +215,32 @@ def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
     bench.map()
     before = fill(bench)
     ready = next(iter(bench.lane._devices.values())).codec._ready
-    ready.remove(ancf.DType.BFLOAT16)
+    wait_until(lambda: ready.get(ancf.DType.BFLOAT16) == "auto")
+    ready.pop(ancf.DType.BFLOAT16)
     bench.store(1, 0, PART)
     bench.publish(1)
     done = bench.expect(StoreDone)
     assert (done.mode, done.block.nbytes) == ("raw", blob_bound(PART))
-    ready.add(ancf.DType.BFLOAT16)
+    ready[ancf.DType.BFLOAT16] = "auto"
     bench.restore(2, done.block, 3 * PART, PART)
     bench.publish(2)
     bench.expect(RestoreDone)
     assert np.array_equal(bench.memory[3 * PART : 4 * PART], before[:PART])
     bench.space.release(done.block)
+
+
+def test_what_is_compiled_for_dense_tensors_only_is_stored_as_one(bench: Bench) -> None:
+    bench.map()
+    bench.memory[:] = 0
+    ready = next(iter(bench.lane._devices.values())).codec._ready
+    wait_until(lambda: ready.get(ancf.DType.BFLOAT16) == "auto")
+    for entry, (mode, found) in enumerate((("window", "window"), ("auto", "constant")), 1):
+        ready[ancf.DType.BFLOAT16] = mode
+        bench.store(entry, 0, PART)
+        bench.publish(entry)
+        done = bench.expect(StoreDone, entry)
+        assert done.mode == found
+        bench.space.release(done.block)
 
 
 def test_a_header_without_a_type_is_corrupt(bench: Bench) -> None:
