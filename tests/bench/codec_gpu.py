@@ -103,7 +103,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help="part of a row's name")
     parser.add_argument("--parts", default=",".join(PARTS), help="which tables, by commas")
-    parser.add_argument("--table-only", action="store_const", dest="parts", const="table")
     parser.add_argument("--dietgpu", type=Path, help="DietGPU's library, see codec_gpu_peers.py")
     parser.add_argument("--splitzip", type=Path, help="the path of SplitZip's codec_gpu.py")
     parser.add_argument("--output", type=Path)

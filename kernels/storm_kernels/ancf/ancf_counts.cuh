@@ -16,8 +16,8 @@ DEVICE u32 joint_symbol(Value x) { return static_cast<u32>(x >> kMantissa); }
 struct Facts {
   u32 fills, any_of_pair, second_of_pair;  /* as FORMAT.md's Z, a and c */
   u32 differ;                              /* whether an element is unlike the first */
-  Value low_bits;                        /* or of all elements */
-  Value least, most;                     /* in the type's order, from 0 up; integers alone */
+  Value low_bits;                          /* or of all elements */
+  Value least, most;                       /* in the type's order, from 0 up; integers alone */
 };
 
 struct Counts {
@@ -60,7 +60,8 @@ DEVICE void clear_histogram(Counts &counts) {
   }
 }
 
-/* Parts are whole but for the last of a small tensor: so many branches would cost more than the counting. */
+/* A part is whole but for the last of a small tensor: a branch an element would cost more than the
+ * counting. */
 DEVICE void count_symbols(Counts &counts, const Part &part) {
   if (part.own == kOwn) {
 #pragma unroll
