@@ -50,6 +50,10 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
         self._library.scratch_bytes.restype = ctypes.c_uint64
 
+    def encode_warps(self, pipeline: int) -> int:
+        """How many warps an encoder's block has."""
+        return int(self._library.encode_warps(pipeline))
+
     def _scratch(self, nbytes: int) -> Guarded:
         return Guarded(self._library.scratch_bytes(ctypes.c_uint64(nbytes)))
 

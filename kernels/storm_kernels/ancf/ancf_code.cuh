@@ -21,16 +21,6 @@ struct Code {
   static constexpr u32 kFirstSlots = (1u << kFirst) - 1;
   static constexpr u32 kSecondSlots = kSecond ? (1u << kSecond) - 1 : 0;
   static constexpr u32 kPlaneBits = kResidue + kFirst;
-  /* Most bytes of a record, bitmaps included; a multiple of the unit. */
-  static constexpr u32 kMaxRecord =
-      kTile / 8 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + kTile / 8;
-
-  /* Most bytes of a record without a bitmap. */
-  static constexpr u32 kMaxMisses = kTile / 8 * (kSecond + 8 * kEscapeBytes);
-  /* Most bytes of a sparse tile's record: `kept` elements, `flags` bits of the bitmap. */
-  DEVICE static u32 max_record(u32 kept, u32 flags) {
-    return (kept + 31) / 32 * 4 * (kPlaneBits + kSecond + 8 * kEscapeBytes) + flags / 8 + 8;
-  }
 
   static constexpr u64 kMask = kBits == 64 ? ~0ull : (1ull << kBits % 64) - 1;
   static constexpr u64 kResidueMask = (1ull << kResidue) - 1;
@@ -68,30 +58,30 @@ DEVICE void write_staged(u8 *stage, u32 index, Element value) {
   else stage[index] = static_cast<u8>(value);
 }
 
-/* How encoders look symbols up, in shared memory. Entry of a symbol: bit p of its first code in
- * bit 0 of byte p, and byte 3 is 1 for an escape; so the entries of eight elements, shifted by
- * 0..7 and added, are their code planes and a mask of escapes. */
-constexpr u32 kEscapeEntry = 1u << 24;
-
+/* How the encoder of pipeline fast looks symbols up, in shared memory. Entry of a symbol: bit p of
+ * its code in bit 0 of byte p; so the entries of eight elements, shifted by 0..7 and added, are
+ * their code planes. */
 template <class C>
 struct SymbolTable {
   u32 entry[C::kSymbols];
-  u8 second[C::kSymbols];
 };
 
 DEVICE u32 spread_code(u32 code) {
   return (code & 1) | (code & 2) << 7 | (code & 4) << 14;
 }
 
+/* The first code of a symbol, all ones where it has none. */
+template <class C>
+DEVICE u32 first_code(const Plan &plan, u32 symbol) {
+  u32 index = 0;
+  while (index < plan.dict_count && plan.window[index] != symbol) index++;
+  return index < plan.dict_count && index < C::kFirstSlots ? index : C::kFirstSlots;
+}
+
 template <class C>
 DEVICE void fill_table(SymbolTable<C> &table, const Plan &plan) {
   for (u32 s = thread_in_block(); s < C::kSymbols; s += threads_in_block()) {
-    u32 index = 0;
-    while (index < plan.dict_count && plan.window[index] != s) index++;
-    bool found = index < plan.dict_count;
-    bool first = found && index < C::kFirstSlots;
-    table.entry[s] = spread_code(first ? index : C::kFirstSlots) | (found ? 0 : kEscapeEntry);
-    table.second[s] = static_cast<u8>(found && !first ? index - C::kFirstSlots : C::kSecondSlots);
+    table.entry[s] = spread_code(first_code<C>(plan, s));
   }
 }
 
@@ -190,29 +180,24 @@ DEVICE void write_residues(const PlaneSet &planes, u32 first, const u64 (&turned
   }
 }
 
-/* Flags of a piece: the elements without a first code in the low half, the escapes in the high. */
+/* Codes of a piece; returns its escapes. */
 template <class C>
 DEVICE u32 write_codes(const PlaneSet &planes, u32 first, const uint4 &piece, u32 valid,
                        const SymbolTable<C> &table, u32 lane) {
   u32 sums[2] = {0, 0};
 #pragma unroll
-  for (u32 i = 0; i < kPiece; i++) {
-    Element x = element(piece, i);
-    u32 entry = table.entry[C::symbol(x)];
-    if (C::kDrop && !C::is_exact(x)) entry = spread_code(C::kFirstSlots) | kEscapeEntry;
-    sums[i / 8] += entry << (i % 8);
-  }
+  for (u32 i = 0; i < kPiece; i++) sums[i / 8] += table.entry[C::symbol(element(piece, i))] << (i % 8);
   u32 keep = valid >= kPiece ? 0xffff : (1u << valid) - 1;
   sums[0] &= (keep & 0xff) * 0x01010101u;
   sums[1] &= (keep >> 8) * 0x01010101u;
-  u32 missed = 0xffff;
+  u32 escaped = 0xffff;
 #pragma unroll
   for (u32 bit = 0; bit < C::kFirst; bit++) {
     u32 value = (sums[0] >> (8 * bit) & 0xff) | (sums[1] >> (8 * bit) & 0xff) << 8;
-    missed &= value;
+    escaped &= value;
     write_lane_bits<kPiece>(planes.plane(C::kResidue + bit), first, value, first < planes.padded, lane);
   }
-  return missed | (sums[0] >> 24 | sums[1] >> 24 << 8) << 16;
+  return escaped;
 }
 
 template <Pipeline kPipeline, u32 kDrop, u32 kRotate, class Action>

@@ -5,22 +5,7 @@
  * What stays true: `read_bits` reads no word that holds none of the bits asked for.
  */
 #pragma once
-#include <ancf_device.cuh>
-
-/* How many flagged elements the lanes before this one hold, and all lanes. */
-struct LaneRank {
-  u32 before, total;
-
-  DEVICE static LaneRank of(u32 own) {
-    u32 sum = own;
-#pragma unroll
-    for (u32 step = 1; step < kWarpThreads; step *= 2) sum = add_from_below(sum, step);
-    return {sum - own, shuffle(sum, kWarpThreads - 1)};
-  }
-};
-
-/* The lowest `count` bits set. */
-DEVICE u32 low_bits(u32 count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+#include <ancf_bits.cuh>
 
 /* At most 32 bits from bit number `bit` of `words` on, of which `wanted` matter. */
 DEVICE u32 read_bits(const u32 *words, u32 bit, u32 wanted) {
@@ -29,9 +14,6 @@ DEVICE u32 read_bits(const u32 *words, u32 bit, u32 wanted) {
   u32 high = bit % 32 + wanted > 32 ? load_cached(at + 1) : 0;
   return funnel_right(low, high, bit % 32);
 }
-
-/* Bits picked by `mask` from `one`, the others from `other`. */
-DEVICE u32 choose_bits(u32 mask, u32 one, u32 other) { return (one & mask) | (other & ~mask); }
 
 /* Four planes of 32 elements as a nibble an element: word w holds elements 8w to 8w + 7 in the
  * order 0 4 1 5 2 6 3 7. First single bits change places between words, then halves and bytes. */
@@ -75,11 +57,3 @@ struct Spreader {
     return bits & mask;
   }
 };
-
-/* Bit i of the lower 16 to bit 2i. */
-DEVICE u32 to_even_bits(u32 bits) {
-  bits = (bits | bits << 8) & 0x00ff00ff;
-  bits = (bits | bits << 4) & 0x0f0f0f0f;
-  bits = (bits | bits << 2) & 0x33333333;
-  return (bits | bits << 1) & 0x55555555;
-}

@@ -1,5 +1,5 @@
-/* Tile encoders of the modes that code whole values: integer, ternary and values (FORMAT.md,
- * sections 4 and 7). Widths are known at run time only, and speed matters less than in the modes
+/* The encoders of pipeline whole: modes integer, ternary and values (FORMAT.md, sections 4 and 7),
+ * and those without tiles. Widths are known at run time only, and speed matters less than in the modes
  * for floats. What stays true: all lanes of a team take part in every meeting.
  */
 #pragma once
@@ -172,4 +172,41 @@ DEVICE void encode_values(Encoding &job, const u64 *values) {
   encode_units(job, kBufferBytes, [&](u32 tile, u32 index, bool, Records &records) {
     encode_values_tile(job, tile, index, records, sorted);
   });
+}
+
+/* The bits of a piece of elements that are 0 or 1; `refused` if one is neither. */
+DEVICE u32 boolean_bits(const uint4 &piece, bool &refused) {
+  u32 bits = 0;
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    Element x = element(piece, i);
+    refused |= x > 1;
+    bits |= static_cast<u32>(x & 1) << i;
+  }
+  return bits;
+}
+
+/* Modes without tiles: the original bytes, one bit an element, or the checksum alone. */
+DEVICE void encode_flat(Encoding &job) {
+  u64 chunks = (job.plan.raw_nbytes + kCheckChunkBytes - 1) / kCheckChunkBytes;
+  u64 warps = static_cast<u64>(block_count()) * (kBlockThreads / kWarpThreads);
+  u64 body = job.plan.payload_offset - kHeaderBytes;
+  bool refused = false;
+  u64 warp = thread_in_block() / kWarpThreads + static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads);
+  for (u64 chunk = warp; chunk < chunks; chunk += warps) {
+    u64 at = chunk * kCheckChunkBytes;
+    uint4 rows[kRows];
+    load_chunk(rows, job.src, at, job.plan.raw_nbytes, job.team.lane);
+    if (job.plan.flags & kFlagChecksum) job.check += column_check(rows, at, job.team.lane);
+    if (job.plan.mode == kRaw) store_chunk(rows, job.dst + kHeaderBytes, at, job.plan.raw_nbytes, job.team.lane);
+    if (job.plan.mode != kBoolean) continue;
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) {
+      u32 first = row * kRowElements + job.team.lane * kPiece;
+      u8 *plane = job.dst + kHeaderBytes + at / kWidth / 8;
+      bool wanted = (at / kWidth + first) / 8 < body;
+      write_lane_bits<kPiece>(plane, first, boolean_bits(rows[row], refused), wanted, job.team.lane);
+    }
+  }
+  if (any_lane(refused) && job.team.lane == 0) fetch_add(&job.work->refused, 1u);
 }

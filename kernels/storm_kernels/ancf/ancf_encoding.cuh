@@ -1,23 +1,18 @@
-/* What the tile encoders share: a launch's arguments, and records on their way to the payload.
- *
- * Records gather in shared memory until the sizes of all earlier units are known, which the units
- * tell each other through one word each (decoupled look-back, Merrill and Garland 2016). What
- * stays true: a unit waits only for units with lower tickets, which running teams hold; and
- * nothing is written past the limit.
+/* What the encoders of pipelines fast and whole share, where a team of warps has a tile: a launch's
+ * arguments, and records on their way to the payload. They gather in shared memory until the sizes
+ * of all earlier units are known. What stays true: nothing is written past the limit.
  */
 #pragma once
+#include <ancf_look_back.cuh>
 #include <ancf_packed.cuh>
 
-constexpr u64 kPartSum = 1ull << 62;   /* the word holds this unit's size */
-constexpr u64 kWholeSum = 2ull << 62;  /* the word holds the size of all units up to this one */
-constexpr u64 kSumMask = kPartSum - 1;
 constexpr u32 kListBytes = kTile;
 
 /* Bytes of shared memory a team has: compacted elements, a byte list, the records' buffer. */
 constexpr u32 kCompactBytes = kTile * kWidth;
 constexpr u32 kBufferBytes = kWidth == 1 ? 10240 : kWidth == 2 ? 15872 : kWidth == 4 ? 26112 : 49152;
 constexpr u32 kArenaBytes = kCompactBytes + kListBytes + kBufferBytes;
-constexpr u32 kSymbolTableBytes = (1u << (8 * kWidth - kMantissa)) * 5;
+constexpr u32 kSymbolTableBytes = (1u << (8 * kWidth - kMantissa)) * 4;
 constexpr u32 kTableBytes = kSymbolTableBytes > 2304 ? kSymbolTableBytes : 2304;  /* or a TopTable */
 constexpr u32 kSharedBytes = kTeams * (sizeof(TeamShared) + kArenaBytes) + (kTableBytes + 15) / 16 * 16;
 static_assert(kArenaBytes % 16 == 0, "16-byte aligned arenas");
@@ -67,13 +62,6 @@ struct Encoding {
     for (u32 row = 0; row < kRows; row++) copy_behind(to + 512 * row, src + at + 512 * row);
   }
 
-  /* The same where the mode leaves no memory: as far as the L2. */
-  DEVICE void prefetch(u32 tile) {
-    constexpr u32 kLine = 128;
-    if (tile >= whole_tiles || team.lane >= kCheckChunkBytes / kLine) return;
-    prefetch_line(src + static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes + team.lane * kLine);
-  }
-
   /* This thread's part of a tile that fetch_ahead was told of; adds it to the checksum. */
   DEVICE void load(uint4 (&rows)[kRows], u32 tile) {
     u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes;
@@ -90,28 +78,6 @@ struct Encoding {
   DEVICE u32 tile_elements(u32 tile) const { return tile < whole_tiles ? kTile : last_elements; }
   DEVICE u8 *block(u32 tile) const { return blocks + static_cast<u64>(tile) * block_size; }
 };
-
-/* The records' bytes before unit `unit`, in units of 8; a whole warp calls it. */
-DEVICE u64 look_back(const u64 *prefixes, u32 unit, u32 lane) {
-  u64 sum = 0;
-  for (u32 end = unit; end != 0; end -= end < 32 ? end : 32) {
-    u64 word;
-    u32 whole, blank;
-    for (;;) {
-      word = lane < end ? load_shared_word(prefixes + (end - 1 - lane)) : kWholeSum;
-      whole = lanes_where((word & kWholeSum) != 0);
-      blank = lanes_where((word & ~kSumMask) == 0);
-      if (blank == 0 || (whole != 0 && lowest_bit(whole) < lowest_bit(blank))) break;
-      pause();
-    }
-    u32 last = whole ? lowest_bit(whole) : 31;
-    u64 part = lane <= last ? word & kSumMask : 0;
-    for (u32 step = 16; step; step /= 2) part += shuffle_xor(part, step);
-    sum += part;
-    if (whole) return sum;
-  }
-  return sum;
-}
 
 /* Learns where unit `unit` of `size` starts and, if it is complete, tells the others where it
  * ends; all in units of 8 bytes. The team meets. */

@@ -86,38 +86,21 @@ struct Packed {
   }
 };
 
-/* How encoders look top bytes up. `entry` as in SymbolTable; `left` has the residue's bits of
- * the top byte, bit p in bit 0 of byte p; `second` is by symbol. */
+/* How the encoder looks top bytes up. `entry` as in SymbolTable; `left` has the residue's bits of
+ * the top byte, bit p in bit 0 of byte p. */
 template <class C>
 struct TopTable {
   u32 entry[kTops];
   u32 left[Packed<C>::kLeft ? kTops : 1];
-  u8 second[C::kSymbols];
 };
 
 template <class C>
 DEVICE void fill_table(TopTable<C> &table, const Plan &plan) {
   constexpr u32 kLeft = Packed<C>::kLeft;
   for (u32 top = thread_in_block(); top < kTops; top += threads_in_block()) {
-    u32 symbol = top >> kLeft, index = 0;
-    while (index < plan.dict_count && plan.window[index] != symbol) index++;
-    bool found = index < plan.dict_count;
-    bool first = found && index < C::kFirstSlots;
-    table.entry[top] = spread_code(first ? index : C::kFirstSlots) | (found ? 0 : kEscapeEntry);
+    table.entry[top] = spread_code(first_code<C>(plan, top >> kLeft));
     if (kLeft) table.left[top] = spread_code(top & ((1u << kLeft) - 1)) | (kLeft == 4 ? (top & 8) << 21 : 0);
-    if (symbol < C::kSymbols) table.second[symbol] = static_cast<u8>(found && !first ? index - C::kFirstSlots : C::kSecondSlots);
   }
-}
-
-/* Codes of a piece that are missed or escaped because truncated bits are set. */
-template <class C>
-DEVICE u32 inexact(const uint4 &piece) {
-  if (C::kDrop == 0) return 0;
-  if (((piece.x | piece.y | piece.z | piece.w) & C::kDropMask) == 0) return 0;
-  u32 found = 0;
-  for (u32 i = 0; i < kPiece; i++) found |= (C::is_exact(element(piece, i)) ? 0u : 1u) << i;
-  constexpr u32 kBytes = C::kFirst == 2 ? 0x01000101 : 0x01010101;
-  return found * kBytes;
 }
 
 /* Where a lane's bits go: element `first` of bit planes, those of the residue's whole bytes left
@@ -152,19 +135,18 @@ DEVICE void store_planes(const PlaneSet &planes, const u8 *gathered, u32 warp, u
   }
 }
 
-/* Residues and codes of a lane's piece; returns its flags as write_codes does. The top bytes go
- * to `tops`, for the escapes; a record's elements are at hand in another way. */
-template <class C, bool kFull, bool kInRecord>
+/* Residues and codes of a lane's piece; returns its escapes. The top bytes go to `tops`, for them. */
+template <class C, bool kFull>
 DEVICE u32 write_packed(const PlaneSet &planes, const BitPlanes &bits, u32 first, const uint4 &piece, u32 valid,
                         const TopTable<C> &table, u8 *tops, u32 lane) {
   using P = Packed<C>;
   P parts = P::split(piece);
   bool wanted = kFull || first < planes.padded;
   if (wanted) {
-    if constexpr (P::kWhole == 8) store_piece_words<P::kBytesLow, !kInRecord>(planes.base + first, parts.low[0], parts.low[1]);
+    if constexpr (P::kWhole == 8) store_piece_words<P::kBytesLow, true>(planes.base + first, parts.low[0], parts.low[1]);
     if constexpr (P::kWhole == 24) {
-      store_piece_words<8, !kInRecord>(planes.base + 2 * first, parts.low[0], parts.low[1]);
-      store_piece_words<4, !kInRecord>(planes.plane(16) + first, parts.middle, 0);
+      store_piece_words<8, true>(planes.base + 2 * first, parts.low[0], parts.low[1]);
+      store_piece_words<4, true>(planes.plane(16) + first, parts.middle, 0);
     }
   }
   u32 sums[2] = {0, 0}, left[2] = {0, 0};
@@ -174,7 +156,6 @@ DEVICE u32 write_packed(const PlaneSet &planes, const BitPlanes &bits, u32 first
     sums[i / 8] += table.entry[top] << (i % 8);
     if (P::kLeft) left[i / 8] += table.left[top] << (i % 8);
   }
-  sums[0] |= inexact<C>(piece);
   if (!kFull && valid < kPiece) {
     u32 keep = (1u << valid) - 1;
     sums[0] &= (keep & 0xff) * 0x01010101u;
@@ -185,15 +166,13 @@ DEVICE u32 write_packed(const PlaneSet &planes, const BitPlanes &bits, u32 first
     u32 value = (left[0] >> (8 * bit) & 0xff) | (left[1] >> (8 * bit) & 0xff) << 8;
     bits.write(bit, value, lane);
   }
-  u32 missed = 0xffff;
+  u32 escaped = 0xffff;
 #pragma unroll
   for (u32 bit = 0; bit < C::kFirst; bit++) {
     u32 value = (sums[0] >> (8 * bit) & 0xff) | (sums[1] >> (8 * bit) & 0xff) << 8;
-    missed &= value;
+    escaped &= value;
     bits.write(P::kLeft + bit, value, lane);
   }
-  if (!kInRecord) {
-    for (u32 i = 0; i < kPieceWords; i++) reinterpret_cast<u32 *>(tops + first)[i] = parts.tops[i];
-  }
-  return missed | (sums[0] >> 24 | sums[1] >> 24 << 8) << 16;
+  for (u32 i = 0; i < kPieceWords; i++) reinterpret_cast<u32 *>(tops + first)[i] = parts.tops[i];
+  return escaped;
 }

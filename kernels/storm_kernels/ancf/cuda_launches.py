@@ -21,6 +21,7 @@ __all__ = [
     "DECODE_ARGUMENTS",
     "DECODE_THREADS",
     "ENCODE_ARGUMENTS",
+    "ENCODE_WARPS",
     "KIND_BYTES",
     "PIPELINES",
     "PLAN_BYTES",
@@ -37,6 +38,12 @@ __all__ = [
 ]
 
 BLOCK_THREADS: Final = 512
+WARP_THREADS: Final = 32
+ENCODE_WARPS: Final = {
+    "ancf_encode_dense": {1: 10, 2: 10, 4: 10, 8: 8},
+    "ancf_encode_bitmap": {1: 16, 2: 11, 4: 6, 8: 2},
+}
+"""A block's warps, each with a tile to itself, by an element's bytes; as in ancf_encode.cu."""
 DECODE_THREADS: Final = 384  # kDecodeThreads of ancf_decoding.cuh
 DECODE_BLOCK_TILES: Final = 3  # tiles that keep a block busy
 CHOOSE_THREADS: Final = 1024
@@ -58,12 +65,13 @@ DECODE_ARGUMENTS: Final = dict.fromkeys(
 )
 """All arguments of a call's kernels, by name and kind, in the order in which they are packed."""
 
-_ENCODER = ("src", "dst", "scratch", "result", "unit_tiles")
+_ENCODER = ("src", "dst", "scratch", "result")
 _DECODER = ("blob", "dst", "scratch", "status")
 TAKEN: Final = {
     "ancf_choose": ("src", "nbytes", "scratch", "words", "dtype", "mode", "dense", "checksum"),
     "ancf_values": ("src", "scratch", "mode", "policy"),
-    **{f"ancf_encode_{kind}": _ENCODER for kind in PIPELINES},
+    **{f"ancf_encode_{kind}": (*_ENCODER, "unit_tiles") for kind in ("whole", "fast")},
+    **{f"ancf_encode_{kind}": _ENCODER for kind in ("dense", "bitmap")},
     "ancf_encode_raw": ("src", "dst", "scratch"),
     "ancf_decode_begin": ("blob", "blob_bytes", "dst_bytes", "scratch", "status"),
     **{f"ancf_decode_{kind}": _DECODER for kind in PIPELINES},
@@ -143,7 +151,12 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
     return Encoding(
         launches=(
             Launch("ancf_choose", choosing, CHOOSE_THREADS),
-            *(_launch(kernel, blocks) for kernel in _kernels(asked, speed, dtype)),
+            *(
+                _launch_of_warps(kernel, dtype, tiles, most_blocks)
+                if kernel in ENCODE_WARPS
+                else _launch(kernel, blocks)
+                for kernel in _kernels(asked, speed, dtype)
+            ),
         ),
         room=max_encoded_bytes(nbytes, dtype),
         clear_words=clear_words,
@@ -175,6 +188,11 @@ def _launch(kernel: str, blocks: int) -> Launch:
     if kernel == "ancf_values":
         return Launch(kernel, 1, CHOOSE_THREADS)
     return Launch(kernel, blocks, BLOCK_THREADS)
+
+
+def _launch_of_warps(kernel: str, dtype: DType, tiles: int, most_blocks: int) -> Launch:
+    warps = ENCODE_WARPS[kernel][dtype.element_bytes]
+    return Launch(kernel, max(1, min(most_blocks, -(-tiles // warps))), warps * WARP_THREADS)
 
 
 def _kernels(asked: Mode | None, speed: str, dtype: DType) -> tuple[str, ...]:

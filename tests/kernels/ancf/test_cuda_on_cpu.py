@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from storm_kernels.ancf import DType, read_header, reference
+from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
 from support.cuda_on_cpu import NOT_DECODED, OK, POISON
@@ -74,6 +75,13 @@ def test_floats_choose_and_encode_as_the_reference(check, dtype):
     for name, values in tensors(12_500).items():
         check(bits(values, dtype), dtype)
         check(bits(values, dtype), dtype, speed="dense", checksum=name != "relu")
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, DType.UINT8, DType.FLOAT8_E5M2], ids=lambda d: d.name)
+def test_launches_have_the_warps_that_the_encoders_count_on(kernels, dtype):
+    for number, pipeline in enumerate(PIPELINES):
+        launched = ENCODE_WARPS.get(f"ancf_encode_{pipeline}", {}).get(dtype.element_bytes, 16)
+        assert kernels(dtype).encode_warps(number) == launched
 
 
 @pytest.mark.parametrize("mode", [mode.name.lower() for mode in Mode])

@@ -12,6 +12,11 @@ extern "C" size_t scratch_bytes(u64 nbytes) {
   return kPlanBytes + kValuesBytes + kWorkBytes + 8 * (nbytes / kWidth / kTile + 2);
 }
 
+/* What the launches' table in Python has to say of a block's warps, by pipeline. */
+extern "C" u32 encode_warps(u32 pipeline) {
+  return pipeline == kDense ? kDenseWarps : pipeline == kWithBitmap ? kBitmapWarps : kBlockThreads / kWarpThreads;
+}
+
 extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *result, u32 dtype,
                       u32 mode, u32 dense, u32 checksum, u32 policy, u32 blocks,
                       u32 unit_tiles) {
@@ -23,10 +28,14 @@ extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *resul
                                  [&] { ancf_values(src, scratch, mode, policy); });
   }
   auto *told = reinterpret_cast<Result *>(result);
-  for (auto kernel : {ancf_encode_fast, ancf_encode_dense, ancf_encode_bitmap, ancf_encode_whole}) {
+  for (auto kernel : {ancf_encode_fast, ancf_encode_whole}) {
     ok = ok && emulation::launch(blocks, kBlockThreads, kSharedBytes,
                                  [&] { kernel(src, dst, scratch, told, unit_tiles); });
   }
+  ok = ok && emulation::launch(blocks, kDenseWarps * kWarpThreads, kDenseShared,
+                               [&] { ancf_encode_dense(src, dst, scratch, told); });
+  ok = ok && emulation::launch(blocks, kBitmapWarps * kWarpThreads, kBitmapShared,
+                               [&] { ancf_encode_bitmap(src, dst, scratch, told); });
   ok = ok && emulation::launch(1, kBlockThreads, 0, [&] {
     ancf_encode_raw(src, dst, scratch);
   });
