@@ -11,7 +11,7 @@
 #include <ancf_decode_whole.cuh>
 
 /* What a block keeps in shared memory beside the warps' own shares. */
-struct alignas(128) BlockMemory {
+struct alignas(16) BlockMemory {
   Launch launch;
   TopPlaces places;
 };
@@ -53,7 +53,7 @@ DEVICE void finish(const Decoding &job, const Plan &plan, u64 *status) {
 }
 
 /* The whole of a kernel for one kind of blob; it does nothing where the plan is of another kind
- * or element type, or bad. Tiles that come next to each other go to different blocks. */
+ * or element type, or bad. */
 template <Pipeline kPipeline>
 DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   const Plan &plan = *plan_of(scratch);
@@ -64,15 +64,17 @@ DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   memory += sizeof(BlockMemory);
   block.launch.prepare(plan, blob, dst, work_of(scratch));
   Decoding job{block.launch, thread_in_block() % kWarpThreads, 0};
-  u32 own = thread_in_block() / kWarpThreads, warp = own * block_count() + block_index();
+  const u32 own = thread_in_block() / kWarpThreads;
+  const u32 spread = own * block_count() + block_index();  /* neighbouring tiles go to different blocks */
+  const u32 linear = block_index() * kDecodeWarps + own;   /* or side by side */
   if constexpr (kPipeline == kWhole) {
-    decode_whole(job, plan, blob, reinterpret_cast<u64 *>(memory), warp, block_count() * kDecodeWarps);
+    decode_whole(job, plan, blob, reinterpret_cast<u64 *>(memory), linear, block_count() * kDecodeWarps);
   } else if constexpr (kPipeline == kWithBitmap) {
     SparseMemory *share = reinterpret_cast<SparseMemory *>(memory) + own;
-    with_code<kPipeline>(plan, DecodeSparse{job, plan, block.places, share, warp, block_count() * kSparseWarps});
+    with_code<kPipeline>(plan, DecodeSparse{job, plan, block.places, share, spread, block_count() * kSparseWarps});
   } else {
-    with_code<kPipeline>(plan, DecodeWindow{job, plan, block.places, memory + own * kTopsBytes,
-                                             memory + kDecodeWarps * kTopsBytes + own * kRecordAhead, warp});
+    u8 *tops = memory + own * kTopsBytes, *ahead = memory + kDecodeWarps * kTopsBytes + own * kRecordAhead;
+    with_code<kPipeline>(plan, DecodeWindow{job, plan, block.places, tops, ahead, spread, linear});
   }
   finish(job, plan, status);
 }

@@ -153,46 +153,51 @@ DEVICE u32 look_up(const uint4 &entries, u32 codes) {
   return choose_bits(pick_bytes(signs, 0, 0xba98), high, low);
 }
 
+/* The left-over residue bits of a lane's elements into the first bytes of their tops. */
+template <u32 kLeft>
+DEVICE void add_left_bits(const u32 *planes, u32 (&made)[8]) {
+  u32 bits[8] = {}, low[4], high[4];
+#pragma unroll
+  for (u32 bit = 0; bit < kLeft; bit++) bits[bit] = planes[bit];
+  make_nibbles(bits[0], bits[1], bits[2], bits[3], low);
+  if (kLeft > 4) make_nibbles(bits[4], bits[5], bits[6], bits[7], high);
+#pragma unroll
+  for (u32 octet = 0; octet < 4; octet++) {
+    made[2 * octet] |= low[octet] & 0x0f0f0f0f;
+    made[2 * octet + 1] |= low[octet] >> 4 & 0x0f0f0f0f;
+    if (kLeft <= 4) continue;
+    made[2 * octet] |= high[octet] << 4 & 0xf0f0f0f0;
+    made[2 * octet + 1] |= high[octet] & 0xf0f0f0f0;
+  }
+}
+
+/* One byte of the symbols of four elements, by the nibbles of their first and second codes. */
+template <class C>
+DEVICE u32 symbol_bytes(const TopPlaces &places, u32 byte, u32 first, u32 second) {
+  u32 bytes = look_up(places.first[byte], first);
+  if (C::kSecond == 3) bytes |= look_up(make_uint2(places.second[byte].x, places.second[byte].y), second);
+  if (C::kSecond == 4) bytes |= look_up(places.second[byte], second);
+  return bytes;
+}
+
 /* The tops of a lane's 32 elements to `tops`, a plane of kSpan bytes for each of their bytes. */
 template <class C, u32 kSpan>
 DEVICE void write_tops(const PlaneWords<C> &words, const u32 (&second)[4], const TopPlaces &places, u8 *tops) {
-  u32 firsts[4], seconds[4], low_left[4], high_left[4];
-  constexpr u32 kLeft = Top<C>::kLeft;
+  u32 firsts[4], seconds[4] = {};
   make_nibbles(words.codes[0], words.codes[1], C::kFirst > 2 ? words.codes[C::kFirst - 1] : 0, 0, firsts);
   if constexpr (C::kSecond != 0) make_nibbles(second[0], second[1], second[2], second[3], seconds);
-  u32 left[8] = {};
-#pragma unroll
-  for (u32 bit = 0; bit < kLeft; bit++) left[bit] = words.left[bit];
-  if constexpr (kLeft > 0) make_nibbles(left[0], left[1], left[2], left[3], low_left);
-  if constexpr (kLeft > 4) make_nibbles(left[4], left[5], left[6], left[7], high_left);
 #pragma unroll
   for (u32 byte = 0; byte < Top<C>::kBytes; byte++) {
     u32 made[8];
 #pragma unroll
     for (u32 octet = 0; octet < 4; octet++) {
-      u32 one = look_up(places.first[byte], firsts[octet]), other = look_up(places.first[byte], firsts[octet] >> 16);
-      if constexpr (C::kSecond == 3) {
-        uint2 entries = make_uint2(places.second[byte].x, places.second[byte].y);
-        one |= look_up(entries, seconds[octet]);
-        other |= look_up(entries, seconds[octet] >> 16);
-      } else if constexpr (C::kSecond == 4) {
-        one |= look_up(places.second[byte], seconds[octet]);
-        other |= look_up(places.second[byte], seconds[octet] >> 16);
-      }
+      u32 one = symbol_bytes<C>(places, byte, firsts[octet], seconds[octet]);
+      u32 other = symbol_bytes<C>(places, byte, firsts[octet] >> 16, seconds[octet] >> 16);
       made[2 * octet] = pick_bytes(one, other, 0x6420);
       made[2 * octet + 1] = pick_bytes(one, other, 0x7531);
-      if constexpr (kLeft > 0) {
-        if (byte == 0) {
-          made[2 * octet] |= low_left[octet] & 0x0f0f0f0f;
-          made[2 * octet + 1] |= low_left[octet] >> 4 & 0x0f0f0f0f;
-        }
-      }
-      if constexpr (kLeft > 4) {
-        if (byte == 0) {
-          made[2 * octet] |= high_left[octet] << 4 & 0xf0f0f0f0;
-          made[2 * octet + 1] |= high_left[octet] & 0xf0f0f0f0;
-        }
-      }
+    }
+    if constexpr (Top<C>::kLeft != 0) {
+      if (byte == 0) add_left_bits<Top<C>::kLeft>(words.left, made);
     }
     uint4 *to = reinterpret_cast<uint4 *>(tops + byte * kSpan);
     to[0] = make_uint4(made[0], made[1], made[2], made[3]);

@@ -28,8 +28,16 @@ struct SpanAhead {
   Reader record;
   uint2 start;                 /* 8 bytes a lane */
 
+  DEVICE void ask_all(const Launch &launch, const SpanPlace &place, u32 lane) {
+    ask_record(Extent::of(launch, place.tile), launch, lane);
+    ask_words(place, lane);
+    ask_rows(place.planes, place.first, lane);
+  }
   DEVICE void ask_words(const SpanPlace &place, u32 lane) {
     words = PlaneWords<C>::template load<true>(place.planes, place.first + 32 * lane);
+  }
+  DEVICE void ask_rows(const ConstPlaneSet &planes, u32 first, u32 lane) {
+    load_rows<C, true>(planes, first, lane, whole);
   }
   DEVICE void ask_record(const Extent &extent, const Launch &launch, u32 lane) {
     record = extent.record(launch);
@@ -62,6 +70,37 @@ DEVICE MissReader<C> find_escapes(const SpanAhead<C> &next, const SpanPlace &pla
   return misses;
 }
 
+/* Makes the tops of a span and asks for the words of the one after; false where escapes are missing. */
+template <class C>
+DEVICE bool make_tops(SpanAhead<C> &next, const SpanPlace &place, const SpanPlace &later, bool goes_on,
+                      const TopPlaces &places, MissReader<C> &misses, u8 *tops, u32 lane) {
+  bool ok = next.record.ok && misses.escaped <= misses.room;
+#pragma unroll
+  for (u32 at = 0; at < kSpan; at += kGroup) {
+    Replaced none;  /* a code of one level drops no bits */
+    ok = ok && decode_tops<C, kSpan, true>(next.words, 0, kTile, places, misses, tops + at + 32 * lane, none, lane);
+    if (at + kGroup < kSpan) next.words = PlaneWords<C>::template load<true>(place.planes, place.first + at + kGroup + 32 * lane);
+    else if (goes_on) next.ask_words(later, lane);
+  }
+  return ok;
+}
+
+/* Stores a span, chunk by chunk, and asks for the rows of the one after. */
+template <class C>
+DEVICE void store_span(Decoding &job, SpanAhead<C> &next, const SpanPlace &place, const SpanPlace &later, bool goes_on,
+                       const u8 *tops, bool ok) {
+  const u32 lane = job.lane;
+#pragma unroll 1
+  for (u32 at = 0; at < kSpan; at += kChunkElements) {
+    uint4 rows[kRows];
+    join_rows<C>(next.whole, tops, at, Replaced{}, nullptr, lane, rows);
+    if (at + kChunkElements < kSpan) next.ask_rows(place.planes, place.first + at + kChunkElements, lane);
+    else if (goes_on) next.ask_rows(later.planes, later.first, lane);
+    if (ok) job.store<true>(rows, (static_cast<u64>(place.tile) * kTile + place.first + at) * kWidth);
+  }
+  if (!ok) job.refuse();
+}
+
 /* Every `warps`th span, from number `warp` on. */
 template <class C>
 DEVICE void decode_spans(Decoding &job, const TopPlaces &places, u8 *tops, u8 *ahead, u32 warp, u32 warps) {
@@ -70,35 +109,18 @@ DEVICE void decode_spans(Decoding &job, const TopPlaces &places, u8 *tops, u8 *a
   if (warp >= spans) return;
   SpanAhead<C> next;
   SpanPlace place = SpanPlace::of(launch, warp);
-  next.ask_record(Extent::of(launch, place.tile), launch, lane);
-  next.ask_words(place, lane);
-  load_rows<C, true>(place.planes, place.first, lane, next.whole);
+  next.ask_all(launch, place, lane);
   Extent extent = Extent::of(launch, (warp + warps) / kTileSpans);
 #pragma unroll 1
   for (u32 span = warp; span < spans; span += warps) {
     const SpanPlace later = SpanPlace::of(launch, span + warps);
     const bool goes_on = span + warps < spans;
     MissReader<C> misses = find_escapes(next, place, ahead, lane);
-    bool ok = next.record.ok && misses.escaped <= misses.room;
-    Replaced replaced;
-#pragma unroll
-    for (u32 at = 0; at < kSpan; at += kGroup) {
-      ok = ok && decode_tops<C, kSpan, true>(next.words, 0, kTile, places, misses, tops + at + 32 * lane, replaced, lane);
-      if (at + kGroup < kSpan) next.words = PlaneWords<C>::template load<true>(place.planes, place.first + at + kGroup + 32 * lane);
-      else if (goes_on) next.ask_words(later, lane);
-    }
+    bool ok = make_tops(next, place, later, goes_on, places, misses, tops, lane);
     warp_barrier();
     next.ask_record(extent, launch, lane);
     extent = Extent::of(launch, (span + 2 * warps) / kTileSpans);
-#pragma unroll 1
-    for (u32 at = 0; at < kSpan; at += kChunkElements) {
-      uint4 rows[kRows];
-      join_rows<C>(next.whole, tops, at, replaced, misses.escapes, lane, rows);
-      if (at + kChunkElements < kSpan) load_rows<C, true>(place.planes, place.first + at + kChunkElements, lane, next.whole);
-      else if (goes_on) load_rows<C, true>(later.planes, later.first, lane, next.whole);
-      if (ok) job.store<true>(rows, (static_cast<u64>(span) * kSpan + at) * kWidth);
-    }
-    if (!ok) job.refuse();
+    store_span(job, next, place, later, goes_on, tops, ok);
     place = later;
     warp_barrier();
   }
@@ -118,17 +140,16 @@ struct DecodeWindow {
   const Plan &plan;
   TopPlaces &places;
   u8 *tops, *ahead;
-  u32 first;  /* this warp's first tile */
+  u32 first_tile, first_span;  /* of this warp, by the order that suits each */
   template <class C>
   DEVICE void run() const {
     fill_places<C>(places, plan);
     const u32 warps = block_count() * kDecodeWarps;
     if constexpr (C::kSecond == 0) {
-      const u32 own = thread_in_block() / kWarpThreads, warp = block_index() * kDecodeWarps + own;
-      decode_spans<C>(job, places, tops, ahead, warp, warps);
-      if (warp + 1 == warps) decode_rest<C>(job, places, tops);
+      decode_spans<C>(job, places, tops, ahead, first_span, warps);
+      if (first_span + 1 == warps) decode_rest<C>(job, places, tops);
     } else {
-      decode_each(job, first, warps, [&](u32 tile, const Reader &record) {
+      decode_each(job, first_tile, warps, [&](u32 tile, const Reader &record) {
         if (tile < job.launch.whole_tiles) decode_window_tile<C, true>(job, places, tops, tile, record);
         else decode_window_tile<C, false>(job, places, tops, tile, record);
       });
