@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+import storm_kernels.ancf
 from storm_kernels.ancf import DType, Mode, reference
 from storm_kernels.ancf.cuda_launches import (
+    DECODE_ARGUMENTS,
+    ENCODE_ARGUMENTS,
     KIND_BYTES,
     PIPELINES,
     TAKEN,
@@ -17,6 +23,8 @@ from storm_kernels.ancf.cuda_launches import (
 from storm_kernels.ancf.options import SPEEDS
 from storm_kernels.errors import CorruptBlob, UsageError
 
+FOLDER = Path(storm_kernels.ancf.__file__).parent
+SOURCES = "".join(path.read_text() for path in FOLDER.glob("*.cu"))
 MODES = ("auto", *(mode.name.lower() for mode in Mode))
 
 
@@ -59,6 +67,19 @@ def test_a_large_tensor_takes_all_blocks_and_a_small_one_few() -> None:
     assert {one.blocks for one in large.launches[1:]} == {264}
     small = encoding(3 << 13, DType.BFLOAT16, "auto", "fast", "adaptive", 264)
     assert {one.blocks for one in small.launches[1:]} == {1}
+
+
+@pytest.mark.parametrize("kernel", TAKEN)
+def test_a_kernel_is_given_the_parameters_that_its_source_names(kernel: str) -> None:
+    signature = re.search(rf"\n{kernel}\((.*?)\)", SOURCES, re.DOTALL)
+    assert signature is not None
+    declared = [parameter.rsplit(None, 1) for parameter in signature[1].split(",")]
+    names = [name.lstrip("*") for _, name in declared]
+    assert names == list(TAKEN[kernel])
+    kinds = ENCODE_ARGUMENTS | DECODE_ARGUMENTS
+    for (kind, name), argument in zip(declared, names, strict=True):
+        is_word = kind.strip() == "u32" and not name.startswith("*")
+        assert kinds[argument] == ("I" if is_word else "Q"), argument
 
 
 def test_every_kernel_takes_arguments_of_one_call() -> None:
