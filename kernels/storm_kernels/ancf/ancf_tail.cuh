@@ -15,8 +15,9 @@ constexpr u32 kEscapeRoomBytes = 320;
 constexpr u32 kTailRoom = kMostSecond * kStreamWords * 4 + kEscapeRoomBytes;
 static_assert(kTailRoom % 16 == 0, "16-byte aligned parts");
 
-/* Adds bits at a place in global memory that is 0 there; other lanes add theirs to the same word. */
-DEVICE void or_bits(u8 *base, u64 place, u32 bits) {
+/* Adds bits to global memory that is 0 at bit number `place` from `base`; other lanes add theirs to
+ * the same word. */
+DEVICE void or_bits(u8 *base, u32 place, u32 bits) {
   u64 address = reinterpret_cast<u64>(base) + place / 8;
   fetch_or(reinterpret_cast<u32 *>(address & ~3ull), bits << (8 * (address & 3) + place % 8));
 }
@@ -87,17 +88,24 @@ struct Tail {
     if (lane < padding) to[count + lane] = 0;
   }
 
-  /* Writes the end of the record of a tile of which not all was kept: its elements, or those
-   * other than the fill, once more, one a lane. */
+  /* Writes to `to` what was not kept, from the tile's elements or, with a bitmap, those other than
+   * the fill. */
   template <bool kHasBitmap>
-  DEVICE void write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table) const {
-    const u8 *from = job.src + static_cast<u64>(tile) * kTile * kWidth;
-    u32 bytes = this->bytes() + padding, seconds = plane_bytes();
-    write_again_from<kHasBitmap>(from, job.tile_elements(tile), job.plan.fill, to, bytes, seconds, &table, job.lane);
-  }
-  template <bool kHasBitmap>
-  DEVICE_CALL static void write_again_from(const u8 *from, u32 count, u64 fill, u8 *to, u32 bytes, u32 plane_bytes,
-                                           const CodeTable<C> *table, u32 lane) {
+  DEVICE void write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table) const;
+};
+
+/* The same by a second pass over a tile in the tensor, an element a lane. */
+template <class C, bool kHasBitmap>
+struct TailAgain {
+  const u8 *from;
+  u32 count;
+  u64 fill;
+  u8 *to;
+  u32 bytes, plane_bytes;  /* of all with its padding, of a plane of second codes */
+  const CodeTable<C> *table;
+  u32 lane;
+
+  DEVICE_CALL void write() const {
     for (u32 i = lane; i < bytes / 4; i += kWarpThreads) reinterpret_cast<u32 *>(to)[i] = 0;
     warp_barrier();
     u32 missed = 0, escaped = 0, below = low_bits(lane);
@@ -105,22 +113,35 @@ struct Tail {
       u32 i = first + lane;
       Element x = i < count ? read_element(from + static_cast<u64>(i) * kWidth) : 0;
       bool coded = i < count && !(kHasBitmap && x == fill);
-      u32 code = table->field(CodeTable<C>::index(x), 0, C::kFirst + C::kSecond);
-      if (!C::is_exact(x)) code = low_bits(C::kFirst + C::kSecond);
-      u32 second = code >> C::kFirst;
+      u32 code = code_of(x), second = code >> C::kFirst;
       bool misses = coded && (code & C::kFirstSlots) == C::kFirstSlots, escapes = misses && second == C::kSecondSlots;
       u32 missing = lanes_where(misses), escaping = lanes_where(escapes);
-      if (misses) {
-        u64 place = missed + ones(missing & below);
-        for (u32 bit = 0; bit < C::kSecond; bit++) or_bits(to + plane_bytes * bit, place, second >> bit & 1);
-      }
-      if (escapes) {
-        u64 value = C::kDrop ? x : C::symbol(x);
-        u64 place = C::kEscapeBytes * (escaped + ones(escaping & below)) + plane_bytes * C::kSecond;
-        for (u32 byte = 0; byte < C::kEscapeBytes; byte++) or_bits(to + place, 8 * byte, value >> (8 * byte) & 0xff);
-      }
+      if (misses) put_second(missed + ones(missing & below), second);
+      if (escapes) put_escape(escaped + ones(escaping & below), C::kDrop ? x : C::symbol(x));
       missed += ones(missing);
       escaped += ones(escaping);
     }
   }
+
+  /* Both codes, the second above the first. */
+  DEVICE u32 code_of(Element x) const {
+    if (!C::is_exact(x)) return low_bits(C::kFirst + C::kSecond);
+    return table->field(CodeTable<C>::index(x), 0, C::kFirst + C::kSecond);
+  }
+  DEVICE void put_second(u32 place, u32 second) const {
+    for (u32 bit = 0; bit < C::kSecond; bit++) or_bits(to + plane_bytes * bit, place, second >> bit & 1);
+  }
+  DEVICE void put_escape(u32 place, u64 value) const {
+    u8 *at = to + plane_bytes * C::kSecond + C::kEscapeBytes * place;
+    for (u32 byte = 0; byte < C::kEscapeBytes; byte++) or_bits(at + byte, 0, value >> (8 * byte) & 0xff);
+  }
 };
+
+template <class C>
+template <bool kHasBitmap>
+DEVICE void Tail<C>::write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table) const {
+  const u8 *from = job.src + static_cast<u64>(tile) * kTile * kWidth;
+  TailAgain<C, kHasBitmap> again = {from, job.tile_elements(tile), job.plan.fill, to, bytes() + padding, plane_bytes(),
+                                    &table, job.lane};
+  again.write();
+}
