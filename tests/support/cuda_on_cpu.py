@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from storm_kernels import ancf
 from storm_kernels.ancf import DType
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
+from support.fenced_memory import Fenced
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kernels/storm_kernels/ancf"
@@ -46,7 +48,8 @@ class Guarded:
 class Kernels:
     """The kernels of one kind of element as host functions."""
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: Path, memory: type[Guarded] | type[Fenced] = Guarded) -> None:
+        self._memory = memory
         self._library = ctypes.CDLL(str(library))
         self._library.scratch_bytes.restype = ctypes.c_uint64
 
@@ -54,20 +57,18 @@ class Kernels:
         """How many warps an encoder's block has."""
         return int(self._library.encode_warps(pipeline))
 
-    def _scratch(self, nbytes: int) -> Guarded:
-        return Guarded(self._library.scratch_bytes(ctypes.c_uint64(nbytes)))
+    def _scratch(self, nbytes: int) -> Guarded | Fenced:
+        return self._memory(self._library.scratch_bytes(ctypes.c_uint64(nbytes)))
 
     def encode(
         self, data: np.ndarray, dtype: DType, *, mode: str = "auto", speed: str = "fast",
         checksum: bool = True, policy: str = "adaptive", blocks: int = 1, unit_tiles: int = 2,
         offset: int = 0,
     ) -> np.ndarray:  # fmt: skip
-        source, target = (
-            Guarded(data.size, offset),
-            Guarded(ancf.max_encoded_bytes(data.size, dtype)),
-        )
+        source = self._memory(data.size, offset)
+        target = self._memory(ancf.max_encoded_bytes(data.size, dtype))
         source.data[:] = data
-        scratch, result = self._scratch(data.size), Guarded(24)
+        scratch, result = self._scratch(data.size), self._memory(24)
         number = AUTO if mode == "auto" else int(Mode[mode.upper()])
         failed = self._library.encode(
             source.address, ctypes.c_uint64(data.size), target.address, scratch.address,
@@ -82,9 +83,9 @@ class Kernels:
         return target.data[:size].copy()
 
     def decode(self, blob: np.ndarray, nbytes: int, *, blocks: int = 1, offset: int = 0):
-        source, target = Guarded(blob.size), Guarded(nbytes, offset)
+        source, target = self._memory(blob.size), self._memory(nbytes, offset)
         source.data[:] = blob
-        scratch, status = self._scratch(nbytes), Guarded(8)
+        scratch, status = self._scratch(nbytes), self._memory(8)
         failed = self._library.decode(
             source.address, ctypes.c_uint64(blob.size), target.address, ctypes.c_uint64(nbytes),
             scratch.address, status.address, blocks,
@@ -95,14 +96,19 @@ class Kernels:
         return int(status.data.view(np.uint64)[0]), target.data.copy()
 
 
-def build_kernels(folder: Path, dtype: DType) -> Kernels:
+def build_kernels(
+    folder: Path,
+    dtype: DType,
+    memory: type[Guarded] | type[Fenced] = Guarded,
+    flags: Sequence[str] = (),
+) -> Kernels:
     """Compile the kernels for elements like `dtype`'s into `folder` (g++ is needed)."""
     width, mantissa = dtype.element_bytes, dtype.mantissa_bits
     library = folder / f"kernels_{width}_{mantissa}.so"
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{HOST}", f"-I{SOURCES}",
+        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", *flags, f"-I{HOST}", f"-I{SOURCES}",
          f"-DANCF_WIDTH={width}", f"-DANCF_MANTISSA={mantissa}", "-o", library,
          HOST / "run_kernels.cpp"],
         check=True, timeout=300,
     )  # fmt: skip
-    return Kernels(library)
+    return Kernels(library, memory)

@@ -83,18 +83,10 @@ DEVICE u8 load_once(const u8 *address) { return __ldcs(address); }
 DEVICE void store_once(uint4 *address, uint4 value) { __stcs(address, value); }
 DEVICE void store_once(uint2 *address, uint2 value) { __stcs(address, value); }
 
-/* Copy 16, 8 or 4 bytes to shared memory in the background; `copies_arrived` waits for this thread's. */
+/* Copies 16 bytes to shared memory in the background; `copies_arrived` waits for this thread's. */
 DEVICE void copy_behind(u8 *shared, const u8 *address) {
   u32 place = static_cast<u32>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(address) : "memory");
-}
-DEVICE void copy_behind8(u8 *shared, const u8 *address) {
-  u32 place = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(place), "l"(address) : "memory");
-}
-DEVICE void copy_behind4(u32 *shared, const u32 *address) {
-  u32 place = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(place), "l"(address) : "memory");
 }
 DEVICE void copies_arrived() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -61,17 +61,6 @@ DEVICE void put_element(u32 (&words)[4], u32 i, Element value) {
   }
 }
 
-/* Adds the bits of `value` to element i, where it has none of them. */
-DEVICE void merge_element(u32 (&words)[4], u32 i, Element value) {
-  u32 low = static_cast<u32>(value);
-  if (kWidth == 8) {
-    words[2 * i] |= low;
-    words[2 * i + 1] |= static_cast<u32>(value >> 32);
-  } else {
-    words[i * kWidth / 4] |= low << (8 * (i * kWidth % 4));
-  }
-}
-
 /* The piece with the elements from number `valid` on as 0. */
 DEVICE uint4 first_elements(const uint4 &piece, u32 valid) {
   u32 words[4] = {piece.x, piece.y, piece.z, piece.w};

@@ -111,10 +111,8 @@ DEVICE void store_once(T *address, T value) { *address = value; }
 
 /* The bytes come at once: the device may deliver them at any time up to the wait. */
 DEVICE void copy_behind(u8 *shared, const u8 *address) { std::memcpy(shared, address, 16); }
-DEVICE void copy_behind4(u32 *shared, const u32 *address) { *shared = *address; }
 DEVICE void copies_arrived() {}
 DEVICE void prefetch_line(const u8 *address) { static_cast<void>(*const_cast<const volatile u8 *>(address)); }
-DEVICE void copy_behind8(u8 *shared, const u8 *address) { std::memcpy(shared, address, 8); }
 
 DEVICE u64 load_shared_word(const u64 *address) { return *const_cast<const volatile u64 *>(address); }
 DEVICE void store_shared_word(u64 *address, u64 value) {

@@ -1,0 +1,28 @@
+"""The CUDA kernels touch nothing outside their buffers, and nothing misaligned, for any blob."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "cuda_under_fences.py"
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) here"),
+    pytest.mark.skipif(sys.platform != "linux", reason="fences are made by Linux's mmap"),
+]
+
+
+@pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16", "FLOAT32", "FLOAT64", "FLOAT8_E4M3FN"])
+def test_nothing_outside_is_touched(tmp_path, dtype):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(tmp_path), dtype],
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"ended with {done.returncode}: {done.stdout}{done.stderr}"
+    assert "blobs decoded" in done.stdout
