@@ -37,7 +37,7 @@ class Fenced:
             _libc.mprotect(fence, PAGE, _NONE)
         start = end - -(-(nbytes + offset) // _ALIGN) * _ALIGN + offset
         self.address = ctypes.c_void_p(start)
-        self.data = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(start), np.uint8)
+        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(start))
 
     def check(self) -> None:
         """Do nothing: an access outside has ended the process."""
