@@ -53,13 +53,13 @@ DEVICE u32 write_row(const PlaneSet &planes, u32 first, const uint4 &piece, u32 
   }
 }
 
-/* All rows of a full tile; the team's list serves to gather the bit planes of each warp. */
+/* All rows of a full tile; bit planes are gathered in shared memory by each warp. */
 template <class C>
 DEVICE void write_full_rows(Encoding &job, const PlaneSet &planes, const uint4 (&rows)[kRows],
                             const Table<C> &table, u32 (&flags)[kRows]) {
   if constexpr (Packed<C>::kFits) {
     const Team &team = job.team;
-    u8 *gathered = job.list() + team.warp * (kListBytes / kTeamWarps);
+    u8 *gathered = job.gathered() + team.warp * (kGatherBytes / kTeamWarps);
 #pragma unroll
     for (u32 row = 0; row < kRows; row++) {
       u32 first = team.first(row);
@@ -92,12 +92,12 @@ DEVICE void encode_fast_tile(Encoding &job, u32 tile, u32 index, bool is_last, R
   }
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) escaped[row] = ones(flags[row]);
-  Ranks ranks[1] = {Ranks::in_warp(escaped, team.lane)};
+  Ranks ranks = Ranks::in_warp(escaped, team.lane);
   rank_in_team(ranks, team, *job.shared, job.turn);
   if (is_last) job.fetch_ahead(job.shared->unit * job.unit_tiles);  /* the team has met since it was taken */
-  u32 bytes = ranks[0].total * C::kEscapeBytes;
+  u32 bytes = ranks.total * C::kEscapeBytes;
   u8 *record = records.reserve(index, bytes);
-  write_escapes<C>(team, record, flags, ranks[0], {job.src + static_cast<u64>(tile) * kTile * kWidth, tops});
+  write_escapes<C>(team, record, flags, ranks, {job.src + static_cast<u64>(tile) * kTile * kWidth, tops});
   records.add(bytes);
 }
 

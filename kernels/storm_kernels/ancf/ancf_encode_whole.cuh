@@ -44,7 +44,7 @@ struct Bounds {
       least = low < least ? low : least;
       most = high > most ? high : most;
     }
-    u64 *shared = reinterpret_cast<u64 *>(job.compact());
+    u64 *shared = reinterpret_cast<u64 *>(job.ahead());
     if (job.team.lane == 0) {
       shared[2 * job.team.warp] = least;
       shared[2 * job.team.warp + 1] = most;
@@ -109,7 +109,7 @@ struct SortedValues {
 
   DEVICE static SortedValues make(const Encoding &job, const u64 *values) {
     constexpr u32 kMost = kWidth == 1 ? 256 : 512;
-    u64 *sorted = reinterpret_cast<u64 *>(job.compact());
+    u64 *sorted = reinterpret_cast<u64 *>(job.ahead());
     SortedValues made = {sorted, reinterpret_cast<u16 *>(sorted + kMost), job.plan.dict_count, job.plan.k1};
     for (u32 i = job.team.thread; i < made.count; i += kTeamThreads) {
       u32 rank = 0;
@@ -153,18 +153,18 @@ DEVICE void encode_values_tile(Encoding &job, u32 tile, u32 index, Records &reco
     write_planes(planes, team.first(row), codes, sorted.bits, team.lane);
     counts[row] = ones(escaped[row]);
   }
-  Ranks ranks[1] = {Ranks::in_warp(counts, team.lane)};
+  Ranks ranks = Ranks::in_warp(counts, team.lane);
   rank_in_team(ranks, team, *job.shared, job.turn);
-  u8 *record = records.reserve(index, ranks[0].total * kWidth);
+  u8 *record = records.reserve(index, ranks.total * kWidth);
 #pragma unroll
   for (u32 row = 0; row < kRows; row++) {
-    u32 rank = ranks[0].start[row];
+    u32 rank = ranks.start[row];
 #pragma unroll
     for (u32 i = 0; i < kPiece; i++) {
       if (escaped[row] >> i & 1) write_staged(record, rank++, element(rows[row], i));
     }
   }
-  records.add(ranks[0].total * kWidth);
+  records.add(ranks.total * kWidth);
 }
 
 DEVICE void encode_values(Encoding &job, const u64 *values) {

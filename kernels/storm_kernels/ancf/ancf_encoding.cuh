@@ -6,12 +6,12 @@
 #include <ancf_look_back.cuh>
 #include <ancf_packed.cuh>
 
-constexpr u32 kListBytes = kTile;
+constexpr u32 kGatherBytes = kTile;
 
-/* Bytes of shared memory a team has: compacted elements, a byte list, the records' buffer. */
-constexpr u32 kCompactBytes = kTile * kWidth;
+/* Bytes of shared memory a team has: a tile's elements, its bit planes, the records' buffer. */
+constexpr u32 kAheadBytes = kTile * kWidth;
 constexpr u32 kBufferBytes = kWidth == 1 ? 10240 : kWidth == 2 ? 15872 : kWidth == 4 ? 26112 : 49152;
-constexpr u32 kArenaBytes = kCompactBytes + kListBytes + kBufferBytes;
+constexpr u32 kArenaBytes = kAheadBytes + kGatherBytes + kBufferBytes;
 constexpr u32 kSymbolTableBytes = (1u << (8 * kWidth - kMantissa)) * 4;
 constexpr u32 kTableBytes = kSymbolTableBytes > 2304 ? kSymbolTableBytes : 2304;  /* or a TopTable */
 constexpr u32 kSharedBytes = kTeams * (sizeof(TeamShared) + kArenaBytes) + (kTableBytes + 15) / 16 * 16;
@@ -32,15 +32,15 @@ struct Encoding {
   Team team;
   TeamShared *shared;
   u8 *arena;
-  bool fetches;  /* compact() holds tiles fetched ahead, else what the mode puts there */
+  bool fetches;  /* ahead() holds tiles fetched ahead, else what the mode puts there */
   u32 turn;
   u64 check;
 
-  DEVICE u8 *compact() const { return arena; }
-  DEVICE u8 *list() const { return arena + kCompactBytes; }
+  DEVICE u8 *ahead() const { return arena; }
+  DEVICE u8 *gathered() const { return arena + kAheadBytes; }
   /* Bytes for the elements of a tile, where the mode fetches ahead: the buffer's end. */
   DEVICE u8 *tops() const { return arena + kArenaBytes - kTile; }
-  DEVICE u8 *buffer() const { return arena + kCompactBytes + kListBytes; }
+  DEVICE u8 *buffer() const { return arena + kAheadBytes + kGatherBytes; }
   DEVICE u64 limit() const { return kHeaderBytes + plan.raw_nbytes; }
   DEVICE u32 units() const { return (plan.tiles + unit_tiles - 1) / unit_tiles; }
 
@@ -53,11 +53,11 @@ struct Encoding {
 
   DEVICE bool is_whole(u32 tile) const { return tile < whole_tiles && aligned(src); }
 
-  /* Starts to bring this thread's part of a tile to compact(), where the mode leaves that free. */
+  /* Starts to bring this thread's part of a tile to ahead(), where the mode leaves that free. */
   DEVICE void fetch_ahead(u32 tile) {
     if (!fetches || !is_whole(tile)) return;
     u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes + team.lane * 16;
-    u8 *to = compact() + team.warp * kCheckChunkBytes + team.lane * 16;
+    u8 *to = ahead() + team.warp * kCheckChunkBytes + team.lane * 16;
 #pragma unroll
     for (u32 row = 0; row < kRows; row++) copy_behind(to + 512 * row, src + at + 512 * row);
   }
@@ -67,7 +67,7 @@ struct Encoding {
     u64 at = static_cast<u64>(tile) * kTile * kWidth + team.warp * kCheckChunkBytes;
     if (fetches && is_whole(tile)) {
       copies_arrived();
-      const uint4 *from = reinterpret_cast<const uint4 *>(compact() + team.warp * kCheckChunkBytes) + team.lane;
+      const uint4 *from = reinterpret_cast<const uint4 *>(ahead() + team.warp * kCheckChunkBytes) + team.lane;
 #pragma unroll
       for (u32 row = 0; row < kRows; row++) rows[row] = from[row * kWarpThreads];
     } else {

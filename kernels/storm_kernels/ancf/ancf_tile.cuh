@@ -220,7 +220,6 @@ struct Ranks {
   }
 };
 
-constexpr u32 kRankKinds = 3;
 constexpr u32 kMaxUnitTiles = 4;  /* tiles that a team encodes before it needs their place */
 
 /* Shared words of one team. `totals` has two halves, used in turn, so that one meeting a scan
@@ -229,29 +228,23 @@ struct alignas(16) TeamShared {
   u64 base;                                /* of the unit that is being placed */
   u32 offsets[2][kMaxUnitTiles];           /* of records in their unit, by the unit's side */
   u32 unit;                                /* the ticket taken last */
-  u16 totals[2][kRankKinds][kTeamWarps];
+  u16 totals[2][kTeamWarps];
 };
 
 /* Turns ranks inside each warp into ranks inside the team's tile; the team meets once. */
-template <u32 kKinds>
-DEVICE void rank_in_team(Ranks (&ranks)[kKinds], const Team &team, TeamShared &shared, u32 &turn) {
+DEVICE void rank_in_team(Ranks &ranks, const Team &team, TeamShared &shared, u32 &turn) {
   turn ^= 1;
-  if (team.lane == 0) {
-    for (u32 kind = 0; kind < kKinds; kind++) shared.totals[turn][kind][team.warp] = static_cast<u16>(ranks[kind].total);
-  }
+  if (team.lane == 0) shared.totals[turn][team.warp] = static_cast<u16>(ranks.total);
   team.meet();
+  u32 before = 0, all = 0;
 #pragma unroll
-  for (u32 kind = 0; kind < kKinds; kind++) {
-    u32 before = 0, all = 0;
-#pragma unroll
-    for (u32 warp = 0; warp < kTeamWarps; warp++) {
-      u32 total = shared.totals[turn][kind][warp];
-      before += warp < team.warp ? total : 0;
-      all += total;
-    }
-    ranks[kind].shift(before);
-    ranks[kind].total = all;
+  for (u32 warp = 0; warp < kTeamWarps; warp++) {
+    u32 total = shared.totals[turn][warp];
+    before += warp < team.warp ? total : 0;
+    all += total;
   }
+  ranks.shift(before);
+  ranks.total = all;
 }
 
 /* Eight bytes as an 8 x 8 bit matrix, transposed: bit j of byte i goes to bit i of byte j. */
