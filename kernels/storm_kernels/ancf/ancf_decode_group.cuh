@@ -34,7 +34,7 @@ struct TopPlaces {
   uint4 second[kMostTopBytes];
 };
 
-/* By all threads of the block, which meet. */
+/* Fills both; by all threads of the block, which meet. */
 template <class C>
 DEVICE void fill_places(TopPlaces &places, const Plan &plan) {
   u32 code = thread_in_block() % 32, byte = thread_in_block() / 32;
@@ -114,15 +114,16 @@ struct MissReader {
   }
 
   /* The second codes of the elements in `flags`; all ones for the others. Returns which of them
-   * are escapes. */
-  DEVICE u32 read_second(u32 flags, u32 (&codes)[4], u32 lane) {
+   * are escapes. Nothing past the planes is read even if the blob changes meanwhile. */
+  DEVICE u32 read_second(u32 flags, u32 (&codes)[4]) {
     LaneRank rank = LaneRank::of(ones(flags));
     Spreader spreader = Spreader::to(flags);
+    const u32 at = missed + rank.before, wanted = at + ones(flags) <= plane_bits ? ones(flags) : 0;
     u32 finals = flags;
     codes[3] = 0;
 #pragma unroll
     for (u32 bit = 0; bit < C::kSecond; bit++) {
-      u32 bits = read_bits(second, plane_bits * bit + missed + rank.before, ones(flags));
+      u32 bits = read_bits(second, plane_bits * bit + at, wanted);
       codes[bit] = spreader.spread(bits) | ~flags;
       finals &= codes[bit];
     }
@@ -222,9 +223,9 @@ DEVICE void patch_tops(u32 flags, const u8 *at, u8 *tops) {
 /* Decodes the tops of a lane's elements from `place` on; false where escapes are missing. */
 template <class C, u32 kSpan, bool kFull>
 DEVICE bool decode_tops(const PlaneWords<C> &words, u32 place, u32 count, const TopPlaces &places, MissReader<C> &misses,
-                        u8 *tops, Replaced &replaced, u32 lane) {
+                        u8 *tops, Replaced &replaced) {
   u32 finals = words.template missed<kFull>(place, count), second[4];
-  if constexpr (C::kSecond != 0) finals = misses.read_second(finals, second, lane);
+  if constexpr (C::kSecond != 0) finals = misses.read_second(finals, second);
   write_tops<C, kSpan>(words, second, places, tops);
   replaced = {0, 0};
   if (!any_lane(finals != 0)) return true;

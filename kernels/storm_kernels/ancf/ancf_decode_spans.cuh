@@ -78,7 +78,7 @@ DEVICE bool make_tops(SpanAhead<C> &next, const SpanPlace &place, const SpanPlac
 #pragma unroll
   for (u32 at = 0; at < kSpan; at += kGroup) {
     Replaced none;  /* a code of one level drops no bits */
-    ok = ok && decode_tops<C, kSpan, true>(next.words, 0, kTile, places, misses, tops + at + 32 * lane, none, lane);
+    ok = ok && decode_tops<C, kSpan, true>(next.words, 0, kTile, places, misses, tops + at + 32 * lane, none);
     if (at + kGroup < kSpan) next.words = PlaneWords<C>::template load<true>(place.planes, place.first + at + kGroup + 32 * lane);
     else if (goes_on) next.ask_words(later, lane);
   }

@@ -91,7 +91,7 @@ DEVICE bool fill_ring(const ConstPlaneSet &planes, u32 first, u32 count, const T
   u32 place = first + 32 * lane;
   Replaced replaced;
   PlaneWords<C> words = PlaneWords<C>::template load<false>(planes, place);
-  if (!decode_tops<C, kSpan, false>(words, place, count, places, misses, memory.tops + 32 * lane, replaced, lane)) return false;
+  if (!decode_tops<C, kSpan, false>(words, place, count, places, misses, memory.tops + 32 * lane, replaced)) return false;
   warp_barrier();
   uint4 *to = reinterpret_cast<uint4 *>(memory.ring + first % kRing * kWidth) + lane;
   constexpr u32 kGroupRows = kGroup / kRowElements;

@@ -56,7 +56,7 @@ DEVICE void decode_window_tile(Decoding &job, const TopPlaces &places, u8 *tops,
 #pragma unroll
     for (u32 at = 0; at < kSpan; at += kGroup) {
       u32 place = first + at + 32 * lane, next = first + at + kGroup;
-      ok = ok && decode_tops<C, kSpan, kFull>(words, place, count, places, misses, tops + at + 32 * lane, replaced, lane);
+      ok = ok && decode_tops<C, kSpan, kFull>(words, place, count, places, misses, tops + at + 32 * lane, replaced);
       if (next < kTile) words = PlaneWords<C>::template load<kFull>(planes, place + kGroup);  /* long before its use */
     }
     if (!ok) return job.refuse();
