@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import storm_kernels.ancf
-from storm_kernels.ancf import DType, Mode, reference
+from storm_kernels.ancf import DType, Mode, cuda_launches, reference
 from storm_kernels.ancf.cuda_launches import (
     DECODE_ARGUMENTS,
     ENCODE_ARGUMENTS,
+    DECODE_THREADS,
     KIND_BYTES,
     PIPELINES,
     TAKEN,
@@ -92,3 +95,8 @@ def test_names_that_do_not_exist_are_refused() -> None:
         encoding(16, DType.BFLOAT16, "auto", "slow", "adaptive", 1)
     with pytest.raises(CorruptBlob, match="element type 250"):
         blob_kind(bytes(7) + b"\xfa" + bytes(8))
+
+
+def test_a_decoders_block_has_the_threads_that_its_source_is_made_for() -> None:
+    source = Path(cuda_launches.__file__).parent / "ancf_decoding.cuh"
+    assert f"kDecodeThreads = {DECODE_THREADS};" in source.read_text()
