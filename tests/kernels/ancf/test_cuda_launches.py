@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import storm_kernels.ancf
-from storm_kernels.ancf import DType, Mode, cuda_launches, reference
+from storm_kernels.ancf import DType, Mode, reference
 from storm_kernels.ancf.cuda_launches import (
     DECODE_ARGUMENTS,
-    ENCODE_ARGUMENTS,
     DECODE_THREADS,
+    ENCODE_ARGUMENTS,
     KIND_BYTES,
     PIPELINES,
     TAKEN,
@@ -98,5 +96,5 @@ def test_names_that_do_not_exist_are_refused() -> None:
 
 
 def test_a_decoders_block_has_the_threads_that_its_source_is_made_for() -> None:
-    source = Path(cuda_launches.__file__).parent / "ancf_decoding.cuh"
-    assert f"kDecodeThreads = {DECODE_THREADS};" in source.read_text()
+    source = (FOLDER / "ancf_decoding.cuh").read_text()
+    assert f"kDecodeThreads = {DECODE_THREADS};" in source
