@@ -235,7 +235,7 @@ class Server:
         self._mailbox = Mailbox(self._loop, self._take_results)
         self._cleanup.callback(self._mailbox.close)
         self._lanes = await asyncio.to_thread(
-            open_lanes, self._config, self._pool, self._mailbox.post, self._mailbox.leave
+            open_lanes, self._config, self._pool, self._mailbox.post
         )
         self._cleanup.callback(self._close_lanes)
         uuids = [link.uuid for lane in self._lanes.values() for link in lane.links]
@@ -278,7 +278,6 @@ class Server:
             peers=peers,
             reception=self._reception,
             status=self.status,
-            on_frames=self._mailbox.come_by,
             on_progress=self._progress.set,
         )
 

@@ -55,9 +55,8 @@ MESSAGES_A_FRAME: Final = 512
 class Service:
     """Binds ledger, lanes and sockets together. All methods run on the event loop.
 
-    `status` returns what a StatusRequest is answered with; `on_frames` is called when clients
-    have been heard, before they are answered, and `on_progress` whenever the state may have
-    changed.
+    `status` returns what a StatusRequest is answered with; `on_progress` is called whenever the
+    state may have changed.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Service:
         peers: Peers,
         reception: Reception,
         status: Callable[[], dict[str, Any]],
-        on_frames: Callable[[], None],
         on_progress: Callable[[], None],
     ) -> None:
         self._ledger = ledger
@@ -78,7 +76,6 @@ class Service:
         self._peers = peers
         self._reception = reception
         self._status = status
-        self._on_frames = on_frames
         self._on_progress = on_progress
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers with an outbox, in order
@@ -88,7 +85,7 @@ class Service:
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
         self._lifelines = lifelines
-        self._control.start(self.take_frame, self._answer_frames)
+        self._control.start(self.take_frame, self._flush)
 
     # --- events -----------------------------------------------------------------------------
 
@@ -148,10 +145,6 @@ class Service:
         """Send what is in the outboxes, at the end of any event but a frame."""
         self._flush()
         self._control.settle()
-
-    def _answer_frames(self) -> None:
-        self._on_frames()
-        self._flush()
 
     def _flush(self) -> None:
         while self._unsent:

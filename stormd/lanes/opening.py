@@ -13,32 +13,26 @@ from storm_kernels.errors import BackendUnavailable
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
 from stormd.host_pool import HostPool
-from stormd.lanes import Lane, Result, StoreDone
+from stormd.lanes import Lane, Result
 from stormd.lanes.cpu import CpuLane
 
 __all__ = ["open_lanes"]
 
 log = logging.getLogger(__name__)
 
-_Post = Callable[[Result], None]
 
-
-def open_lanes(
-    config: Config, pool: HostPool, post: _Post, leave: _Post | None = None
-) -> dict[str, Lane]:
+def open_lanes(config: Config, pool: HostPool, post: Callable[[Result], None]) -> dict[str, Lane]:
     """Return the lanes by device. May take seconds; not for the event loop.
-
-    Results go to `post`, or to `leave` where nobody waits for them.
 
     Raises:
         LaneUnavailable: the config names a device that this machine or build does not have.
     """
-    cuda = _open_cuda(config, pool, post, leave or post) if config.device != "cpu" else None
+    cuda = _open_cuda(config, pool, post) if config.device != "cpu" else None
     cpu = _open_cpu(config, pool, post)
     return {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
 
 
-def _open_cuda(config: Config, pool: HostPool, post: _Post, leave: _Post) -> Lane | None:
+def _open_cuda(config: Config, pool: HostPool, post: Callable[[Result], None]) -> Lane | None:
     """Return the lane of all visible devices; None where there are none and "auto" was asked."""
     try:
         # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
@@ -55,14 +49,13 @@ def _open_cuda(config: Config, pool: HostPool, post: _Post, leave: _Post) -> Lan
     return CudaLane(
         ordinals,
         pool=pool,
-        # A timeline has told the client already that the source is free: StoreDone may wait.
-        post=lambda result: leave(result) if isinstance(result, StoreDone) else post(result),
+        post=post,
         staging_bytes=config.staging_bytes_cuda,
         part_bytes=config.part_bytes_cuda,
     )
 
 
-def _open_cpu(config: Config, pool: HostPool, post: _Post) -> CpuLane:
+def _open_cpu(config: Config, pool: HostPool, post: Callable[[Result], None]) -> CpuLane:
     return CpuLane(
         pool=pool,
         post=post,

@@ -160,7 +160,6 @@ class DaemonCore:
             peers=peers,
             reception=self._reception,
             status=lambda: {"entries": self.ledger.entries},
-            on_frames=lambda: None,
             on_progress=lambda: None,
         )
         lifelines: Any = _Lifelines()
