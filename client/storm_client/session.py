@@ -16,7 +16,7 @@ from storm_client.arriving import Arrivals
 from storm_client.connection import IDS_PER_RELEASE, Connection
 from storm_client.dedup import DedupTable
 from storm_client.errors import ActivationLost, DaemonLost, StormError, named
-from storm_client.lanes import Lane
+from storm_client.lanes import InPlace, Lane
 from storm_client.memory_pressure import watch
 from storm_client.records import Handle, Located, RecordGrave, StoredRange
 from storm_client.restoring import STALL_SECONDS, Restorer
@@ -53,6 +53,8 @@ class Session:
             StormError: as Connection, and what the lane raises; nothing stays open then.
         """
         self.lane = lane
+        self._in_place: InPlace | None = None
+        self._arrivals: Arrivals | None = None
         self.connection = Connection(address, lane.hello, timeout)
         self.connection.on_lost = lane.poison
         self.connection.start()
@@ -64,11 +66,8 @@ class Session:
         self._in_place = lane.in_place
         self._window = Window(0 if self._in_place is None else self._in_place.budget_bytes)
         self._restorer = Restorer(self.connection, lane)
-        self._arrivals = (
-            None
-            if self._in_place is None
-            else Arrivals(self.connection, lane, self._in_place, self._window)
-        )
+        if self._in_place is not None:
+            self._arrivals = Arrivals(self.connection, lane, self._in_place, self._window)
         self._storer = Storer(
             self.connection,
             lane,

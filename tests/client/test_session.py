@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_client.lanes import Request
 from storm_client.lanes.cpu import CpuLane
 from storm_client.prefetch import OrderHistory
 from storm_client.records import Handle, StoredRange, View
@@ -16,7 +17,7 @@ from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import Tensor
 
-from stormd.protocol import Admitted, Failed, Refused
+from stormd.protocol import Admitted, Failed, Refused, Welcome
 
 
 @pytest.fixture
@@ -34,6 +35,18 @@ def store(session: Session, tensor: Tensor, recorder: StatsRecorder) -> StoredRa
 
 def handle_of(record: StoredRange, tensor: Tensor) -> Handle:
     return Step(OrderHistory()).handle(record, View.of(tensor), SavedVersion.of(tensor))
+
+
+class UnattachedLane(CpuLane):
+    """A lane whose memory cannot be had."""
+
+    def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
+        raise storm.UsageError("no memory for the staging area")
+
+
+def test_a_lane_that_cannot_attach_says_why(daemon: DaemonProcess) -> None:
+    with pytest.raises(storm.UsageError, match="no memory"):
+        Session(daemon.address, UnattachedLane(), 30)
 
 
 def test_bytes_go_and_come_back(session: Session) -> None:
