@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
+import storm_client as storm
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,16 @@ def assert_identical(found: Iterable[Tensor], expected: Iterable[Tensor]) -> Non
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         assert torch.equal(bits(one), bits(other)), f"value {index} differs"
+
+
+def assert_offload_changes_nothing(run: Case, offload: storm.Offload, device: str) -> None:
+    """Compare two steps with those without offload; what only a GPU's window allows may be kept."""
+    expected = run(nullcontext, device)
+    for _ in range(2):  # the second step has learned the order of the first
+        assert_identical(run(lambda: offload, device), expected)
+    stats = offload.stats()
+    assert stats.offloaded_bytes > 0
+    assert set(stats.kept) <= ({"needed_at_once"} if device == "cuda" else set()), stats.kept
 
 
 def bits(tensor: Tensor) -> Tensor:
