@@ -226,19 +226,10 @@ class Arrivals:
         room = self._allowed - self._early
         chosen = []
         for record in upcoming:
-            if not self._is_worthwhile(record):
+            if record.key in self._arrivals or not record.parts or not record.is_away:
                 continue
             room -= record.nbytes
             if room < 0:
                 break
             chosen.append(record)
         return chosen
-
-    def _is_worthwhile(self, record: StoredRange) -> bool:
-        return (
-            record.key not in self._arrivals
-            and bool(record.parts)
-            and not record.being_restored
-            and record.error is None
-            and record.locate() is None
-        )

@@ -159,6 +159,11 @@ class StoredRange:
             and self.is_whole(storage)
         )
 
+    @property
+    def is_away(self) -> bool:
+        """Whether its bytes are only with the daemon, and nobody is fetching them."""
+        return not self.being_restored and self.error is None and self.locate() is None
+
     def locate(self) -> Located | None:
         """Return the bytes if they are in memory: the original storage or a restored one.
 

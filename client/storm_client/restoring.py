@@ -196,15 +196,12 @@ class Restorer:
     def _request_all(self, records: list[StoredRange]) -> None:
         """Request the parts of `records`, in this order, while the window has room."""
         for record in records:
-            if self._is_worthwhile(record):
+            if record.is_away:
                 retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))
                 with span("fetch ahead", record.nbytes, record.key):
                     has_room = self._request_more(retrieval, 0)
                 if not has_room:
                     return
-
-    def _is_worthwhile(self, record: StoredRange) -> bool:
-        return not record.being_restored and record.error is None and record.locate() is None
 
     def _demand(self, record: StoredRange) -> _Retrieval:
         retrieval = self._retrievals.setdefault(record.key, _Retrieval(record.parts))

@@ -58,6 +58,10 @@ class _Admission:
     early: list[Stored] = field(default_factory=list)
     """Parts that arrived before the last one was admitted: they may yet be given back."""
 
+    def is_answered(self) -> bool:
+        """Tell whether the daemon has admitted or refused it."""
+        return self.refused or not self.outstanding
+
 
 class _Storing(NamedTuple):
     """A part between Store and Stored."""
@@ -136,8 +140,13 @@ class Storer:
                 self._flush_if_due()
 
     def forget(self, key: int) -> None:
-        """Note that a record died (with the lock held)."""
-        self._drop(key)
+        """Hold a record no longer: it died, or its turn to go has come (with the lock held).
+
+        What was never sent was needed before there was a reason to.
+        """
+        held = self._held.forget(key)
+        if held is not None and held.sequence is None:
+            held.admission.stats.kept(held.admission.nbytes, "needed_at_once")
 
     def check_steady(self, record: StoredRange) -> None:
         """Raise if the record's source is held, where it was not found whole (locked).
@@ -233,9 +242,9 @@ class Storer:
             record = held.record()
             if record is not None and held.sequence is None:
                 self._send_late(lane, record, held)
-            if held.sequence is not None and not self._is_answered(held.admission):
+            if held.sequence is not None and not self._wait(held.admission.is_answered):
                 return  # the daemon is slow: memory is what that costs
-            self._drop(held.key)
+            self.forget(held.key)
             if record is None or record.source is None or held.sequence is None:
                 continue
             if not held.admission.refused:
@@ -259,12 +268,6 @@ class Storer:
             lane.overtake(sequence, source)
         record.source = None
 
-    def _drop(self, key: int) -> None:
-        """Hold a record no longer. What was never sent was needed before there was a reason to."""
-        held = self._held.forget(key)
-        if held is not None and held.sequence is None:
-            held.admission.stats.kept(held.admission.nbytes, "needed_at_once")
-
     def _is_read(self, lane: InPlace, sequence: int) -> bool:
         """Tell whether the daemon has read the stores up to `sequence`, waiting if that is best.
 
@@ -275,18 +278,6 @@ class Storer:
             return lane.is_read(sequence)
         self._connection.drain()
         return self._connection.wait(lambda: lane.is_read(sequence), STAGING_SECONDS)
-
-    def _is_answered(self, admission: _Admission) -> bool:
-        """Wait a while for the daemon's word on a record; with the lock held."""
-
-        def answered() -> bool:
-            return admission.refused or not admission.outstanding
-
-        if not answered():
-            self._connection.drain()
-            patience = 0.0 if self._slow else STAGING_SECONDS
-            self._slow = not self._connection.wait(answered, patience)
-        return answered()
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -306,11 +297,17 @@ class Storer:
             return slot is not None
 
         with self._connection.lock:
-            if not reserved():
-                self._connection.drain()
-                patience = 0.0 if self._slow else STAGING_SECONDS
-                self._slow = not self._connection.wait(reserved, patience)
+            self._wait(reserved)
         return slot
+
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        """Wait a while for the daemon, but not while it is known to be slow; with the lock held."""
+        if ready():
+            return True
+        self._connection.drain()
+        patience = 0.0 if self._slow else STAGING_SECONDS
+        self._slow = not self._connection.wait(ready, patience)
+        return not self._slow
 
     def _stage(self, piece: torch.Tensor, slot: Slot) -> None:
         try:
