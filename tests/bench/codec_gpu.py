@@ -18,14 +18,15 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-import cupy
 import torch
 from codec_gpu_cases import BF16, CASES, MIB, Case
 from codec_gpu_gemm import beside_gemm
 from codec_gpu_job import Job, milliseconds
 from codec_gpu_peers import peer_table
 from codec_gpu_profile import kernel_microseconds
+from storm_kernels import backends
 from storm_kernels.ancf.cuda import CudaCodec
+from storm_kernels.ancf.cuda_modules import load_cupy
 
 PARTS = ("table", "peers", "blocks", "gemm")
 BLOCKS = (4, 8, 16, 32, 64)
@@ -86,7 +87,7 @@ def machine() -> dict[str, str]:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
-        "cupy": cupy.__version__,
+        "cupy": load_cupy().__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -115,6 +116,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
+    backend = backends()["cuda"]
+    if not backend.available:
+        sys.exit(f"the codec has no GPU to run on here: {backend.detail}")
     nbytes = options.mib * MIB
     measures = {
         "table": lambda: table(nbytes, options.repeat, options.only),

@@ -53,9 +53,17 @@ class Kernels:
         self._library = ctypes.CDLL(str(library))
         self._library.scratch_bytes.restype = ctypes.c_uint64
 
+    def mix_warps(self, seed: int) -> None:
+        """Let warps run in another order, and far apart; 0: each in turn."""
+        self._library.mix_warps(ctypes.c_uint64(seed))
+
     def encode_warps(self, pipeline: int) -> int:
         """How many warps an encoder's block has."""
         return int(self._library.encode_warps(pipeline))
+
+    def decode_warps(self, pipeline: int) -> int:
+        """How many warps a decoder's block has."""
+        return int(self._library.decode_warps(pipeline))
 
     def _scratch(self, nbytes: int) -> Guarded | Fenced:
         return self._memory(self._library.scratch_bytes(ctypes.c_uint64(nbytes)))

@@ -74,9 +74,9 @@ def analyze(tensor: torch.Tensor, speed: str = "fast", backend: str = "auto") ->
 
     Raises what `encode` raises. Meant for people: it takes about as long as twenty encodes.
     """
+    chosen = encode(tensor, speed=speed, backend=backend)  # refuses what cannot be encoded
     dtype = dtype_of(tensor.dtype)
     elements = _elements(tensor, dtype)
-    chosen = encode(tensor, speed=speed, backend=backend)
     bits = bound_bits(elements, dtype)
     return Analysis(
         dtype=dtype.torch_name,

@@ -1,5 +1,5 @@
-/* The decode kernels: the header is checked by one thread, then every tile or part of one is
- * decoded by its own warp; warps wait for each other only at the end.
+/* The decode kernels: the header is checked by one warp, then every tile or part of one is decoded
+ * by its own warp. Only the warps of one tile wait for each other, and all at the end.
  *
  * What stays true: nothing read from a blob is used as a place or a size before it was compared
  * with what the blob and the output have, so damaged bytes give a status, never an access
@@ -14,7 +14,11 @@
 struct alignas(16) BlockMemory {
   Launch launch;
   TopPlaces places;
+  u64 checks[kFastWarps];  /* of its warps, at the end */
 };
+
+template <Pipeline kPipeline>
+constexpr u32 kWarps = kPipeline == kFast ? kFastWarps : kDecodeWarps;
 
 /* Two blocks a multiprocessor have 112 KiB of shared memory each; of a kernel for bitmaps only as
  * many warps work as find room in that. */
@@ -25,7 +29,8 @@ template <Pipeline kPipeline>
 DEVICE constexpr u32 shared_bytes() {
   return sizeof(BlockMemory) + (kPipeline == kWhole        ? kPlacedEntries * sizeof(u64)
                                 : kPipeline == kWithBitmap ? kSparseWarps * sizeof(SparseMemory)
-                                                           : kDecodeWarps * (kTopsBytes + kRecordAhead));
+                                : kPipeline == kDense      ? kDecodeWarps * kTopsBytes
+                                                           : kFastBytes);
 }
 
 /* For the host: the dynamic shared memory of a block, enough for each kernel of this module. */
@@ -38,13 +43,17 @@ DEVICE constexpr u32 most_shared_bytes() {
 constexpr u32 kDecodeSharedBytes = most_shared_bytes();
 extern "C" __device__ const u32 ancf_decode_shared_bytes = kDecodeSharedBytes;
 
-/* Where all of a launch's warps are done, tells the outcome: by the last block. */
-DEVICE void finish(const Decoding &job, const Plan &plan, u64 *status) {
+/* Where all of a launch's warps are done, tells the outcome: by the last block. All blocks end at
+ * about the same time and additions to one word go one by one, so each block adds once. */
+DEVICE void finish(const Decoding &job, const Plan &plan, u64 *checks, u64 *status) {
   Work *work = job.launch.work;
-  if (job.launch.checks) add_check(job.check, &work->checksum, job.lane);
+  u64 sum = over_lanes(job.check);
+  if (job.lane == 0) checks[thread_in_block() / kWarpThreads] = sum;
   memory_fence();
-  barrier(0, kDecodeThreads);
+  barrier(0, threads_in_block());
   if (thread_in_block() != 0) return;
+  for (u32 warp = 1; warp < threads_in_block() / kWarpThreads; warp++) sum += checks[warp];
+  fetch_add(&work->checksum, sum);
   memory_fence();
   if (fetch_add(&work->blocks_done, 1u) + 1 != block_count()) return;
   u64 found = load_shared_word(&work->checksum) + plan.raw_nbytes * kCheckLength;
@@ -66,41 +75,43 @@ DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
   Decoding job{block.launch, thread_in_block() % kWarpThreads, 0};
   const u32 own = thread_in_block() / kWarpThreads;
   const u32 spread = own * block_count() + block_index();  /* neighbouring tiles go to different blocks */
-  const u32 linear = block_index() * kDecodeWarps + own;   /* or side by side */
+  const u32 linear = block_index() * kWarps<kPipeline> + own;         /* or side by side */
+  const u32 warps = block_count() * kWarps<kPipeline>;
   if constexpr (kPipeline == kWhole) {
-    decode_whole(job, plan, blob, reinterpret_cast<u64 *>(memory), linear, block_count() * kDecodeWarps);
+    decode_whole(job, plan, blob, reinterpret_cast<u64 *>(memory), linear, warps);
   } else if constexpr (kPipeline == kWithBitmap) {
     SparseMemory *share = reinterpret_cast<SparseMemory *>(memory) + own;
     with_code<kPipeline>(plan, DecodeSparse{job, plan, block.places, share, spread, block_count() * kSparseWarps});
+  } else if constexpr (kPipeline == kDense) {
+    with_code<kPipeline>(plan, DecodeDense{job, plan, block.places, memory + own * kTopsBytes, spread, warps});
   } else {
-    u8 *tops = memory + own * kTopsBytes, *ahead = memory + kDecodeWarps * kTopsBytes + own * kRecordAhead;
-    with_code<kPipeline>(plan, DecodeWindow{job, plan, block.places, tops, ahead, spread, linear});
+    with_code<kPipeline>(plan, DecodeFast{job, plan, block.places, FastMemory::at(memory), linear + 1 == warps});
   }
-  finish(job, plan, status);
+  finish(job, plan, block.checks, status);
 }
 
 /* Decode `blob` to `dst` as the plan in `scratch` says: one of these does. Blocks of
- * kDecodeThreads, any number. */
+ * kWarps of their pipeline, any number. */
 #if ANCF_PIPELINES & 2
-KERNEL_TWICE(kDecodeThreads)
+KERNEL_TWICE(kWarps<kFast> * kWarpThreads)
 ancf_decode_fast(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kFast>(blob, dst, scratch, status);
 }
 #endif
 #if ANCF_PIPELINES & 4
-KERNEL_TWICE(kDecodeThreads)
+KERNEL_TWICE(kWarps<kDense> * kWarpThreads)
 ancf_decode_dense(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kDense>(blob, dst, scratch, status);
 }
 #endif
 #if ANCF_PIPELINES & 8
-KERNEL_TWICE(kDecodeThreads)
+KERNEL_TWICE(kWarps<kWithBitmap> * kWarpThreads)
 ancf_decode_bitmap(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kWithBitmap>(blob, dst, scratch, status);
 }
 #endif
 #if ANCF_PIPELINES & 1
-KERNEL_TWICE(kDecodeThreads)
+KERNEL_TWICE(kWarps<kWhole> * kWarpThreads)
 ancf_decode_whole(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch, u64 *status) {
   decode_blob<kWhole>(blob, dst, scratch, status);
 }
@@ -110,18 +121,11 @@ ancf_decode_whole(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch
  * kNotDecoded until the kernel of the blob's pipeline and element type has set it. */
 KERNEL(kWarpThreads)
 ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u64 *status) {
-  u32 *work = reinterpret_cast<u32 *>(work_of(scratch));
-  for (u32 i = thread_in_block(); i < sizeof(Work) / 4; i += kWarpThreads) work[i] = 0;
-  if (thread_in_block() != 0) return;
-  Plan plan = {};
-  bool ok = blob_bytes >= kHeaderBytes;
-  if (ok) {
-    u64 words[32];
-    for (u32 i = 0; i < 32; i++) words[i] = reinterpret_cast<const u64 *>(blob)[i];
-    plan = parse_header(words);
-    ok = is_valid(plan, words, blob_bytes, dst_bytes) && directory_ends_fit(plan, blob);
-  }
+  const u32 lane = thread_in_block();
+  for (u32 word = lane; word < sizeof(Work) / 4; word += kWarpThreads) reinterpret_cast<u32 *>(work_of(scratch))[word] = 0;
+  Plan &plan = *reinterpret_cast<Plan *>(scratch);
+  bool ok = read_header(blob, blob_bytes, dst_bytes, lane, plan);
+  if (lane != 0) return;
   plan.status = ok ? kOk : kBadHeader;
-  *reinterpret_cast<Plan *>(scratch) = plan;
   *status = ok ? kNotDecoded : kBadHeader;
 }

@@ -30,30 +30,11 @@ DEVICE void make_nibbles(u32 p0, u32 p1, u32 p2, u32 p3, u32 (&nibbles)[4]) {
   nibbles[3] = pick_bytes(high13, high24, 0x7351);
 }
 
-/* Puts bits that lie side by side to the places of a mask's ones, in order: the mask is turned
- * once into five moves by 1, 2, 4, 8 and 16 (H. S. Warren, Hacker's Delight, 7-5). */
+/* Puts bits that lie side by side to the places of a mask's ones, in order. */
 struct Spreader {
-  u32 mask, moves[5];
+  u32 mask;
+  BitMoves<32> moves;
 
-  DEVICE static Spreader to(u32 mask) {
-    Spreader made = {mask, {}};
-    u32 rest = mask, zeros = ~mask << 1;
-#pragma unroll
-    for (u32 i = 0; i < 5; i++) {
-      u32 parity = zeros;
-#pragma unroll
-      for (u32 step = 1; step < 32; step *= 2) parity ^= parity << step;
-      u32 move = parity & rest;
-      made.moves[i] = move;
-      rest = (rest ^ move) | move >> (1u << i);
-      zeros &= ~parity;
-    }
-    return made;
-  }
-
-  DEVICE u32 spread(u32 bits) const {
-#pragma unroll
-    for (u32 i = 5; i-- > 0;) bits = choose_bits(moves[i], bits << (1u << i), bits);
-    return bits & mask;
-  }
+  DEVICE static Spreader to(u32 mask) { return {mask, BitMoves<32>::of(mask)}; }
+  DEVICE u32 spread(u32 bits) const { return moves.apart(bits) & mask; }
 };

@@ -46,7 +46,7 @@ DEVICE void fill_places(TopPlaces &places, const Plan &plan) {
     u8 *to = first ? reinterpret_cast<u8 *>(&places.first[byte]) : reinterpret_cast<u8 *>(&places.second[byte]);
     to[place] = static_cast<u8>(top >> (8 * byte));
   }
-  barrier(0, kDecodeThreads);
+  barrier(0, threads_in_block());
 }
 
 /* A lane's words of the bit planes. */

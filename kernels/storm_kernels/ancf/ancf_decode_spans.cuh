@@ -1,22 +1,66 @@
-/* Decodes whole tiles of codes of one level by spans, a warp a span.
+/* Decodes whole tiles of codes of one level by spans, a warp a span, a team of warps a tile.
  *
- * A span's escapes are found by counting the misses of the tile's spans before it, which costs
- * less than what it brings: the warps of a launch read and write side by side, as memory likes it,
- * and tails are short. What stays true: as in ancf_decoding.cuh.
+ * A team meets once a tile, to learn how many escapes come before whose and which tile it will
+ * have. Tiles go to teams as these come for one: so those under way lie together, as memory likes
+ * it, and all blocks end at about the same time. What stays true: as in ancf_decoding.cuh.
  */
 #pragma once
 #include <ancf_decode_window.cuh>
 
 constexpr u32 kTileSpans = kTile / kSpan;
-constexpr u32 kRecordAhead = 8 * kWarpThreads;  /* bytes of a record that are fetched before they are needed */
+constexpr u32 kSpanTeams = kFastWarps / kTileSpans;  /* of a block */
+constexpr u32 kRecordAhead = 8 * kWarpThreads;       /* bytes of a record that are fetched before they are needed */
+static_assert(kFastWarps % kTileSpans == 0 && kSpanTeams < 16, "a barrier a team, and one of the block");
+
+/* What the warps of a tile tell each other. */
+struct Told {
+  u32 missed[kTileSpans];  /* in each span */
+  u32 tile;                /* the team's after the next */
+};
+
+/* The warps of one tile. What they tell lies in two places by turns: when the slowest still reads
+ * one, the others may write the other. */
+struct SpanTeam {
+  u32 id, span, lane;
+  Told *told;
+
+  DEVICE static SpanTeam here(Told *of_block) {
+    u32 warp = thread_in_block() / kWarpThreads, id = warp / kTileSpans;
+    return {id, warp % kTileSpans, thread_in_block() % kWarpThreads, of_block + 2 * id};
+  }
+  DEVICE u32 first_tile() const { return block_index() * kSpanTeams + id; }
+  DEVICE bool leads() const { return span == 0 && lane == 0; }
+  /* A tile that nobody has, after the `given` ones; only the leading thread has it, so that nobody
+   * waits for it yet. Counters share the tiles where they have as many blocks each. */
+  DEVICE u32 draw(const Launch &launch, u32 given) const {
+    if (!leads()) return 0;
+    u32 counters = block_count() % kTileCounters == 0 ? kTileCounters : 1, counter = block_index() % counters;
+    return given + take_number(&launch.work->tiles[counter].taken) * counters + counter;
+  }
+
+  /* Tells the others this warp's misses and, by the leading thread, the tile after the next. */
+  DEVICE const Told &tell(u32 turn, u32 missed, u32 tile) const {
+    Told &all = told[turn];
+    if (lane == 0) all.missed[span] = missed;
+    if (leads()) all.tile = tile;
+    barrier(1 + id, kTileSpans * kWarpThreads);
+    return all;
+  }
+  DEVICE u32 missed_before(const Told &all) const {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 i = 0; i + 1 < kTileSpans; i++) sum += i < span ? all.missed[i] : 0;
+    return sum;
+  }
+};
 
 /* Where a span of a whole tile is. */
 struct SpanPlace {
   u32 tile, first;  /* its first element in the tile */
   ConstPlaneSet planes;
 
-  DEVICE static SpanPlace of(const Launch &launch, u32 span) {
-    return {span / kTileSpans, span % kTileSpans * kSpan, {launch.block(span / kTileSpans), kTile}};
+  DEVICE static SpanPlace of(const Launch &launch, u32 tile, u32 span) {
+    return {tile, span * kSpan, {launch.block(tile), kTile}};
   }
 };
 
@@ -46,26 +90,26 @@ struct SpanAhead {
   }
 };
 
-/* How many misses the tile's groups before the span have. */
+/* How many misses a span has, whose first words are at hand. */
 template <class C>
-DEVICE u32 missed_before(const SpanPlace &place, u32 lane) {
-  u32 sum = 0;
+DEVICE u32 missed_in(const PlaneWords<C> &words, const SpanPlace &place, u32 lane) {
+  u32 sum = ones(words.template missed<true>(0, kTile));
 #pragma unroll
-  for (u32 first = 0; first + kSpan < kTile; first += kGroup) {
-    if (first >= place.first) continue;
-    sum += ones(PlaneWords<C>::template load<true>(place.planes, first + 32 * lane).template missed<true>(0, kTile));
+  for (u32 at = kGroup; at < kSpan; at += kGroup) {
+    sum += ones(PlaneWords<C>::template load<true>(place.planes, place.first + at + 32 * lane).template missed<true>(0, kTile));
   }
   return sum_of_lanes(sum);
 }
 
-/* The span's escapes; those of a short record are in shared memory, at `ahead`. */
+/* The span's escapes, `missed_before` of the record's being others'; those of a short record are in
+ * shared memory, at `ahead`. */
 template <class C>
-DEVICE MissReader<C> find_escapes(const SpanAhead<C> &next, const SpanPlace &place, u8 *ahead, u32 lane) {
+DEVICE MissReader<C> find_escapes(const SpanAhead<C> &next, u32 missed_before, u8 *ahead, u32 lane) {
   reinterpret_cast<uint2 *>(ahead)[lane] = next.start;
   MissReader<C> misses = {};
   misses.escapes = next.record.left <= kRecordAhead ? ahead : next.record.at;
   misses.room = next.record.left / C::kEscapeBytes;
-  misses.escaped = missed_before<C>(place, lane);
+  misses.escaped = missed_before;
   warp_barrier();
   return misses;
 }
@@ -101,27 +145,32 @@ DEVICE void store_span(Decoding &job, SpanAhead<C> &next, const SpanPlace &place
   if (!ok) job.refuse();
 }
 
-/* Every `warps`th span, from number `warp` on. */
+/* This warp's spans of the team's tiles, until none is left. */
 template <class C>
-DEVICE void decode_spans(Decoding &job, const TopPlaces &places, u8 *tops, u8 *ahead, u32 warp, u32 warps) {
+DEVICE void decode_spans(Decoding &job, const TopPlaces &places, const SpanTeam &team, u8 *tops, u8 *ahead) {
   const Launch &launch = job.launch;
-  const u32 lane = job.lane, spans = launch.whole_tiles * kTileSpans;
-  if (warp >= spans) return;
+  const u32 lane = job.lane, tiles = launch.whole_tiles, teams = block_count() * kSpanTeams;
+  u32 tile = team.first_tile(), next_tile = tile + teams;
+  if (tile >= tiles) return;
+  u32 drawn = team.draw(launch, 2 * teams);
   SpanAhead<C> next;
-  SpanPlace place = SpanPlace::of(launch, warp);
-  next.ask_all(launch, place, lane);
-  Extent extent = Extent::of(launch, (warp + warps) / kTileSpans);
+  next.ask_all(launch, SpanPlace::of(launch, tile, team.span), lane);
+  Extent extent = Extent::of(launch, next_tile);
 #pragma unroll 1
-  for (u32 span = warp; span < spans; span += warps) {
-    const SpanPlace later = SpanPlace::of(launch, span + warps);
-    const bool goes_on = span + warps < spans;
-    MissReader<C> misses = find_escapes(next, place, ahead, lane);
+  for (u32 turn = 0; tile < tiles; turn ^= 1) {
+    const SpanPlace place = SpanPlace::of(launch, tile, team.span), later = SpanPlace::of(launch, next_tile, team.span);
+    const bool goes_on = next_tile < tiles;
+    const Told &told = team.tell(turn, missed_in(next.words, place, lane), drawn);
+    const u32 last_tile = told.tile;
+    drawn = team.draw(launch, 2 * teams);
+    MissReader<C> misses = find_escapes(next, team.missed_before(told), ahead, lane);
     bool ok = make_tops(next, place, later, goes_on, places, misses, tops, lane);
     warp_barrier();
     next.ask_record(extent, launch, lane);
-    extent = Extent::of(launch, (span + 2 * warps) / kTileSpans);
+    extent = Extent::of(launch, last_tile);
     store_span(job, next, place, later, goes_on, tops, ok);
-    place = later;
+    tile = next_tile;
+    next_tile = last_tile;
     warp_barrier();
   }
 }
@@ -134,25 +183,30 @@ DEVICE void decode_rest(Decoding &job, const TopPlaces &places, u8 *tops) {
   decode_window_tile<C, false>(job, places, tops, tile, Extent::of(job.launch, tile).record(job.launch));
 }
 
-/* Runs the decoder of a code. */
-struct DecodeWindow {
+/* The calling warp's shared memory. */
+constexpr u32 kFastBytes = kFastWarps * (kTopsBytes + kRecordAhead) + 2 * kSpanTeams * sizeof(Told);
+struct FastMemory {
+  u8 *tops, *ahead;
+  Told *told;  /* of the block's teams */
+
+  DEVICE static FastMemory at(u8 *memory) {
+    u32 warp = thread_in_block() / kWarpThreads;
+    u8 *ahead = memory + kFastWarps * kTopsBytes, *told = ahead + kFastWarps * kRecordAhead;
+    return {memory + warp * kTopsBytes, ahead + warp * kRecordAhead, reinterpret_cast<Told *>(told)};
+  }
+};
+
+/* Runs the decoder of a code of one level. */
+struct DecodeFast {
   Decoding &job;
   const Plan &plan;
   TopPlaces &places;
-  u8 *tops, *ahead;
-  u32 first_tile, first_span;  /* of this warp, by the order that suits each */
+  FastMemory memory;
+  bool last;  /* of all warps */
   template <class C>
   DEVICE void run() const {
     fill_places<C>(places, plan);
-    const u32 warps = block_count() * kDecodeWarps;
-    if constexpr (C::kSecond == 0) {
-      decode_spans<C>(job, places, tops, ahead, first_span, warps);
-      if (first_span + 1 == warps) decode_rest<C>(job, places, tops);
-    } else {
-      decode_each(job, first_tile, warps, [&](u32 tile, const Reader &record) {
-        if (tile < job.launch.whole_tiles) decode_window_tile<C, true>(job, places, tops, tile, record);
-        else decode_window_tile<C, false>(job, places, tops, tile, record);
-      });
-    }
+    if (last) decode_rest<C>(job, places, memory.tops);  /* the others take its tiles meanwhile */
+    decode_spans<C>(job, places, SpanTeam::here(memory.told), memory.tops, memory.ahead);
   }
 };

@@ -111,7 +111,7 @@ DEVICE void decode_values_tile(Decoding &job, const u64 *placed, u32 bits, u32 t
 /* The dictionary to `placed`, 0 where there is no entry; by all threads of the block. */
 DEVICE void fill_placed(const Plan &plan, const u8 *blob, u64 *placed) {
   const u64 *dictionary = reinterpret_cast<const u64 *>(blob + kHeaderBytes);
-  for (u32 code = thread_in_block(); code < 1u << plan.k1; code += kDecodeThreads) {
+  for (u32 code = thread_in_block(); code < 1u << plan.k1; code += threads_in_block()) {
     bool used = code < plan.dict_count;
     placed[code] = used ? narrowed(dictionary[code]) : 0;
   }
@@ -131,26 +131,32 @@ DEVICE uint4 flat_piece(const Plan &plan, const u8 *plane, u64 at) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* The modes without tiles: raw, constant and boolean. */
-DEVICE void decode_flat(Decoding &job, const Plan &plan, u32 warp, u32 warps) {
-  u64 step = static_cast<u64>(warps) * kCheckChunkBytes, nbytes = plan.raw_nbytes;
-  const u8 *body = job.launch.blob + kHeaderBytes;
-  for (u64 at = static_cast<u64>(warp) * kCheckChunkBytes; at < nbytes; at += step) {
-    uint4 rows[kRows];
-    if (plan.mode == kRaw) {
-      load_chunk(rows, body, at, nbytes, job.lane);
-    } else {
+/* A lane's pieces of the chunk at byte `at` of a mode without tiles. */
+DEVICE void load_flat(const Plan &plan, const u8 *body, u64 at, u32 lane, uint4 (&rows)[kRows]) {
+  if (plan.mode == kRaw) return load_chunk(rows, body, at, plan.raw_nbytes, lane);
 #pragma unroll
-      for (u32 row = 0; row < kRows; row++) rows[row] = flat_piece(plan, body, at + row * 512 + job.lane * 16);
-    }
+  for (u32 row = 0; row < kRows; row++) rows[row] = flat_piece(plan, body, at + row * 512 + lane * 16);
+}
+
+/* The modes without tiles: raw, constant and boolean. A chunk is loaded before the last is stored. */
+DEVICE void decode_flat(Decoding &job, const Plan &plan, u32 warp, u32 warps) {
+  const u64 step = static_cast<u64>(warps) * kCheckChunkBytes, nbytes = plan.raw_nbytes;
+  const u8 *body = job.launch.blob + kHeaderBytes;
+  u64 at = static_cast<u64>(warp) * kCheckChunkBytes;
+  uint4 rows[kRows], next[kRows] = {};
+  if (at < nbytes) load_flat(plan, body, at, job.lane, rows);
+  for (; at < nbytes; at += step) {
+    if (at + step < nbytes) load_flat(plan, body, at + step, job.lane, next);
     job.store<false>(rows, at);
+#pragma unroll
+    for (u32 row = 0; row < kRows; row++) rows[row] = next[row];
   }
 }
 
 /* By all threads of the block, which meet. */
 DEVICE void decode_whole(Decoding &job, const Plan &plan, const u8 *blob, u64 *placed, u32 warp, u32 warps) {
   if (plan.mode == kTernary || plan.mode == kValues) fill_placed(plan, blob, placed);
-  barrier(0, kDecodeThreads);
+  barrier(0, threads_in_block());
   if (!has_tiles(plan.mode)) return decode_flat(job, plan, warp, warps);
   decode_each(job, warp, warps, [&](u32 tile, const Reader &record) {
     if (plan.mode == kInteger) decode_integer_tile(job, tile, record);

@@ -73,3 +73,20 @@ DEVICE void decode_window_tile(Decoding &job, const TopPlaces &places, u8 *tops,
     warp_barrier();
   }
 }
+
+/* Runs the decoder of a code of two levels. */
+struct DecodeDense {
+  Decoding &job;
+  const Plan &plan;
+  TopPlaces &places;
+  u8 *tops;
+  u32 warp, warps;
+  template <class C>
+  DEVICE void run() const {
+    fill_places<C>(places, plan);
+    decode_each(job, warp, warps, [&](u32 tile, const Reader &record) {
+      if (tile < job.launch.whole_tiles) decode_window_tile<C, true>(job, places, tops, tile, record);
+      else decode_window_tile<C, false>(job, places, tops, tile, record);
+    });
+  }
+};

@@ -6,10 +6,10 @@
 #pragma once
 #include <ancf_code.cuh>
 
-/* Of a block. Two blocks a multiprocessor leave each thread 80 registers, so that none are spilled
- * where it matters; 24 warps read more bytes ahead than memory can deliver. */
-constexpr u32 kDecodeThreads = 384;
-constexpr u32 kDecodeWarps = kDecodeThreads / kWarpThreads;
+/* Of a block. Two blocks a multiprocessor leave each of 24 warps' threads 80 registers, so that none
+ * are spilled where it matters; pipeline fast, whose warps meet, does better with 32 of 64 where
+ * elements are short enough for that. */
+constexpr u32 kDecodeWarps = 12, kFastWarps = kWidth <= 2 ? 16 : 12;
 
 /* Stores a piece at any address, as far as it exists; a loop, so that it takes no registers. */
 DEVICE void store_bytes(u8 *dst, u64 at, u64 nbytes, uint4 piece) {

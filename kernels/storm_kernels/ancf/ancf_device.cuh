@@ -37,6 +37,7 @@ DEVICE void barrier(u32 id, u32 threads) {
 DEVICE void warp_barrier() { __syncwarp(); }
 
 DEVICE u32 shuffle(u32 value, u32 lane) { return __shfl_sync(kAllLanes, value, lane); }
+DEVICE u64 shuffle(u64 value, u32 lane) { return __shfl_sync(kAllLanes, value, lane); }
 DEVICE u32 shuffle_up(u32 value, u32 delta) { return __shfl_up_sync(kAllLanes, value, delta); }
 DEVICE u32 shuffle_xor(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
 DEVICE u64 shuffle_xor(u64 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }

@@ -35,10 +35,9 @@ DEVICE void encode_by_teams(const u8 *src, u8 *dst, u8 *scratch, Result *result,
 }
 
 /* How blocks of the other two are made up: of warps, with a CodeTable at the end. Two blocks share a
- * multiprocessor. Dense has fewer warps than fit: the more tiles are under way, the longer each
- * waits for the sizes of those before it. */
+ * multiprocessor. Dense has as many warps as leave each thread the registers that it needs. */
 constexpr u32 kCodeTableBytes = kWidth == 8 ? 32768 : 4096;
-constexpr u32 kDenseWarps = kWidth == 8 ? 8 : 10;
+constexpr u32 kDenseWarps = kWidth == 8 ? 7 : kWidth == 4 ? 8 : 12;
 constexpr u32 kBitmapWarps = kWidth == 1 ? 16 : kWidth == 2 ? 11 : kWidth == 4 ? 6 : 2;
 constexpr u32 kDenseShared = kDenseWarps * kDenseRoom + kCodeTableBytes;
 constexpr u32 kBitmapShared = kBitmapWarps * kSparseRoom + kCodeTableBytes;

@@ -1,8 +1,8 @@
 /* The encoder of pipeline dense: modes window and truncated, with second codes.
  *
  * A warp goes through its tile by stages of a few KiB. Planes of fixed blocks go straight to their
- * place; what belongs in the record waits in the tail, until the next tile's first stage has been
- * read: by then its place is mostly known. What stays true: a stage's memory is fetched into again
+ * place; what belongs in the record is kept, and waits while the warp works on its next tile: at
+ * each stage it looks whether the place is known by now. What stays true: a stage's memory is fetched into again
  * only after all lanes have passed the barrier behind their last use of it.
  */
 #pragma once
@@ -11,19 +11,19 @@
 constexpr u32 kDenseStage = kBatchBytes < kCheckChunkBytes ? kCheckChunkBytes : kBatchBytes;
 constexpr u32 kDenseStages = kTile * kWidth / kDenseStage;  /* of a tile */
 constexpr u32 kStageBatches = kDenseStage / kBatchBytes;
-constexpr u32 kDenseRoom = kDenseStage + kTailRoom;
+constexpr u32 kDenseRoom = kDenseStage + 2 * kTailRoom;  /* of two tiles' ends */
 
 template <class C>
 struct DenseEncoder {
   WarpEncoding &job;
   const CodeTable<C> &table;
-  Tail<C> tail;
-  u32 waiting;      /* the tile whose record is in the tail, if `waits` */
+  Tail<C> tail, ended;  /* of the tile in work, and of the one before, if it `waits` */
+  u32 waiting;
   bool waits;
 
   DEVICE static DenseEncoder make(WarpEncoding &job, const CodeTable<C> &table) {
-    Tail<C> tail = {reinterpret_cast<u32 *>(job.room + kDenseStage), 0, 0};
-    return {job, table, tail, 0, false};
+    u32 *streams = reinterpret_cast<u32 *>(job.room + kDenseStage);
+    return {job, table, {streams, 0, 0}, {streams + kTailRoom / 4, 0, 0}, 0, false};
   }
 
   DEVICE void encode_all() {
@@ -33,18 +33,24 @@ struct DenseEncoder {
       u32 drawn = job.draw(), next = tile;
 #pragma unroll 1
       for (u32 stage = 0; next == tile; stage++) {
+        settle<false>();
         copies_arrived();
         warp_barrier();
+        if (stage == 0) tail.open(job.lane);
         bool is_last = stage + 1 == kDenseStages || (stage + 1) * kDenseStage / kWidth >= job.tile_elements(tile);
         if (is_last) next = shuffle(drawn, 0);
         encode_stage(tile, stage, next, is_last ? 0 : stage + 1);
       }
       job.announce(tile, padded_record(tail.bytes()));
+      settle<true>();
+      Tail<C> free = ended;
+      ended = tail;
+      tail = free;
       waiting = tile;
       waits = true;
       tile = next;
     }
-    settle();
+    settle<true>();
   }
 
   DEVICE void fetch(u32 tile, u32 stage) const {
@@ -62,10 +68,6 @@ struct DenseEncoder {
       u32 first = stage * (kDenseStage / kWidth) + batch * kBatchElements + job.lane * kRunElements;
       Run run = Run::staged(job.room, batch * kWarpThreads + job.lane);
       RunPlanes<C> made = RunPlanes<C>::of(run, existing(first, count), table);
-      if (stage == 0 && batch == 0) {
-        settle();
-        tail.open(job.lane);
-      }
       u32 before = tail.add_escapes(run, made);
       store_whole(planes, first, batch, run);
       if (batch + 1 == kStageBatches) {
@@ -100,15 +102,17 @@ struct DenseEncoder {
     for (u32 i = 0; i < C::kFirst; i++, to += stride) *reinterpret_cast<u32 *>(to) = made.first[i];
   }
 
-  /* Writes the record that waits. */
+  /* Writes the record that waits, if its place is known or `kWaits`. */
+  template <bool kWaits>
   DEVICE void settle() {
     if (!waits) return;
+    u32 bytes = ended.bytes(), padded = padded_record(bytes);
+    Place place;
+    if (!job.template find_place<kWaits>(waiting, padded, place)) return;
     waits = false;
-    u32 bytes = tail.bytes(), padded = padded_record(bytes);
-    Place place = job.place(waiting, padded);
     if (!place.fits) return;
-    if (tail.is_kept()) tail.write(place.record, padded - bytes, job.lane);
-    else tail.template write_again<false>(job, waiting, place.record, padded - bytes, table);
+    if (ended.is_kept()) ended.write(place.record, padded - bytes, job.lane);
+    else ended.template write_again<false>(job, waiting, place.record, padded - bytes, table);
     warp_barrier();
   }
 };

@@ -49,7 +49,8 @@ DEVICE void conclude(Plan plan, u32 units, u8 *dst, u8 *scratch, Result *result)
 /* The end of every encoder: all threads of the block come here. */
 DEVICE void finish(const Plan &plan, u32 units, u64 check, u8 *dst, u8 *scratch, Result *result) {
   Work *work = work_of(scratch);
-  if (plan.flags & kFlagChecksum) add_check(check, &work->checksum, thread_in_block() % kWarpThreads);
+  u64 sum = over_lanes(check);
+  if (plan.flags & kFlagChecksum && thread_in_block() % kWarpThreads == 0) fetch_add(&work->checksum, sum);
   memory_fence();
   barrier(0, threads_in_block());
   if (thread_in_block() != 0) return;

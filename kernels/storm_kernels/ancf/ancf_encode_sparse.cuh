@@ -98,7 +98,8 @@ struct SparseEncoder {
     u32 front = head + runs * 4 * (C::kResidue + C::kFirst), bytes = front + tail.bytes();
     u32 padded = padded_record(bytes);
     job.announce(tile, padded);
-    Place place = job.place(tile, padded);
+    Place place;
+    job.template find_place<true>(tile, padded, place);
     if (place.fits) {
       if (has_pairs) write_pairs(place.record, counts);
       write_planes({place.record + head, runs * kRunElements}, runs);

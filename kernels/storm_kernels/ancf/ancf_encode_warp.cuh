@@ -77,9 +77,11 @@ struct WarpEncoding {
     if (lane == 0) store_shared_word(prefixes + tile, kPartSum | bytes / kRecordUnit);
   }
 
-  /* Waits until the record's place is known, and writes the directory's entry. */
-  DEVICE Place place(u32 tile, u32 bytes) const {
-    u64 start = look_back(prefixes, tile, lane);
+  /* Finds the record's place, if that is known or `kWaits`, and writes the directory's entry. */
+  template <bool kWaits>
+  DEVICE bool find_place(u32 tile, u32 bytes, Place &place) const {
+    u64 start;
+    if (!look_back<kWaits>(prefixes, tile, lane, start)) return false;
     u64 end = start + bytes / kRecordUnit;
     u32 *directory = reinterpret_cast<u32 *>(dst + plan.directory_offset);
     if (lane == 0) {
@@ -88,7 +90,8 @@ struct WarpEncoding {
     }
     if (tile + 1 == tiles) finish_directory(directory, end);
     u64 at = plan.payload_offset + start * kRecordUnit;
-    return {dst + at, at + bytes <= kHeaderBytes + raw_nbytes};
+    place = {dst + at, at + bytes <= kHeaderBytes + raw_nbytes};
+    return true;
   }
 
   /* The directory's last number and its padding. */

@@ -83,7 +83,8 @@ struct Encoding {
  * ends; all in units of 8 bytes. The team meets. */
 DEVICE_CALL u64 locate_unit(u64 *prefixes, u32 unit, u64 size, bool complete, TeamShared *shared, Team team) {
   if (team.warp == 0) {
-    u64 found = look_back(prefixes, unit, team.lane);
+    u64 found;
+    look_back<true>(prefixes, unit, team.lane, found);
     if (team.lane == 0) {
       shared->base = found;
       if (complete) store_shared_word(prefixes + unit, kWholeSum | (found + size));

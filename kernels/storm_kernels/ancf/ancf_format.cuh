@@ -62,11 +62,18 @@ struct Plan {
   u32 window[kWindowSlots];
 };
 
+/* A counter in a cache line of its own. */
+struct Counter {
+  u32 taken, unused[31];
+};
+
 /* What the blocks of one launch share; zero before it. */
+constexpr u32 kTileCounters = 4;
 struct Work {
   u32 next_unit, blocks_done, refused, status;
   u64 checksum;
-  u32 copy_raw, unused;
+  u32 copy_raw, unused[25];
+  Counter tiles[kTileCounters];  /* where more tickets are drawn than one place serves: it takes 2 ns for each */
 };
 
 /* What an encoder tells its caller, in memory of the caller's choice. */
@@ -106,9 +113,9 @@ DEVICE Traits traits_of(u32 dtype) {
 /* Scratch: the plan, the dictionary of whole values, the work, a word a unit. */
 constexpr u32 kPlanBytes = 512;
 constexpr u32 kValuesBytes = 4096;
-constexpr u32 kWorkBytes = 128;
+constexpr u32 kWorkBytes = 128 * (1 + kTileCounters);
 static_assert(sizeof(Plan) <= kPlanBytes, "scratch layout");
-static_assert(sizeof(Work) <= kWorkBytes, "scratch layout");
+static_assert(sizeof(Work) == kWorkBytes, "scratch layout");
 
 DEVICE const Plan *plan_of(const u8 *scratch) { return reinterpret_cast<const Plan *>(scratch); }
 DEVICE u64 *values_of(u8 *scratch) { return reinterpret_cast<u64 *>(scratch + kPlanBytes); }
@@ -145,7 +152,7 @@ DEVICE bool has_dictionary_apart(u32 mode) { return mode == kTernary || mode == 
 DEVICE void derive(Plan &plan, u32 width, u32 mantissa) {
   plan.width = width;
   plan.mantissa = mantissa;
-  plan.elements = plan.raw_nbytes / width;
+  plan.elements = plan.raw_nbytes >> lowest_bit(width);  /* which is quicker than to divide */
   u32 symbol_bits = plan.drop ? 8 * plan.width : 8 * plan.width - plan.residue_bits;
   plan.escape_bytes = !plan.k1 ? 0 : symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
   u64 tiles = has_tiles(plan.mode) ? (plan.elements + kTile - 1) / kTile : 0;

@@ -102,37 +102,15 @@ DEVICE void transpose_bits(u32 (&words)[8]) {
 /* The bits of the low half at even places, those of the high half at odd ones. */
 DEVICE u32 interleaved(u32 halves) { return to_even_bits(halves & 0xffff) | to_even_bits(halves >> 16) << 1; }
 
-/* Brings the bits that a mask names together, in order (Warren, Hacker's Delight, 7-4; here four
- * bytes at a time, which are then joined). */
+/* Brings the bits that a mask names together, in order: four bytes at a time, which are then joined. */
 struct BitGather {
-  u32 moves[3], mask;
+  BitMoves<8> moves;
+  u32 mask;
 
-  DEVICE static BitGather of(u32 mask) {
-    BitGather made;
-    made.mask = mask;
-    u32 zeros_below = ~mask << 1 & 0xfefefefe, kept = mask;
-#pragma unroll
-    for (u32 level = 0; level < 3; level++) {
-      u32 odd = zeros_below ^ (zeros_below << 1 & 0xfefefefe);
-      odd ^= odd << 2 & 0xfcfcfcfc;
-      odd ^= odd << 4 & 0xf0f0f0f0;
-      u32 move = odd & kept;
-      made.moves[level] = move;
-      kept = (kept ^ move) | move >> (1u << level);
-      zeros_below &= ~odd;
-    }
-    return made;
-  }
+  DEVICE static BitGather of(u32 mask) { return {BitMoves<8>::of(mask), mask}; }
 
   /* The bits named in each byte of `word`, at that byte's low end; it has no other bits. */
-  DEVICE u32 in_bytes(u32 word) const {
-#pragma unroll
-    for (u32 level = 0; level < 3; level++) {
-      u32 moving = word & moves[level];
-      word = (word & ~moves[level]) | moving >> (1u << level);
-    }
-    return word;
-  }
+  DEVICE u32 in_bytes(u32 word) const { return moves.together(word); }
   /* The bits named in the whole word, at its low end. */
   DEVICE u32 in_word(u32 word) const {
     word = in_bytes(word);

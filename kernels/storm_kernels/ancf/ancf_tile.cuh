@@ -151,10 +151,10 @@ DEVICE u64 column_check(const uint4 (&rows)[kRows], u64 at, u32 lane) {
   return mixed ^ mixed >> 29;
 }
 
-/* Adds every lane's `sum` to `total`. */
-DEVICE void add_check(u64 sum, u64 *total, u32 lane) {
+/* The sum of what all lanes have. */
+DEVICE u64 over_lanes(u64 sum) {
   for (u32 step = 16; step; step /= 2) sum += shuffle_xor(sum, step);
-  if (lane == 0) fetch_add(total, sum);
+  return sum;
 }
 
 /* Where flagged elements come among all flagged ones: first of each row in this lane, and all. */

@@ -87,13 +87,14 @@ def encode(
     `mode` is "auto" or a name of `Mode` in lower case; `speed` is "fast" or "dense"; `policy`
     sizes the dictionary of mode "values" ("conservative", "adaptive" or "aggressive"); `threads`
     is for the C backend. With `tolerance` above 0 elements may come back changed by at most that
-    much (floating point only; modes "values" and "auto", which takes the smaller of mode values and
-    the lossless blob); NaNs and infinities stay exact.
+    much, complex ones in the plane (floating point only; modes "values" and "auto", which takes
+    the smaller of mode values and the lossless blob); NaNs and infinities stay exact.
 
     Raises UsageError for arguments no backend takes, BackendUnavailable for a missing backend.
     A mode that does not pay on this data gives a blob of mode "raw".
     """
     parse_mode(mode, speed, policy)  # an unknown name is refused before any work
+    _check_source(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     options = _Options(mode=mode, speed=speed, checksum=checksum, policy=policy)
     if not tolerance:
@@ -117,15 +118,19 @@ def decode(
 
     `out` must have the blob's shape and dtype (any strides); otherwise the tensor is new, on
     `device` or where the encoded tensor was. Raises CorruptBlob for damage, `out` may then hold
-    anything; UsageError where `out` does not fit.
+    anything; UsageError where `out` does not fit. To autograd `out` was changed in place: a
+    backward pass that needs what it held raises.
     """
     import torch
 
+    if not isinstance(blob, Blob):
+        raise UsageError(f"a {type(blob).__name__} is no Blob; Blob.from_bytes reads a stored one")
     if out is not None:
         _check_output(blob, out, device)
     target = out.device if out is not None else torch.device(device or blob.device)
+    _check_memory(target)
     if out is not None and out.is_contiguous() and not _is_lazy(out):
-        result = out.detach()
+        result = _to_be_written(out)
     else:
         result = torch.empty(blob.shape, dtype=blob.dtype, device=target)
     _decode_to(blob, result, resolve(backend, target.type), threads)
@@ -136,9 +141,38 @@ def decode(
     return out
 
 
+def _to_be_written(out: torch.Tensor) -> torch.Tensor:
+    """Return `out` for writing by address; autograd, which cannot see that, is told of a change."""
+    import torch
+
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+    return out.detach()
+
+
 def _is_lazy(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory holds other bits than its values (conjugate or negated views)."""
     return tensor.is_conj() or tensor.is_neg()
+
+
+def _check_source(tensor: torch.Tensor) -> None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(
+            f"a {type(tensor).__name__} is no torch tensor; torch.as_tensor makes one of most data"
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"ANCF encodes strided tensors, not {tensor.layout}; "
+            "encode the tensors that hold its values and indices, or to_dense()"
+        )
+    _check_memory(tensor.device)
+
+
+def _check_memory(device: torch.device) -> None:
+    if device.type == "meta":
+        raise UsageError("tensors on 'meta' hold no data; give one on a CPU or CUDA device")
 
 
 def _check_output(blob: Blob, out: torch.Tensor, device: torch.device | str | None) -> None:
@@ -196,7 +230,7 @@ def _decode_to(blob: Blob, result: torch.Tensor, backend: BackendName, threads: 
         return
     import torch
 
-    host = torch.empty_like(result, device="cpu") if result.is_cuda else result
+    host = result if result.device.type == "cpu" else torch.empty_like(result, device="cpu")
     data = blob.host_data()
     host_backend(backend).decode_into(
         data.ctypes.data, data.size, host.data_ptr(), host.nbytes, threads=threads

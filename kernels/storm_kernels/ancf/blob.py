@@ -117,6 +117,7 @@ class Blob:
         items = blob.raw_nbytes // blob.header.dtype.item_bytes
         if math.prod(shape) != items or blob.raw_nbytes % blob.header.dtype.item_bytes:
             raise CorruptBlob(f"shape {shape} does not hold {blob.raw_nbytes} bytes")
+        _check_possible(shape)
         return blob
 
     def __repr__(self) -> str:
@@ -124,6 +125,16 @@ class Blob:
             f"Blob({self.mode}, {self.header.dtype.torch_name}, shape={self._shape}, "
             f"{self.nbytes} of {self.raw_nbytes} bytes)"
         )
+
+
+def _check_possible(shape: tuple[int, ...]) -> None:
+    """Raise CorruptBlob for a shape that no tensor has, though an extent of 0 makes it hold 0."""
+    import torch
+
+    try:
+        torch.empty(shape, device="meta")
+    except (TypeError, RuntimeError) as error:
+        raise CorruptBlob(f"no tensor can have shape {shape}: {error}") from error
 
 
 def _blob_bytes(view: NDArray[np.uint8]) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ..cpu import InstructionSet, Options, Status, available_sets, load
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
 from .header import read_header
-from .options import POLICIES, check_request, parse_mode
+from .options import POLICIES, check_request, check_threads, parse_mode
 from .reference import memory
 
 if TYPE_CHECKING:
@@ -66,12 +66,13 @@ class CpuCodec:
         """
         asked = parse_mode(mode, speed, policy)
         check_request(nbytes, dtype, dst_bytes)
+        check_threads(threads)
         options = Options(
             mode=AUTO if asked is None else asked,
             dense=speed == "dense",
             checksum=checksum,
             policy=POLICIES.index(policy),
-            threads=_check_threads(threads),
+            threads=threads,
             isa=self.instruction_set,
         )
         size: int = load().storm_ancf_encode(
@@ -89,7 +90,8 @@ class CpuCodec:
         `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob; `dst` may then hold
         anything.
         """
-        options = Options(threads=_check_threads(threads), isa=self.instruction_set)
+        check_threads(threads)
+        options = Options(threads=threads, isa=self.instruction_set)
         status = load().storm_ancf_decode(blob, blob_bytes, dst, dst_bytes, ctypes.byref(options))
         if status == Status.CORRUPT:
             _explain_damage(blob, blob_bytes, dst_bytes)
@@ -116,12 +118,6 @@ def _explain_damage(blob: int, blob_bytes: int, dst_bytes: int) -> NoReturn:
         f"the {header.mode.name.lower()} blob of {blob_bytes} bytes has a record that contradicts "
         "its tile, or its bytes do not match its checksum"
     )
-
-
-def _check_threads(threads: int) -> int:
-    if threads < 1:
-        raise UsageError(f"threads={threads}: at least 1 is needed")
-    return threads
 
 
 _DEFAULT = CpuCodec()

@@ -20,13 +20,12 @@ from ..errors import BackendUnavailable, CorruptBlob, UsageError
 from .cuda_launches import (
     BEGIN_THREADS,
     DECODE_ARGUMENTS,
-    DECODE_THREADS,
     ENCODE_ARGUMENTS,
     PIPELINES,
     PLAN_BYTES,
     TAKEN,
-    decode_blocks,
     decode_kernels,
+    decoding,
     encode_kernels,
     encoding,
     scratch_bytes,
@@ -196,10 +195,8 @@ class CudaCodec:
             begin = self._function("ancf_decode_begin", kinds[0])
             launch(begin, 1, BEGIN_THREADS, stream, taken["ancf_decode_begin"])
             for kind, name in product(kinds, pipelines):
-                kernel = f"ancf_decode_{name}"
-                blocks = decode_blocks(dst_bytes, kind, self._blocks)
-                function = self._function(kernel, kind)
-                launch(function, blocks, DECODE_THREADS, stream, taken[kernel])
+                kernel, blocks, threads = decoding(dst_bytes, kind, name, self._blocks)
+                launch(self._function(kernel, kind), blocks, threads, stream, taken[kernel])
 
     def explain(self, status: int) -> str:
         """Return what a status other than 0 means."""

@@ -19,7 +19,6 @@ __all__ = [
     "BEGIN_THREADS",
     "BLOCK_THREADS",
     "DECODE_ARGUMENTS",
-    "DECODE_THREADS",
     "ENCODE_ARGUMENTS",
     "ENCODE_WARPS",
     "KIND_BYTES",
@@ -30,8 +29,8 @@ __all__ = [
     "Encoding",
     "Launch",
     "blob_kind",
-    "decode_blocks",
     "decode_kernels",
+    "decoding",
     "encode_kernels",
     "encoding",
     "scratch_bytes",
@@ -40,15 +39,17 @@ __all__ = [
 BLOCK_THREADS: Final = 512
 WARP_THREADS: Final = 32
 ENCODE_WARPS: Final = {
-    "ancf_encode_dense": {1: 10, 2: 10, 4: 10, 8: 8},
+    "ancf_encode_dense": {1: 12, 2: 12, 4: 8, 8: 7},
     "ancf_encode_bitmap": {1: 16, 2: 11, 4: 6, 8: 2},
 }
 """A block's warps, each with a tile to itself, by an element's bytes; as in ancf_encode.cu."""
-DECODE_THREADS: Final = 384  # kDecodeThreads of ancf_decoding.cuh
+DECODE_WARPS: Final = 12
+FAST_DECODE_WARPS: Final = {1: 16, 2: 16, 4: 12, 8: 12}
+"""Warps of a decoder's block, pipeline fast's by an element's bytes; as in ancf_decoding.cuh."""
 DECODE_BLOCK_TILES: Final = 3  # tiles that keep a block busy
 CHOOSE_THREADS: Final = 1024
 BEGIN_THREADS: Final = 32
-PLAN_BYTES: Final = 512 + 4096 + 128  # kPlanBytes + kValuesBytes + kWorkBytes of ancf_format.cuh
+PLAN_BYTES: Final = 512 + 4096 + 640  # kPlanBytes + kValuesBytes + kWorkBytes of ancf_format.cuh
 UNCLEARED_BYTES: Final = 512 + 4096
 MAX_UNIT_TILES: Final = 4
 AUTO_MODE: Final = 255
@@ -168,9 +169,11 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
 
 
 @lru_cache(maxsize=4096)
-def decode_blocks(nbytes: int, dtype: DType, most_blocks: int) -> int:
-    """Return how many blocks decode `nbytes` original bytes."""
-    return max(1, min(most_blocks, -(-_tiles(nbytes, dtype) // DECODE_BLOCK_TILES)))
+def decoding(nbytes: int, dtype: DType, pipeline: str, most_blocks: int) -> Launch:
+    """Return what decodes blobs of that pipeline to `nbytes` original bytes."""
+    warps = FAST_DECODE_WARPS[dtype.element_bytes] if pipeline == "fast" else DECODE_WARPS
+    blocks = max(1, min(most_blocks, -(-_tiles(nbytes, dtype) // DECODE_BLOCK_TILES)))
+    return Launch(f"ancf_decode_{pipeline}", blocks, warps * WARP_THREADS)
 
 
 def encode_kernels(dtype: DType, mode: str = "auto", speed: str = "fast") -> tuple[str, ...]:

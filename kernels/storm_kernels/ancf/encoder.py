@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .api import decode, encode
 from .escapes import escape_rate
-from .options import parse_mode
+from .options import check_tolerance, parse_mode
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ class _Layer:
 
     def suits(self, blob: Blob) -> bool:
         """Whether `blob` is about as small as the remembered choice promised."""
-        near = abs(blob.ratio / self.ratio - 1) <= _DRIFT
+        near = abs(blob.ratio - self.ratio) <= _DRIFT * self.ratio
         return blob.mode == self.mode and near and self.modes.total() % _REFRESH > 0
 
     def add(self, blob: Blob, seconds: float) -> None:
@@ -93,7 +93,8 @@ class Encoder:
         caching: bool = True,
         backend: str = "auto",
     ) -> None:
-        parse_mode("auto", speed, policy)  # refuse unknown names here rather than at first use
+        parse_mode("auto", speed, policy)  # refuse what is wrong here rather than at first use
+        check_tolerance(tolerance)
         self._policy = policy
         self._speed = speed
         self._tolerance = tolerance
@@ -138,7 +139,11 @@ class Encoder:
         return {layer_id: layer.summary() for layer_id, layer in self._layers.items()}
 
     def set_tolerance(self, tolerance: float) -> None:
-        """Let elements change by at most `tolerance` from now on; 0 is lossless."""
+        """Let elements change by at most `tolerance` from now on; 0 is lossless.
+
+        Raises UsageError for one that is negative or not finite; the present one then stays.
+        """
+        check_tolerance(tolerance)
         self._tolerance = tolerance
         self._forget()
 
@@ -158,8 +163,9 @@ class Encoder:
                 return blob
         blob = self._encode(tensor, "auto")
         layer.escape_rate = escape_rate(blob.host_data())
-        if self._caching and not self._tolerance:
-            layer.mode, layer.ratio = blob.mode, blob.ratio
+        # Raw is chosen anew each time: its ratio stays when the layer could be compressed again.
+        cacheable = self._caching and not self._tolerance and blob.mode != "raw"
+        layer.mode, layer.ratio = (blob.mode, blob.ratio) if cacheable else (None, 0.0)
         return blob
 
     def _encode(self, tensor: torch.Tensor, mode: str) -> Blob:

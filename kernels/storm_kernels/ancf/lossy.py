@@ -10,11 +10,11 @@ CPU and every GPU find the same centres.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 from . import layout
+from .options import check_tolerance
 
 if TYPE_CHECKING:
     import torch
@@ -24,19 +24,22 @@ __all__ = ["quantize"]
 _ITERATIONS = 16
 _GRID = 1 << 40  # steps of the fixed-point grid on which centres are averaged
 _PIECE = 1 << 22  # elements rounded at a time, in float64
+_PART = 0.7071  # of a complex number's tolerance, for each part: less than the root of 1/2
 
 
 def quantize(tensor: torch.Tensor, mode: str, tolerance: float, centres: int) -> torch.Tensor:
     """Return `tensor` with elements moved to one of at most `centres` values.
 
-    No element moves by more than `tolerance` (in the tensor's own unit). Raises UsageError for a
-    tolerance that is negative or not finite, a mode other than "auto" and "values", and for
-    tensors that are not floating point.
+    No element moves by more than `tolerance` (in the tensor's own unit; complex numbers in the
+    plane). Raises UsageError for a tolerance that is negative or not finite, a mode other than
+    "auto" and "values", and for tensors that are not floating point.
     """
     import torch
 
     _check(tensor, mode, tolerance)
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    real, distance = tensor, tolerance
+    if tensor.is_complex():
+        real, distance = torch.view_as_real(tensor), tolerance * _PART
     flat = real.reshape(-1)
     values = _centres(_sample(flat), centres, real.dtype)
     if not values.numel():
@@ -44,14 +47,13 @@ def quantize(tensor: torch.Tensor, mode: str, tolerance: float, centres: int) ->
     result = torch.empty_like(flat)
     for start in range(0, flat.numel(), _PIECE):
         piece = slice(start, start + _PIECE)
-        result[piece] = _round(flat[piece], values, tolerance)
+        result[piece] = _round(flat[piece], values, distance)
     result = result.view(real.shape)
     return torch.view_as_complex(result) if tensor.is_complex() else result
 
 
 def _check(tensor: torch.Tensor, mode: str, tolerance: float) -> None:
-    if not (tolerance > 0 and math.isfinite(tolerance)):
-        raise UsageError(f"tolerance {tolerance} must be 0 (lossless) or a finite positive number")
+    check_tolerance(tolerance)
     if mode not in ("auto", "values"):
         raise UsageError(f"tolerance {tolerance} needs mode 'values' or 'auto', not {mode!r}")
     if not (tensor.is_floating_point() or tensor.is_complex()):

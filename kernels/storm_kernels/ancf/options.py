@@ -5,6 +5,7 @@ All backends check their arguments here, so that they refuse the same ones in th
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
@@ -14,7 +15,7 @@ from .plan import max_encoded_bytes
 if TYPE_CHECKING:
     from .dtypes import DType
 
-__all__ = ["POLICIES", "SPEEDS", "check_request", "parse_mode"]
+__all__ = ["POLICIES", "SPEEDS", "check_request", "check_threads", "check_tolerance", "parse_mode"]
 
 SPEEDS = ("fast", "dense")
 POLICIES = ("conservative", "adaptive", "aggressive")  # how mode values sizes its dictionary
@@ -29,6 +30,18 @@ def check_request(nbytes: int, dtype: DType, dst_bytes: int) -> None:
         )
     if dst_bytes < (needed := max_encoded_bytes(nbytes, dtype)):
         raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {needed}")
+
+
+def check_threads(threads: int) -> None:
+    """Raise UsageError unless a call may use a thread."""
+    if threads < 1:
+        raise UsageError(f"threads={threads}: at least 1 is needed")
+
+
+def check_tolerance(tolerance: float) -> None:
+    """Raise UsageError unless `tolerance` is a distance; 0 is lossless."""
+    if not 0 <= tolerance < math.inf:
+        raise UsageError(f"tolerance {tolerance} must be 0 (lossless) or a finite positive number")
 
 
 def parse_mode(mode: str, speed: str = "fast", policy: str = "adaptive") -> Mode | None:

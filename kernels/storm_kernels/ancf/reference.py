@@ -19,7 +19,7 @@ from .checksum import checksum as checksum_of
 from .choose import Sample, choose, take_sample
 from .header import Header, read_header
 from .layout import Mode
-from .options import check_request, parse_mode
+from .options import check_request, check_threads, parse_mode
 from .plan import Geometry, Plan, max_encoded_bytes, round_up
 from .tiles import TileCoder, pack_planes, unpack_planes
 
@@ -45,7 +45,7 @@ def encode_into(
     speed: str = "fast",
     checksum: bool = True,
     policy: str = "adaptive",
-    threads: int = 1,  # noqa: ARG001 (one signature for all host backends)
+    threads: int = 1,
 ) -> int:
     """Encode `nbytes` bytes at host address `src` to `dst`; return the blob's size.
 
@@ -54,6 +54,7 @@ def encode_into(
     `dst` is then untouched.
     """
     check_request(nbytes, dtype, dst_bytes)
+    check_threads(threads)
     blob = encode(
         memory(src, nbytes), dtype, mode=mode, speed=speed, checksum=checksum, policy=policy
     )
@@ -67,12 +68,13 @@ def decode_into(
     dst: int,
     dst_bytes: int,
     *,
-    threads: int = 1,  # noqa: ARG001 (one signature for all host backends)
+    threads: int = 1,
 ) -> None:
     """Decode the blob of `blob_bytes` bytes at host address `blob` to `dst`.
 
     `dst_bytes` must be the blob's raw_nbytes. Raises CorruptBlob; `dst` may then hold anything.
     """
+    check_threads(threads)
     decode(memory(blob, blob_bytes), memory(dst, dst_bytes))
 
 

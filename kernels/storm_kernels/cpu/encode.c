@@ -93,7 +93,7 @@ static void place_range(void *item)
     struct range *range = item;
     const struct encoding *job = range->job;
     const uint8_t *directory = job->dst + directory_offset(&job->plan.header);
-    if (range->base == 0)
+    if (range->first == 0)
         return;
     memcpy(job->dst + job->plan.header.payload_offset + range->base, range->records, range->used);
     for (uint64_t tile = range->first; tile < range->last; tile++) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from storm_kernels import ancf, backends
@@ -66,6 +67,22 @@ def test_gradients_do_not_matter():
     assert torch.equal(ancf.decode(ancf.encode(tensor), out=out), tensor)
 
 
+@pytest.mark.parametrize("shape", [(6,), (2, 3)], ids=["contiguous", "transposed"])
+def test_a_backward_pass_notices_what_was_written(shape):
+    saved = torch.randn(*shape, requires_grad=True).exp()
+    out = saved.detach().t() if len(shape) == 2 else saved
+    ancf.decode(ancf.encode(torch.zeros(out.shape)), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_inference_tensors_are_written_too():
+    tensor = torch.randn(10)
+    with torch.inference_mode():
+        out = torch.empty(10)
+    assert torch.equal(ancf.decode(ancf.encode(tensor), out=out), tensor)
+
+
 @pytest.mark.parametrize("make", [torch.empty, lambda a, b: torch.empty(b, a).t()])
 def test_given_output(name, make):
     tensor = torch.randn(33, 20)
@@ -86,6 +103,39 @@ def test_outputs_that_do_not_fit(out, message):
     blob = ancf.encode(torch.randn(33, 20))
     with pytest.raises(ancf.UsageError, match=message):
         ancf.decode(blob, out=out, device="cpu")
+
+
+@pytest.mark.parametrize("given", [{"device": "meta"}, {"out": torch.empty(33, device="meta")}])
+def test_outputs_without_memory(name, given):
+    with pytest.raises(ancf.UsageError, match="'meta' hold no data"):
+        ancf.decode(ancf.encode(torch.randn(33)), backend=name, **given)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (np.zeros(4), "a ndarray is no torch tensor"),
+        (torch.eye(4).to_sparse(), "strided tensors, not torch.sparse_coo"),
+        (torch.empty(4, device="meta"), "'meta' hold no data"),
+    ],
+)
+@pytest.mark.parametrize("ask", [ancf.encode, ancf.analyze])
+def test_what_cannot_be_encoded(ask, source, message):
+    with pytest.raises(ancf.UsageError, match=message):
+        ask(source)
+
+
+def test_bytes_are_no_blob():
+    with pytest.raises(ancf.UsageError, match="a bytes is no Blob"):
+        ancf.decode(ancf.encode(torch.randn(4)).to_bytes())
+
+
+def test_no_threads_are_too_few(name):
+    tensor = torch.randn(4)
+    with pytest.raises(ancf.UsageError, match="threads=0"):
+        ancf.encode(tensor, backend=name, threads=0)
+    with pytest.raises(ancf.UsageError, match="threads=-1"):
+        ancf.decode(ancf.encode(tensor), backend=name, threads=-1)
 
 
 def test_damage_reaches_the_caller(name):

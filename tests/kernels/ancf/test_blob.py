@@ -63,3 +63,12 @@ def test_a_shape_of_another_size_is_refused(tensor):
     data[-8:] = checksum(np.frombuffer(data[:-8], np.uint8)).to_bytes(8, "little")
     with pytest.raises(ancf.CorruptBlob, match="shape"):
         ancf.Blob.from_bytes(data)
+
+
+@pytest.mark.parametrize("extent", [1 << 62, 1 << 63, (1 << 64) - 1])
+def test_a_shape_that_no_tensor_has(extent):
+    data = bytearray(ancf.encode(torch.ones(0, 3, 5)).to_bytes())
+    data[-16:-8] = extent.to_bytes(8, "little")
+    data[-8:] = checksum(np.frombuffer(data[:-8], np.uint8)).to_bytes(8, "little")
+    with pytest.raises(ancf.CorruptBlob, match="no tensor can have shape"):
+        ancf.Blob.from_bytes(data)

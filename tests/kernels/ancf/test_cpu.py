@@ -125,6 +125,23 @@ def test_threads_do_not_show_in_the_bytes(mode, threads):
         assert (decode(codec, blob, data.size, threads=threads) == data).all()
 
 
+@pytest.mark.parametrize("checksum", [True, False])
+@pytest.mark.parametrize("mode", ["window", "sparse", "values", "auto"])
+@pytest.mark.parametrize("silent", [(0,), (0, 1), (1, 2), (3,)])
+def test_ranges_without_records(silent, mode, checksum):
+    """Of four threads' ranges of tiles some write no record bytes, the first ones among them."""
+    elements = np.zeros((4, 4096 * 64), "<u2")
+    noise = bell_shaped(elements.size, DType.BFLOAT16, 0.5).view("<u2").reshape(elements.shape)
+    for quarter in set(range(4)) - set(silent):
+        elements[quarter] = noise[quarter]
+    data = elements.reshape(-1).view(np.uint8)
+    options = {"mode": mode, "checksum": checksum}
+    alone = encode(cpu.CpuCodec(), data, DType.BFLOAT16, **options)
+    for threads in (2, 4):
+        blob = encode(cpu.CpuCodec(), data, DType.BFLOAT16, threads=threads, **options)
+        assert blob.tobytes() == alone.tobytes()
+
+
 def test_threads_fall_back_to_raw_together():
     """Only the last range of tiles grows beyond what the others save."""
     data = bell_shaped(4096 * 256, DType.BFLOAT16, 0.0).copy()

@@ -11,7 +11,6 @@ import storm_kernels.ancf
 from storm_kernels.ancf import DType, Mode, reference
 from storm_kernels.ancf.cuda_launches import (
     DECODE_ARGUMENTS,
-    DECODE_THREADS,
     ENCODE_ARGUMENTS,
     KIND_BYTES,
     PIPELINES,
@@ -93,8 +92,3 @@ def test_names_that_do_not_exist_are_refused() -> None:
         encoding(16, DType.BFLOAT16, "auto", "slow", "adaptive", 1)
     with pytest.raises(CorruptBlob, match="element type 250"):
         blob_kind(bytes(7) + b"\xfa" + bytes(8))
-
-
-def test_a_decoders_block_has_the_threads_that_its_source_is_made_for() -> None:
-    source = (FOLDER / "ancf_decoding.cuh").read_text()
-    assert f"kDecodeThreads = {DECODE_THREADS};" in source

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from storm_kernels.ancf import DType, read_header, reference
-from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES
+from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES, decoding
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
 from support.cuda_on_cpu import NOT_DECODED, OK, POISON
@@ -78,10 +78,26 @@ def test_floats_choose_and_encode_as_the_reference(check, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, DType.UINT8, DType.FLOAT8_E5M2], ids=lambda d: d.name)
-def test_launches_have_the_warps_that_the_encoders_count_on(kernels, dtype):
+def test_launches_have_the_warps_that_the_kernels_count_on(kernels, dtype):
     for number, pipeline in enumerate(PIPELINES):
         launched = ENCODE_WARPS.get(f"ancf_encode_{pipeline}", {}).get(dtype.element_bytes, 16)
         assert kernels(dtype).encode_warps(number) == launched
+        assert kernels(dtype).decode_warps(number) * 32 == decoding(1, dtype, pipeline, 1).threads
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E5M2], ids=lambda d: d.name)
+def test_warps_in_any_order(kernels, check, dtype, seed):
+    normal = np.random.default_rng(seed).standard_normal(4096 * 13 + 77)
+    high_bytes = bits(normal, DType.FLOAT16)[1::2]
+    data = high_bytes if dtype is DType.FLOAT8_E5M2 else bits(normal, dtype)
+    kernels(dtype).mix_warps(seed)
+    try:
+        for mode, speed in (("window", "fast"), ("window", "dense"), ("sparse", "dense")):
+            blob = check(data.copy(), dtype, mode=mode, speed=speed)
+            assert read_header(blob).mode.name.lower() == mode
+    finally:
+        kernels(dtype).mix_warps(0)
 
 
 @pytest.mark.parametrize("mode", [mode.name.lower() for mode in Mode])

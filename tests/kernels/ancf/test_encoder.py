@@ -57,6 +57,19 @@ def test_a_cached_mode_that_drifts_is_chosen_anew(encoder):
     assert encoder.encode(normal(), layer_id="x").mode == "window"
 
 
+def test_a_layer_that_was_noise_is_compressed_again(encoder):
+    noise = torch.randint(0, 256, (40_000,), generator=torch.Generator().manual_seed(0))
+    tensors = [normal(), noise.to(torch.uint8).view(torch.bfloat16), normal()]
+    modes = [encoder.encode(one, layer_id="x").mode for one in tensors]
+    assert modes == ["window", "raw", "window"]
+
+
+def test_a_layer_may_begin_with_nothing(encoder):
+    tensors = [torch.empty(0), torch.empty(0), normal().float()]
+    modes = [encoder.encode(tensor, layer_id="experts").mode for tensor in tensors]
+    assert modes == ["raw", "raw", ancf.encode(tensors[-1]).mode]
+
+
 def test_lossless_unless_told_otherwise(encoder):
     tensor = normal()
     assert encoder.verify_lossless(tensor)
@@ -71,6 +84,15 @@ def test_lossless_unless_told_otherwise(encoder):
 def test_unknown_policies_are_refused_at_once():
     with pytest.raises(ancf.UsageError, match="'bold'"):
         ancf.Encoder(policy="bold")
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
+def test_tolerances_that_make_no_sense_are_refused_at_once(encoder, tolerance):
+    with pytest.raises(ancf.UsageError, match=f"tolerance {tolerance}"):
+        ancf.Encoder(tolerance=tolerance)
+    with pytest.raises(ancf.UsageError, match=f"tolerance {tolerance}"):
+        encoder.set_tolerance(tolerance)
+    assert encoder.verify_lossless(normal())
 
 
 def test_refused_tensors_leave_the_statistics(encoder):

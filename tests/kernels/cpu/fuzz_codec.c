@@ -33,12 +33,14 @@ static void fail(const char *what, const struct storm_ancf_options *options, int
     exit(1);
 }
 
-/* Elements of about `spread` exponents, some zeros, sometimes few values, now and then noise. */
+/* Elements of about `spread` exponents, some zeros, sometimes few values, now and then noise;
+ * sometimes all zeros up to some place, so that whole ranges of tiles need no records. */
 static uint8_t *make_tensor(uint64_t n, unsigned bits, unsigned mantissa)
 {
     unsigned bytes = bits / 8, zeros = (unsigned)below(100), kind = (unsigned)below(6);
     uint64_t spread = 1 + below(24), low = kind == 1 ? 0xFFFF : kind == 2 ? 0x1FFF : 0;
     uint64_t mask = bits == 64 ? ~UINT64_C(0) : (UINT64_C(1) << bits) - 1;
+    uint64_t silent = below(4) ? 0 : below(n + 1);
     uint8_t *data = malloc(n * bytes + 1);
     for (uint64_t i = 0; i < n; i++) {
         uint64_t element = (draw() & ((UINT64_C(1) << mantissa) - 1)) |
@@ -50,7 +52,7 @@ static uint8_t *make_tensor(uint64_t n, unsigned bits, unsigned mantissa)
             element = below(2);
         if (kind == 5 || below(300) == 0)
             element = draw() & mask;
-        if (below(100) < zeros)
+        if (below(100) < zeros || i < silent)
             element = 0;
         memcpy(data + i * bytes, &element, bytes);
     }

@@ -40,6 +40,7 @@ DEVICE T from_lane(T value, u32 lane) {
   return static_cast<T>(emulation::exchange(value, [&](uint64_t *slot) { return slot[lane]; }));
 }
 DEVICE u32 shuffle(u32 value, u32 lane) { return from_lane(value, lane % 32); }
+DEVICE u64 shuffle(u64 value, u32 lane) { return from_lane(value, lane % 32); }
 DEVICE u32 shuffle_up(u32 value, u32 delta) {
   u32 lane = emulation::lane();
   return from_lane(value, lane >= delta ? lane - delta : lane);

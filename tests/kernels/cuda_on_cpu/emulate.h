@@ -52,6 +52,7 @@ inline ucontext_t scheduler;
 inline Fibre *current;
 inline uint64_t progress;  /* meetings completed and fibres ended: no change in a round = dead end */
 inline std::function<void()> *body;
+inline uint64_t seed;      /* of the order of warps; 0: each has its turn in every round */
 
 inline void yield() { swapcontext(&current->context, &scheduler); }
 
@@ -84,6 +85,18 @@ struct IndexView { unsigned x; };
 namespace emulation {
 
 inline unsigned block_dim, grid_dim;
+
+constexpr int kSpell = 256;  /* rounds */
+
+/* Whether a warp has its turn in this round: with a seed it rests for spells that are long enough
+ * for others to get as far ahead as their meetings let them. */
+inline bool has_turn(uint64_t round, const Fibre &fibre) {
+  if (seed == 0) return true;
+  uint64_t warp = fibre.block->index * 64 + fibre.thread / kWarp;
+  uint64_t mixed = (seed * 0x9E3779B97F4A7C15 + round / kSpell) * 0xBF58476D1CE4E5B9 + warp;
+  mixed = (mixed ^ mixed >> 31) * 0x94D049BB133111EB;
+  return mixed >> 63 == 0;
+}
 
 /* Says which fibres wait for ever. */
 inline bool report(const std::vector<std::unique_ptr<Fibre>> &fibres) {
@@ -122,19 +135,22 @@ inline bool launch(unsigned grid, unsigned block, size_t shared_bytes, std::func
     }
     blocks.push_back(std::move(made));
   }
-  constexpr int kPatience = 1000;  /* rounds without progress: spinning on memory counts as none */
+  const int patience = seed == 0 ? 1000 : 64 * kSpell;  /* rounds without progress: spinning on memory counts as none */
   int idle = 0;
-  for (size_t left = fibres.size(); left != 0;) {
+  uint64_t round = 0;
+  for (size_t left = fibres.size(); left != 0; round++) {
     uint64_t before = progress;
     left = 0;
     for (auto &fibre : fibres) {
       if (fibre->done) continue;
+      left++;
+      if (!has_turn(round, *fibre)) continue;
       current = fibre.get();
       swapcontext(&scheduler, &current->context);
-      left += !fibre->done;
+      left -= fibre->done;
     }
     idle = progress == before ? idle + 1 : 0;
-    if (idle > kPatience) return report(fibres);
+    if (idle > patience) return report(fibres);
   }
   return true;
 }

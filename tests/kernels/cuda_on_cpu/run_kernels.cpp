@@ -12,10 +12,15 @@ extern "C" size_t scratch_bytes(u64 nbytes) {
   return kPlanBytes + kValuesBytes + kWorkBytes + 8 * (nbytes / kWidth / kTile + 2);
 }
 
+/* Has warps take turns in an order of their own from now on; 0: in theirs. */
+extern "C" void mix_warps(u64 seed) { emulation::seed = seed; }
+
 /* What the launches' table in Python has to say of a block's warps, by pipeline. */
 extern "C" u32 encode_warps(u32 pipeline) {
   return pipeline == kDense ? kDenseWarps : pipeline == kWithBitmap ? kBitmapWarps : kBlockThreads / kWarpThreads;
 }
+
+extern "C" u32 decode_warps(u32 pipeline) { return pipeline == kFast ? kFastWarps : kDecodeWarps; }
 
 extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *result, u32 dtype,
                       u32 mode, u32 dense, u32 checksum, u32 policy, u32 blocks,
@@ -47,8 +52,10 @@ extern "C" int decode(const u8 *blob, u64 blob_bytes, u8 *dst, u64 dst_bytes, u8
   bool ok = emulation::launch(1, kWarpThreads, 0, [&] {
     ancf_decode_begin(blob, blob_bytes, dst_bytes, scratch, status);
   });
-  for (auto kernel : {ancf_decode_fast, ancf_decode_dense, ancf_decode_bitmap, ancf_decode_whole}) {
-    ok = ok && emulation::launch(blocks, kDecodeThreads, kDecodeSharedBytes,
+  ok = ok && emulation::launch(blocks, kFastWarps * kWarpThreads, kDecodeSharedBytes,
+                               [&] { ancf_decode_fast(blob, dst, scratch, status); });
+  for (auto kernel : {ancf_decode_dense, ancf_decode_bitmap, ancf_decode_whole}) {
+    ok = ok && emulation::launch(blocks, kDecodeWarps * kWarpThreads, kDecodeSharedBytes,
                                  [&] { kernel(blob, dst, scratch, status); });
   }
   return ok ? 0 : 1;
