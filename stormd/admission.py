@@ -12,6 +12,7 @@ from stormd.arena import granules
 from stormd.lanes import blob_bound
 from stormd.protocol import MapSegment, Restore, Store
 from stormd.protocol.limits import FIRST_LEASED
+from stormd.protocol.timeline import RESULTS
 from stormd.records import Limits, Phase, Session
 from stormd.shares import Shares
 from stormd.sizes import format_size
@@ -85,7 +86,7 @@ def restore_problem(session: Session, message: Restore) -> tuple[str, str] | Non
         return "UsageError", f"ticket {message.ticket} is 0 or under way: choose a new one"
     if len(session.tickets) >= MAX_RESTORES:
         return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
-    problem = _range(session, message)
+    problem = _range(session, message, message.nbytes)
     return ("UsageError", problem) if problem else None
 
 
@@ -108,7 +109,8 @@ def _invalid(session: Session, message: Store) -> str:
         _phase(session)
         or _order(session, message)
         or _part(session, message)
-        or _range(session, message)
+        or _result(session, message)
+        or _range(session, message, _offered_bytes(message))
     )
 
 
@@ -132,11 +134,24 @@ def _part(session: Session, message: Store) -> str:
     return f"{message.nbytes} bytes in one entry; the limit is {session.part_bytes}: send parts"
 
 
-def _range(session: Session, message: Store | Restore) -> str:
+def _result(session: Session, message: Store) -> str:
+    if message.result > RESULTS:
+        return f"result {message.result} is not in the timeline page: there are {RESULTS}"
+    if not message.result or session.info.device == "cuda":
+        return ""
+    return f"the {session.info.device} lane encodes itself: leave it to the daemon"
+
+
+def _offered_bytes(message: Store) -> int:
+    """Return how much a store may read."""
+    return blob_bound(message.nbytes) if message.result else message.nbytes
+
+
+def _range(session: Session, message: Store | Restore, nbytes: int) -> str:
     size = session.segments.get(message.segment)
     if size is None:
         return f"segment {message.segment} is not mapped"
-    end = message.offset + message.nbytes
+    end = message.offset + nbytes
     if end <= size:
         return ""
     return f"bytes {message.offset} to {end} lie outside segment {message.segment} of {size} bytes"

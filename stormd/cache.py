@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from stormd.arena import Block, Space, granules
@@ -62,7 +62,7 @@ class Item:
     """One tensor. `expires` is a time of the caller's clock, infinite for none.
 
     `loans` counts the parts that sessions may read; `gone` items have no name any more and are
-    freed with the last loan.
+    freed with the last loan. `charge` is the bytes of the space that it takes.
     """
 
     label: Label
@@ -72,11 +72,11 @@ class Item:
     number: int
     loans: int = 0
     gone: bool = False
+    charge: int = field(init=False)
 
-    @property
-    def charge(self) -> int:
-        """Bytes of the space that it takes."""
-        return sum(granules(part.block.nbytes) for part in self.parts)
+    def __post_init__(self) -> None:
+        """Add up once what is looked at whenever room is to be made."""
+        self.charge = sum(granules(part.block.nbytes) for part in self.parts)
 
 
 class Cache:
@@ -104,6 +104,8 @@ class Cache:
         """
         self.expire(now)
         use = self.space.use()
+        if nbytes > use.capacity:
+            return _shortage(nbytes, use.capacity)
         missing = nbytes - (use.capacity - use.used - use.promised)
         victims = self._victims(missing)
         if victims is None:

@@ -315,7 +315,7 @@ def _from_toml(path: Path) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8, a number's length, or nesting
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
     settings = {}
     for key, value in table.items():

@@ -1,27 +1,39 @@
 """The control socket: a ZeroMQ ROUTER on the event loop.
 
 What stays true: it never blocks the loop, every frame that has arrived is handed on without
-another event being needed, and a peer that does not read costs its own connection only.
+another event being needed, a peer that does not read costs its own connection only, and however
+many connect, those who are connected are served.
 
 ZeroMQ's descriptor is edge-triggered: it tells of a change, not of a state, and any send may
 swallow the edge. So whoever has sent calls `settle`, which looks for input again. This is several
 times cheaper than zmq.asyncio's future for each message.
+
+ZeroMQ accepts connections in a thread of its own, as many as come, and ends the process where
+there is no descriptor left for one. So those that come while descriptors are scarce are ended at
+once. (Unbinding would end all others as well.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum, auto
+from socket import AF_UNIX, SHUT_RDWR, SOCK_STREAM, fromfd
 from typing import Final
 
 import zmq
 
+from stormd import open_files
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
 
-__all__ = ["ControlSocket", "Delivery"]
+__all__ = ["BACKLOG", "ControlSocket", "Delivery"]
+
+log = logging.getLogger(__name__)
 
 FRAMES_A_TURN: Final = 64
 """Frames handed on before the loop gets to other work."""
@@ -33,7 +45,12 @@ that sends full frames without end holds each of the others up by one frame."""
 HIGH_WATER: Final = 256
 """Frames that may wait in each direction for one peer. Its own ZeroMQ holds 1,000 more, read
 without its interpreter lock: only a process that has stopped gets this far behind."""
+BACKLOG: Final = 4096
+"""Connections that may wait to be accepted. One more is refused at once, and its client takes the
+daemon for absent. The kernel allows as many since Linux 5.4."""
 
+WARNING_SECONDS: Final = 1.0
+"""Least time between two lines in the log about connections that were ended."""
 
 # As plain numbers: operations on pyzmq's flag types cost as much as a message.
 DONTWAIT: Final = int(zmq.DONTWAIT)
@@ -65,9 +82,11 @@ class ControlSocket:
         self._path = parse_address(address)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._accepted = self._context.socket(zmq.PAIR)
         self._on_frame: Callable[[bytes, zmq.Frame | None], None]
         self._on_batch: Callable[[], None]
         self._scheduled: asyncio.Handle | None = None
+        self._next_warning = 0.0
         try:
             self._configure()
             self._socket.bind(address)
@@ -82,6 +101,8 @@ class ControlSocket:
         self._on_frame = on_frame
         self._on_batch = on_batch
         self._loop.add_reader(self._socket.fileno(), self._read)
+        self._loop.add_reader(self._accepted.fileno(), self._watch)
+        self._watch()
         self.settle()
 
     def send(self, route: bytes, frame: bytes) -> Delivery:
@@ -109,10 +130,12 @@ class ControlSocket:
         """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""
         if self._socket.closed:
             return
-        self._loop.remove_reader(self._socket.fileno())
+        for socket in (self._socket, self._accepted):
+            self._loop.remove_reader(socket.fileno())
         if self._scheduled is not None:
             self._scheduled.cancel()
         self._socket.close(linger=0)
+        self._accepted.close()
         self._context.term()
         self._path.unlink(missing_ok=True)  # ZeroMQ does not
 
@@ -122,6 +145,32 @@ class ControlSocket:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._accepted.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's thread
+        self._socket.monitor("inproc://accepted", int(zmq.EVENT_ACCEPTED))
+        self._accepted.connect("inproc://accepted")
+
+    # --- new connections --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Take note of new connections; end them while descriptors are scarce."""
+        while int(self._accepted.getsockopt(EVENTS)) & POLLIN:
+            event, _ = self._accepted.recv_multipart(DONTWAIT)
+            if open_files.are_scarce():
+                _, descriptor = struct.unpack("=hi", event)
+                self._show_out(descriptor)
+
+    def _show_out(self, descriptor: int) -> None:
+        """End a connection of ZeroMQ's, which closes it; it may have done so by itself."""
+        now = time.monotonic()
+        if now >= self._next_warning:
+            self._next_warning = now + WARNING_SECONDS
+            log.warning("new connections are ended: raise the limit of open files")
+        with suppress(OSError), fromfd(descriptor, AF_UNIX, SOCK_STREAM) as connection:
+            if connection.getsockname() == str(self._path):
+                connection.shutdown(SHUT_RDWR)
+
+    # --- frames -----------------------------------------------------------------------------
 
     def _only_frame(self) -> zmq.Frame | None:
         """Return what follows the route where it is one frame; the parts of a message are there."""

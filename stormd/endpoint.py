@@ -27,6 +27,9 @@ _LOGGER: Final = logging.getLogger("stormd.endpoint")
 
 _MAX_REQUEST_BYTES: Final = 8192
 _MAX_CONNECTIONS: Final = 16
+"""The oldest ends for one more: a probe asks at once, and others must not keep it out by not
+asking."""
+
 _REQUEST_SECONDS: Final = 5.0
 """From accepting a connection to having sent the answer."""
 
@@ -96,15 +99,17 @@ class Endpoint:
         task = asyncio.current_task()
         assert task is not None
         self._connections[task] = writer
+        if len(self._connections) > _MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            self._connections.pop(oldest).transport.abort()
         try:
-            if len(self._connections) <= _MAX_CONNECTIONS:
-                async with asyncio.timeout(_REQUEST_SECONDS):
-                    await self._serve_request(reader, writer)
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                await self._serve_request(reader, writer)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             # The client's: it is silent, slow or gone, and nobody is left to be told.
             _LOGGER.debug("request not completed")
         finally:
-            del self._connections[task]
+            self._connections.pop(task, None)
             writer.close()
 
     async def _serve_request(

@@ -20,7 +20,7 @@ reference, encodes 0.05 GB/s: 21 s."""
 
 
 class Heart:
-    """One worker's sign of life: the worker enters it round each job, the loop reads it.
+    """One worker's sign of life: the worker enters it round each job; the loop reads it.
 
     Written by its worker alone and read by the loop without a lock: both fields are single
     references, which the interpreter replaces as a whole.
@@ -32,8 +32,21 @@ class Heart:
         self._since: float | None = None
         self._ended = ""
 
-    def __enter__(self) -> None:
+    @property
+    def is_resting(self) -> bool:
+        """Whether the worker has no job."""
+        return self._since is None
+
+    def work(self) -> None:
+        """Note that a job begins, or that one has got further."""
         self._since = self._clock()
+
+    def rest(self) -> None:
+        """Note that there is no job."""
+        self._since = None
+
+    def __enter__(self) -> None:
+        self.work()
 
     def __exit__(
         self,
@@ -41,7 +54,7 @@ class Heart:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._since = None
+        self.rest()
 
     def ended(self, reason: str) -> None:
         """Record that the worker's thread ends without being told to."""

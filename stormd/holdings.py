@@ -16,9 +16,9 @@ __all__ = ["Holdings", "assert_session", "assert_space"]
 
 
 class Holdings:
-    """Counts `entries`, their `raw_bytes` before encoding, and `shares`, while it changes them.
+    """Counts `entries`, the `raw_bytes` before encoding of those in the pool, and `shares`.
 
-    What a session has in the cache's space counts for none of the shares.
+    What a session has in the cache's space counts for none of the last two.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class Holdings:
         """Give a session an entry."""
         record.entries[entry_id] = entry
         self._move(record, entry.charge)
-        self.raw_bytes += entry.raw_bytes
+        self._count(record, entry.raw_bytes)
         self.entries += 1
 
     def remove(self, record: Session, entry_id: int) -> Entry:
         """Take an entry from a session; its promise, block or loan is the caller's business."""
         entry = record.entries.pop(entry_id)
         self._move(record, -entry.charge)
-        self.raw_bytes -= entry.raw_bytes
+        self._count(record, -entry.raw_bytes)
         self.entries -= 1
         return entry
 
@@ -62,6 +62,10 @@ class Holdings:
             entry.space.release(entry.block)
         else:
             entry.loan.end()
+
+    def _count(self, record: Session, raw_bytes: int) -> None:
+        if record.cache is None:
+            self.raw_bytes += raw_bytes
 
     def _move(self, record: Session, delta: int) -> None:
         before = record.used_bytes

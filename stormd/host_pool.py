@@ -21,6 +21,7 @@ from typing import Final
 import psutil
 
 from stormd.errors import PoolUnavailable
+from stormd.huge_pages import advise_huge_pages
 from stormd.machine import memory_limit
 from stormd.sizes import format_size
 
@@ -85,7 +86,7 @@ class HostPool:
         self._kept = True
 
     def _advise(self) -> None:
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        advise_huge_pages(self._mapping)
         self._mapping.madvise(mmap.MADV_DONTFORK)  # a child would double it page by page
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # other people's tensors, in a core file
 

@@ -217,6 +217,7 @@ class Ledger:
             message.sequence,
             promised,
             space,
+            message.result,
         )
         return [Reply(session, request, Admitted(message.entry)), job]
 
@@ -271,12 +272,17 @@ class Ledger:
         return [Map(session, message)]
 
     def unmap_segment(self, session: int, request: int, message: UnmapSegment) -> list[Instruction]:
-        """Take a segment out of use; new jobs cannot name it from here on."""
+        """Take a segment out of use; new jobs cannot name it from here on.
+
+        Restores into it that wait come to nothing: they were held to the size of this segment, and
+        its number may mean a smaller one before they begin.
+        """
         record = self._sessions[session]
         if record.segments.pop(message.segment, None) is None:
             detail = f"segment {message.segment} is not mapped"
             return [Reply(session, request, Refused("UsageError", detail))]
-        return [Unmap(session, message.segment)]
+        failed = self._fail_into(record, message.segment)
+        return [*failed, Unmap(session, message.segment), *self._start_waiting(record)]
 
     # --- results of lanes -------------------------------------------------------------------
 
@@ -308,18 +314,10 @@ class Ledger:
         entry.space.withdraw(entry.promised)
         if record.phase is Phase.ENDING:
             return []
-        failed = [(0, 0)]
-        for ticket in entry.held:
-            record.waiting.remove(ticket)
-            failed.append((ticket, record.tickets.pop(ticket).request))
-        replies: list[Instruction] = [
-            Reply(
-                record.info.session,
-                request,
-                Failed(ticket, result.entry, "ActivationLost", result.detail),
-            )
-            for ticket, request in failed
-        ]
+        kind, detail = "ActivationLost", result.detail
+        failed = Failed(0, result.entry, kind, detail)
+        replies: list[Instruction] = [Reply(record.info.session, 0, failed)]
+        replies += [self._fail_waiting(record, number, kind, detail) for number in entry.held]
         return replies + self._start_waiting(record)
 
     def _restore_done(self, record: Session, result: RestoreDone, now: float) -> list[Instruction]:
@@ -373,7 +371,7 @@ class Ledger:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes, before encoding, of all entries."""
+        """Bytes, before encoding, of the entries in the pool."""
         return self._holdings.raw_bytes
 
     @property
@@ -390,13 +388,14 @@ class Ledger:
         records = list(self._sessions.values())
         entries = [entry for record in records for entry in record.entries.values()]
         assert self._holdings.entries == len(entries)
-        assert self._holdings.raw_bytes == sum(entry.raw_bytes for entry in entries)
         assert_space(self._space, [entry for entry in entries if entry.space is self._space])
         if self._cache is not None:
             self._cache.assert_invariants(records)
         for record in records:
             assert_session(record)
         pool_users = [record for record in records if record.cache is None]
+        in_pool = [entry for record in pool_users for entry in record.entries.values()]
+        assert self._holdings.raw_bytes == sum(entry.raw_bytes for entry in in_pool)
         self._holdings.shares.assert_invariants(
             [(record.info.uid, record.used_bytes) for record in pool_users]
         )
@@ -451,6 +450,25 @@ class Ledger:
             entry.held.remove(number)
             started.append(self._start_restore(record, number))
         return started
+
+    def _fail_into(self, record: Session, segment: int) -> list[Instruction]:
+        """Answer the restores into a segment that have not begun."""
+        detail = f"segment {segment} was unmapped before the restore began: wait for its answer"
+        named = [n for n in record.waiting if record.tickets[n].message.segment == segment]
+        failed: list[Instruction] = []
+        for number in named:
+            entry = record.tickets[number].entry
+            failed.append(self._fail_waiting(record, number, "UsageError", detail))
+            record.entries[entry].held.remove(number)
+            self._holdings.free_unused(record, entry)
+        return failed
+
+    def _fail_waiting(self, record: Session, number: int, kind: str, detail: str) -> Reply:
+        """Answer a restore that waits, and forget it; its entry is the caller's business."""
+        record.waiting.remove(number)
+        ticket = record.tickets.pop(number)
+        failed = Failed(number, ticket.entry, kind, detail)
+        return Reply(record.info.session, ticket.request, failed)
 
     def _start_restore(self, record: Session, number: int) -> RestoreJob:
         ticket = record.tickets[number]

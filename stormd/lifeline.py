@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from stormd.control import BACKLOG
 from stormd.protocol.limits import TOKEN_BYTES
 
 __all__ = ["GREETING_SECONDS", "LifelineListener"]
@@ -26,7 +27,8 @@ GREETING_SECONDS: Final = 5.0
 """How long a connection may take to send its token."""
 
 MAX_STRANGERS: Final = 128
-"""Connections that may be without a session at one time."""
+"""Connections that may be without a session at one time. The oldest goes for one more: who has a
+token sends it at once, and others must not keep those out by sending none."""
 
 RETRY_SECONDS: Final = 0.1
 """Pause after the kernel refused a connection for want of descriptors."""
@@ -61,7 +63,7 @@ class LifelineListener:
         try:
             self._listener.setblocking(False)
             self._listener.bind(str(path))
-            self._listener.listen(MAX_STRANGERS)
+            self._listener.listen(BACKLOG)
         except OSError:
             self._listener.close()
             raise
@@ -100,8 +102,7 @@ class LifelineListener:
             self._pause(error)
             return
         if len(self._strangers) >= MAX_STRANGERS:
-            line.close()
-            return
+            self._dismiss(next(iter(self._strangers)))
         line.setblocking(False)
         timer = self._loop.call_later(GREETING_SECONDS, self._dismiss, line)
         self._strangers[line] = timer

@@ -28,13 +28,14 @@ class Mailbox(Generic[Item]):
         self._waiting: list[Item] = []
         self._closed = False
 
-    def post(self, item: Item) -> None:
-        """Hand an item over. Dropped after `close`: then nobody is left to take it."""
+    def post(self, *items: Item) -> None:
+        """Hand items over. Dropped after `close`: then nobody is left to take them."""
         with self._lock:
             if self._closed:
                 return
-            self._waiting.append(item)
-            if len(self._waiting) == 1:
+            is_awaited = bool(self._waiting)
+            self._waiting.extend(items)
+            if not is_awaited:
                 self._loop.call_soon_threadsafe(self._empty)
 
     def close(self) -> None:

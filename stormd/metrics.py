@@ -58,12 +58,17 @@ FAMILIES: Final = {
         Family("stormd_pool_peak_used_bytes", "gauge", "Most bytes used since the start."),
         Family("stormd_pool_largest_free_bytes", "gauge", "Largest contiguous free range."),
         Family("stormd_entries", "gauge", "Entries held."),
-        Family("stormd_entries_raw_bytes", "gauge", "Bytes of the held entries before encoding."),
+        Family("stormd_entries_raw_bytes", "gauge", "Bytes of the pool's entries before encoding."),
         Family("stormd_cache_bytes", "gauge", "Size of the shared cache; 0 where there is none."),
         Family("stormd_cache_used_bytes", "gauge", "Bytes of the shared cache that hold blobs."),
         Family("stormd_cache_items", "gauge", "Named tensors in the shared cache."),
         Family("stormd_sessions", "gauge", "Connected sessions.", ("device",)),
-        Family("stormd_user_used_bytes", "gauge", "Pool bytes of a user's sessions.", ("uid",)),
+        Family(
+            "stormd_user_used_bytes",
+            "gauge",
+            "Bytes that a user's sessions hold, also of what they are putting into the cache.",
+            ("uid",),
+        ),
         Family("stormd_stuck_workers", "gauge", "Workers that are stuck or have ended."),
         Family(
             "stormd_operations_total",
@@ -126,7 +131,11 @@ FAMILIES: Final = {
             "stormd_cache_expirations_total", "counter", "Cached tensors that outlived their time."
         ),
         Family("stormd_malformed_frames_total", "counter", "Frames that were no valid message."),
-        Family("stormd_refused_requests_total", "counter", "Requests answered by Refused."),
+        Family(
+            "stormd_refused_requests_total",
+            "counter",
+            "Requests answered by Refused, and lifelines whose token opens no session.",
+        ),
         Family("stormd_unsent_frames_total", "counter", "Answers whose reader did not take them."),
     )
 }

@@ -100,6 +100,11 @@ _WANTED: Final = {
 def check_value(option: Option, value: Any) -> None:
     if not _has_type(option.kind, value):
         raise ConfigError(f"{option.name} is {value!r}, {_WANTED[option.kind]}")
+    if type(value) is int and value.bit_length() > 63:
+        raise ConfigError(
+            f"{option.name} is {value:#x}"[:60] + ", and must be below 2^63: set "
+            f"{option.flag}, {option.variable} or the file's {option.name}"
+        )
     if option.choices and value not in option.choices:
         raise ConfigError(f"{option.name} is {value!r}: choose one of {', '.join(option.choices)}")
     if option.kind == "uids" and any(uid < 0 for uid in value):

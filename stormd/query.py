@@ -45,13 +45,26 @@ def find_address(address: str | None, environ: Mapping[str, str] | None = None) 
         parse_address(named)
         return named
     places = default_addresses(environ, os.getuid())
-    for place in places:
-        if parse_address(place).exists():
+    troubles = [_trouble(place) for place in places]
+    for place, trouble in zip(places, troubles, strict=True):
+        if not trouble:
             return place
+    looked = " or ".join(f"{place} ({why})" for place, why in zip(places, troubles, strict=True))
     raise NoDaemon(
-        f"no daemon at {' or '.join(places)}: start one with `stormd serve`, or name its "
-        "socket with --address or STORMD_ADDRESS"
+        f"no daemon at {looked}: start one with `stormd serve`, or name its socket with --address "
+        "or STORMD_ADDRESS"
     )
+
+
+def _trouble(address: str) -> str:
+    """Return why no socket can be found at the address, empty where one is."""
+    try:
+        parse_address(address).stat()
+    except FileNotFoundError:
+        return "there is no such socket"
+    except OSError as error:
+        return f"this user cannot look there: {error.strerror}"
+    return ""
 
 
 class StatusQuery:
@@ -75,8 +88,9 @@ class StatusQuery:
         Raises:
             NoDaemon: no answer within the timeout, or one that is not understood.
         """
-        if not parse_address(self.address).exists():
-            raise NoDaemon(f"no daemon at {self.address}: there is no such socket")
+        trouble = _trouble(self.address)
+        if trouble:
+            raise NoDaemon(f"no daemon at {self.address}: {trouble}")
         self._asked += 1
         self._socket.send(encode([Envelope(self._asked, StatusRequest())]))
         while self._socket.poll(int(self._timeout * 1000)):

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import zmq
 
@@ -44,6 +44,10 @@ from stormd.records import SessionInfo
 __all__ = ["Reception"]
 
 log = logging.getLogger(__name__)
+
+NAME_SHOWN: Final = 64
+"""Characters of a client's name that are kept: a status of 1,024 sessions must fit into a frame,
+or nobody would get one."""
 
 
 class Reception:
@@ -176,7 +180,7 @@ class Reception:
     ) -> None:
         """Put the session into the ledger. A pid of another namespace is 0: then Hello's is."""
         uid, gid, pid = credentials
-        info = SessionInfo(session, hello.device, uid, pid or hello.pid, hello.name)
+        info = SessionInfo(session, hello.device, uid, pid or hello.pid, hello.name[:NAME_SHOWN])
         self._ledger.open(
             info,
             part_bytes=attachment.part_bytes,

@@ -17,6 +17,7 @@ import uvloop
 
 from stormd.config import Config
 from stormd.notify import Notifier, watchdog_seconds
+from stormd.open_files import raise_limit
 from stormd.operation import StartReport, operated, reload_settings
 from stormd.server import Server
 
@@ -34,6 +35,7 @@ def run_daemon(config: Config, read: ReadConfig | None = None) -> None:
     Raises:
         StormdError: the daemon could not be opened; nothing of it is left.
     """
+    raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, read))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from stormd.errors import AddressInUse, DirectoryUnsafe
 
-__all__ = ["AddressLock", "grant", "prepare_directory", "remove_stale"]
+__all__ = ["AddressLock", "check_directory", "grant", "prepare_directory", "remove_stale"]
 
 
 def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
@@ -28,7 +28,7 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        _check_owner(directory)
+        check_directory(directory)
         return
     except OSError as error:
         raise DirectoryUnsafe(
@@ -36,6 +36,30 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
             "choose another --address"
         ) from error
     grant(directory, 0o750 if socket_mode & 0o070 else 0o700, group)
+
+
+def check_directory(directory: Path) -> None:
+    """Make sure that nobody else can put a socket in the place of ours there.
+
+    Raises:
+        DirectoryUnsafe: it is no directory, is another user's, or others may write to it (and it
+            is not sticky as /tmp is).
+    """
+    try:
+        found = directory.stat()
+    except OSError as error:
+        raise DirectoryUnsafe(f"the runtime directory {directory}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise DirectoryUnsafe(f"{directory} is no directory: choose another --address")
+    if found.st_uid not in (0, os.getuid()):
+        raise DirectoryUnsafe(
+            f"the runtime directory {directory} belongs to user {found.st_uid}, not to root or "
+            f"{os.getuid()}: choose another --address"
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        raise DirectoryUnsafe(
+            f"anyone may write to the runtime directory {directory}: run chmod o-w {directory}"
+        )
 
 
 def grant(path: Path, mode: int, group: str) -> None:
@@ -115,21 +139,3 @@ def _locked(path: Path, socket: Path) -> int:
             f"a daemon is running at ipc://{socket}: use it, stop it, or choose another --address"
         ) from error
     return descriptor
-
-
-def _check_owner(directory: Path) -> None:
-    try:
-        found = directory.stat()
-    except OSError as error:
-        raise DirectoryUnsafe(f"the runtime directory {directory}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
-        raise DirectoryUnsafe(f"{directory} is no directory: choose another --address")
-    if found.st_uid not in (0, os.getuid()):
-        raise DirectoryUnsafe(
-            f"the runtime directory {directory} belongs to user {found.st_uid}, not to root or "
-            f"{os.getuid()}: choose another --address"
-        )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        raise DirectoryUnsafe(
-            f"anyone may write to the runtime directory {directory}: run chmod o-w {directory}"
-        )

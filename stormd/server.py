@@ -279,6 +279,7 @@ class Server:
             reception=self._reception,
             status=self.status,
             on_progress=self._progress.set,
+            later=self._loop.call_later,
         )
 
     def _listen(self, path: Path) -> LifelineListener:

@@ -13,6 +13,8 @@ import mmap
 import os
 from typing import Final
 
+from stormd.huge_pages import advise_huge_pages
+
 __all__ = ["SharedMemory"]
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -37,7 +39,7 @@ class SharedMemory:
         except OSError:
             os.close(self._descriptor)
             raise
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        advise_huge_pages(self._mapping)
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def take_descriptor(self) -> int:

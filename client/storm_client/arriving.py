@@ -12,7 +12,7 @@ taken at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,8 @@ from storm_client.connection import Connection
 from storm_client.errors import ActivationLost, StormError
 from storm_client.lanes import InPlace, Lane, Slot
 from storm_client.ranges import span
-from storm_client.records import StoredRange
-from storm_client.restoring import STALL_SECONDS
+from storm_client.records import Course, StoredRange
+from storm_client.restoring import STALL_SECONDS, Restorer
 from storm_client.window import Window
 from stormd.protocol import Restore
 
@@ -31,6 +31,8 @@ __all__ = ["Arrivals"]
 REFILL_SHARE = 0.75
 """Of the window: only when no more than this is in use is it looked at again."""
 
+TOGETHER_BYTES = 8 << 20
+"""Of records fetched ahead: so many share an event on the stream and a frame to the daemon."""
 
 LAST_WRITES_SECONDS = 0.5
 """How long the memory of restores that a dead daemon left under way is not given back."""
@@ -76,19 +78,22 @@ class Arrivals:
             if arrival is not None:
                 self._demand(arrival)
                 return True
-        return self._open(record, demanded=True)
+        return self._open([record], demanded=True)
 
-    def ahead(self, upcoming: Callable[[], Iterable[StoredRange]]) -> bool:
-        """Request what `upcoming` names, in this order, while the window has room.
+    def ahead(self, step: Course, staged: Restorer) -> bool:
+        """Request what `step` needs next, in this order, while the window has room.
 
-        Returns False where that must take the staging area.
+        What is `staged`, fetched through the staging area, is left out. Returns False where the
+        others have to take that way, too.
         """
         with self._connection.lock:
             if self._early > self._allowed * REFILL_SHARE:
                 return True
-            self._allowed = self._window.ahead(self._in_place.headroom())
-            wanted = self._chosen(upcoming())
-        return all(self._open_early(record) for record in wanted)
+            wanted, seen = self._chosen(step.unseen(), staged)
+        if not all(self._open_early(records) for records in _together(wanted)):
+            return False
+        step.saw(seen)
+        return True
 
     def finish(self, record: StoredRange) -> torch.UntypedStorage:
         """Return the bytes of a record that was begun, once they are all there.
@@ -160,32 +165,40 @@ class Arrivals:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _open(self, record: StoredRange, *, demanded: bool) -> bool:
-        """Allocate a record's memory and request its parts; False where the daemon cannot."""
-        storage = self._allocate(record.nbytes, demanded=demanded)
-        if storage is None:
-            return True  # nothing is fetched ahead without memory for it
+    def _open(self, records: list[StoredRange], *, demanded: bool) -> bool:
+        """Allocate records' memory and request their parts; False where the daemon cannot."""
+        storages = [self._allocate(record.nbytes, demanded=demanded) for record in records]
         with self._connection.lock:
-            faster = self._arrivals.get(record.key)
-            if faster is not None:  # another thread has begun it meanwhile
-                if demanded:
-                    self._demand(faster)
-                return True
+            placed, can_all = self._placed(records, storages)
+            if placed:
+                sequence = self._in_place.produced(1)[0]  # behind whoever had the memory before
+                for record, storage, slot in placed:
+                    self._request(record, storage, slot, sequence)
+                self._connection.flush()
+            for record in records if demanded else ():
+                if record.key in self._arrivals:
+                    self._demand(self._arrivals[record.key])
+        return can_all
+
+    def _open_early(self, records: list[StoredRange]) -> bool:
+        nbytes = sum(record.nbytes for record in records)
+        with span("fetch ahead", nbytes, records[0].key):
+            return self._open(records, demanded=False)
+
+    def _placed(
+        self, records: list[StoredRange], storages: list[torch.UntypedStorage | None]
+    ) -> tuple[list[tuple[StoredRange, torch.UntypedStorage, Slot]], bool]:
+        """Return where the daemon can write each record; False with it if it cannot write all."""
+        placed: list[tuple[StoredRange, torch.UntypedStorage, Slot]] = []
+        for record, storage in zip(records, storages, strict=True):
+            if storage is None or record.key in self._arrivals:
+                continue  # no memory for what nobody waits for; or another thread has begun it
             slot = self._in_place.find(storage.data_ptr(), record.nbytes)
             self._is_mapped = slot is not None
             if slot is None:
-                return False
-            arrival = _Arrival(storage, len(record.parts), demanded=demanded)
-            self._arrivals[record.key] = arrival
-            if not demanded:
-                self._early += arrival.nbytes
-            self._request(record, arrival, slot)
-            self._connection.flush()
-        return True
-
-    def _open_early(self, record: StoredRange) -> bool:
-        with span("fetch ahead", record.nbytes, record.key):
-            return self._open(record, demanded=False)
+                return placed, False
+            placed.append((record, storage, slot))
+        return placed, True
 
     def _allocate(self, nbytes: int, *, demanded: bool) -> torch.UntypedStorage | None:
         """Return memory; None where there is none for what nobody waits for."""
@@ -198,8 +211,12 @@ class Arrivals:
             self._connection.wait(lambda: not self._early, STALL_SECONDS)
         return self._lane.allocate(nbytes).untyped_storage()
 
-    def _request(self, record: StoredRange, arrival: _Arrival, slot: Slot) -> None:
-        sequence = self._in_place.produced(1)[0]
+    def _request(
+        self, record: StoredRange, storage: torch.UntypedStorage, slot: Slot, sequence: int
+    ) -> None:
+        arrival = _Arrival(storage, len(record.parts))
+        self._arrivals[record.key] = arrival
+        self._early += arrival.nbytes
         for part in record.parts:
             ticket = next(self._connection.numbers)
             self._tickets[ticket] = arrival
@@ -221,15 +238,44 @@ class Arrivals:
                     f"{left} of {len(record.parts)} are missing; see `stormd status` and its log"
                 )
 
-    def _chosen(self, upcoming: Iterable[StoredRange]) -> list[StoredRange]:
-        """Return the next records that have to be fetched, as far as there is room for them."""
-        room = self._allowed - self._early
-        chosen = []
-        for record in upcoming:
-            if record.key in self._arrivals or not record.parts or not record.is_away:
+    def _chosen(
+        self, upcoming: Iterable[StoredRange | None], staged: Restorer
+    ) -> tuple[list[StoredRange], int]:
+        """Return the next records to fetch, as many as there is room for, and how far that was.
+
+        Measuring the room costs as much as all the rest of a hook, so it is done where it counts.
+        """
+        chosen: dict[int, StoredRange] = {}  # each once, however many handles it has
+        room: int | None = None
+        count = 0
+        for count, record in enumerate(upcoming, 1):
+            if record is None or record.key in chosen or not self._is_wanted(record, staged):
                 continue
+            if room is None:
+                room = self._room()
             room -= record.nbytes
             if room < 0:
-                break
-            chosen.append(record)
-        return chosen
+                return list(chosen.values()), count - 1
+            chosen[record.key] = record
+        return list(chosen.values()), count
+
+    def _is_wanted(self, record: StoredRange, staged: Restorer) -> bool:
+        key = record.key
+        return record.is_away and key not in self._arrivals and key not in staged
+
+    def _room(self) -> int:
+        """Return how much more may be fetched early now."""
+        self._allowed = self._window.ahead(self._in_place.headroom())
+        return self._allowed - self._early
+
+
+def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:
+    """Yield the records, those together that are so small that what each costs would count."""
+    group: list[StoredRange] = []
+    for record in records:
+        group.append(record)
+        if sum(one.nbytes for one in group) >= TOGETHER_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group

@@ -15,8 +15,7 @@ import torch
 
 from storm_client.cache_session import CacheSession
 from storm_client.errors import CorruptBlob, DaemonUnavailable, ProtocolMismatch, UsageError
-from storm_client.sessions import lane_for
-from storm_client.stats import dtype_name
+from storm_client.sessions import abandon_with, lane_for
 from stormd.protocol import (
     CacheDelete,
     CacheFind,
@@ -60,6 +59,7 @@ class Cache:
         self._lock = threading.Lock()  # protects the two below
         self._sessions: dict[torch.device, CacheSession | None] = {}
         self._closed = False
+        abandon_with(self, self._sessions)
 
     def put(self, name: str, tensor: torch.Tensor, ttl: float | None = None) -> None:
         """Keep a copy of `tensor` as `name`, for at most `ttl` seconds from now on.
@@ -76,7 +76,7 @@ class Cache:
         plain = _checked(tensor).detach().resolve_conj().resolve_neg()
         session = self._session(plain.device)
         data = plain.to(session.device).contiguous().reshape(-1).view(torch.uint8)
-        session.put(name, dtype_name(plain.dtype), list(plain.shape), ttl_seconds, data)
+        session.put(name, plain.dtype, list(plain.shape), ttl_seconds, data)
 
     def get(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """Return the tensor of that name in new memory on `device`, None where there is none.
@@ -210,12 +210,21 @@ def _checked(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"put() got {type(tensor).__name__}; pass a torch.Tensor")
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or is_wrapped:
+        kind = "tensor under a torch.func transform" if is_wrapped else type(tensor).__name__
+        raise UsageError(
+            f"put() got a {kind}, which is more, or other, than its bytes; pass the plain "
+            "torch.Tensor that it is made of"
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         raise UsageError(
             f"put() got a {'quantized' if tensor.is_quantized else kind} tensor; pass a plain one, "
             "as from to_dense() or dequantize()"
         )
+    if tensor.is_nested:
+        raise UsageError("put() got a nested tensor; put the tensors that it is made of")
     return tensor
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from storm_kernels.ancf import DType
 
 from storm_client.connection import Connection
+from storm_client.dtypes import codec_name, dtype_name
 from storm_client.errors import (
     DaemonLost,
     ProtocolMismatch,
@@ -84,6 +84,7 @@ class CacheSession:
         self._connection = Connection(address, hello, timeout)
         self._connection.on_message = self._on_message
         self._connection.on_lost = lane.poison
+        self._connection.on_abandoned = self.close
         self._connection.start()
         try:
             self._attach()
@@ -113,9 +114,16 @@ class CacheSession:
         return self._connection.request(message, self._timeout)
 
     def put(
-        self, name: str, dtype: str, shape: list[int], ttl_seconds: float, data: torch.Tensor
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: list[int],
+        ttl_seconds: float,
+        data: torch.Tensor,
     ) -> None:
-        """Put `data`, a contiguous uint8 tensor on `device`; `ttl_seconds` is 0 for no limit.
+        """Put `data`, a contiguous uint8 tensor on `device`, as one of `dtype` and `shape`.
+
+        `ttl_seconds` is 0 for no limit.
 
         Raises:
             UsageError: the name, or a size beyond what a message can say.
@@ -123,13 +131,14 @@ class CacheSession:
             DaemonLost: the daemon is gone or hangs. After any error there is no put.
         """
         try:
-            begin = CachePut(name, dtype, shape, data.numel(), self._part_bytes, ttl_seconds)
+            part_bytes, kind = self._part_bytes, dtype_name(dtype)
+            begin = CachePut(name, kind, shape, data.numel(), part_bytes, ttl_seconds)
         except ProtocolError as error:
             raise UsageError(str(error)) from error
         with self._putting:
             self.ask(begin)
             try:
-                self.ask(CacheCommit(self._store(data, _hint(dtype))))
+                self.ask(CacheCommit(self._store(data, codec_name(dtype))))
             except BaseException:
                 with suppress(StormError):  # where even that fails, the session's end cancels it
                     self.ask(CacheCancel())
@@ -142,16 +151,20 @@ class CacheSession:
             CorruptBlob, ActivationLost: the daemon cannot give them back.
             DaemonLost: it is gone or hangs.
         """
-        data = self._lane.allocate(found.nbytes)
-        pieces = _pieces(data, found.part_bytes)
+        parts = -(-found.nbytes // found.part_bytes)
         try:
-            self._restore(found.first_entry, pieces)
+            data = self._lane.allocate(found.nbytes)
+            self._restore(found.first_entry, _pieces(data, found.part_bytes))
         finally:
-            entries = list(range(found.first_entry, found.first_entry + len(pieces)))
+            entries = list(range(found.first_entry, found.first_entry + parts))
             with self._connection.lock, suppress(StormError):  # its loss has released them
                 self._connection.send(0, Release(entries))
         self._lane.use(data.untyped_storage())
         return data
+
+    def abandon(self) -> None:
+        """Have the session end by itself, for nobody can use it any more. Destructors call it."""
+        self._connection.abandon()
 
     def close(self) -> None:
         """End the session. Calling it twice is fine."""
@@ -321,8 +334,3 @@ def _rejection(message: Rejected) -> StormError:
     if message.reason == "draining":
         return DaemonLost(f"{message.detail}; what was put is not kept")
     return (UsageError if message.reason == "invalid" else QuotaExceeded)(message.detail)
-
-
-def _hint(dtype: str) -> str:
-    """Return the codec's name for a dtype; bytes, for what it does not know."""
-    return dtype if dtype.upper() in DType.__members__ else "bytes"

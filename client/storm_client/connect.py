@@ -26,6 +26,7 @@ ADDRESS_VARIABLE = "STORMD_ADDRESS"
 
 LEAST_POOL_BYTES = 1 << 20
 
+CodecIn = Literal["auto", "client", "daemon"]
 Embedded = Literal["auto", "never", "always"]
 OnDaemonLoss = Literal["raise", "keep"]
 
@@ -36,6 +37,8 @@ def connect(
     pool_bytes: int | None = None,
     timeout: float = 5.0,
     on_daemon_loss: OnDaemonLoss = "raise",
+    *,
+    codec_in: CodecIn = "auto",
 ) -> Client:
     """Connect to a daemon.
 
@@ -48,6 +51,9 @@ def connect(
     case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
     until a daemon answers at the same address again.
 
+    `codec_in` says which process encodes what is on a GPU: the "daemon", the "client", which needs
+    CuPy, or "auto": the daemon, which wherever both were measured was as fast, or faster.
+
     Raises:
         UsageError: a malformed address or a value out of range.
         DaemonUnavailable: no daemon answers, or none may be started.
@@ -57,21 +63,23 @@ def connect(
     if on_daemon_loss not in get_args(OnDaemonLoss):
         known = ", ".join(get_args(OnDaemonLoss))
         raise UsageError(f"on_daemon_loss is {on_daemon_loss!r}; choose {known}")
+    if codec_in not in get_args(CodecIn):
+        raise UsageError(f"codec_in is {codec_in!r}; choose {', '.join(get_args(CodecIn))}")
     keeps = on_daemon_loss == "keep"
     named = address if address is not None else os.environ.get(ADDRESS_VARIABLE) or None
     if named is not None:
         socket_path(named)
     if embedded == "always":
-        return _connect_embedded(pool_bytes, timeout, keeps)
+        return _connect_embedded(pool_bytes, timeout, keeps, codec_in)
     found = named or _running()
     if found is not None:
-        return Client(_supply(found, timeout, keeps), None, timeout)
+        return Client(_supply(found, timeout, keeps, codec_in), None, timeout)
     if embedded == "never":
         raise DaemonUnavailable(
             f"no daemon listens at {' or '.join(_defaults())}; start one with `stormd serve`, "
             "pass its address, or allow one of your own with embedded='auto'"
         )
-    return _connect_embedded(pool_bytes, timeout, keeps)
+    return _connect_embedded(pool_bytes, timeout, keeps, codec_in)
 
 
 def offload(model: Modules = None, **options: Any) -> Offload:
@@ -87,33 +95,38 @@ class _SharedClient:
     """The client behind `offload`, one a process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects both fields below
         self._client: Client | None = None
-        self._pid = 0
+        self._lock = threading.Lock()  # protects it
 
     def client(self) -> Client:
         with self._lock:
-            if self._client is None or self._pid != os.getpid():
+            if self._client is None:
                 self._client = connect()
-                self._pid = os.getpid()
                 atexit.register(self._client.close)
             return self._client
 
+    def forked(self) -> None:
+        """Begin anew in a child, where a thread that was connecting does not live."""
+        self._client, self._lock = None, threading.Lock()
+
 
 _SHARED = _SharedClient()
+os.register_at_fork(after_in_child=_SHARED.forked)
 
 
-def _connect_embedded(pool_bytes: int | None, timeout: float, keeps: bool) -> Client:
+def _connect_embedded(
+    pool_bytes: int | None, timeout: float, keeps: bool, codec_in: CodecIn
+) -> Client:
     daemon = EmbeddedDaemon(pool_bytes)
     try:
-        return Client(_supply(daemon.address, timeout, keeps), daemon, timeout)
+        return Client(_supply(daemon.address, timeout, keeps, codec_in), daemon, timeout)
     except BaseException:
         daemon.kill()
         raise
 
 
-def _supply(address: str, timeout: float, keeps: bool) -> Supply:
-    return Supply(lambda: Sessions(address, timeout), keeps=keeps)
+def _supply(address: str, timeout: float, keeps: bool, codec_in: CodecIn) -> Supply:
+    return Supply(lambda: Sessions(address, timeout, codec_in), keeps=keeps)
 
 
 def _running() -> str | None:

@@ -10,10 +10,13 @@ makes libzmq read its mailbox, after which the descriptor alone would not announ
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -41,7 +44,7 @@ __all__ = ["IDS_PER_RELEASE", "Connection"]
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
 
-QUIET_SECONDS = 0.002
+QUIET_SECONDS = 0.005
 """The listener's pause after each turn while nobody waits: replies then come in batches, and a
 training thread, which handles them itself when it sends, rarely shares the interpreter lock."""
 
@@ -65,7 +68,7 @@ class Connection:
 
     `on_message` is called with the lock held for every reply that no request waits for;
     `on_wake` with the lock held after `wake`, and has to flush; `on_lost` without it, once, when
-    all is over.
+    all is over; `on_abandoned` without it after `abandon`, and has to close.
     """
 
     def __init__(self, address: str, hello: LaneHello, timeout: float) -> None:
@@ -85,24 +88,32 @@ class Connection:
         self.on_message: OnMessage = _ignore
         self.on_wake: Callable[[], None] = _nothing
         self.on_lost: Callable[[], None] = _nothing
+        self.on_abandoned: Callable[[], None] = _nothing
         self._pid = os.getpid()
+        self._ended = f"the daemon at {address} ended, with all it held for us"
         self._lost: DaemonLost | None = None
         self._outbox: list[Envelope] = []
+        self._frames: list[bytes] = []  # received and not decoded: one, where that was interrupted
+        self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
         self._waiting = 0
         self._needed = threading.Event()  # set while somebody waits, or when all is over
         self._draining = False
+        self._is_abandoned = False
         self._thread: threading.Thread | None = None
+        self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
         self._context, self._socket = channel.context, channel.socket
         self.lifeline, self.descriptors = channel.lifeline, channel.descriptors
         self.welcome = channel.welcome
         self._wakeup: Wakeup | None = Wakeup()
+        _CONNECTIONS.add(self)
 
     def start(self) -> None:
         """Start listening; the callbacks are set."""
-        self._thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
+        thread.start()
+        self._thread = thread
 
     # --- for callers ------------------------------------------------------------------------
 
@@ -121,6 +132,18 @@ class Connection:
                 f"{self.address} it cannot share; call storm_client.connect() in the child"
             )
 
+    def check_now(self) -> None:
+        """Check, and ask the lifeline too: the listener notices an end milliseconds later.
+
+        Raises:
+            DaemonLost, UsageError: as `check`.
+        """
+        with self.lock:
+            self.check()
+            if self.lifeline.ended:
+                self._lose(self._ended)
+            self.check()
+
     @property
     def lost(self) -> bool:
         """Whether the daemon is gone or the connection closed."""
@@ -137,9 +160,10 @@ class Connection:
             DaemonLost, UsageError: as `check`.
         """
         self.check()
-        if not self._outbox:
-            self.wake()
+        is_first = not self._outbox
         self.post(request, message)
+        if is_first:
+            self.wake()
 
     def flush(self) -> None:
         """Send what was posted and handle the replies that have arrived; call with the lock held.
@@ -162,9 +186,10 @@ class Connection:
             return  # a handler sends: the loop that called it goes on
         self._draining = True
         try:
-            # Asking for the events costs a tenth of an exception that says there are none.
-            while int(self._socket.getsockopt(zmq.EVENTS)) & READABLE:
-                self._handle(self._socket.recv(zmq.NOBLOCK))
+            while self._has_news():
+                if not self._inbox:
+                    self._receive()
+                self._handle_all()
         finally:
             self._draining = False
 
@@ -210,8 +235,8 @@ class Connection:
         self.flush()
         deadline = time.monotonic() + timeout
         self._waiting += 1
-        self._needed.set()
         try:
+            self._needed.set()
             while not ready():
                 self.check()
                 left = deadline - time.monotonic()
@@ -230,13 +255,23 @@ class Connection:
         if wakeup is not None:
             wakeup.signal()
 
+    def abandon(self) -> None:
+        """Have the listening thread call `on_abandoned`: nobody is left who could close.
+
+        Takes no lock and waits for nobody: destructors may call it.
+        """
+        self._is_abandoned = True
+        self.wake()
+
     def close(self) -> None:
         """Say goodbye, wait until the daemon freed the session, and stop listening.
 
-        What is still stored is lost: asking for it raises DaemonLost. Calling it twice is fine.
+        What is still stored is lost: asking for it raises DaemonLost. Calling it twice is fine, in
+        two threads as well, and so is calling it from a destructor, wherever that runs.
         """
         if self.lifeline.inherited:
             return
+        thread = self._thread if self._thread is not threading.current_thread() else None
         with self.lock:
             if not self.lost:
                 with suppress(DaemonLost):  # it does not read: there is nobody to say goodbye to
@@ -244,12 +279,18 @@ class Connection:
                     self._transmit()
                     self._wait_for_the_end()
                 self._lose("the connection was closed")
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._wakeup = None
-        self.lifeline.close()
-        self._context.destroy(linger=0)
+            while thread is not None and not self._is_over:
+                self.changed.wait()  # a join would keep the lock, if a destructor's thread has it
+            self._wakeup = None
+            self.lifeline.close()
+            self._context.destroy(linger=0)
+        if thread is not None:
+            thread.join()
+
+    def forked(self) -> None:
+        """Make the lock anew in a forked child, where whoever held it does not live."""
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
 
     # --- the listening thread ---------------------------------------------------------------
 
@@ -260,7 +301,12 @@ class Connection:
             self._fail(f"the connection to {self.address} broke: {error}")
         finally:
             self._fail(f"the thread that listens to {self.address} ended; see its traceback")
-            self.on_lost()
+            try:
+                self.on_lost()
+            finally:
+                with self.lock:
+                    self._is_over = True
+                    self.changed.notify_all()
 
     def _serve(self) -> None:
         wakeup = self._wakeup
@@ -271,10 +317,13 @@ class Connection:
         next_ping = time.monotonic()
         while not self.lost:
             next_ping = self._turn(next_ping, wakeup)
+            if self._is_abandoned:
+                self.on_abandoned()
+                return
             self._needed.wait(QUIET_SECONDS)
             ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
             if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
-                self._fail(f"the daemon at {self.address} ended, with all it held for us")
+                self._fail(self._ended)
 
     def _turn(self, next_ping: float, wakeup: Wakeup) -> float:
         """Handle what has come up, and return when the next heartbeat is due."""
@@ -299,30 +348,44 @@ class Connection:
     # --- with the lock held -----------------------------------------------------------------
 
     def _transmit(self) -> None:
-        batch, self._outbox = self._outbox, []
         try:
-            for begin in range(0, len(batch), FRAME_MESSAGES):
-                frame = encode(batch[begin : begin + FRAME_MESSAGES])
+            while self._outbox:
+                frame = encode(self._outbox[:FRAME_MESSAGES])
+                del self._outbox[:FRAME_MESSAGES]
                 self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             self._lose(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
             self.check()
 
-    def _handle(self, frame: bytes) -> None:
+    def _has_news(self) -> bool:
+        if self._inbox or self._frames:
+            return True
+        # Asking for the events costs a tenth of an exception that says there are none.
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & READABLE)
+
+    def _receive(self) -> None:
+        if not self._frames:
+            # Through a map, for nothing to interrupt what is between the socket and the list.
+            self._frames.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
         try:
-            batch = decode(frame)
+            self._inbox, self._frames = deque(decode(self._frames[0])), []
         except ProtocolError as error:
             self._lose(
                 f"the daemon at {self.address} sent what its version does not allow: {error}"
             )
             self.check()
-            return
-        for request, message in batch:
-            if request in self._answers:
-                self._answers[request] = message
-            elif not isinstance(message, Pong):
-                self.on_message(request, message)
-        self.notify()
+
+    def _handle_all(self) -> None:
+        """Handle what was received; what interrupts that, as Ctrl-C does, leaves the rest."""
+        try:
+            while self._inbox:
+                request, message = self._inbox.popleft()
+                if request in self._answers:
+                    self._answers[request] = message
+                elif not isinstance(message, Pong):
+                    self.on_message(request, message)
+        finally:
+            self.notify()
 
     def _lose(self, reason: str) -> None:
         self._lost = DaemonLost(reason)
@@ -335,6 +398,25 @@ class Connection:
         poller = select.poll()
         poller.register(self.lifeline, select.POLLIN)
         poller.poll(GOODBYE_SECONDS * 1000)
+
+
+_CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
+"""For the two handlers below alone: the connections of this process."""
+
+
+def _unlock_in_child() -> None:
+    for connection in list(_CONNECTIONS):
+        connection.forked()
+
+
+def _close_all() -> None:
+    """End what a script has left open while its threads still run: later, a close would hang."""
+    for connection in list(_CONNECTIONS):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)
+atexit.register(_close_all)
 
 
 def _ignore(request: int, message: Message) -> None:

@@ -36,11 +36,12 @@ class DedupTable:
         self._records.setdefault(reference.origin.cdata, []).append(reference)
 
     def remove(self, reference: DeadRecord) -> None:
-        """Forget a record that died."""
+        """Forget a record that died; one whose making was interrupted may never have been known."""
         same_storage = self._records.get(reference.origin.cdata, [])
-        same_storage.remove(reference)
+        if reference in same_storage:
+            same_storage.remove(reference)
         if not same_storage:
-            del self._records[reference.origin.cdata]
+            self._records.pop(reference.origin.cdata, None)
 
     def __len__(self) -> int:
         """Return the number of storages known."""

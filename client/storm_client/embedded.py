@@ -29,6 +29,9 @@ END_SECONDS = 15.0
 
 POLL_SECONDS = 0.02
 
+NOT_FOR_DAEMONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Where a script sets it to 1, as Megatron's do, a daemon refuses to serve GPUs."""
+
 
 class EmbeddedDaemon:
     """A daemon process of our own."""
@@ -48,6 +51,7 @@ class EmbeddedDaemon:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                env={name: os.environ[name] for name in os.environ if name != NOT_FOR_DAEMONS},
             )
             try:
                 self._await_ready(log)

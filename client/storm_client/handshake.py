@@ -102,13 +102,22 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
 
 
 def _check_listening(address: str) -> None:
-    path = socket_path(address)
     if not is_listening(address):
         raise DaemonUnavailable(
-            f"no daemon listens at {address} ({path} "
-            f"{'refuses connections' if path.exists() else 'does not exist'}); start one with "
+            f"no daemon listens at {address} ({_trouble(socket_path(address))}); start one with "
             f"`stormd serve --address {address}`, or name none to get one of your own"
         )
+
+
+def _trouble(path: Path) -> str:
+    """Return what is wrong with a socket at which nobody listens."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return f"{path} does not exist"
+    except OSError as error:
+        return f"this user cannot look for {path}: {error.strerror}"
+    return f"{path} refuses connections"
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:

@@ -1,4 +1,4 @@
-"""Which sources stay on the device although the daemon has been sent them: a pure queue.
+"""Which sources stay on the device, sent to the daemon or about to be: a pure queue.
 
 What stays true: what is held is what was saved last, as much of it as the window allows; the
 oldest goes first, because a backward pass needs it last. What is still held when it is needed is
@@ -13,6 +13,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from storm_client.lanes import Reader
 from storm_client.records import StoredRange
 from storm_client.window import Window
 
@@ -34,7 +35,13 @@ class Held(Generic[Admission]):
     admission: Admission
     """What the daemon has said about it."""
     sequence: int | None = None
-    """The number of its last part; None where it was not sent, being needed at once."""
+    """The number of its last part; None until that was sent."""
+    produced: int = 0
+    """The number that says its bytes are there, where this process encodes them."""
+    sent: int = 0
+    """Bytes of the parts that were sent."""
+    reader: Reader | None = None
+    """Who reads it, from its first part on."""
 
 
 class HeldBack(Generic[Admission]):

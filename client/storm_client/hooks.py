@@ -11,6 +11,7 @@ step of its own, and PyTorch applies the innermost pair of hooks of the thread.
 from __future__ import annotations
 
 import threading
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,8 +146,11 @@ class _StepHooks:
             return packed.tensor
         self._step.unpacked(packed)
         record = packed.record
-        with self._recorder.timed("restore"), ranges.span("unpack", record.nbytes, record.key):
+        began = perf_counter()
+        with ranges.span("unpack", record.nbytes, record.key):
             located = record.session.load(packed)
+        if not located.is_original:
+            self._recorder.restored(perf_counter() - began)
         return packed.version.alias(packed.view.rebuild(located))
 
     def _skip(self, tensor: torch.Tensor, reason: str) -> KeptTensor:
@@ -155,7 +159,7 @@ class _StepHooks:
 
     def _keep(self, tensor: torch.Tensor) -> KeptTensor:
         """Leave to memory what was meant for a daemon that is lost."""
-        self._recorder.saved(tensor.nbytes)
+        self._recorder.saved(tensor.nbytes, 0.0)
         self._recorder.kept(tensor.nbytes, "daemon_lost")
         return KeptTensor.of(tensor)
 
@@ -171,7 +175,8 @@ class _StepHooks:
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:
-            with self._recorder.timed("store"), ranges.span("pack", span[1] - span[0]):
+            began = perf_counter()
+            with ranges.span("pack", span[1] - span[0]):
                 record = session.store(
                     storage,
                     span,
@@ -181,7 +186,7 @@ class _StepHooks:
                     steady=_is_result(tensor),
                     soon=self._step.needed_at_once(span[1] - span[0]),
                 )
-            self._recorder.saved(tensor.nbytes)
+            self._recorder.saved(tensor.nbytes, perf_counter() - began)
         return self._step.handle(record, view, version)
 
 

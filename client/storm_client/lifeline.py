@@ -7,6 +7,7 @@ once, because a copy left open would hide the parent's death from the daemon.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import weakref
 
@@ -22,7 +23,7 @@ class Lifeline:
     """A connected lifeline. Readable, in the sense of poll, means that the daemon is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Own `connection`, on which the descriptors have been received."""
+        """Own `connection`."""
         self._socket = connection
         self.inherited = False
         """Whether this is a copy in a forked child."""
@@ -38,26 +39,34 @@ class Lifeline:
             DaemonUnavailable: nobody answered within `timeout` seconds, or refused the token.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        lifeline = cls(connection)  # now, for a thread may fork before the daemon has answered
         try:
             connection.settimeout(timeout)
             connection.connect(path)
             connection.sendall(token)
             data, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
         except OSError as error:
-            connection.close()
+            lifeline.close()
             raise DaemonUnavailable(
                 f"the daemon's lifeline {path} failed within {timeout:g} s ({error}); "
                 "see `stormd status` and the daemon's log"
             ) from error
         if not data:
-            connection.close()
+            lifeline.close()
             raise DaemonUnavailable(f"the daemon closed the lifeline {path}; see its log")
         connection.setblocking(False)
-        return cls(connection), descriptors
+        return lifeline, descriptors
 
     def fileno(self) -> int:
         """Return the descriptor to poll, -1 when closed."""
         return self._socket.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the daemon is gone; must not be asked of a closed lifeline."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         """End the session as far as the daemon is concerned. Calling it twice is fine."""

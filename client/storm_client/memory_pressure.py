@@ -10,6 +10,7 @@ for all sessions, which it knows weakly.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from functools import cache
 from typing import Protocol
@@ -17,6 +18,8 @@ from typing import Protocol
 import torch
 
 __all__ = ["watch"]
+
+log = logging.getLogger(__name__)
 
 
 class _Owner(Protocol):
@@ -34,7 +37,12 @@ def watch(owner: _Owner) -> None:
 
 @cache
 def _observe() -> None:
-    torch._C._cuda_attach_out_of_memory_observer(_give_back)  # type: ignore[attr-defined]  # only where torch has CUDA
+    attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # only where torch has CUDA
+    try:
+        attach(_give_back)
+    except RuntimeError as error:
+        # The cudaMallocAsync backend has none. Its memory is never mapped by the daemon either.
+        log.info("nothing is given back when memory runs out: %s", error)
 
 
 def _give_back(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature

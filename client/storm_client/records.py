@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,11 +24,19 @@ from storm_client.errors import StormError
 from storm_client.versions import SavedVersion
 
 if TYPE_CHECKING:
-    from storm_client.session import Session
     from storm_client.stats import StatsRecorder
-    from storm_client.steps import Step
 
-__all__ = ["DeadRecord", "Handle", "Located", "Part", "RecordGrave", "StoredRange", "View"]
+__all__ = [
+    "Course",
+    "DeadRecord",
+    "Handle",
+    "Holder",
+    "Located",
+    "Part",
+    "RecordGrave",
+    "StoredRange",
+    "View",
+]
 
 
 class View(NamedTuple):
@@ -75,6 +83,32 @@ class Located(NamedTuple):
 
     storage: torch.UntypedStorage
     start: int
+    is_original: bool = False
+    """Whether nothing was copied: who made the bytes is as far ahead as without offload."""
+
+
+class Holder(Protocol):
+    """Who holds a record's bytes: a session."""
+
+    def load(self, handle: Handle) -> Located:
+        """Return where the bytes of a handle of it are in memory."""
+        ...
+
+
+class Course(Protocol):
+    """What is expected to be asked for after a handle: its step knows."""
+
+    def upcoming(self) -> list[StoredRange]:
+        """Return the next living records, the nearest first."""
+        ...
+
+    def unseen(self) -> list[StoredRange | None]:
+        """Return what of them has not been looked at, None for a dead one."""
+        ...
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen are here or have been requested."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +154,7 @@ class StoredRange:
 
     def __init__(
         self,
-        session: Session,
+        session: Holder,
         storage: torch.UntypedStorage,
         span: tuple[int, int],
         version: SavedVersion,
@@ -162,7 +196,13 @@ class StoredRange:
     @property
     def is_away(self) -> bool:
         """Whether its bytes are only with the daemon, and nobody is fetching them."""
-        return not self.being_restored and self.error is None and self.locate() is None
+        return (
+            self.source is None
+            and not self.being_restored
+            and self.error is None
+            and bool(self.parts)
+            and self.locate() is None
+        )
 
     def locate(self) -> Located | None:
         """Return the bytes if they are in memory: the original storage or a restored one.
@@ -173,7 +213,7 @@ class StoredRange:
         if storage is None:
             storage = _revive(self.origin)
         if storage is not None and self.is_whole(storage):
-            return Located(storage, 0)
+            return Located(storage, 0, is_original=True)
         restored = self._restored
         if restored is None and self._restored_ref is not None:
             restored = _revive(self._restored_ref)
@@ -218,7 +258,7 @@ class Handle:
     __slots__ = ("__weakref__", "number", "record", "step", "version", "view")
 
     def __init__(
-        self, record: StoredRange, view: View, version: SavedVersion, step: Step, number: int
+        self, record: StoredRange, view: View, version: SavedVersion, step: Course, number: int
     ) -> None:
         """Keep `record` alive; `number` is the handle's place in the plan of `step`."""
         self.record = record
@@ -271,8 +311,10 @@ class RecordGrave:
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """Call `wake` when the first one arrives after the grave was emptied."""
+        """Call `wake` when one has arrived that nobody comes for yet."""
         self._wake = wake
+        # Set before a wake, and taken back before what that was for is looked at.
+        self._is_told = False
         self._dead: deque[DeadRecord] = deque()
         self._watched: dict[int, DeadRecord] = {}
 
@@ -284,6 +326,7 @@ class RecordGrave:
 
     def empty(self) -> list[DeadRecord]:
         """Return those that died since the last call; call with the session's lock held."""
+        self._is_told = False
         dead = []
         while self._dead:
             reference = self._dead.popleft()
@@ -297,7 +340,8 @@ class RecordGrave:
 
     def _bury(self, reference: DeadRecord) -> None:
         self._dead.append(reference)
-        if len(self._dead) == 1:
+        if not self._is_told:  # two threads that bury at once may both find it so, never neither
+            self._is_told = True
             self._wake()
 
 

@@ -261,15 +261,13 @@ class Restorer:
 
     def _request(self, retrieval: _Retrieval, index: int, slot: Slot) -> None:
         part = retrieval.parts[index]
-        fetch = retrieval.fetches[index] = _Fetch(slot)
+        ticket = next(self._connection.numbers)
+        sequence = self._lane.publish(slot)
+        restore = Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
+        self._tickets[ticket] = retrieval.fetches[index] = _Fetch(slot)
         self._in_use += slot.nbytes
         self._slots += 1
-        ticket = next(self._connection.numbers)
-        self._tickets[ticket] = fetch
-        sequence = self._lane.publish(slot)
-        self._connection.post(
-            ticket, Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
-        )
+        self._connection.post(ticket, restore)
 
     def _drop(self, retrieval: _Retrieval, index: int) -> None:
         """Give a part's slot up, at once or as soon as the daemon no longer writes to it."""

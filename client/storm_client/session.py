@@ -7,7 +7,6 @@ its first byte leaves; when it dies its entries are released, whoever dropped it
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from storm_client.arriving import Arrivals
 from storm_client.connection import IDS_PER_RELEASE, Connection
 from storm_client.dedup import DedupTable
-from storm_client.errors import ActivationLost, DaemonLost, StormError, named
+from storm_client.errors import ActivationLost, DaemonLost, StormError, UsageError, named
 from storm_client.lanes import InPlace, Lane
 from storm_client.memory_pressure import watch
 from storm_client.records import Handle, Located, RecordGrave, StoredRange
@@ -66,7 +65,7 @@ class Session:
         self._in_place = lane.in_place
         self._window = Window(0 if self._in_place is None else self._in_place.budget_bytes)
         self._restorer = Restorer(self.connection, lane)
-        if self._in_place is not None:
+        if self._in_place is not None and self._in_place.maps_new_memory:
             self._arrivals = Arrivals(self.connection, lane, self._in_place, self._window)
         self._storer = Storer(
             self.connection,
@@ -80,6 +79,7 @@ class Session:
         self._known = DedupTable()
         self.connection.on_message = self._on_message
         self.connection.on_wake = self._flush_dead
+        self.connection.on_abandoned = self.close
         if self._in_place is not None:
             self._in_place.segments.post = self._post_about_segments
             watch(self)
@@ -130,17 +130,19 @@ class Session:
 
         Raises:
             CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
+            UsageError: they cannot be had while a CUDA graph is captured.
         """
         record = handle.record
         with self.connection.lock:
             located = self._claim(record)
+            if located is not None:
+                record.unpacked(handle)
         if located is None:
             located = self._restore(record, handle)
-        else:
+        elif not self.lane.is_capturing():
             self._look_ahead(handle)
-        self.lane.use(located.storage)
-        with self.connection.lock:
-            record.unpacked(handle)
+        if not located.is_original:
+            self.lane.use(located.storage)
         return located
 
     def settle(self, timeout: float) -> None:
@@ -169,6 +171,10 @@ class Session:
                 self.connection.request(barrier, BARRIER_SECONDS)
                 with self.connection.lock:
                     self.connection.send(0, UnmapSegment(barrier.segment))
+
+    def abandon(self) -> None:
+        """Have the session end by itself, for nobody can use it any more. Destructors call it."""
+        self.connection.abandon()
 
     def close(self) -> None:
         """End the session; what it stored is lost. Calling it twice is fine."""
@@ -217,14 +223,39 @@ class Session:
                 "storage was resized after the tensor was saved"
             )
         self._storer.check_steady(record)
+        if record.source is not None:
+            self._await_admission(record)
+            return self._claim(record)
         record.being_restored = True
         return None
 
+    def _await_admission(self, record: StoredRange) -> None:
+        """Wait until a record whose source was resized is the daemon's, or is not, for good.
+
+        A part that it has yet to refuse takes those that it has admitted with it.
+        """
+
+        def is_settled() -> bool:
+            return record.source is None or not record.parts or record.error is not None
+
+        if not self.connection.wait(is_settled, STALL_SECONDS):
+            raise ActivationLost(
+                f"the storage of record {record.key} was resized before the daemon had said that "
+                f"it takes it, and it said nothing for {STALL_SECONDS:g} s; see `stormd status`"
+            )
+
     def _restore(self, record: StoredRange, handle: Handle) -> Located:
         try:
+            if self.lane.is_capturing():
+                raise UsageError(
+                    f"the {record.nbytes} bytes of a tensor that was saved before a CUDA graph is "
+                    "captured are with the daemon, and needed in the capture: capture the forward "
+                    "pass with its backward pass, or save what the capture needs without offload"
+                )
             storage = self._fetch(record, handle)
             with self.connection.lock:
                 record.hold(storage)
+                record.unpacked(handle)
         finally:
             with self.connection.lock:
                 record.being_restored = False
@@ -246,9 +277,8 @@ class Session:
     def _look_ahead(self, handle: Handle) -> None:
         """Begin to fetch what follows."""
         with suppress(DaemonLost):
-            if self._arrivals is not None and self._arrivals.ahead(
-                lambda: self._unstaged(handle.step.upcoming())
-            ):
+            arrivals = self._arrivals
+            if arrivals is not None and arrivals.ahead(handle.step, self._restorer):
                 return
             with self.connection.lock:
                 self._restorer.fetch_ahead(lambda: self._staged_later(handle))
@@ -261,10 +291,6 @@ class Session:
         if arrivals.in_use:
             return []  # what can come in place does, and the rest is fetched when it is needed
         return [record for record in handle.step.upcoming() if record.key not in arrivals]
-
-    def _unstaged(self, records: list[StoredRange]) -> Iterator[StoredRange]:
-        """Leave out what is fetched through the staging area; with the lock held."""
-        return (record for record in records if record.key not in self._restorer)
 
     def _forget(self, key: int) -> None:
         """Give up what is under way of a record; with the lock held."""

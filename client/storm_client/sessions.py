@@ -1,13 +1,17 @@
 """The sessions of one client, one a device, opened when first needed.
 
 What stays true: a device whose session could not be had is remembered, so that its tensors stay
-where they are without a question each time.
+where they are without a question each time; and sessions that nobody can use any more end, though
+nobody has closed them.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -16,7 +20,7 @@ from storm_client.lanes import Lane
 from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
 
-__all__ = ["Sessions", "lane_for"]
+__all__ = ["Sessions", "abandon_with", "lane_for"]
 
 CPU = torch.device("cpu")
 
@@ -24,26 +28,30 @@ CPU = torch.device("cpu")
 class Sessions:
     """All sessions with the daemon at one address."""
 
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, codec_in: str = "auto") -> None:
         """Open the session of the host's memory; it also carries status requests.
+
+        `codec_in` says where tensors on a GPU are encoded, as `connect` does.
 
         Raises:
             StormError: as Connection.
         """
         self.address = address
         self._timeout = timeout
+        self._codec_in = codec_in
         self._lock = threading.Lock()  # protects what is opened and _closed
         self._closed = False
         self._sessions: dict[torch.device, Session | None] = {}
         self.control = Session(address, CpuLane(), timeout)
         self._sessions[CPU] = self.control
+        abandon_with(self, self._sessions)
 
     def check(self) -> None:
-        """Raise what keeps the sessions from being used: closed, forked, daemon lost."""
+        """Raise what keeps the sessions from being used: closed, forked, daemon lost by now."""
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
         for session in self._open_sessions():
-            session.connection.check()
+            session.connection.check_now()
 
     @property
     def lost(self) -> bool:
@@ -84,7 +92,7 @@ class Sessions:
     def _session(self, device: torch.device) -> Session | None:
         """Return a new session; None, with a warning, where tensors of `device` have to stay."""
         try:
-            return Session(self.address, lane_for(device), self._timeout)
+            return Session(self.address, lane_for(device, self._codec_in), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
             warnings.warn(f"nothing on {device} is offloaded: {error}", stacklevel=2)
             return None
@@ -93,8 +101,26 @@ class Sessions:
         return [session for session in list(self._sessions.values()) if session is not None]
 
 
-def lane_for(device: torch.device) -> Lane:
-    """Return a lane for tensors of `device`, not yet attached.
+class _Abandoned(Protocol):
+    def abandon(self) -> None: ...
+
+
+def abandon_with(owner: object, sessions: Mapping[torch.device, _Abandoned | None]) -> None:
+    """Have sessions end by themselves when `owner` dies, through which alone they are used.
+
+    Those count that are among `sessions` then.
+    """
+    weakref.finalize(owner, _abandon, sessions).atexit = False
+
+
+def _abandon(sessions: Mapping[torch.device, _Abandoned | None]) -> None:
+    for session in sessions.values():
+        if session is not None:
+            session.abandon()
+
+
+def lane_for(device: torch.device, codec_in: str = "auto") -> Lane:
+    """Return a lane for tensors of `device`, not yet attached, that codes where it is told to.
 
     Raises:
         UsageError: there is none for such a device, or it cannot be used here.
@@ -104,5 +130,5 @@ def lane_for(device: torch.device) -> Lane:
     if device.type == "cuda":
         from storm_client.lanes.cuda import CudaLane  # loads CUDA, which a cpu run never needs
 
-        return CudaLane(device)
+        return CudaLane(device, codec_in)
     raise UsageError(f"there is no lane for device {device}")

@@ -15,65 +15,56 @@ ALIGNMENT = 64
 
 
 class StagingSpace:
-    """Hands out ranges of `nbytes`. Not thread-safe: the session's lock protects it."""
+    """Hands out ranges of `nbytes`. Not thread-safe: the session's lock protects it.
+
+    What is free changes by one assignment, so whatever interrupts a method, as Ctrl-C does, loses
+    its range at the worst, and never has one handed out twice.
+    """
 
     def __init__(self, nbytes: int) -> None:
         """Start with everything free; a tail shorter than ALIGNMENT is not used."""
         self.capacity = nbytes - nbytes % ALIGNMENT
-        self.free_bytes = self.capacity
-        self._starts = [0] if self.capacity else []
-        self._sizes = [self.capacity] if self.capacity else []
+        self._free = [(0, self.capacity)] if self.capacity else []  # begins and ends
         self._used: dict[int, int] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """How much is free, in however many ranges."""
+        return sum(end - begin for begin, end in self._free)
 
     def allocate(self, nbytes: int) -> int | None:
         """Return the offset of a free range of `nbytes`, None where no free range is that long."""
         size = _aligned(nbytes)
-        for index, free in enumerate(self._sizes):
-            if free >= size:
-                return self._take(index, size)
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
+                self._used[begin] = size
+                return begin
         return None
 
     def free(self, offset: int) -> None:
         """Give the range at `offset` back; it must have been handed out."""
-        size = self._used.pop(offset)
-        self.free_bytes += size
-        index = bisect_left(self._starts, offset)
-        self._starts.insert(index, offset)
-        self._sizes.insert(index, size)
-        self._merge_with_next(index)
-        if index:
-            self._merge_with_next(index - 1)
+        begin, end = offset, offset + self._used.pop(offset)
+        first = last = bisect_left(self._free, (begin, end))
+        if first and self._free[first - 1][1] == begin:
+            first -= 1
+            begin = self._free[first][0]
+        if last < len(self._free) and self._free[last][0] == end:
+            end = self._free[last][1]
+            last += 1
+        self._free[first:last] = [(begin, end)]
 
     def assert_invariants(self) -> None:
         """Check that free and used ranges tile the area and that no two free ones touch."""
-        ranges = sorted([*zip(self._starts, self._sizes, strict=True), *self._used.items()])
-        end = 0
-        for start, size in ranges:
-            assert start == end, f"a gap or overlap at {end}: the next range starts at {start}"
-            assert size > 0, f"an empty range at {start}"
-            end += size
-        assert end == self.capacity, f"ranges end at {end}, the area at {self.capacity}"
-        assert sum(self._sizes) == self.free_bytes, "free_bytes disagrees with the free ranges"
-        ends = {start + size for start, size in zip(self._starts, self._sizes, strict=True)}
-        assert ends.isdisjoint(self._starts), "two free ranges touch"
-
-    def _take(self, index: int, size: int) -> int:
-        offset = self._starts[index]
-        if self._sizes[index] == size:
-            del self._starts[index], self._sizes[index]
-        else:
-            self._starts[index] += size
-            self._sizes[index] -= size
-        self._used[offset] = size
-        self.free_bytes -= size
-        return offset
-
-    def _merge_with_next(self, index: int) -> None:
-        if index + 1 >= len(self._starts):
-            return
-        if self._starts[index] + self._sizes[index] == self._starts[index + 1]:
-            self._sizes[index] += self._sizes[index + 1]
-            del self._starts[index + 1], self._sizes[index + 1]
+        used = [(begin, begin + size) for begin, size in self._used.items()]
+        reached = 0
+        for begin, end in sorted([*self._free, *used]):
+            assert begin == reached, f"a gap or overlap at {reached}: the next range is at {begin}"
+            assert end > begin, f"an empty range at {begin}"
+            reached = end
+        assert reached == self.capacity, f"ranges end at {reached}, the area at {self.capacity}"
+        ends = {end for _, end in self._free}
+        assert ends.isdisjoint(begin for begin, _ in self._free), "two free ranges touch"
 
 
 def _aligned(nbytes: int) -> int:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter
 from types import MappingProxyType
 
 import torch
 
-__all__ = ["OffloadStats", "StatsRecorder", "dtype_name"]
+from storm_client.dtypes import dtype_name
+
+__all__ = ["OffloadStats", "StatsRecorder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class OffloadStats:
     store_seconds: float
     """Spent by training threads on handing tensors over."""
     restore_wait_seconds: float
-    """Spent by training threads on getting tensors back."""
+    """Spent by training threads on getting back what had left their memory."""
     offloaded_by_dtype: Mapping[str, int]
     """Offloaded bytes by the dtype of the tensor that was saved first."""
     stored_by_mode: Mapping[str, int]
@@ -82,10 +82,16 @@ class StatsRecorder:
             self._bytes["saved"] += nbytes
             self._bytes["deduplicated"] += nbytes
 
-    def saved(self, nbytes: int) -> None:
-        """Count a saved tensor that makes a new record."""
+    def saved(self, nbytes: int, seconds: float) -> None:
+        """Count a saved tensor that makes a new record, and the time that it took to make."""
         with self._lock:
             self._bytes["saved"] += nbytes
+            self._seconds["store"] += seconds
+
+    def restored(self, seconds: float) -> None:
+        """Count the time that a thread spent on getting a tensor back."""
+        with self._lock:
+            self._seconds["restore"] += seconds
 
     def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
         """Count a range that the daemon has accepted."""
@@ -105,16 +111,6 @@ class StatsRecorder:
             self._bytes["kept"] += nbytes
             self._kept[reason] += 1
 
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Add the time spent inside to "store" or "restore"."""
-        begin = perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds[what] += perf_counter() - begin
-
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
         with self._lock:
@@ -132,11 +128,6 @@ class StatsRecorder:
                 offloaded_by_dtype=_frozen(self._dtypes),
                 stored_by_mode=_frozen(self._modes),
             )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _frozen(counter: Counter[str]) -> Mapping[str, int]:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from storm_client.admissions import Admission
 from storm_client.connection import IDS_PER_RELEASE, Connection
-from storm_client.errors import ActivationLost, named
-from storm_client.held import Held, HeldBack
-from storm_client.lanes import InPlace, Lane, Slot
+from storm_client.departing import PATIENCE_SECONDS, Departures, Piece
+from storm_client.dtypes import codec_name
+from storm_client.errors import named
+from storm_client.lanes import Lane, Slot
 from storm_client.records import Part, StoredRange
 from storm_client.staging import ALIGNMENT
-from storm_client.stats import StatsRecorder, dtype_name
 from storm_client.window import Window
 from stormd.protocol import Admitted, Failed, Release, Store, Stored
 
@@ -34,41 +34,15 @@ IN_PLACE_FLUSH_BYTES = 8 << 20
 """The same for tensors that are read where they lie: no cache holds them, and what a store costs
 the daemon is mostly its frame (195 us of CPU for one a frame, 70 for eight, without the device)."""
 
-STAGING_SECONDS = 2.0
-"""How long a training thread waits for room in the staging area before it keeps its tensor."""
-
-
-_MOVED = (
-    "a storage was resized while the daemon read {} bytes of it where they were; save a copy of "
-    "what is freed before the backward pass"
-)
-
-
-@dataclass(slots=True)
-class _Admission:
-    """What became of one record's parts; outlives the record, for the statistics' sake."""
-
-    record: weakref.ref[StoredRange]
-    stats: StatsRecorder
-    nbytes: int
-    dtype: torch.dtype
-    outstanding: int
-    in_place: bool = False
-    refused: bool = False
-    early: list[Stored] = field(default_factory=list)
-    """Parts that arrived before the last one was admitted: they may yet be given back."""
-
-    def is_answered(self) -> bool:
-        """Tell whether the daemon has admitted or refused it."""
-        return self.refused or not self.outstanding
-
 
 class _Storing(NamedTuple):
     """A part between Store and Stored."""
 
-    admission: _Admission
+    admission: Admission
     slot: Slot | None
-    """Of the staging area; None where the part is stored in place."""
+    """Of the staging area; None where the daemon reads the tensor's own memory."""
+    result: int | None = None
+    """Where the blob's size is, if the slot holds a blob."""
 
 
 class Storer:
@@ -94,11 +68,21 @@ class Storer:
         self._reserve = reserve
         self._keep_staged = keep
         self._part_bytes = part_bytes - part_bytes % ALIGNMENT
-        self._in_place = lane.in_place
-        self._window = window
-        self._held: HeldBack[_Admission] = HeldBack(window)
+        in_place = lane.in_place
+        self._departures: Departures | None = None
+        if in_place is not None:
+            self._departures = Departures(
+                connection,
+                lane,
+                in_place,
+                window,
+                part_bytes=self._part_bytes,
+                send=self._send,
+                reserve=reserve,
+                wait=self._wait,
+            )
         self._under_way: dict[int, _Storing] = {}
-        together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
+        together = FLUSH_BYTES if in_place is None else IN_PLACE_FLUSH_BYTES
         self._flush_bytes = min(together, self._part_bytes)
         self._unsent = 0  # bytes of stores deferred since the last flush here
         self._slow = False  # a wait for room was in vain, and no part has arrived since
@@ -117,7 +101,7 @@ class Storer:
         Raises:
             DaemonLost: the daemon is gone. The record keeps its storage.
         """
-        if steady and self._in_place is not None and self._hold(record, codec, soon=soon):
+        if steady and self._departs(record, codec, soon=soon):
             return
         storage = record.source
         assert storage is not None
@@ -136,26 +120,22 @@ class Storer:
                     self._lane.free(slot)
                     return
                 sequence = self._lane.publish(slot)
-                self._send(record, admission, slot, begin, codec, sequence=sequence)
-                self._flush_if_due()
+                part = range(begin, begin + slot.nbytes)
+                self._send(Piece(record, admission, part, slot, codec, sequence))
 
     def forget(self, key: int) -> None:
-        """Hold a record no longer: it died, or its turn to go has come (with the lock held).
-
-        What was never sent was needed before there was a reason to.
-        """
-        held = self._held.forget(key)
-        if held is not None and held.sequence is None:
-            held.admission.stats.kept(held.admission.nbytes, "needed_at_once")
+        """Hold a record's source no longer: it died (with the lock held)."""
+        if self._departures is not None:
+            self._departures.forget(key)
 
     def check_steady(self, record: StoredRange) -> None:
         """Raise if the record's source is held, where it was not found whole (locked).
 
         Raises:
-            ActivationLost: the daemon cannot have read it for sure before it was resized.
+            ActivationLost: it cannot have been read for sure before it was resized.
         """
-        if record.key in self._held:
-            raise ActivationLost(_MOVED.format(record.nbytes))
+        if self._departures is not None:
+            self._departures.check_steady(record)
 
     # --- replies, with the lock held --------------------------------------------------------
 
@@ -202,88 +182,20 @@ class Storer:
         """Tell whether the number is that of a part under way."""
         return request in self._under_way
 
-    # --- stores in place --------------------------------------------------------------------
-
-    def _hold(self, record: StoredRange, codec: str, *, soon: bool) -> bool:
-        """Have the daemon read the record's source where it is; False where it cannot."""
-        lane = self._in_place
-        assert lane is not None
-        with self._connection.lock:
-            whole = _find(lane, record)
-            if whole is None:
-                return False
-            self._window.saw(record.storage_nbytes)
-            admission = self._admission(record)
-            admission.in_place = True
-            size = record.storage_nbytes
-            held = Held(record.key, weakref.ref(record), size, codec, admission)
-            if not soon:
-                self._send_in_place(lane, record, held, whole)
-            self._held.add(held)
-            self._relieve(lane)
-        return True
-
-    def _send_in_place(
-        self, lane: InPlace, record: StoredRange, held: Held[_Admission], whole: Slot
-    ) -> None:
-        """Send all parts of a source, which lies at `whole`."""
-        numbers = lane.produced(held.admission.outstanding)
-        begins = range(0, record.nbytes, self._part_bytes)
-        for begin, sequence in zip(begins, numbers, strict=True):
-            nbytes = min(self._part_bytes, record.nbytes - begin)
-            slot = Slot(whole.segment, whole.offset + begin, nbytes)
-            self._send(record, held.admission, slot, begin, held.codec, sequence=sequence)
-        held.sequence = numbers[-1]
-        self._flush_if_due()
-
-    def _relieve(self, lane: InPlace) -> None:
-        """Let the oldest sources go while more is held than may be; with the lock held."""
-        while (held := self._held.excess()) is not None:
-            record = held.record()
-            if record is not None and held.sequence is None:
-                self._send_late(lane, record, held)
-            if held.sequence is not None and not self._wait(held.admission.is_answered):
-                return  # the daemon is slow: memory is what that costs
-            self.forget(held.key)
-            if record is None or record.source is None or held.sequence is None:
-                continue
-            if not held.admission.refused:
-                self._let_go(lane, record, record.source, held.sequence)
-
-    def _send_late(self, lane: InPlace, record: StoredRange, held: Held[_Admission]) -> None:
-        """Send what was not needed so soon after all; what cannot be read any more stays."""
-        whole = _find(lane, record)
-        if whole is not None:
-            self._send_in_place(lane, record, held, whole)
-
-    def _let_go(
-        self, lane: InPlace, record: StoredRange, source: torch.UntypedStorage, sequence: int
-    ) -> None:
-        """Give a source up, whose parts up to `sequence` have all been admitted."""
-        if not record.is_whole(source):
-            record.error = ActivationLost(_MOVED.format(record.nbytes))
-        if record.error is not None:
-            return  # what may be had is what is here
-        if not self._is_read(lane, sequence):
-            lane.overtake(sequence, source)
-        record.source = None
-
-    def _is_read(self, lane: InPlace, sequence: int) -> bool:
-        """Tell whether the daemon has read the stores up to `sequence`, waiting if that is best.
-
-        Two processes without MPS share the device by time slices, and a stream that waits wastes
-        its own: the daemon encodes faster while the host waits instead.
-        """
-        if lane.is_read(sequence) or lane.waits_on_device:
-            return lane.is_read(sequence)
-        self._connection.drain()
-        return self._connection.wait(lambda: lane.is_read(sequence), STAGING_SECONDS)
-
     # --- helpers ----------------------------------------------------------------------------
 
-    def _admission(self, record: StoredRange) -> _Admission:
+    def _departs(self, record: StoredRange, codec: str, *, soon: bool) -> bool:
+        """Have the record's source read or encoded where it is; False where it cannot be."""
+        if self._departures is None:
+            return False
+        with self._connection.lock:
+            admission = self._admission(record)
+            admission.in_place = True
+            return self._departures.add(record, codec, admission, soon=soon)
+
+    def _admission(self, record: StoredRange) -> Admission:
         parts = -(-record.nbytes // self._part_bytes)
-        return _Admission(
+        return Admission(
             weakref.ref(record), record.stats, record.nbytes, record.version.dtype, parts
         )
 
@@ -305,7 +217,7 @@ class Storer:
         if ready():
             return True
         self._connection.drain()
-        patience = 0.0 if self._slow else STAGING_SECONDS
+        patience = 0.0 if self._slow else PATIENCE_SECONDS
         self._slow = not self._connection.wait(ready, patience)
         return not self._slow
 
@@ -317,31 +229,33 @@ class Storer:
                 self._lane.free(slot)
             raise
 
-    def _send(
-        self,
-        record: StoredRange,
-        admission: _Admission,
-        slot: Slot,
-        begin: int,
-        codec: str,
-        *,
-        sequence: int,
-    ) -> None:
-        """Send one part, with the lock held from its number to its message."""
+    def _send(self, piece: Piece) -> None:
+        """Send a part, with the lock held from its number to its message."""
+        admission, part, slot, result = piece.admission, piece.part, piece.slot, piece.result
         entry = next(self._connection.numbers)
-        record.parts.append(Part(entry, begin, begin + slot.nbytes))
-        self._under_way[entry] = _Storing(admission, None if admission.in_place else slot)
-        name = dtype_name(admission.dtype)
-        message = Store(entry, slot.segment, slot.offset, slot.nbytes, name, codec, sequence)
-        self._connection.defer(entry, message)
-        self._unsent += slot.nbytes
+        store = Store(
+            entry,
+            slot.segment,
+            slot.offset,
+            len(part),
+            codec_name(admission.dtype),
+            piece.codec,
+            piece.sequence,
+            result or 0,
+        )
+        piece.record.parts.append(Part(entry, part.start, part.stop))
+        is_staged = result is not None or not admission.in_place
+        self._under_way[entry] = _Storing(admission, slot if is_staged else None, result)
+        self._connection.defer(entry, store)
+        self._unsent += len(part)
+        self._flush_if_due()
 
     def _flush_if_due(self) -> None:
         if self._unsent >= self._flush_bytes:
             self._unsent = 0
             self._connection.flush()
 
-    def _keep(self, admission: _Admission, reason: str) -> None:
+    def _keep(self, admission: Admission, reason: str) -> None:
         """Leave the bytes with the client; parts that did arrive are released."""
         if admission.refused:
             return
@@ -355,28 +269,27 @@ class Storer:
                 self._connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
             self._connection.flush()
 
-    def _finish(self, entry: int, *, stored: bool = False) -> _Admission | None:
+    def _finish(self, entry: int, *, stored: bool = False) -> Admission | None:
         """Give up the slot of a part that the daemon is done with; return what it belongs to."""
         storing = self._under_way.pop(entry, None)
         if storing is None:
             return None
         self._slow = False
         slot = storing.slot
-        if slot is not None and not (stored and self._is_kept(entry, storing.admission, slot)):
+        if slot is not None and not (stored and self._is_kept(entry, storing, slot)):
             self._lane.free(slot)
+        if storing.result is not None and self._lane.coder is not None:
+            self._lane.coder.take_back(storing.result)
+        if slot is not None and self._departures is not None:
+            self._departures.send_waiting()
         return storing.admission
 
-    def _is_kept(self, entry: int, admission: _Admission, slot: Slot) -> bool:
-        record = admission.record()
-        if record is None or admission.refused:
+    def _is_kept(self, entry: int, storing: _Storing, slot: Slot) -> bool:
+        """Tell whether the slot, which holds the bytes themselves, may stay as a copy of them."""
+        record = storing.admission.record()
+        if record is None or storing.admission.refused or storing.result is not None:
             return False
         return self._keep_staged(record, entry, slot)
-
-
-def _find(lane: InPlace, record: StoredRange) -> Slot | None:
-    """Return where the daemon can read the record's source, None where it cannot."""
-    assert record.source is not None
-    return lane.find(record.source.data_ptr() + record.start, record.nbytes)
 
 
 def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ class Wakeup:
     def __init__(self) -> None:
         """Start unsignalled."""
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""

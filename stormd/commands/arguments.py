@@ -1,15 +1,23 @@
 """Command-line values that several commands take.
 
-What stays true: a bad value ends in argparse's usage error, exit status 2, naming the value.
+What stays true: a bad value ends in a usage error, exit status 2, naming the value.
 """
 
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
 
+from stormd.errors import ConfigError
 from stormd.query import DEFAULT_TIMEOUT
 
-__all__ = ["add_daemon_arguments", "positive_float", "positive_int"]
+__all__ = ["add_daemon_arguments", "check_picture", "positive_int", "positive_seconds"]
+
+_PICTURES: Final = (".png", ".svg", ".pdf")
+
+_MOST_SECONDS: Final = 86400.0
 
 
 def positive_int(text: str) -> int:
@@ -20,15 +28,34 @@ def positive_int(text: str) -> int:
     return number
 
 
-def positive_float(text: str) -> float:
-    """Return a finite number above 0."""
+def positive_seconds(text: str) -> float:
+    """Return a number of seconds above 0, at most a day."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
-    if not 0.0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0.0 < number <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number above 0 and of at most {_MOST_SECONDS:.0f} seconds"
+        )
     return number
+
+
+def check_picture(image: str | None) -> None:
+    """Refuse a picture that could not be written, before what it shows is measured.
+
+    Raises:
+        ConfigError: matplotlib or the folder is missing, or the name says no format.
+    """
+    if image is None:
+        return
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--image needs matplotlib: pip install matplotlib")
+    path = Path(image)
+    if path.suffix not in _PICTURES:
+        raise ConfigError(f"--image {image!r} must end in one of {', '.join(_PICTURES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--image {image!r}: create the folder {str(path.parent)!r} first")
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +67,7 @@ def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=positive_float,
+        type=positive_seconds,
         default=DEFAULT_TIMEOUT,
         metavar="SECONDS",
         help="how long to wait for an answer (default: %(default)s)",

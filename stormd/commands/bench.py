@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from stormd.child_daemon import ChildDaemon, tail
-from stormd.commands.arguments import positive_int
+from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
 from stormd.commands.bench_train import add_train_arguments, measure_train, print_train
 from stormd.commands.output import EXIT_OK, write_json, write_line
@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     link = benchmarks.add_parser("link", help=text, description=text)
     link.add_argument("--tensors", type=positive_int, default=16, help="tensors a round")
     link.add_argument("--tensor-bytes", default="16MiB", metavar="SIZE", help="size of each")
-    link.add_argument("--rounds", type=positive_int, default=20, help="rounds; the best counts")
+    link.add_argument(
+        "--rounds",
+        type=positive_int,
+        default=20,
+        help="rounds; of the large tensors the best counts, of the small ones the mean",
+    )
     link.add_argument(
         "--operations", type=positive_int, default=300, help="small tensors, as in a large step"
     )
@@ -51,6 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codec.add_argument("--values", type=positive_int, default=1 << 24, help="values of a tensor")
     codec.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
     codec.add_argument("--steps", type=positive_int, default=15, help="steps before capturing")
+    codec.add_argument(
+        "--tensors", action="store_true", help="tell of each captured tensor what each mode reaches"
+    )
     codec.add_argument("--image", metavar="FILE", help="draw captured tensors' ratios (PNG, SVG)")
     text = "a training step's time and peak memory without offload, with this one, and with others'"
     train = benchmarks.add_parser("train", help=text, description=text)
@@ -87,8 +95,10 @@ def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure_codec(args: argparse.Namespace) -> dict[str, Any]:
-    image = [f"--image={args.image}"] if args.image else []
-    captured = _run_client("activations", [f"--steps={args.steps}", *image])
+    check_picture(args.image)
+    more = [f"--image={args.image}"] if args.image else []
+    more += ["--analyze"] if args.tensors else []
+    captured = _run_client("activations", [f"--steps={args.steps}", *more])
     return {"kinds": measure_codec(args.values, args.rounds), "captured": captured["families"]}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from stormd.commands.output import write_line
@@ -55,13 +56,18 @@ def print_codec(figures: list[dict[str, Any]]) -> None:
 
 
 def print_captured(families: list[dict[str, Any]]) -> None:
-    """Print what `storm_client.bench.activations` measured, one line a family of models."""
+    """Print what `storm_client.bench.activations` measured, one line a family of models, and
+    below it the analyses of the family's tensors where they were asked for.
+    """
     head = f"{'captured from a training step':34} {'bound':>8} {'fast':>8} {'dense':>8}"
     write_line(f"{head}  reached of the bound")
     for family in families:
         ratios = " ".join(f"{family[f'{kind}_ratio']:7.3f}x" for kind in ("bound", "fast", "dense"))
         shares = f"{family['fast_of_bound']:.1%}, {family['dense_of_bound']:.1%}"
         write_line(f"{family['family']:34} {ratios}  {shares}")
+        for tensor in family["tensors"]:
+            if tensor["analysis"]:
+                write_line(indent(tensor["analysis"], "  ") + "\n")
 
 
 def _kinds(values: int) -> Iterator[tuple[str, Tensor]]:
@@ -90,7 +96,7 @@ def _measure(kind: str, tensor: Tensor, speed: str, rounds: int) -> Figures:
 
     blob = ancf.encode(tensor, speed=speed)
     back = torch.empty_like(tensor)
-    if not torch.equal(ancf.decode(blob, out=back), tensor):
+    if not torch.equal(ancf.decode(blob, out=back).view(torch.uint8), tensor.view(torch.uint8)):
         raise ChildFailed(f"{kind} came back changed from {speed}: report this as a bug")
     nbytes = tensor.numel() * tensor.element_size()
     return Figures(

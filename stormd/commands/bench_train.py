@@ -14,18 +14,17 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
 
 from stormd.child_daemon import ChildDaemon, tail
-from stormd.commands.arguments import positive_int
+from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.bench_train_picture import draw
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
-from stormd.errors import ChildFailed, ConfigError
+from stormd.errors import ChildFailed
 from stormd.machine import memory_limit
 from stormd.nvml import Nvml, open_nvml
 from stormd.sizes import parse_size
@@ -46,6 +45,7 @@ METHODS: Final = (
     "trl",
     "torchtune",
     "storm",
+    "storm-in-client",
     "storm-raw",
     "storm-checkpoint",
 )
@@ -90,11 +90,10 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     """Run every method on every workload and return the figures; draw them where asked to.
 
     Raises:
-        ConfigError: a picture is asked for where matplotlib is missing.
+        ConfigError: a picture is asked for that could not be written.
         ChildFailed: the daemon or the compiler could not do its work.
     """
-    if args.image and find_spec("matplotlib") is None:
-        raise ConfigError("--image needs matplotlib: pip install matplotlib")
+    check_picture(args.image)
     device = _device(args.device)
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]

@@ -47,10 +47,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_table(findings: list[Finding]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table("check", "", "found", "what to do", box=None)
+    # Folded: a command or path that is cut short is of no use.
+    texts = (Column(title, overflow="fold") for title in ("found", "what to do"))
+    table = Table("check", "", *texts, box=None)
     for finding in findings:
         state = Text(finding.state, style=_COLOURS[finding.state])
         table.add_row(Text(finding.check), state, Text(finding.detail), Text(finding.advice))

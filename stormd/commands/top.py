@@ -7,10 +7,11 @@ the command ends with status 3 as soon as the daemon does not answer.
 from __future__ import annotations
 
 import argparse
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from stormd.commands.arguments import add_daemon_arguments, positive_float, positive_int
+from stormd.commands.arguments import add_daemon_arguments, positive_int, positive_seconds
 from stormd.commands.output import EXIT_OK, write_json
 from stormd.query import StatusQuery, find_address
 
@@ -26,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the daemon's address and how often to look."""
     add_daemon_arguments(parser)
     parser.add_argument(
-        "--interval", type=positive_float, default=1.0, metavar="SECONDS", help="time between looks"
+        "--interval",
+        type=positive_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="time between looks",
     )
     parser.add_argument("--count", type=positive_int, metavar="N", help="end after N looks")
     parser.add_argument("--json", action="store_true", help="print each look as a JSON object")
@@ -68,14 +73,25 @@ def _print_json(states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) 
     for before, now in states:
         rates = rates_between(before, now) if before else None
         write_json({**now, "rates": asdict(rates) if rates else None})
+        sys.stdout.flush()  # whoever reads this from a pipe reads each look when it was taken
 
 
 def _show(address: str, states: Iterator[tuple[dict[str, Any] | None, dict[str, Any]]]) -> None:
+    """Show one view in the place of the last; one below the other where it is no terminal."""
+    from rich.console import Console
     from rich.live import Live
 
     from stormd.commands.status_view import rates_between, status_view
 
-    with Live(auto_refresh=False, screen=False) as live:
-        for before, now in states:
-            rates = rates_between(before, now) if before else None
-            live.update(status_view(address, now, rates), refresh=True)
+    console = Console()
+    views = (
+        status_view(address, now, rates_between(before, now) if before else None)
+        for before, now in states
+    )
+    if not console.is_terminal:
+        for view in views:
+            console.print(view)
+        return
+    with Live(console=console, auto_refresh=False, screen=False) as live:
+        for view in views:
+            live.update(view, refresh=True)

@@ -15,8 +15,10 @@ from typing import Final
 
 from stormd.config import Config
 from stormd.doctor.finding import Finding
+from stormd.errors import DirectoryUnsafe
 from stormd.machine import memory_limit
 from stormd.protocol import parse_address
+from stormd.runtime_directory import check_directory
 from stormd.sizes import format_size
 
 __all__ = [
@@ -90,36 +92,46 @@ def check_shared_memory() -> Finding:
 
 
 def check_descriptors(config: Config) -> Finding:
-    """Check that the limit of open files holds all sessions."""
-    soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS_OF_DAEMON + _DESCRIPTORS_PER_SESSION * config.max_sessions
-    detail = f"limit {soft}, {wanted} wanted for {config.max_sessions} sessions"
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    """Check that the limit of open files, to which the daemon raises its own, holds all sessions.
+
+    It ends new connections while half of them are open.
+    """
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * (_DESCRIPTORS_OF_DAEMON + _DESCRIPTORS_PER_SESSION * config.max_sessions)
+    detail = f"limit {hard}, {wanted} wanted for {config.max_sessions} sessions"
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
         return Finding("file descriptors", "ok", detail)
-    advice = f"`ulimit -n {wanted}`, or LimitNOFILE={wanted} in the systemd unit"
+    advice = f"`ulimit -Hn {wanted}`, or LimitNOFILE={wanted} in the systemd unit"
     return Finding("file descriptors", "warn", detail, advice)
 
 
 def check_runtime_directory(config: Config) -> Finding:
-    """Check that the socket's directory is ours alone, or can be made."""
+    """Check that the daemon would take the socket's directory, or can make it."""
     directory = parse_address(config.address).parent
     name = "runtime directory"
-    if not directory.exists():
+    try:
+        facts = directory.stat()
+    except FileNotFoundError:
         return _check_creatable(directory)
-    facts = directory.stat()
+    except OSError as error:
+        detail = f"{directory}: {error.strerror}"
+        return Finding(name, "fail", detail, "choose a directory this user may write, --address")
     mode = stat.S_IMODE(facts.st_mode)
     detail = f"{directory}, mode 0{mode:o}, owner {facts.st_uid}"
-    if facts.st_uid not in (os.getuid(), 0):
-        return Finding(name, "fail", detail, f"chown {os.getuid()} {directory}")
-    if mode & 0o022:
-        return Finding(name, "fail", detail, f"chmod 0750 {directory}: others may write there")
+    try:
+        check_directory(directory)
+    except DirectoryUnsafe as error:
+        return Finding(name, "fail", detail, str(error))
     if not os.access(directory, os.W_OK | os.X_OK):
         return Finding(name, "fail", detail, "choose a directory this user may write, --address")
+    if mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
+        advice = f"chmod g-w {directory}: its group could put another socket in place of ours"
+        return Finding(name, "warn", detail, advice)
     return Finding(name, "ok", detail)
 
 
 def _check_creatable(directory: Path) -> Finding:
-    parent = next(place for place in directory.parents if place.exists())
+    parent = next(place for place in directory.parents if os.access(place, os.F_OK))
     if os.access(parent, os.W_OK | os.X_OK):
         return Finding("runtime directory", "ok", f"{directory} will be made")
     detail = f"{directory} is missing, and {parent} is not writable"

@@ -11,6 +11,7 @@ checked before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ __all__ = [
     "Attachment",
     "Detached",
     "Lane",
+    "Post",
     "RestoreDone",
     "RestoreFailed",
     "RestoreJob",
@@ -59,7 +61,9 @@ class Attachment:
 class StoreJob:
     """Encode `nbytes` at `offset` of `segment`; place the blob on `space`'s promise of `promised`.
 
-    `sequence` is the value of the session's `published` counter to wait for (cuda lane).
+    `sequence` is the value of the session's `published` counter to wait for (cuda lane). With a
+    `result` other than 0 the client has encoded them: the blob is there, as long as that result
+    in the timeline page says.
     """
 
     session: int
@@ -72,6 +76,7 @@ class StoreJob:
     sequence: int
     promised: int
     space: Space
+    result: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +165,10 @@ Result = (
     | SegmentRefused
     | Detached
 )
+
+
+Post = Callable[[*tuple[Result, ...]], None]
+"""Takes results, several at once where they arise together; from any thread."""
 
 
 class Lane(Protocol):

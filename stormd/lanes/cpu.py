@@ -11,7 +11,6 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +22,7 @@ from stormd.host_pool import HostPool
 from stormd.lanes import (
     Attachment,
     Detached,
+    Post,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
@@ -73,7 +73,7 @@ class CpuLane:
         self,
         *,
         pool: HostPool,
-        post: Callable[[Result], None],
+        post: Post,
         staging_bytes: int,
         part_bytes: int,
         threads: int,

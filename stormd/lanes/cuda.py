@@ -9,19 +9,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Final
 
 from storm_kernels.errors import KernelsError
 
 from stormd.errors import LaneUnavailable
+from stormd.health import Heart
 from stormd.host_pool import HostPool
-from stormd.lanes import Attachment, RestoreJob, Result, StoreJob
-from stormd.lanes.cuda_device import CudaDevice
+from stormd.lanes import Attachment, Post, RestoreJob, StoreJob
+from stormd.lanes.cuda_client import CudaClient
+from stormd.lanes.cuda_device import CudaDevice, DevicePool
 from stormd.lanes.cuda_session import CudaSession
 from stormd.protocol import Hello, MapSegment
-from stormd.protocol.timeline import PAGE_BYTES, STORED
+from stormd.protocol.timeline import PAGE_BYTES
 from stormd.shared_memory import SharedMemory
 
 __all__ = ["CudaLane"]
@@ -48,21 +49,28 @@ class CudaLane:
         ordinals: list[int],
         *,
         pool: HostPool,
-        post: Callable[[Result], None],
+        post: Post,
         staging_bytes: int,
         part_bytes: int,
     ) -> None:
         self._post = post
         self._staging_bytes = staging_bytes
         self._part_bytes = part_bytes
-        self._devices = _devices(ordinals, pool)
-        self.hearts = tuple(device.heart for device in self._devices.values())
+        self._opened = ExitStack()
+        self._devices = _devices(ordinals, pool, self._opened)
         self.links = tuple(device.link for device in self._devices.values())
         # Changed on the loop alone.
         self._sessions: dict[int, CudaSession] = {}
         self._ending: list[CudaSession] = []
 
     # --- called on the event loop -----------------------------------------------------------
+
+    @property
+    def hearts(self) -> tuple[Heart, ...]:
+        """The signs of life of the devices, and of the threads that serve sessions now."""
+        devices = (device.heart for device in self._devices.values())
+        sessions = [*self._sessions.values(), *self._ending]
+        return (*devices, *(heart for session in sessions for heart in session.hearts))
 
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""
@@ -80,9 +88,8 @@ class CudaLane:
             ) from error
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
         part = max(1, min(self._part_bytes, staging // 2))
-        self._sessions[session] = CudaSession(
-            session, device, page, part_bytes=part, post=self._post
-        )
+        client = CudaClient(session, device, page, part_bytes=part, post=self._post)
+        self._sessions[session] = CudaSession(client)
         return Attachment(
             descriptors=(page.take_descriptor(),),
             staging_bytes=staging,
@@ -96,8 +103,7 @@ class CudaLane:
 
     def skip(self, session: int, sequence: int) -> None:
         """Pass a rejected store over, once those before it are done."""
-        served = self._sessions[session]
-        served.stores.run(lambda: served.note(STORED, sequence))
+        self._sessions[session].pass_over(sequence)
 
     def restore(self, job: RestoreJob) -> None:
         """Hand a restore to its session's pipeline."""
@@ -123,21 +129,24 @@ class CudaLane:
         for ending in self._ending:
             if not ending.join(max(0.0, deadline - time.monotonic())):
                 return False
-        for device in self._devices.values():
-            device.close()
+        try:
+            self._opened.close()
+        except KernelsError as error:  # a device that is broken, on which nothing runs any more
+            log.warning("not all that was on the devices could be let go: %s", error)
         return not self._sessions
 
 
-def _devices(ordinals: list[int], pool: HostPool) -> dict[str, CudaDevice]:
-    """Open the devices, all or none; the result is by UUID."""
+def _devices(ordinals: list[int], pool: HostPool, opened: ExitStack) -> dict[str, CudaDevice]:
+    """Open the devices, all or none, to be closed by `opened`; the result is by UUID."""
     if os.environ.get(ONE_CONNECTION) == "1":
         raise LaneUnavailable(
             f"{ONE_CONNECTION}=1 would make sessions wait for each other: unset it for the daemon"
         )
     try:
-        with ExitStack() as opened:
-            devices = [opened.enter_context(closing(CudaDevice(n, pool))) for n in ordinals]
-            opened.pop_all()
+        with ExitStack() as made:
+            shared = made.enter_context(closing(DevicePool(ordinals, pool)))
+            devices = [made.enter_context(closing(CudaDevice(n, shared))) for n in ordinals]
+            opened.push(made.pop_all())
     except KernelsError as error:
         raise LaneUnavailable(f"CUDA cannot be used: {error}") from error
     return {device.uuid: device for device in devices}

@@ -2,18 +2,19 @@
 
 What stays true: the pool is registered before the first session and until after the last; each
 direction of the link has one stream, so that both are busy at once and neither waits for the
-other; copies to the host never wait for a client, so one thread can wait for all of them.
+other; on these two nothing waits for a client.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
+import logging
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from queue import SimpleQueue
+from typing import Final
 
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
+from storm_kernels.ancf.prepared import PreparedCodec
 from storm_kernels.cuda_driver import (
     DeviceBuffer,
     Event,
@@ -30,13 +31,51 @@ from stormd.arena import Block
 from stormd.health import Heart
 from stormd.host_pool import HostPool
 from stormd.lanes import blob_bound
-from stormd.lanes.cuda_codec import DeviceCodec
 from stormd.link_meter import LinkMeter
 
-__all__ = ["CudaDevice", "Scratch"]
+__all__ = ["PARTS_TOGETHER", "RESULT_WORDS", "CudaDevice", "DevicePool", "Scratch", "rooms_for"]
 
-RESULT_BYTES = 64
-"""Mapped host memory in which the codec leaves a blob's size, its status and its mode."""
+log = logging.getLogger(__name__)
+
+PARTS_TOGETHER: Final = 8
+"""Small parts that may share a scratch."""
+
+RESULT_WORDS: Final = 8
+"""Words of mapped host memory for each: the codec leaves a blob's size, status and mode there."""
+
+ROOM_ALIGN: Final = 256
+"""Bytes, of blobs in a scratch."""
+
+
+class DevicePool:
+    """The host's pool, registered for all devices of these ordinals. Needs `close`.
+
+    The driver takes a range once, for all contexts there are. So theirs are made before, and kept.
+
+    Raises:
+        BackendUnavailable, CudaDriverError: there is no such device, or it cannot reach the pool.
+    """
+
+    def __init__(self, ordinals: list[int], pool: HostPool) -> None:
+        self.address = pool.address
+        with ExitStack() as made:
+            contexts = [made.enter_context(closing(PrimaryContext(n))) for n in ordinals]
+            self._context = contexts[0]
+            self._context.make_current()
+            self._registered = made.enter_context(
+                closing(RegisteredHost(pool.address, pool.nbytes))
+            )
+            self._made = made.pop_all()
+
+    def pieces(self, block: Block) -> Iterator[tuple[int, int]]:
+        """Yield a block's ranges as (address, bytes), each of which one copy can cover."""
+        for offset, nbytes in block.pieces():
+            yield from self._registered.pieces(offset, nbytes)
+
+    def close(self) -> None:
+        """Unregister the pool, which must still be mapped; no device uses it any more."""
+        self._context.make_current()
+        self._made.close()
 
 
 class CudaDevice:
@@ -46,51 +85,31 @@ class CudaDevice:
         BackendUnavailable, CudaDriverError: the device cannot be used; nothing of it is left.
     """
 
-    def __init__(self, ordinal: int, pool: HostPool) -> None:
-        self._host_pool = pool
+    def __init__(self, ordinal: int, pool: DevicePool) -> None:
+        self._pool = pool
         with ExitStack() as made:
             self.context = made.enter_context(closing(PrimaryContext(ordinal)))
             self.context.make_current()
-            self._pool = made.enter_context(closing(RegisteredHost(pool.address, pool.nbytes)))
-            self.codec = made.enter_context(closing(DeviceCodec(ordinal)))
+            self.codec = made.enter_context(closing(PreparedCodec(ordinal)))
             self.down = made.enter_context(closing(Stream()))
             self.up = made.enter_context(closing(Stream()))
             self._made = made.pop_all()
         self.uuid = self.context.uuid
+        self.is_shared_by_mps = self.context.shared_by_mps()
         self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
-        self._copies: SimpleQueue[tuple[Event, Callable[[str], None]] | None] = SimpleQueue()
-        self.heart = Heart(f"stormd-cuda-{ordinal}-down")
-        self._waiter = threading.Thread(
-            target=self._wait_for_copies, name=self.heart.name, daemon=True
-        )
-        self._waiter.start()
+        self.heart = Heart(f"cuda:{ordinal}")
 
-    def download(self, scratch: Scratch, block: Block) -> None:
-        """Put the copy of the scratch's blob to its block on the stream `down`."""
-        source = scratch.blob.address
-        scratch.copy_began.record(self.down.handle)
-        for offset, nbytes in block.pieces():
-            for target, size in self._pool.pieces(offset, nbytes):
-                copy_async(target, source, size, self.down.handle)
-                source += size
-        scratch.copied.record(self.down.handle)
+    def copy_down(self, source: int, block: Block) -> None:
+        """Put the copy of the blob at `source` to its block on the stream `down`."""
+        for target, size in self._pool.pieces(block):
+            copy_async(target, source, size, self.down.handle)
+            source += size
 
-    def upload(self, block: Block, scratch: Scratch) -> None:
-        """Put the copy of a block's blob to the scratch on the stream `up`."""
-        destination = scratch.blob.address
-        scratch.copy_began.record(self.up.handle)
-        for offset, nbytes in block.pieces():
-            for source, size in self._pool.pieces(offset, nbytes):
-                copy_async(destination, source, size, self.up.handle)
-                destination += size
-        scratch.copied.record(self.up.handle)
-
-    def when_copied(self, scratch: Scratch, action: Callable[[str], None]) -> None:
-        """Call `action`, in another thread, once the scratch's download is complete.
-
-        It gets an empty text, or what went wrong with the copy, and must not raise.
-        """
-        self._copies.put((scratch.copied, action))
+    def copy_up(self, block: Block, destination: int) -> None:
+        """Put the copy of a block's blob to `destination` on the stream `up`."""
+        for source, size in self._pool.pieces(block):
+            copy_async(destination, source, size, self.up.handle)
+            destination += size
 
     def kind(self, block: Block) -> BlobKind:
         """Return what the blob's header, whose start no extent cuts in two, says it is.
@@ -98,67 +117,75 @@ class CudaDevice:
         Raises:
             CorruptBlob: it names no element type.
         """
-        header = self._host_pool.address + block.extents[0].offset
+        header = self._pool.address + block.extents[0].offset
         return blob_kind(ctypes.string_at(header, KIND_BYTES))
 
+    def settle(self, stream: Stream) -> None:
+        """Wait until the stream is done; on a device that is broken nothing runs any more.
+
+        It stays so for this process, which says by its heart that it has to be started again.
+        """
+        try:
+            stream.synchronize()
+        except CudaDriverError as error:
+            log.error("the device is broken: %s", error)  # noqa: TRY400 - its job's error is logged
+            self.heart.ended(str(error))
+
     def close(self) -> None:
-        """Let the device go; its sessions are gone. The pool must still be mapped."""
-        self._copies.put(None)
-        self._waiter.join()
+        """Let the device go; its sessions are gone."""
         self.context.make_current()
         self._made.close()
 
-    def _wait_for_copies(self) -> None:
-        try:
-            self._take_copies()
-        except BaseException as error:
-            self.heart.ended(f"{type(error).__name__}: {error}")
-            raise
-
-    def _take_copies(self) -> None:
-        self.context.make_current()
-        while (item := self._copies.get()) is not None:
-            copied, action = item
-            with self.heart:
-                action(_problem(copied))
-
-
-def _problem(copied: Event) -> str:
-    """Wait for a copy; return what went wrong with it, empty where nothing did."""
-    try:
-        copied.synchronize()
-    except CudaDriverError as error:
-        return str(error)
-    return ""
-
 
 class Scratch:
-    """What one part of up to `part_bytes` needs on its way: device memory, results, events.
+    """What a part of up to `part_bytes`, or several that are no larger, needs on its way.
+
+    That is device memory, results of PARTS_TOGETHER parts, and events. `placed` is where the blobs
+    go that are being copied to the pool, `unbegun` what kept parts, by place in their load, from
+    being encoded; the coding of the last `timed_parts` is timed.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
     """
 
     def __init__(self, device: CudaDevice, part_bytes: int) -> None:
-        self.blob = DeviceBuffer(blob_bound(part_bytes))
-        try:
-            self.work = DeviceBuffer(device.codec.scratch_bytes(part_bytes))
-        except CudaDriverError:
-            self.blob.close()
-            raise
-        self.result = MappedHost(RESULT_BYTES)
+        spare = PARTS_TOGETHER * (blob_bound(0) + ROOM_ALIGN)
+        with ExitStack() as made:
+            self.blob = made.enter_context(closing(DeviceBuffer(part_bytes + spare)))
+            work_bytes = device.codec.scratch_bytes(part_bytes)
+            self.work = made.enter_context(closing(DeviceBuffer(work_bytes)))
+            result_bytes = 8 * RESULT_WORDS * PARTS_TOGETHER
+            self.result = made.enter_context(closing(MappedHost(result_bytes)))
+            # Nobody sleeps until they are passed: see Pipeline.
+            self.code_began, self.coded, self.copy_began, self.copied = (
+                made.enter_context(closing(Event(timed=True, awaited=False))) for _ in range(4)
+            )
+            self._made = made.pop_all()
         self.words = self.result.words()
-        self.code_began, self.coded = Event(timed=True, awaited=False), Event(timed=True)
-        self.copy_began, self.copied = Event(timed=True, awaited=False), Event(timed=True)
+        self.placed: list[Block] = []
+        self.unbegun: dict[int, Exception] = {}
+        self.timed_parts = 1
 
-    def seconds(self) -> tuple[float, float]:
-        """Return how long the device coded, and copied, the part; both have been passed."""
-        coding = elapsed_seconds(self.code_began, self.coded)
-        return coding, elapsed_seconds(self.copy_began, self.copied)
+    def coding_seconds(self) -> float:
+        """Return how long the device coded; that is over."""
+        return elapsed_seconds(self.code_began, self.coded)
+
+    def copying_seconds(self) -> float:
+        """Return how long the device copied; that is over."""
+        return elapsed_seconds(self.copy_began, self.copied)
 
     def close(self) -> None:
         """Free all of it; no stream uses it any more."""
-        for owned in (self.blob, self.work, self.result):
-            owned.close()
-        for event in (self.code_began, self.coded, self.copy_began, self.copied):
-            event.close()
+        self._made.close()
+
+
+def rooms_for(sizes: list[int]) -> list[int]:
+    """Return where in a scratch the blobs of parts of these sizes are, as bytes from its start.
+
+    There is room for PARTS_TOGETHER parts that are no larger together than one may be.
+    """
+    rooms, end = [], 0
+    for nbytes in sizes:
+        rooms.append(end)
+        end += -(-blob_bound(nbytes) // ROOM_ALIGN) * ROOM_ALIGN
+    return rooms

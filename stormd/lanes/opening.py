@@ -6,14 +6,13 @@ What stays true: a device that was named is served or is an error; "auto" takes 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from storm_kernels.errors import BackendUnavailable
 
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
 from stormd.host_pool import HostPool
-from stormd.lanes import Lane, Result
+from stormd.lanes import Lane, Post
 from stormd.lanes.cpu import CpuLane
 
 __all__ = ["open_lanes"]
@@ -21,7 +20,7 @@ __all__ = ["open_lanes"]
 log = logging.getLogger(__name__)
 
 
-def open_lanes(config: Config, pool: HostPool, post: Callable[[Result], None]) -> dict[str, Lane]:
+def open_lanes(config: Config, pool: HostPool, post: Post) -> dict[str, Lane]:
     """Return the lanes by device. May take seconds; not for the event loop.
 
     Raises:
@@ -32,15 +31,17 @@ def open_lanes(config: Config, pool: HostPool, post: Callable[[Result], None]) -
     return {"cpu": cpu} if cuda is None else {"cpu": cpu, "cuda": cuda}
 
 
-def _open_cuda(config: Config, pool: HostPool, post: Callable[[Result], None]) -> Lane | None:
+def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
     """Return the lane of all visible devices; None where there are none and "auto" was asked."""
     try:
         # Not at the top: without CUDA, and on a cpu daemon, its libraries stay unloaded.
+        from storm_kernels.ancf.cuda_modules import load_cupy
         from storm_kernels.cuda_driver import device_uuids
 
         from stormd.lanes.cuda import CudaLane
 
         ordinals = list(range(len(device_uuids())))
+        load_cupy()  # which has the codec compiled
     except (BackendUnavailable, ImportError) as error:
         if config.device == "cuda":
             raise LaneUnavailable(f"there is no cuda lane here: {error}") from error
@@ -55,7 +56,7 @@ def _open_cuda(config: Config, pool: HostPool, post: Callable[[Result], None]) -
     )
 
 
-def _open_cpu(config: Config, pool: HostPool, post: Callable[[Result], None]) -> CpuLane:
+def _open_cpu(config: Config, pool: HostPool, post: Post) -> CpuLane:
     return CpuLane(
         pool=pool,
         post=post,

@@ -1,59 +1,108 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-What stays true: every job that was put in is either finished or refused, exactly once, in its
-order; no more jobs are under way than there is scratch for; and the thread waits for a device
-only inside `finish`, so that jobs which are waiting are begun before any wait.
+What stays true: every job that was put in is answered exactly once, those that the device does in
+their order; no more is under way than there is scratch for; and jobs that wait are begun before
+the thread sleeps.
+
+Small jobs that wait together share a scratch, and with it what is put on the device for a load of
+any size: waits for counters, events. The thread does not wait inside the driver, which costs a
+processor 30 us each time, its interrupt included: it looks whether the device has got further
+whenever it has something to do, and otherwise several times a millisecond.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Final, Generic, Protocol, TypeVar
+
+from stormd.health import Heart
 
 __all__ = ["Pipeline", "Stages"]
 
 log = logging.getLogger(__name__)
 
+LOOK_SECONDS: Final = 0.0001
+"""Until the device is looked at again; twice as long each time that nothing has happened."""
+
+LONGEST_LOOK_SECONDS: Final = 0.0004
+"""A look costs 6 us of a processor, a hundredth and a half of it while a client lets us wait; what
+the link is to do next waits so long at the most."""
+
+IDLE_LOOKS: Final = 2500
+"""So many in vain, a second of them, and the client is not about to go on: it evaluates, or waits
+in a debugger. Then looks are rarer."""
+
+IDLE_LOOK_SECONDS: Final = 0.01
+
 Job = TypeVar("Job")
 Scratch = TypeVar("Scratch")
-Job_contra = TypeVar("Job_contra", contravariant=True)
 Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
 
-class Stages(Protocol[Job_contra, Scratch_contra]):
-    """What is done with a job. `begin` and `finish` may raise; then `fail` follows."""
+class Stages(Protocol[Job, Scratch_contra]):
+    """What is done with a load of jobs. The first four may raise; then `settle` and `fail` follow.
 
-    def begin(self, job: Job_contra, scratch: Scratch_contra) -> None:
-        """Put the job's work on the device, without waiting for it."""
+    Where a load of several cannot be begun, each of its jobs is tried alone before it fails.
+    """
 
-    def finish(self, job: Job_contra, scratch: Scratch_contra) -> bool:
-        """Wait for the work and answer the job; False to keep the scratch for later `give_back`."""
+    def fits(self, load: list[Job], job: Job) -> bool:
+        """Tell whether the job may be done together with those of `load`, which is not empty."""
 
-    def fail(self, job: Job_contra, error: Exception) -> None:
-        """Answer a job that came to nothing. The device must not use its scratch any more."""
+    def begin(self, load: list[Job], scratch: Scratch_contra) -> None:
+        """Put the load's work on the device, without waiting for it."""
 
-    def refuse(self, job: Job_contra) -> None:
+    def passed(self, load: list[Job], scratch: Scratch_contra) -> bool:
+        """Tell whether the device has done what was put on it last."""
+
+    def go_on(self, load: list[Job], scratch: Scratch_contra) -> bool:
+        """Answer the jobs, True, or put what follows on the device, False; `passed` said yes.
+
+        What then stays in the load is what is left to be answered.
+        """
+
+    def settle(self) -> None:
+        """Wait until the device uses no scratch, not that of a load begun in part either."""
+
+    def fail(self, load: list[Job], scratch: Scratch_contra, error: Exception) -> None:
+        """Answer jobs that came to nothing."""
+
+    def refuse(self, job: Job) -> None:
         """Answer a job that was never begun."""
 
 
 class Pipeline(Generic[Job, Scratch]):
-    """One thread that runs jobs through `stages`, at most as many at once as `scratch` has items.
+    """One thread that runs jobs through `stages`, at most as many loads as `scratch` has items.
 
-    Besides jobs it takes calls (`run`), made between jobs when none is under way.
+    Once all scratch is in use, loads are begun again when `together` items of it are free, so that
+    many: a device that is lent by turns then takes one turn for all of them.
+
+    Besides jobs it takes calls (`run`), made between jobs when none is under way. `heart` says
+    that loads which have gone on go further: the first stage may wait for somebody, no later one.
     """
 
-    def __init__(self, name: str, stages: Stages[Job, Scratch]) -> None:
+    def __init__(self, name: str, stages: Stages[Job, Scratch], *, together: int = 1) -> None:
+        self.heart = Heart(name)
         self._stages = stages
+        self._together = together
         self._items: SimpleQueue[Job | Callable[[], None] | None] = SimpleQueue()
-        self._free: SimpleQueue[Scratch] = SimpleQueue()
-        self._under_way: deque[tuple[Job, Scratch]] = deque()
-        self._scratch_items = 0
         self._skip = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        # The thread's own. Loads are in the order in which the device does them.
+        self._pending: deque[Job | Callable[[], None] | None] = deque()
+        self._free: list[Scratch] = []
+        self._begun: deque[tuple[list[Job], Scratch]] = deque()
+        self._continued: deque[tuple[list[Job], Scratch]] = deque()
+        self._scratch_items = 0
+        self._taken = 0  # of the free ones, those that the loads begun next may have
+        self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
+        self._pause = LOOK_SECONDS
+        self._in_vain = 0  # looks since there was anything to do
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     # --- from any thread --------------------------------------------------------------------
@@ -65,10 +114,6 @@ class Pipeline(Generic[Job, Scratch]):
     def run(self, action: Callable[[], None]) -> None:
         """Queue a call, made once all jobs before it are finished. It must not raise."""
         self._items.put(action)
-
-    def give_back(self, scratch: Scratch) -> None:
-        """Return scratch that `finish` had kept."""
-        self._free.put(scratch)
 
     def end(self) -> None:
         """Refuse the jobs that wait, finish those under way, make the calls, then end."""
@@ -84,17 +129,18 @@ class Pipeline(Generic[Job, Scratch]):
 
     def provide(self, scratch: Iterable[Scratch]) -> None:
         """Add scratch. A job that comes before there is any is refused."""
-        for item in scratch:
-            self._scratch_items += 1
-            self._free.put(item)
-
-    def withdraw(self) -> list[Scratch]:
-        """Take all scratch out, waiting for what is still kept by others."""
-        items = [self._free.get() for _ in range(self._scratch_items)]
-        self._scratch_items = 0
-        return items
+        before = len(self._free)
+        self._free.extend(scratch)
+        self._scratch_items += len(self._free) - before
 
     # --- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.heart.ended(f"{type(error).__name__}: {error}")
+            raise
 
     def _work(self) -> None:
         while (item := self._next()) is not None:
@@ -104,37 +150,123 @@ class Pipeline(Generic[Job, Scratch]):
             elif self._skip.is_set() or not self._scratch_items:
                 self._stages.refuse(item)
             else:
-                self._begin(item)
+                self._begin(self._load(item))
         self._finish_all()
 
     def _next(self) -> Job | Callable[[], None] | None:
-        """Return the next item, having finished jobs while there is none or no scratch for it."""
-        while self._under_way and (self._items.empty() or self._free.empty()):
-            self._finish_oldest()
-        return self._items.get()
+        """Return the next item, having gone on with what is under way while there is none.
 
-    def _begin(self, job: Job) -> None:
-        scratch = self._free.get()
-        try:
-            self._stages.begin(job, scratch)
-        except Exception as error:
-            log.exception("a job could not be begun")
-            self._stages.fail(job, error)
-            self._free.put(scratch)
+        Where scratch has been provided, there is some for it.
+        """
+        while True:
+            has_moved = self._look()
+            self._take_items()
+            if self._pending and self._has_scratch():
+                return self._pending.popleft()
+            if not has_moved:
+                self._wait()
+
+    def _has_scratch(self) -> bool:
+        return self._taken > 0 or len(self._free) >= self._batch()
+
+    def _batch(self) -> int:
+        return min(self._together, self._scratch_items)
+
+    def _take_items(self) -> None:
+        while not self._items.empty():
+            self._pending.append(self._items.get())
+
+    def _wait(self) -> None:
+        """Sleep until there is reason to look again, or something to do."""
+        if self._pending:
+            time.sleep(self._pause)
+        elif self._begun or self._continued:
+            with suppress(Empty):
+                self._pending.append(self._items.get(timeout=self._pause))
         else:
-            self._under_way.append((job, scratch))
+            self._pending.append(self._items.get())
+        self._look_later()
 
-    def _finish_oldest(self) -> None:
-        job, scratch = self._under_way.popleft()
+    def _look_later(self) -> None:
+        """Pause longer before the next look."""
+        self._in_vain += 1
+        longest = LONGEST_LOOK_SECONDS if self._in_vain < IDLE_LOOKS else IDLE_LOOK_SECONDS
+        self._pause = min(2 * self._pause, longest)
+
+    def _look_soon(self) -> None:
+        self._in_vain, self._pause = 0, LOOK_SECONDS
+
+    def _load(self, first: Job) -> list[Job]:
+        """Return `first` with those that wait behind it and may be done together with it."""
+        load = [first]
+        if self._alone:
+            self._alone -= 1
+            return load
+        while self._pending:
+            following = self._pending[0]
+            if following is None or callable(following) or not self._stages.fits(load, following):
+                break
+            load.append(following)
+            self._pending.popleft()
+        return load
+
+    def _begin(self, load: list[Job]) -> None:
+        self._taken = (self._taken or self._batch()) - 1
+        scratch = self._free.pop()
+        self._look_soon()
         try:
-            is_free = self._stages.finish(job, scratch)
+            self._stages.begin(load, scratch)
         except Exception as error:
-            log.exception("a job could not be finished")
-            self._stages.fail(job, error)
-            is_free = True
-        if is_free:
-            self._free.put(scratch)
+            log.exception("a load of %d jobs could not be begun", len(load))
+            self._stages.settle()
+            self._free.append(scratch)
+            if len(load) == 1:
+                self._stages.fail(load, scratch, error)
+            else:
+                self._pending.extendleft(reversed(load))
+                self._alone = len(load)
+        else:
+            self._begun.append((load, scratch))
+
+    def _look(self) -> bool:
+        """Go on with all that the device has done; tell whether there was any."""
+        # The later stage first, because its scratch is free then.
+        has_moved = self._look_at(self._continued)
+        has_moved = self._look_at(self._begun) or has_moved
+        if not self._continued:
+            self.heart.rest()
+        elif has_moved or self.heart.is_resting:
+            self.heart.work()
+        return has_moved
+
+    def _look_at(self, stage: deque[tuple[list[Job], Scratch]]) -> bool:
+        has_moved = False
+        while stage and self._go_on(*stage[0]):
+            stage.popleft()
+            has_moved = True
+        if has_moved:
+            self._look_soon()
+        return has_moved
+
+    def _go_on(self, load: list[Job], scratch: Scratch) -> bool:
+        """Go on with a load if the device is ready; tell whether it is in another state now."""
+        try:
+            if not self._stages.passed(load, scratch):
+                return False
+            is_over = self._stages.go_on(load, scratch)
+        except Exception as error:
+            log.exception("a load of %d jobs could not be finished", len(load))
+            self._stages.settle()
+            self._stages.fail(load, scratch, error)
+            is_over = True
+        if is_over:
+            self._free.append(scratch)
+        else:
+            self._continued.append((load, scratch))
+        return True
 
     def _finish_all(self) -> None:
-        while self._under_way:
-            self._finish_oldest()
+        while self._begun or self._continued:
+            if not self._look():
+                time.sleep(self._pause)
+                self._look_later()

@@ -15,6 +15,7 @@ from storm_kernels import ancf
 
 from stormd.arena import Block
 from stormd.host_pool import HostPool
+from stormd.huge_pages import advise_huge_pages
 from stormd.lanes import StoreJob, blob_bound
 
 __all__ = ["Scratch", "Transfer"]
@@ -28,7 +29,7 @@ class Scratch:
 
     def __init__(self, nbytes: int) -> None:
         self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        advise_huge_pages(self._mapping)
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def close(self) -> None:

@@ -38,6 +38,8 @@ def parse_address(address: str) -> Path:
     path = Path(rest)
     if not path.is_absolute() or path.name in ("", ".."):
         raise ProtocolError(f"address {address!r} needs an absolute path: ipc:///PATH")
+    if not rest.isprintable():
+        raise ProtocolError(f"address {address!r} has characters that cannot be printed")
     if len(str(path).encode()) > _MAX_PATH:
         raise ProtocolError(
             f"address {address!r} has {len(str(path).encode())} bytes of path; "

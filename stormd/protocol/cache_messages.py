@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from stormd.protocol.checks import (
+    check_dtype,
     check_flag,
     check_id,
     check_ids,
@@ -87,7 +88,7 @@ class CachePut(Message):
     def __post_init__(self) -> None:
         """Check types and ranges."""
         check_name("CachePut.name", self.name)
-        check_text("CachePut.dtype", self.dtype)
+        check_dtype("CachePut.dtype", self.dtype)
         check_shape("CachePut.shape", self.shape)
         check_id("CachePut.nbytes", self.nbytes)
         check_size("CachePut.part_bytes", self.part_bytes)
@@ -193,7 +194,7 @@ class CacheTensor(Message):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        check_text("CacheTensor.dtype", self.dtype)
+        check_dtype("CacheTensor.dtype", self.dtype)
         check_shape("CacheTensor.shape", self.shape)
         check_id("CacheTensor.nbytes", self.nbytes)
         check_size("CacheTensor.part_bytes", self.part_bytes)

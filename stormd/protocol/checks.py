@@ -10,6 +10,7 @@ from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import (
     MAX_BATCH,
     MAX_DIMENSIONS,
+    MAX_DTYPE,
     MAX_ENTRY_BYTES,
     MAX_HANDLE_BYTES,
     MAX_ID,
@@ -19,6 +20,7 @@ from stormd.protocol.limits import (
 
 __all__ = [
     "check_blob",
+    "check_dtype",
     "check_flag",
     "check_id",
     "check_ids",
@@ -68,10 +70,10 @@ def check_span(name: str, value: object) -> None:
         raise ProtocolError(f"{name} is {_shown(value)}, not a number of seconds, 0 or more")
 
 
-def check_text(name: str, value: object) -> None:
-    """Check a text."""
-    if type(value) is not str or len(value) > MAX_TEXT:
-        raise ProtocolError(f"{name} is {_shown(value)}, not text of at most {MAX_TEXT} characters")
+def check_text(name: str, value: object, limit: int = MAX_TEXT) -> None:
+    """Check a text of at most `limit` characters."""
+    if type(value) is not str or len(value) > limit:
+        raise ProtocolError(f"{name} is {_shown(value)}, not text of at most {limit} characters")
 
 
 def check_texts(name: str, value: object) -> None:
@@ -114,6 +116,11 @@ def check_shape(name: str, value: object) -> None:
         )
     for item in value:
         check_id(name, item)
+
+
+def check_dtype(name: str, value: object) -> None:
+    """Check the name of a cached tensor's element type."""
+    check_text(name, value, MAX_DTYPE)
 
 
 def check_name(name: str, value: object) -> None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-import stormd.protocol.cache_messages  # noqa: F401 - so that its messages are known by number
+from stormd.protocol.cache_messages import CacheGet, CacheList, CachePut
 from stormd.protocol.errors import ProtocolError
-from stormd.protocol.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import Hello, Message, message_types
+from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
+from stormd.protocol.messages import Hello, Message, StatusRequest, message_types
 
 __all__ = ["Envelope", "decode", "encode", "hello_version"]
 
@@ -29,6 +29,7 @@ class Envelope(NamedTuple):
 
 
 _TYPES = message_types()
+_COSTLY = (StatusRequest, CachePut, CacheGet, CacheList)
 
 
 def encode(batch: Iterable[Envelope]) -> bytes:
@@ -57,7 +58,10 @@ def decode(frame: bytes) -> list[Envelope]:
     batch = _unpack(frame)
     if type(batch) is not list or not 0 < len(batch) <= MAX_BATCH:
         raise ProtocolError(f"a frame must be a list of 1 to {MAX_BATCH} messages")
-    return [_envelope(item) for item in batch]
+    envelopes = [_envelope(item) for item in batch]
+    if len(envelopes) > MAX_COSTLY:
+        _check_costs(envelopes)
+    return envelopes
 
 
 def hello_version(frame: bytes) -> int | None:
@@ -78,6 +82,15 @@ def _unpack(frame: bytes) -> Any:
         return msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ProtocolError(f"a frame that is not msgpack: {error}") from error
+
+
+def _check_costs(batch: list[Envelope]) -> None:
+    costly = sum(isinstance(message, _COSTLY) for _, message in batch)
+    if costly > MAX_COSTLY:
+        raise ProtocolError(
+            f"a frame with {costly} requests for a state, a put, a get or a list of names; the "
+            f"limit is {MAX_COSTLY}: send the others in frames of their own"
+        )
 
 
 def _envelope(item: Any) -> Envelope:

@@ -7,7 +7,9 @@ operator may change live in the daemon's config and reach the client in Welcome.
 __all__ = [
     "FIRST_LEASED",
     "MAX_BATCH",
+    "MAX_COSTLY",
     "MAX_DIMENSIONS",
+    "MAX_DTYPE",
     "MAX_ENTRY_BYTES",
     "MAX_FRAME_BYTES",
     "MAX_HANDLE_BYTES",
@@ -18,13 +20,17 @@ __all__ = [
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one is dropped by the socket itself."""
 
 MAX_BATCH = 4096
 """Messages in one frame."""
+
+MAX_COSTLY = 8
+"""Messages in one frame that may take the daemon milliseconds each: a state, a put, a get, a list
+of names. All others wait until a frame has been answered."""
 
 MAX_ID = (1 << 63) - 1
 """Ids, offsets, sizes and sequence numbers lie in 0 .. MAX_ID."""
@@ -43,6 +49,10 @@ TOKEN_BYTES = 16
 
 MAX_NAME = 256
 """Characters of a name in the shared cache."""
+
+MAX_DTYPE = 64
+"""Characters of the name of a cached tensor's element type. Hundreds of answers that carry one
+leave in one frame."""
 
 MAX_DIMENSIONS = 64
 """Dimensions of a tensor in the shared cache; what PyTorch allows."""

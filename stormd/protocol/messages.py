@@ -146,7 +146,10 @@ class MapSegment(Message):
 
 @dataclass(frozen=True, slots=True)
 class UnmapSegment(Message):
-    """Takes a segment back. No answer; the daemon unmaps it once nothing under way uses it."""
+    """Takes a segment back. No answer; the daemon unmaps it once nothing under way uses it.
+
+    A restore into it that waits for its entry's store fails.
+    """
 
     OP: ClassVar[int] = 3
     segment: int
@@ -164,6 +167,10 @@ class Store(Message):
     name of storm_kernels' dtypes ("bfloat16", "uint8", ...), a hint for the codec. `sequence` is
     the value of the session's `published` timeline that says the bytes are there (cuda lane; 0
     on the cpu lane, where they are there when the message is sent).
+
+    `result` is 0 where the daemon is to encode. Else the client has done so (cuda lane): a blob
+    of the `nbytes` begins at `offset`, with room for the largest there may be, and the timeline
+    page's result of that number says how long it is. Both stay until Stored, or Failed.
     """
 
     OP: ClassVar[int] = 4
@@ -174,6 +181,7 @@ class Store(Message):
     dtype: str
     codec: str
     sequence: int
+    result: int = 0
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
@@ -184,6 +192,7 @@ class Store(Message):
         check_text("Store.dtype", self.dtype)
         check_one_of("Store.codec", self.codec, CODECS)
         check_id("Store.sequence", self.sequence)
+        check_id("Store.result", self.result)
 
 
 @dataclass(frozen=True, slots=True)

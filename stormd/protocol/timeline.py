@@ -1,16 +1,29 @@
-"""The timeline page: one shared host page of 64-bit counters per session.
+"""The timeline page: one shared host page per session, of 64-bit counters and encoders' results.
 
 What stays true: a counter never decreases, and each has one writer. Both processes map the page
 and register it with CUDA, so that streams write and wait on the counters and both CPUs can read
 them. A side that finds its peer dead stores POISON into the counters that its own streams wait
 on: every wait (GEQ) is released at once, and the value is not one that work could have reached.
+
+Where the client encodes, its encoder leaves a result in the page before `published` says so.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Final, NamedTuple
 
-__all__ = ["PAGE_BYTES", "POISON", "PUBLISHED", "RESTORED", "STORED", "Timelines"]
+__all__ = [
+    "PAGE_BYTES",
+    "POISON",
+    "PUBLISHED",
+    "RESTORED",
+    "RESULTS",
+    "STORED",
+    "EncoderResult",
+    "Timelines",
+    "result_offset",
+]
 
 PAGE_BYTES = 4096
 
@@ -25,6 +38,26 @@ RESTORED = 128
 
 POISON = 1 << 62
 """Far above any real value; below 2^63, so signed and unsigned comparisons agree."""
+
+
+RESULTS: Final = 64
+"""How many encoders' results the page holds; they are numbered from 1."""
+
+_FIRST_RESULT: Final = 2048
+_RESULT_BYTES: Final = 32
+
+
+class EncoderResult(NamedTuple):
+    """What an encoder leaves, as its client wrote it: nothing in it has been checked."""
+
+    nbytes: int
+    status: int
+    mode: int
+
+
+def result_offset(number: int) -> int:
+    """Return where in the page the result of that number is: three words, in order."""
+    return _FIRST_RESULT + (number - 1) * _RESULT_BYTES
 
 
 class Timelines:
@@ -46,6 +79,11 @@ class Timelines:
         # Not max(): writing the old value back could undo what a device wrote meanwhile.
         if value > self._words[counter // 8]:  # noqa: PLR1730
             self._words[counter // 8] = value
+
+    def result(self, number: int) -> EncoderResult:
+        """Return the encoder's result of that number, 1 to RESULTS."""
+        first = result_offset(number) // 8
+        return EncoderResult(*self._words[first : first + 3])
 
     def poison(self, *counters: int) -> None:
         """Release every stream that waits on one of these counters, now and from now on."""

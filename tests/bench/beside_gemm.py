@@ -93,13 +93,16 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *saved: Tensor) -> Tensor:
         ctx.save_for_backward(*saved)
-        return x.clone()
+        return x.view_as(x)
 
 
 def store(device: str, address: str, codec: str) -> None:
-    """Store without end between the lines "go" and "stop"; answer each when it is so."""
+    """Store without end between the lines "go" and "stop"; answer each when it is so.
+
+    The tensors are results, as activations are, and the process itself hardly uses the device.
+    """
     count = TENSOR_BYTES[device] // 2
-    tensors = [torch.randn(count, device=device).bfloat16() for _ in range(TENSORS)]
+    tensors = [_result(torch.randn(count, device=device).bfloat16()) for _ in range(TENSORS)]
     leaf = torch.zeros(1, device=device, requires_grad=True)
     with storm.connect(address, embedded="never", timeout=30.0) as client:
         offload = client.offload(torch.nn.Identity(), min_bytes=MIB, codec=codec)
@@ -120,10 +123,15 @@ def store(device: str, address: str, codec: str) -> None:
 
 def _store_all(offload: storm.Offload, leaf: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Save every tensor; return what keeps them saved."""
+    with torch.no_grad():  # changed, so that none is found to be stored already
+        torch._foreach_add_([tensor[:1] for tensor in tensors], 1)
     with offload:
-        for tensor in tensors:
-            tensor[:1].add_(1)  # changed, so that none is found to be stored already
         return [_Save.apply(leaf, tensor) for tensor in tensors]
+
+
+def _result(tensor: Tensor) -> Tensor:
+    """Return what an operation has made of a tensor."""
+    return tensor.requires_grad_() * 1
 
 
 def _take_orders(going: threading.Event, ended: threading.Event) -> None:

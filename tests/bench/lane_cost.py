@@ -4,10 +4,10 @@
 
 A chain of operations saves a tensor each, in a process of its own beside a daemon. Between two of
 them the host launches other, tiny, kernels for a while, as a training script does, so that the
-daemon keeps up: what is measured is the work, not the waiting for a link that is too slow for it.
-The staging area, which also bounds what the client holds back, is a quarter of a step, so that
-most tensors come from the daemon. What stays true: hooks are timed where autograd calls them, and
-the daemon's time is what the kernel charged to it.
+daemon keeps up. How much the client holds back decides what is measured: in the held cases all
+tensors stay until they are used, so nothing is restored; in the others nearly all of them come
+from the daemon. What stays true: hooks are timed where autograd calls them, what they wait for
+the daemon is counted apart from their work, and the daemon's time is what the kernel charged to it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ from typing import Any, NamedTuple
 import psutil
 import storm_client as storm
 import torch
-from storm_client import hooks
+from storm_client import hooks, window
+from storm_client.connection import Connection
 from storm_kernels.ancf import DType
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -38,20 +40,28 @@ WARM_UPS = 3
 
 
 class Case(NamedTuple):
-    """Tensors of a step, all of `nbytes`; `work` in seconds of the host after each, both ways."""
+    """Tensors of a step, all of `nbytes`; `work` in seconds of the host after each, both ways.
 
+    The client holds back `held` bytes, or three tensors where that is more.
+    """
+
+    name: str
     nbytes: int
     codec: str
     tensors: int
     steps: int
     work: float
+    held: int
 
 
 CASES = (
-    Case(MIB, "ancf", 64, 30, 4e-4),
-    Case(MIB, "raw", 64, 30, 4e-4),
-    Case(32 * MIB, "ancf", 16, 12, 2e-3),
-    Case(32 * MIB, "raw", 16, 12, 2e-3),
+    Case("small, held", MIB, "ancf", 64, 30, 4e-4, 1 << 30),
+    Case("small", MIB, "ancf", 128, 20, 4e-4, 16 * MIB),
+    Case("small, at once", MIB, "ancf", 128, 20, 0.0, 16 * MIB),
+    Case("small, raw", MIB, "raw", 128, 20, 4e-4, 16 * MIB),
+    Case("large, held", 32 * MIB, "ancf", 16, 12, 2e-3, 1 << 30),
+    Case("large", 32 * MIB, "ancf", 24, 12, 4e-3, 0),
+    Case("large, raw", 32 * MIB, "raw", 24, 12, 4e-3, 0),
 )
 
 
@@ -82,20 +92,43 @@ class TimedHooks(saved_tensors_hooks):
     """The hooks of an Offload with a clock around them."""
 
     seconds: dict[str, list[float]]
+    """Of each call: `pack` and `unpack` without, `pack_wait` and `unpack_wait` the waiting."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__(self._timed("pack", pack), self._timed("unpack", unpack))
 
     def _timed(self, name: str, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        seconds = self.seconds[name]
+        working, waiting = self.seconds[name], self.seconds[f"{name}_wait"]
 
         def timed(argument: Any) -> Any:
-            began = time.perf_counter()
+            waited, began = Waits.seconds, time.perf_counter()
             result = hook(argument)
-            seconds.append(time.perf_counter() - began)
+            seconds, waited = time.perf_counter() - began, Waits.seconds - waited
+            working.append(seconds - waited)
+            waiting.append(waited)
             return result
 
         return timed
+
+
+class Waits:
+    """Counts what hooks wait for the daemon: they run in one thread at a time, and only they do."""
+
+    seconds = 0.0
+
+
+def timed_wait(connection: Connection, ready: Callable[[], bool], timeout: float) -> bool:
+    """Stand in for Connection.wait, and count what it takes where it has to wait."""
+    if ready():
+        return True
+    began = time.perf_counter()
+    try:
+        return untimed_wait(connection, ready, timeout)
+    finally:
+        Waits.seconds += time.perf_counter() - began
+
+
+untimed_wait = Connection.wait
 
 
 class Meter:
@@ -109,30 +142,43 @@ class Meter:
     def _read(self) -> dict[str, float]:
         flows = self._status()["throughput"]
         theirs, ours = self._process.cpu_times(), resource.getrusage(resource.RUSAGE_SELF)
-        threads = {f"thread {one.id}": one.user_time + one.system_time for one in self._threads()}
-        return threads | {
-            "daemon": theirs.user + theirs.system,
+        return thread_seconds(self._process.pid) | {
+            "user": theirs.user,
+            "system": theirs.system,
             "client": ours.ru_utime + ours.ru_stime,
             "store": flows["store"]["operations"],
             "restore": flows["restore"]["operations"],
         }
 
-    def _threads(self) -> list[Any]:
-        return self._process.threads()
-
     def since(self) -> dict[str, Any]:
         """Return the operations since the start, and the time of each process for one of them."""
-        now = self._read()
-        spent = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
-        operations = max(1.0, spent["store"] + spent["restore"])
-        by_thread = sorted(spent[name] for name in spent if name.startswith("thread"))[::-1]
-        return {
-            "stores": int(spent["store"]),
-            "restores": int(spent["restore"]),
-            "daemon_us": round(1e6 * spent["daemon"] / operations, 1),
-            "daemon_threads_us": [round(1e6 * one / operations, 1) for one in by_thread if one][:8],
-            "client_us": round(1e6 * spent["client"] / operations, 1),
+        spent = {name: now - self._before.get(name, 0.0) for name, now in self._read().items()}
+        stores, restores = int(spent.pop("store")), int(spent.pop("restore"))
+        each = {
+            name: round(1e6 * one / max(1, stores + restores), 1) for name, one in spent.items()
         }
+        client, user, system = (each.pop(name) for name in ("client", "user", "system"))
+        by_thread = sorted(each.items(), key=lambda item: -item[1])
+        return {
+            "stores": stores,
+            "restores": restores,
+            "daemon_us": {"all": round(user + system, 1), "user": user, "system": system},
+            "daemon_threads_us": {name: one for name, one in by_thread if one},
+            "client_us": client,
+        }
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Return the processor seconds of a process's threads, by name; those of one name together."""
+    found: Counter[str] = Counter()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            name = (thread / "comm").read_text().strip()
+            spent = int((thread / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:  # it has ended meanwhile
+            continue
+        found["thread loop" if thread.name == str(pid) else f"thread {name}"] += spent
+    return found
 
 
 def step(x: Tensor, case: Case, offload: hooks.Offload) -> None:
@@ -147,14 +193,16 @@ def measure(case: Case, daemon: ChildDaemon, device: torch.device) -> dict[str, 
     """Return the figures of one case."""
     torch.manual_seed(0)
     x = torch.randn(case.nbytes // 2, dtype=torch.bfloat16, device=device).requires_grad_()
+    window.START_BYTES = case.held
     with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(None, min_bytes=64 << 10, codec=case.codec)
-        TimedHooks.seconds = {"pack": [], "unpack": []}
+        TimedHooks.seconds = {name: [] for name in ("pack", "pack_wait", "unpack", "unpack_wait")}
         for _ in range(WARM_UPS):
             step(x, case, offload)
-        before, meter = offload.stats(), Meter(daemon)
+        offload.stats()  # waits for what is under way
         for seconds in TimedHooks.seconds.values():
             seconds.clear()
+        meter = Meter(daemon)
         for _ in range(case.steps):
             step(x, case, offload)
         after = offload.stats()
@@ -165,13 +213,7 @@ def measure(case: Case, daemon: ChildDaemon, device: torch.device) -> dict[str, 
         **figures,
         "kept": dict(after.kept),
         "ratio": round(after.ratio, 3),
-        "restore_wait_us": _us_each(after.restore_wait_seconds - before.restore_wait_seconds, case),
-        "store_us": _us_each(after.store_seconds - before.store_seconds, case),
     }
-
-
-def _us_each(seconds: float, case: Case) -> float:
-    return round(1e6 * seconds / (case.steps * case.tensors), 1)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -186,11 +228,16 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def compile_codec() -> float:
-    """Have the kernels in the cache on disk, and return how many seconds that took."""
+    """Have all that a daemon compiles in the cache on disk; return how many seconds that took.
+
+    Otherwise that goes on beside the work that is measured, and is counted in its time.
+    """
     from storm_kernels.ancf.cuda import CudaCodec
 
-    began = time.perf_counter()
-    CudaCodec().prepare(DType.BFLOAT16)
+    began, codec = time.perf_counter(), CudaCodec()
+    for modes in (("raw",), ("window",), ("auto",)):
+        for _ in codec.prepare_each(DType, modes=modes):
+            pass
     return time.perf_counter() - began
 
 
@@ -198,13 +245,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--pool", default="4GiB", help="the daemon's pool")
+    names = [case.name for case in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="some cases")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     hooks.saved_tensors_hooks = TimedHooks
+    Connection.wait = timed_wait
     found: dict[str, Any] = {"machine": machine(device), "cases": []}
     if device.type == "cuda":
         found["compile_seconds"] = round(compile_codec(), 2)
     for case in CASES:
+        if case.name not in options.only:
+            continue
         staging = case.nbytes * case.tensors // 4
         flags = ["--device", device.type, "--pool-bytes", options.pool]
         flags += [f"--staging-bytes-{device.type}", str(staging)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client import memory_pressure, sessions
+from storm_client import memory_pressure, sessions, storing
 from support.daemon_process import DaemonProcess, start_daemon
 from support.devices import DEVICES
 from support.in_place_lane import InPlaceCpuLane
@@ -73,12 +73,23 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[InPlaceCpuLane]:
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the daemon time: others may use its device, and the test is of what comes back."""
+    monkeypatch.setattr(storing, "PATIENCE_SECONDS", DEADLINE_SECONDS)
+
+
+@pytest.fixture
+def lane_kind() -> type[InPlaceCpuLane]:
+    return InPlaceCpuLane
+
+
+@pytest.fixture
+def lanes(monkeypatch: pytest.MonkeyPatch, lane_kind: type[InPlaceCpuLane]) -> list[InPlaceCpuLane]:
     """The lanes, which work in place, of the sessions that the test opens."""
     opened: list[InPlaceCpuLane] = []
 
     def lane() -> InPlaceCpuLane:
-        opened.append(InPlaceCpuLane())
+        opened.append(lane_kind())
         return opened[-1]
 
     monkeypatch.setattr(sessions, "CpuLane", lane)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
+from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
@@ -50,30 +51,14 @@ def way(client: storm.Client, lanes: list[InPlaceCpuLane]) -> FakeInPlace:
     return found
 
 
-def chain(x: Tensor, length: int = 8) -> Tensor:
-    h = x * 1
-    for _ in range(length):
-        h = (h.cos() * 1.5).tanh()
-    return h.sum()
-
-
-def leaf() -> Tensor:
-    return torch.randn(MIB // 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-def gradient(loss: Tensor, x: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(loss, x)
-    return found
-
-
 def test_what_comes_back_is_written_where_it_is_used(
     client: storm.Client, way: FakeInPlace
 ) -> None:
     x = leaf()
-    expected = gradient(chain(x), x)
+    expected = gradient(chain(x, 8), x)
     offload = client.offload(min_bytes=1)
     with offload:
-        loss = chain(x)
+        loss = chain(x, 8)
     assert torch.equal(gradient(loss, x), expected)
     assert way.came_back == way.found - 2  # the newest were held
     del loss
@@ -131,6 +116,55 @@ def test_as_much_comes_early_as_there_is_memory(
     del loss
 
 
+def test_what_is_fetched_ahead_travels_together(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = client._supply.sessions.control
+    session._window._ceiling, session._window.limit = 32 * MIB, MIB
+    way.spare = 12 * MIB
+    numbers: list[int] = []
+    real = way.produced
+
+    def produced(count: int) -> range:
+        numbers.append(count)
+        return real(count)
+
+    x = leaf()
+    expected = gradient(chain(x, 4), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 4)
+    offload.stats()
+    monkeypatch.setattr(way, "produced", produced)
+    assert torch.equal(gradient(loss, x), expected)
+    assert numbers
+    assert len(numbers) < way.came_back
+    del loss
+
+
+def test_where_nothing_is_away_no_room_is_measured(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(way, "headroom", lambda: measured.append(1) or 0)
+    session = client._supply.sessions.control
+    session._window._ceiling = session._window.limit = 64 * MIB
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 8)
+    gradient(loss, x)
+    assert not measured
+    assert offload.stats().restore_wait_seconds == 0
+    session._window.limit = MIB
+    with offload:
+        loss = chain(x, 8)
+    gradient(loss, x)
+    assert measured
+    assert offload.stats().restore_wait_seconds > 0
+    del loss
+
+
 def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     session = client._supply.sessions.control
@@ -153,7 +187,7 @@ def test_a_damaged_blob_is_an_error(
     offload = client.offload(min_bytes=1)
     x = leaf()
     with offload:
-        loss = chain(x)
+        loss = chain(x, 8)
     offload.stats()
     pool = daemon.server._pool
     ctypes.memset(pool.address + 300, 0x55, 8 * MIB)

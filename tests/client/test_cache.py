@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -250,6 +251,41 @@ def test_only_plain_tensors_are_put(client: storm.Client, value: torch.Tensor, n
     with pytest.raises(storm.UsageError, match=named):
         client.cache.put("a", value)
     assert not client.cache.contains("a")
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that has no memory: what it means is in an attribute."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return Wrapper(func(*(arg.inner if isinstance(arg, Wrapper) else arg for arg in args)))
+
+
+def test_a_subclass_may_have_no_bytes(client: storm.Client) -> None:
+    with pytest.raises(storm.UsageError, match=r"got a Wrapper, .* plain"):
+        client.cache.put("a", Wrapper(torch.ones(64)))
+    client.cache.put("a", torch.nn.Parameter(torch.ones(64)))
+    assert torch.equal(client.cache.get("a"), torch.ones(64))
+
+
+def test_tensors_that_are_several(client: storm.Client) -> None:
+    with pytest.raises(storm.UsageError, match=r"torch\.func"):
+        torch.vmap(lambda row: client.cache.put("a", row))(torch.ones(2, 64))
+    with pytest.raises(storm.UsageError, match="nested"):
+        client.cache.put("a", nested(torch.ones(2), torch.ones(3)))
+
+
+def nested(*tensors: torch.Tensor) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+        return torch.nested.nested_tensor(list(tensors), layout=torch.strided)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")

@@ -65,7 +65,7 @@ def data(nbytes: int) -> torch.Tensor:
 
 
 def put(session: CacheSession, name: str, tensor: torch.Tensor) -> None:
-    session.put(name, "uint8", list(tensor.shape), 0.0, tensor)
+    session.put(name, torch.uint8, list(tensor.shape), 0.0, tensor)
 
 
 def fetch(session: CacheSession, name: str) -> torch.Tensor:
@@ -185,3 +185,21 @@ def test_a_daemon_without_a_cache_leaves_nothing_open(
     daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=0")
     with pytest.raises(UsageError, match="keeps no cache"):
         CacheSession(daemon.address, CpuLane(), 10.0)
+
+
+def test_a_get_without_memory_for_it_returns_what_it_was_lent(
+    session: CacheSession, lane: CpuLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has room for one: it could not be replaced, were it lent still."""
+    tensor = data(9 * PART)
+    put(session, "a", tensor)
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        raise MemoryError(nbytes)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lane, "allocate", allocate)
+        with pytest.raises(MemoryError):
+            fetch(session, "a")
+    put(session, "b", tensor)
+    assert torch.equal(fetch(session, "b"), tensor)

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gc
 import os
+import threading
 
 import pytest
 import storm_client as storm
 import torch
 from support.daemon_process import DaemonProcess
+from support.waiting import wait_until
 
 import stormd
 
@@ -49,6 +52,30 @@ def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
             use()
     with pytest.raises(storm.DaemonLost, match="closed"):
         loss.backward()
+
+
+def test_what_nobody_can_use_any_more_ends_by_itself(client: storm.Client) -> None:
+    """A script that connects again and again without closing does not use up the sessions."""
+    before = {thread for thread in threading.enumerate() if thread.name == "storm-io"}
+    dropped = storm.connect(client.address)
+    dropped.cache.contains("a")
+    offload = dropped.offload(min_bytes=1)
+    assert len(client.status().sessions) == 3
+    del dropped
+    gc.collect()
+    wait_until(lambda: len(client.status().sessions) == 2)  # that of the cache has ended
+    x = torch.ones(64, 64, requires_grad=True)
+    with offload:
+        loss = x.exp().sum()
+    del offload
+    gc.collect()
+    loss.backward()
+    assert torch.equal(x.grad, x.detach().exp())
+    del loss
+    gc.collect()
+    wait_until(lambda: len(client.status().sessions) == 1)
+    assert client.status().entries == 0
+    wait_until(lambda: before == {t for t in threading.enumerate() if t.name == "storm-io"})
 
 
 def test_a_client_of_several_modules(client: storm.Client) -> None:

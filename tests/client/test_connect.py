@@ -82,6 +82,19 @@ def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.Mo
         assert client.address == daemon.address
 
 
+def words_of(script: str, **environ: str) -> list[str]:
+    """Return what a Python process of its own prints that runs the script."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.split()
+
+
 def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
     script = """
         import os, threading, torch, storm_client as storm
@@ -94,14 +107,34 @@ def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
         loss.backward()
         print(one.stats().offloaded_bytes, sum(t.name == "storm-io" for t in threading.enumerate()))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, "STORMD_ADDRESS": daemon.address},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == [str(64 * 64 * 4), "1"]
+    printed = words_of(script, STORMD_ADDRESS=daemon.address)
+    assert printed == [str(64 * 64 * 4), "1"]
+
+
+def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProcess) -> None:
+    script = """
+        import os, signal, sys, threading, torch, storm_client as storm
+        connect = sys.modules["storm_client.connect"]
+        held, forked = threading.Event(), threading.Event()
+
+        def hold():
+            with connect._SHARED._lock:
+                held.set()
+                forked.wait(30)
+
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends a child that hangs
+        else:
+            forked.set()
+            print(os.waitpid(child, 0)[1], flush=True)
+        with storm.offload(min_bytes=1) as offload:
+            torch.ones(64, 64, requires_grad=True).exp().sum().backward()
+        print(offload.stats().saved_bytes > 0)
+    """
+    assert words_of(script, STORMD_ADDRESS=daemon.address) == ["True", "0", "True"]
 
 
 def test_importing_loads_no_gpu_library() -> None:
@@ -110,7 +143,4 @@ def test_importing_loads_no_gpu_library() -> None:
         print([name for name in ("cupy", "cuda") if name in sys.modules])
         print(torch.cuda.is_initialized())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == ["[]", "False"]
+    assert words_of(script) == ["[]", "False"]

@@ -2,16 +2,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client import connection as connection_module
 from storm_client.connection import Connection
 from storm_client.lanes import LaneHello
 from support.daemon_process import DaemonProcess
 
-from stormd.protocol import Ping, Pong, Release, Status, StatusRequest
+from stormd.protocol import Envelope, Message, Ping, Pong, Release, Status, StatusRequest
 
 
 def test_a_forked_child_is_told_to_connect_itself(
@@ -22,29 +29,66 @@ def test_a_forked_child_is_told_to_connect_itself(
     with offload:
         loss = x.exp().sum()
     offload.stats()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(writer, json.dumps(errors_in_child(client, offload)).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        kinds = json.loads(pipe.read())
-    os.waitpid(child, 0)
-    assert kinds == ["UsageError", "UsageError"]
+    kinds = errors_in_child(client.status, offload.__enter__, client.close)
+    assert kinds == ["UsageError", "UsageError", ""]
     loss.backward()  # the child's end harmed nobody
     assert torch.equal(x.grad, x.detach().exp())
 
 
-def errors_in_child(client: storm.Client, offload: storm.Offload) -> list[str]:
-    kinds = []
-    for use in (client.status, offload.__enter__):
-        try:
-            use()
-        except storm.StormError as error:
-            kinds.append(type(error).__name__)
-    client.close()
-    return kinds
+def test_a_child_that_was_forked_while_a_thread_held_the_lock(
+    daemon: DaemonProcess, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(64, 64, requires_grad=True)
+    with offload:
+        loss = x.exp().sum()
+    offload.stats()
+    lock = client._supply.sessions.control.connection.lock
+    for use in (client.status, offload.__enter__, loss.backward):
+        with held_by_a_thread(lock):
+            assert errors_in_child(use) == ["UsageError"]
+    loss.backward()
+
+
+@contextmanager
+def held_by_a_thread(lock: threading.RLock) -> Iterator[None]:
+    """Have another thread hold the lock for a while."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    yield
+    over.set()
+    thread.join(30)
+
+
+def errors_in_child(*uses: Callable[[], object]) -> list[str]:
+    """Return the kind of error that each call raises in a forked child, "" for none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that hangs
+        os.write(writer, json.dumps([error_of(use) for use in uses]).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        kinds = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(kinds)
+
+
+def error_of(use: Callable[[], object]) -> str:
+    try:
+        use()
+    except Exception as error:  # noqa: BLE001 - its kind is the answer
+        return type(error).__name__
+    return ""
 
 
 @pytest.fixture
@@ -90,6 +134,58 @@ def test_a_deferred_message_leaves_by_itself(connection: Connection) -> None:
     assert seen.wait(30)
 
 
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_an_interrupt_loses_no_message(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Ctrl-C comes while a message is on its way out or in."""
+    real = getattr(connection_module, name)
+    interrupts: list[str] = []
+
+    def interrupted(value: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not interrupts:
+            interrupts.append(name)
+            raise KeyboardInterrupt
+        return real(value)
+
+    answers: list[Message] = []
+    connection.on_message = lambda request, message: answers.append(message)
+    monkeypatch.setattr(connection_module, name, interrupted)
+    with connection.lock:
+        connection.post(next(connection.numbers), StatusRequest())
+        with pytest.raises(KeyboardInterrupt):
+            exchange(connection)
+        connection.wait(lambda: bool(answers), 30)
+    assert len(answers) == 1
+
+
+def exchange(connection: Connection) -> None:
+    """Send, and wait for an answer with the lock held: so it is this thread which handles it."""
+    connection.flush()
+    connection._socket.poll(30000)
+    connection.drain()
+
+
+def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
+    connection: Connection,
+) -> None:
+    handled: list[int] = []
+
+    def handle(request: int, message: Message) -> None:
+        handled.append(request)
+        if len(handled) == 1:
+            raise KeyboardInterrupt
+
+    connection.on_message = handle
+    with connection.lock:
+        numbers = [next(connection.numbers) for _ in range(3)]
+        connection._inbox.extend(Envelope(number, Ping()) for number in numbers)
+        with pytest.raises(KeyboardInterrupt):
+            connection.drain()
+        connection.drain()
+    assert handled == numbers
+
+
 def test_a_wait_ends_at_its_deadline(connection: Connection) -> None:
     with connection.lock:
         assert not connection.wait(lambda: False, 0.02)
@@ -114,6 +210,75 @@ def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> No
     connection.close()
     thread.join(30)
     assert errors == ["the connection was closed"]
+
+
+def test_closing_where_the_lock_is_held(connection: Connection) -> None:
+    """As a destructor does that runs wherever the garbage collector does."""
+
+    def close() -> None:
+        with connection.lock:
+            connection.close()
+
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_closing_in_the_listening_thread(connection: Connection) -> None:
+    closed = threading.Event()
+
+    def close(request: int, message: Message) -> None:
+        connection.close()
+        closed.set()
+
+    connection.on_message = close
+    connection.on_wake = connection.flush
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert closed.wait(30)
+    assert connection.lifeline.fileno() == -1
+
+
+def test_closing_in_several_threads(daemon: DaemonProcess) -> None:
+    for _ in range(20):
+        connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
+        for descriptor in connection.descriptors:
+            os.close(descriptor)
+        connection.start()
+        threads = [threading.Thread(target=connection.close) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+LEFT_OPEN = """
+import sys
+import storm_client as storm
+import torch
+
+class Trainer:
+    def __init__(self):
+        self.client = storm.connect(sys.argv[1])
+        self.itself = self
+
+    def __del__(self):
+        self.client.close()
+        print("closed")
+
+trainer = Trainer()
+x = torch.ones(64, 64, requires_grad=True)
+with trainer.client.offload(min_bytes=1):
+    loss = x.exp().sum()
+"""
+
+
+def test_a_client_that_is_open_when_python_ends(daemon: DaemonProcess) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN, daemon.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("closed\n", "")
 
 
 def test_closing_twice_is_fine(connection: Connection) -> None:

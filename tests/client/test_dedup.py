@@ -67,3 +67,12 @@ def test_an_address_in_the_table_is_not_used_again() -> None:
     del tensor
     storages = [torch.ones(64).untyped_storage() for _ in range(100)]
     assert address not in [storage._cdata for storage in storages]
+
+
+def test_a_record_whose_making_was_interrupted_may_be_unknown() -> None:
+    table, grave = make()
+    tensor = torch.ones(64)
+    known = add(table, grave, tensor, (0, 64))
+    table.remove(grave.watch(record_of(tensor)))
+    table.remove(grave.watch(record_of(torch.ones(64))))
+    assert table.find(tensor.untyped_storage(), (0, 64), 0) is known

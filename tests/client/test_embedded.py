@@ -52,6 +52,17 @@ def test_an_embedded_daemon_ends_with_a_killed_client() -> None:
     assert not list(socket.parent.glob(f"{socket.stem}*"))
 
 
+def test_a_scripts_limit_of_streams_is_not_its_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it the daemon would not start where there is a GPU."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with storm.connect(embedded="always", pool_bytes=16 << 20) as client:
+        pid = client.status().details["pid"]
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert b"CUDA_VISIBLE_DEVICES=" in environment
+    assert b"CUDA_DEVICE_MAX_CONNECTIONS=1" not in environment
+
+
 def test_a_pool_that_this_machine_cannot_give() -> None:
     with pytest.raises(storm.DaemonUnavailable, match=r"pool_bytes|pool|memory"):
         storm.connect(embedded="always", pool_bytes=1 << 50)

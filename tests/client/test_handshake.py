@@ -26,6 +26,17 @@ def test_a_socket_that_nobody_accepts_on(tmp_path: Path) -> None:
         storm.connect(f"ipc://{path}", embedded="never")
 
 
+def test_a_socket_that_may_not_be_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(_path: Path, **_options: bool) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    with pytest.raises(storm.DaemonUnavailable, match=r"cannot look for .*: Permission denied"):
+        storm.connect(f"ipc://{tmp_path}/s", embedded="never")
+
+
 def test_somebody_who_does_not_answer(tmp_path: Path) -> None:
     path = tmp_path / "silent"
     with socket.socket(socket.AF_UNIX) as silent:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+from typing import NoReturn
 
 import pytest
 import storm_client as storm
@@ -41,6 +44,26 @@ def test_a_forked_child_does_not_hide_its_parents_death(
     finally:
         os.killpg(parent.pid, 9)
         parent.stdout.close()
+
+
+def test_a_fork_before_the_daemon_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a thread connects again while another one starts the workers of a data loader."""
+    codes: list[int] = []
+
+    def forking(connection: socket.socket, *_: int) -> NoReturn:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if connection.fileno() == -1 else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        raise TimeoutError("it says nothing")
+
+    monkeypatch.setattr(socket, "recv_fds", forking)
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{directory}/lifeline")
+        listener.listen()
+        with pytest.raises(storm.DaemonUnavailable, match="says nothing"):
+            Lifeline.attach(f"{directory}/lifeline", b"t" * 16, 1.0)
+    assert codes == [0]
 
 
 def test_nobody_listens() -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import sys
+import threading
+
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.prefetch import KNOWN_STEPS, OrderHistory, StepPlan
+from storm_client.prefetch import KNOWN_STEPS, LOOK_AGAIN, OrderHistory, StepPlan
 
 
 def packed(history: OrderHistory, *sizes: int) -> StepPlan:
@@ -101,6 +104,52 @@ def test_a_second_pass_over_a_retained_graph_starts_again() -> None:
     assert list(plan.upcoming()) == [1, 0]
 
 
+def test_each_is_looked_at_once() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3, 4, 5)
+    plan.unpacked(4)
+    assert plan.unseen(3) == [3, 2, 1]
+    plan.saw(2)
+    assert plan.unseen(3) == [1]
+    plan.unpacked(3)
+    assert plan.unseen(3) == [1, 0]
+    plan.saw(2)
+    plan.unpacked(2)
+    assert plan.unseen(3) == []
+
+
+def test_what_was_skipped_is_not_in_sight() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3, 4, 5)
+    plan.unpacked(4)
+    plan.unpacked(1)
+    assert plan.unseen(3) == [0]
+
+
+def test_after_a_while_all_is_looked_at_again() -> None:
+    count = 2 * LOOK_AGAIN + 2
+    plan = packed(OrderHistory(), *[1] * count)
+    looked = 0
+    for number in reversed(range(1, count)):
+        plan.unpacked(number)
+        unseen = plan.unseen(count)
+        assert number - 1 in unseen or not unseen
+        looked += len(unseen)
+        plan.saw(len(unseen))
+    assert looked == sum(range(1, count, LOOK_AGAIN))
+
+
+def test_going_back_looks_again() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3)
+    for number in (2, 1):
+        plan.unpacked(number)
+        plan.saw(len(plan.unseen(9)))
+    plan.unpacked(2)
+    assert plan.unseen(9) == [1, 0]
+    plan.saw(2)
+    plan.packed(4)
+    plan.unpacked(3)
+    assert sorted(plan.unseen(9))[:2] == [0, 1]
+
+
 def test_only_the_latest_kinds_are_remembered() -> None:
     history = OrderHistory()
     for size in range(KNOWN_STEPS + 1):
@@ -130,3 +179,27 @@ def test_only_what_was_packed_is_ever_expected(events: list[tuple[bool, int]]) -
                 assert len(set(upcoming)) == len(upcoming)
                 assert all(0 <= other < count for other in upcoming)
                 assert number % count not in upcoming
+
+
+def test_threads_that_share_a_history() -> None:
+    history = OrderHistory()
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            order = [1]
+            history.replace((1, 1), order)
+            order.append(2)  # the step goes on packing
+            history.replace((1, 1, 1), order)
+
+    thread = threading.Thread(target=train)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(20000):
+            assert set(history.soon()) <= {0, 1, 2}
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)

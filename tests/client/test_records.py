@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, Located, Part, RecordGrave, StoredRange, View
+from storm_client.records import DeadRecord, Handle, Located, Part, RecordGrave, StoredRange, View
 from storm_client.steps import Step
 from storm_client.versions import SavedVersion
 from support.records import record_of
@@ -171,3 +172,23 @@ def test_the_grave_wakes_once_for_several_deaths() -> None:
     records.clear()
     assert woken == [True]
     assert len(grave.empty()) == 5
+
+
+def test_records_that_die_in_two_threads_at_once_wake() -> None:
+    """The second dies while the first has been buried and not been counted yet."""
+    wakes: list[int] = []
+    grave = RecordGrave(lambda: wakes.append(len(grave._dead)))
+    records = [record_of(torch.ones(8)) for _ in range(2)]
+    for record in records:
+        grave.watch(record)
+    del record
+
+    class Interrupted(deque[DeadRecord]):
+        def append(self, reference: DeadRecord) -> None:
+            super().append(reference)
+            records.clear()
+
+    grave._dead = Interrupted()
+    records.pop()
+    assert wakes
+    assert len(grave.empty()) == 2

@@ -196,8 +196,7 @@ def test_no_tensor_is_left_behind_by_many_steps(inner_daemon: DaemonThread) -> N
                 loss.backward(retain_graph=number % 3 == 2)
             del loss
         session = client._supply.sessions.control
-        wait_until(lambda: not len(session._grave), 30)
-        assert not session._storer.under_way
+        wait_until(lambda: not len(session._grave) and not session._storer.under_way, 30)
         assert session.lane._space.free_bytes == session.lane._space.capacity
         assert not session._restorer._retrievals
 

@@ -126,3 +126,37 @@ def test_a_store_that_is_refused_leaves_the_tensor_here(session: Session) -> Non
     del tensor
     assert torch.equal(handle.view.rebuild(session.load(handle)), expected)
     assert recorder.snapshot().kept == {"QuotaExceeded": 1}
+
+
+def test_nothing_is_brought_back_into_a_capture(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.randn(1 << 12, requires_grad=True)
+    with offload:
+        loss = x.exp().square().sum()
+    offload.stats()
+    with monkeypatch.context() as capture:
+        capture.setattr(CpuLane, "is_capturing", lambda lane: True)
+        with pytest.raises(storm.UsageError, match="CUDA graph"):
+            loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(x.grad, 2 * x.detach().exp() * x.detach().exp())
+
+
+def test_nothing_is_fetched_ahead_in_a_capture(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.randn(1 << 12, requires_grad=True)
+    with offload:
+        kept = x.exp()
+        loss = kept.square().sum()  # needs what the script keeps, which is in memory
+    looks: list[Handle] = []
+    monkeypatch.setattr(Session, "_look_ahead", lambda session, handle: looks.append(handle))
+    with monkeypatch.context() as capture:
+        capture.setattr(CpuLane, "is_capturing", lambda lane: True)
+        torch.autograd.grad(loss, kept, retain_graph=True)
+        assert looks == []
+    torch.autograd.grad(loss, kept)
+    assert len(looks) == 1

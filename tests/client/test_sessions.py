@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 import storm_client as storm
@@ -35,3 +36,17 @@ def test_nothing_can_be_used_after_close(sessions: Sessions) -> None:
     with pytest.raises(storm.UsageError, match="closed"):
         sessions.of(torch.device("xla:0"))
     sessions.settle(1)
+
+
+def test_a_daemons_end_is_known_before_the_listener_tells(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes", "64MiB")
+    with closing(Sessions(daemon.address, 30)) as sessions:
+        sessions.check()
+        with sessions.control.connection.lock:  # the listener cannot tell
+            daemon.kill()
+            assert not sessions.lost
+            with pytest.raises(storm.DaemonLost, match="ended"):
+                sessions.check()
+            assert sessions.lost

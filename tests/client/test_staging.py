@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from storm_client import staging
 from storm_client.staging import ALIGNMENT, StagingSpace
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def test_ranges_do_not_overlap_and_are_aligned() -> None:
@@ -55,3 +65,39 @@ def test_the_area_is_whole_again_in_whatever_order_it_is_freed(
     assert space.free_bytes == space.capacity
     if space.capacity:
         assert space.allocate(space.capacity) == 0
+
+
+@pytest.mark.parametrize("line", range(1, 150))
+def test_an_interrupt_hands_no_byte_out_twice(line: int) -> None:
+    """It comes before the line of the module that is the `line`th to run."""
+    space = StagingSpace(16 * ALIGNMENT)
+    held: set[int] = set()
+    with suppress(KeyboardInterrupt), interrupted_in(staging.__file__, line):
+        for _ in range(8):
+            held.add(space.allocate(ALIGNMENT))
+        for offset in (0, 128, 64, 320):
+            held.discard(offset)
+            space.free(offset)
+    while (offset := space.allocate(ALIGNMENT)) is not None:
+        assert offset not in held
+        held.add(offset)
+
+
+@contextmanager
+def interrupted_in(path: str, line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt before the `line`th line of the file at `path` that is run."""
+    lines = count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        if frame.f_code.co_filename != path:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

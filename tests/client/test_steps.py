@@ -38,6 +38,20 @@ def test_it_looks_only_so_far() -> None:
     assert len(step.upcoming()) == LOOKAHEAD
 
 
+def test_each_record_is_looked_at_once() -> None:
+    step = Step(OrderHistory())
+    handles = packed(step, LOOKAHEAD + 3)
+    step.unpacked(handles[-1])
+    records = [handle.record for handle in reversed(handles[:-1])]
+    assert step.unseen() == records[:LOOKAHEAD]
+    step.saw(LOOKAHEAD)
+    assert step.unseen() == []
+    handles.pop(1)
+    del records[-2]
+    step.unpacked(handles[-2])
+    assert step.unseen() == [None]
+
+
 def test_the_next_step_knows_the_order() -> None:
     history = OrderHistory()
     first = Step(history)
@@ -48,3 +62,36 @@ def test_the_next_step_knows_the_order() -> None:
     handles = packed(second, 3)
     second.unpacked(handles[0])
     assert second.upcoming() == [handles[2].record, handles[1].record]
+
+
+def test_a_block_around_a_loop_begins_anew_when_a_pass_is_over() -> None:
+    step = Step(OrderHistory())
+    for _ in range(3):
+        handles = packed(step, 4)
+        assert [handle.number for handle in handles] == [0, 1, 2, 3]
+        for number in (2, 3, 1, 0):
+            step.unpacked(handles[number])
+        handles.clear()
+    handles = packed(step, 4)
+    step.unpacked(handles[2])
+    assert [record.key for record in step.upcoming()] == [
+        handles[number].record.key for number in (3, 1, 0)
+    ]
+
+
+def test_a_block_goes_on_while_something_of_it_lives() -> None:
+    step = Step(OrderHistory())
+    handles = packed(step, 3)
+    step.unpacked(handles[2])
+    del handles[1:]
+    (later,) = packed(step, 1)
+    assert later.number == 3
+    step.unpacked(later)
+    assert step.upcoming() == [handles[0].record]
+
+
+def test_what_was_never_asked_for_is_part_of_the_step() -> None:
+    step = Step(OrderHistory())
+    del packed(step, 3)[:]
+    (later,) = packed(step, 1)
+    assert later.number == 3

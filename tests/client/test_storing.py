@@ -87,6 +87,61 @@ def test_a_tensor_that_stayed_and_was_resized_is_an_error(
         del h, loss
 
 
+def test_a_tensor_that_was_resized_before_it_was_refused_is_an_error(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    """Its first parts are admitted and can be had, which makes no tensor of the others."""
+    daemon = make_daemon("--pool-bytes", "12MiB", "--part-bytes-cpu", "1MiB")
+    with connected(daemon) as client:
+        offload = client.offload(min_bytes=1, codec="raw")
+        x = torch.ones(16 << 18, requires_grad=True)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with offload:
+                h = x * 2
+                loss = h.cos().sum()
+            h.untyped_storage().resize_(0)
+            errors: list[BaseException] = []
+            thread = threading.Thread(target=collect, args=(errors, loss.backward))
+            thread.start()
+            connection = client._supply.sessions.control.connection
+            wait_until(lambda: connection._waiting == 1, 30)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        thread.join(30)
+        assert [type(error) for error in errors] == [storm.ActivationLost]
+        assert offload.stats().kept == {"pool_full": 1}
+        assert x.grad is None
+        del h, loss, errors
+
+
+def test_a_tensor_that_was_resized_before_it_was_admitted_comes_back(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes", "64MiB", "--part-bytes-cpu", "1MiB")
+    with connected(daemon) as client:
+        x = torch.ones(4 << 18, requires_grad=True)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            with client.offload(min_bytes=1):
+                h = x * 2
+                loss = h.cos().sum()
+            h.untyped_storage().resize_(0)
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        loss.backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2.0).sin() * -2)
+        del h, loss
+
+
+def collect(errors: list[BaseException], call: Callable[[], object]) -> None:
+    """Call, and put what it raises with the errors."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - the test looks at it
+        errors.append(error)
+
+
 def test_a_session_at_its_quota(device: str, make_daemon: Callable[..., DaemonProcess]) -> None:
     options = ("--pool-bytes", "64MiB", "--session-quota-bytes", "3MiB")
     with connected(make_daemon(*options)) as client:

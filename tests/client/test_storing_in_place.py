@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import storm_client as storm
 import torch
+from support.chains import chain, gradient, leaf
 from support.daemon_process import DaemonProcess
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
-from torch import Tensor
 
 Make = Callable[..., DaemonProcess]
 
@@ -37,22 +37,6 @@ def way(lanes: list[InPlaceCpuLane], request: pytest.FixtureRequest) -> FakeInPl
     request.getfixturevalue("client")
     found = lanes[0].in_place
     assert found is not None
-    return found
-
-
-def chain(x: Tensor, length: int = 6) -> Tensor:
-    h = x * 1
-    for _ in range(length):
-        h = (h.cos() * 1.5).tanh()
-    return h.sum()
-
-
-def leaf(mib: int = 1) -> Tensor:
-    return torch.randn(mib << 18, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
-def gradient(loss: Tensor, x: Tensor) -> Tensor:
-    (found,) = torch.autograd.grad(loss, x)
     return found
 
 

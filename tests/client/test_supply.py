@@ -82,6 +82,7 @@ def test_what_was_lost_is_lost_also_when_a_daemon_is_back(
         lost = x.exp().square().sum()
     offload.stats()
     place.daemon.kill()
+    wait_until(lambda: keeping._supply.sessions.lost, DEADLINE_SECONDS)
     with pytest.warns(RuntimeWarning), offload:
         kept = x.exp().square().sum()
     place.start()

@@ -108,8 +108,9 @@ def test_a_change_that_races_the_copy(device: str, client: storm.Client) -> None
         x = torch.ones(1 << 20, device=device, requires_grad=True)
         with offload:
             loss = (x * h).sum()
-        changing.clear()
-        assert changing.wait(30)  # a whole change has been counted since
+        for _ in range(2):  # the first may be told of now and have been counted before
+            changing.clear()
+            assert changing.wait(30)
         loss.backward()
 
     thread = threading.Thread(target=change)

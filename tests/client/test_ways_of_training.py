@@ -21,6 +21,8 @@ from support.training import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 CASES: dict[str, Case] = {}
 
 

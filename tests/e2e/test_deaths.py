@@ -86,7 +86,7 @@ def test_the_death_of_a_stopped_daemon_ends_every_wait(trainers: Trainers) -> No
 def test_waits_for_a_stopped_daemon_end_by_their_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not dead, so nothing tells its clients: a store keeps its tensor, a restore raises."""
     monkeypatch.setattr("storm_client.restoring.STALL_SECONDS", 0.5)
-    monkeypatch.setattr("storm_client.storing.STAGING_SECONDS", 0.2)
+    monkeypatch.setattr("storm_client.storing.PATIENCE_SECONDS", 0.2)
     flags = ["--pool-bytes=64MiB", "--device=cpu", "--staging-bytes-cpu=1MiB"]
     with (
         ChildDaemon(flags=[*flags, "--part-bytes-cpu=256KiB"]) as daemon,

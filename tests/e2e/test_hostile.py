@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 import storm_client as storm
 import torch
 from bench.fuzz import fuzz
 from support.checked_training import LEAST_BYTES, Training
+from support.daemon_process import start_daemon
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
+from support.waiting import wait_until
 
 from stormd.config import Config
 from stormd.protocol import (
@@ -23,6 +30,8 @@ from stormd.protocol import (
     Goodbye,
     MapSegment,
     Message,
+    Ping,
+    Pong,
     Refused,
     Rejected,
     Release,
@@ -31,6 +40,7 @@ from stormd.protocol import (
     Store,
     Stored,
     UnmapSegment,
+    Welcome,
 )
 from stormd.protocol.limits import FIRST_LEASED, MAX_ENTRY_BYTES, MAX_ID
 
@@ -42,6 +52,7 @@ TESTS = Path(__file__).parents[1]
 STRANGER = """
 import json, os, sys
 from support.raw_client import RawClient
+from support.waiting import wait_until
 os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 client = RawClient(sys.argv[1])
 answer = client.hello()
@@ -217,6 +228,49 @@ def _flip_all_blocks(daemon: DaemonThread) -> int:
         byte = ctypes.c_ubyte.from_address(server._pool.address + offset + nbytes // 2)
         byte.value ^= 0x10
     return len(blocks)
+
+
+def test_connections_that_do_nothing_end_before_the_daemon_does(tmp_path: Path) -> None:
+    """ZeroMQ ends a process in which no descriptor is left for a connection."""
+    process = start_daemon(tmp_path, "--pool-bytes", "1MiB", "--cache-bytes", "0")
+    path = process.address.removeprefix("ipc://")
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, 256))
+    idle = []
+    with RawClient(process.address) as served:
+        entry = served.open().stored(b"data")
+        for number in range(300):
+            idle.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            idle[-1].connect(path)
+            assert isinstance(served.ask(Ping()), Pong), number
+        assert served.restored(entry, 4) == b"data"
+        for line in idle:
+            line.close()
+        wait_until(lambda: psutil.Process(process.pid).num_fds() < 100)
+        with RawClient(process.address) as late:
+            assert isinstance(late.hello(), Welcome)
+    process.stop()
+    assert process.process.returncode == 0
+
+
+@pytest.mark.parametrize("suffix", ["", ".lifeline"])
+def test_a_crowd_that_comes_while_the_daemon_is_busy_is_not_sent_away(
+    tmp_path: Path, suffix: str
+) -> None:
+    """A connection that finds no place in the queue fails at once, as if there were no daemon."""
+    process = start_daemon(tmp_path, "--pool-bytes", "1MiB", "--cache-bytes", "0")
+    queue = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    with ExitStack() as lines:
+        process.process.send_signal(signal.SIGSTOP)
+        try:
+            for _ in range(min(500, queue)):
+                line = lines.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                line.setblocking(False)
+                line.connect(process.address.removeprefix("ipc://") + suffix)
+        finally:
+            process.process.send_signal(signal.SIGCONT)
+    with RawClient(process.address) as late:
+        late.open()
+    process.stop()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest.mock import Mock
 
 from stormd.arena import Space
 from stormd.cache import Cache
@@ -161,6 +162,7 @@ class DaemonCore:
             reception=self._reception,
             status=lambda: {"entries": self.ledger.entries},
             on_progress=lambda: None,
+            later=Mock(),
         )
         lifelines: Any = _Lifelines()
         self._service.start(lifelines)

@@ -167,6 +167,18 @@ def test_an_old_version_is_read_to_its_end_while_a_new_one_is_put(made: Fixture)
     made.release(2, new.first_entry)
 
 
+def test_what_is_put_or_lent_is_not_counted_as_the_pools(made: Fixture) -> None:
+    """The pool's ratio is the raw bytes of what lies in it by its own bytes."""
+    made.put(1, parts=1)
+    made.begin(1, "b")
+    made.store(1)
+    made.ask(1, CacheGet("a"))
+    assert made.ledger.entries == 2
+    assert made.ledger.raw_bytes == 0
+    made.store(made.open(2, caller=None), 100)
+    assert made.ledger.raw_bytes == 100
+
+
 def test_of_two_puts_at_once_the_last_commit_wins(made: Fixture) -> None:
     made.open(2)
     made.begin(1, nbytes=PART)

@@ -135,6 +135,17 @@ def test_unreadable_texts_name_their_source(environ: dict[str, str], parts: list
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["pool_bytes = " + "9" * 5000, "allowed_uids = " + "[" * 5000, "a = '\0'"],
+    ids=["digits", "nesting", "nul"],
+)
+def test_a_file_that_only_looks_like_toml_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.toml").write_text(text)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(environ=NO_ENVIRONMENT, path=tmp_path / "bad.toml")
+
+
 def test_a_missing_or_broken_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(environ=NO_ENVIRONMENT, path=tmp_path / "none.toml")

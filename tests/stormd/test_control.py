@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import pytest_asyncio
 import zmq
 
+from stormd import open_files
 from stormd.control import FRAMES_A_TURN, ControlSocket, Delivery
 
 SECONDS = 10.0
@@ -97,6 +99,36 @@ async def test_nobody_there_and_nobody_reading_are_told_apart(bench: Bench) -> N
         route, _ = await bench.seen.get()
     outcomes = {bench.control.send(route, bytes(100_000)) for _ in range(1000)}
     assert outcomes == {Delivery.SENT, Delivery.FULL}
+
+
+async def test_connections_that_come_while_descriptors_are_scarce_are_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = bench.connect()
+    served.send(b"before")
+    async with asyncio.timeout(SECONDS):
+        assert (await bench.seen.get())[1] == b"before"
+    bench.control._watch()  # so that the one served is not taken for one that comes
+    monkeypatch.setattr(open_files, "are_scarce", lambda: True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as late:
+        late.settimeout(SECONDS)
+        late.connect(bench.address.removeprefix("ipc://"))
+        assert await asyncio.to_thread(_is_ended, late)
+    served.send(b"after")
+    async with asyncio.timeout(SECONDS):
+        assert (await bench.seen.get())[1] == b"after"
+    monkeypatch.undo()
+    another = bench.connect()
+    another.send(b"another")
+    async with asyncio.timeout(SECONDS):
+        assert (await bench.seen.get())[1] == b"another"
+
+
+def _is_ended(line: socket.socket) -> bool:
+    """Whether the other side ends the connection, whatever it has said before."""
+    while line.recv(256):
+        pass
+    return True
 
 
 async def test_an_address_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:

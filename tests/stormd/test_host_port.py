@@ -13,7 +13,7 @@ def test_reads_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x"]
+    "text", ["", ":9464", "9464", "host", "::1:9464", "[::1]", "h:70000", "h:x", f"h:{'9' * 5000}"]
 )
 def test_refuses_what_is_no_address(text: str) -> None:
     with pytest.raises(ConfigError, match="metrics_address"):

@@ -5,16 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.fake_lane import FakeLane
+from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
-from stormd.arena import Space, granules
-from stormd.counters import Counters
 from stormd.instructions import Probe, Skip, Unmap
-from stormd.lanes import blob_bound
-from stormd.ledger import ATTACH_SECONDS, Ledger
+from stormd.ledger import ATTACH_SECONDS
 from stormd.protocol import (
     Admitted,
     Failed,
@@ -22,64 +16,16 @@ from stormd.protocol import (
     MapSegment,
     Refused,
     Rejected,
-    Release,
-    Restore,
     Restored,
     Store,
     Stored,
     UnmapSegment,
 )
-from stormd.records import Limits, SessionInfo
-
-KIB = 1024
-CAPACITY = 64 * KIB
-STAGING = 16 * KIB
-SHARE = 16 * KIB
-LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_seconds=5.0)
-
-
-class Fixture:
-    """A ledger with a fake lane, and counters beside it."""
-
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.space = Space(CAPACITY)
-        self.counters = Counters()
-        self.ledger = Ledger(self.space, limits, self.counters)
-        self.lane = FakeLane(self.ledger)
-
-    def open(self, session: int = 1, *, attach: bool = True) -> int:
-        info = SessionInfo(session, "cpu", session % 2, 100 + session, "test")
-        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=STAGING, now=0.0)
-        if attach:
-            self.ledger.attach(session, 0.0)
-        return session
-
-    def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, sequence: int = 0) -> None:
-        message = Store(entry, 0, 0, nbytes, "uint8", "raw", sequence)
-        self.lane.take(self.ledger.store(session, 7, message, 0.0))
-
-    def restore(self, entry: int, nbytes: int = KIB, *, ticket: int = 1, session: int = 1) -> None:
-        message = Restore(ticket, entry, 0, 0, nbytes, 0)
-        self.lane.take(self.ledger.restore(session, 8, message, 0.0))
-
-    def release(self, *entries: int, session: int = 1) -> None:
-        self.lane.take(self.ledger.release(session, Release(list(entries))))
-
-    def end(self, session: int = 1) -> None:
-        self.lane.take(self.ledger.end(session, "died"))
-
-    @property
-    def used(self) -> int:
-        return self.space.use().used
-
-    @property
-    def promised(self) -> int:
-        return self.space.use().promised
 
 
 @pytest.fixture
-def made() -> Fixture:
-    fixture = Fixture()
+def made() -> LedgerBench:
+    fixture = LedgerBench()
     fixture.open()
     return fixture
 
@@ -87,7 +33,7 @@ def made() -> Fixture:
 # --- an entry's life ----------------------------------------------------------------------------
 
 
-def test_a_store_is_admitted_promised_placed_and_said(made: Fixture) -> None:
+def test_a_store_is_admitted_promised_placed_and_said(made: LedgerBench) -> None:
     made.store(1)
     assert made.lane.replies == [(1, 7, Admitted(1))]
     assert (made.used, made.promised) == (0, 1280)
@@ -97,7 +43,7 @@ def test_a_store_is_admitted_promised_placed_and_said(made: Fixture) -> None:
     made.ledger.assert_invariants()
 
 
-def test_a_restore_waits_for_its_store(made: Fixture) -> None:
+def test_a_restore_waits_for_its_store(made: LedgerBench) -> None:
     made.store(1)
     made.restore(1)
     assert len(made.lane.jobs) == 1
@@ -107,7 +53,7 @@ def test_a_restore_waits_for_its_store(made: Fixture) -> None:
     made.ledger.assert_invariants()
 
 
-def test_restores_begin_in_the_order_of_asking(made: Fixture) -> None:
+def test_restores_begin_in_the_order_of_asking(made: LedgerBench) -> None:
     """The one that was encoded first must not take the link from what is needed before it."""
     for entry in (1, 2, 3):
         made.store(entry)
@@ -124,7 +70,7 @@ def test_restores_begin_in_the_order_of_asking(made: Fixture) -> None:
     made.ledger.assert_invariants()
 
 
-def test_a_store_that_fails_lets_those_behind_it_begin(made: Fixture) -> None:
+def test_a_store_that_fails_lets_those_behind_it_begin(made: LedgerBench) -> None:
     made.store(1)
     made.store(2)
     made.restore(1, ticket=1)
@@ -137,7 +83,7 @@ def test_a_store_that_fails_lets_those_behind_it_begin(made: Fixture) -> None:
     assert made.lane.last() == Restored(2)
 
 
-def test_a_release_waits_for_what_uses_the_entry(made: Fixture) -> None:
+def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
     made.store(1)
     made.restore(1)
     made.release(1)
@@ -150,7 +96,7 @@ def test_a_release_waits_for_what_uses_the_entry(made: Fixture) -> None:
     made.ledger.assert_invariants()
 
 
-def test_a_released_entry_is_gone_for_its_client_at_once(made: Fixture) -> None:
+def test_a_released_entry_is_gone_for_its_client_at_once(made: LedgerBench) -> None:
     made.store(1)
     made.release(1)
     made.restore(1)
@@ -161,7 +107,7 @@ def test_a_released_entry_is_gone_for_its_client_at_once(made: Fixture) -> None:
     assert made.used == 0
 
 
-def test_a_failed_store_fails_what_waits_for_it(made: Fixture) -> None:
+def test_a_failed_store_fails_what_waits_for_it(made: LedgerBench) -> None:
     made.store(1)
     made.restore(1, ticket=5)
     made.lane.finish(fail=True)
@@ -171,7 +117,7 @@ def test_a_failed_store_fails_what_waits_for_it(made: Fixture) -> None:
     made.ledger.assert_invariants()
 
 
-def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: Fixture) -> None:
+def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: LedgerBench) -> None:
     made.store(1)
     made.lane.finish()
     made.restore(1)
@@ -181,13 +127,13 @@ def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: Fixture) -> None:
     assert made.ledger.entries == 1
 
 
-def test_a_rejected_store_has_its_sequence_passed_over(made: Fixture) -> None:
+def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> None:
     made.store(1, 9 * KIB, sequence=4)
     assert isinstance(made.lane.last(), Rejected)
     assert made.lane.others == [Skip(1, 4)]
 
 
-def test_a_full_pool_rejects_until_there_is_room(made: Fixture) -> None:
+def test_a_full_pool_rejects_until_there_is_room(made: LedgerBench) -> None:
     made.open(2)
     for entry in range(1, 5):
         made.store(entry, 8 * KIB)
@@ -207,7 +153,7 @@ def test_a_full_pool_rejects_until_there_is_room(made: Fixture) -> None:
 # --- sessions -----------------------------------------------------------------------------------
 
 
-def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: Fixture) -> None:
+def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: LedgerBench) -> None:
     for entry in (1, 2, 3):
         made.store(entry)
     made.lane.finish()
@@ -221,14 +167,14 @@ def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: Fixture) -> Non
     assert made.counters.ended["died"] == 1
 
 
-def test_ending_twice_is_ending_once(made: Fixture) -> None:
+def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
     made.end()
     assert made.ledger.end(1, "goodbye") == []
     made.lane.detach(1)
     assert made.counters.deaths == 1
 
 
-def test_a_late_result_of_an_ending_session_is_freed_and_not_answered(made: Fixture) -> None:
+def test_a_late_result_of_an_ending_session_is_freed_and_not_answered(made: LedgerBench) -> None:
     made.store(1)
     made.end()
     replies = len(made.lane.replies)
@@ -236,7 +182,7 @@ def test_a_late_result_of_an_ending_session_is_freed_and_not_answered(made: Fixt
     assert (made.used, len(made.lane.replies)) == (0, replies)
 
 
-def test_a_session_that_never_attaches_ends(made: Fixture) -> None:
+def test_a_session_that_never_attaches_ends(made: LedgerBench) -> None:
     made.open(2, attach=False)
     made.lane.take(made.ledger.tick(ATTACH_SECONDS))
     assert made.lane.detaching == set()
@@ -245,14 +191,14 @@ def test_a_session_that_never_attaches_ends(made: Fixture) -> None:
     assert made.lane.detaching == {2}
 
 
-def test_a_silent_session_is_probed_once_a_lease(made: Fixture) -> None:
+def test_a_silent_session_is_probed_once_a_lease(made: LedgerBench) -> None:
     assert made.ledger.tick(5.0) == []
     assert made.ledger.tick(5.1) == [Probe(1)]
     assert made.ledger.tick(10.0) == []
     assert made.ledger.tick(10.2) == [Probe(1)]
 
 
-def test_sessions_are_limited_and_none_opens_while_draining(made: Fixture) -> None:
+def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -> None:
     made.open(2)
     made.open(3)
     refusal = made.ledger.refusal()
@@ -271,7 +217,7 @@ def test_sessions_are_limited_and_none_opens_while_draining(made: Fixture) -> No
 # --- segments -----------------------------------------------------------------------------------
 
 
-def test_a_segment_may_be_named_only_while_it_is_mapped(made: Fixture) -> None:
+def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> None:
     def store(entry: int) -> None:
         message = Store(entry, 4, 0, KIB, "uint8", "raw", 0)
         made.lane.take(made.ledger.store(1, 0, message, 0.0))
@@ -289,7 +235,32 @@ def test_a_segment_may_be_named_only_while_it_is_mapped(made: Fixture) -> None:
     assert isinstance(made.lane.last(), Rejected)
 
 
-def test_a_segment_that_cannot_be_mapped_is_refused(made: Fixture) -> None:
+def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
+    made: LedgerBench,
+) -> None:
+    """What was checked against the old segment could lie outside the new one."""
+    made.map(4, 8 * KIB)
+    made.lane.finish()
+    made.store(1, 8 * KIB)
+    made.store(2)
+    made.restore(1, 8 * KIB, ticket=1, segment=4)
+    made.restore(2, ticket=2)
+    made.release(1)
+    made.lane.finish(1)
+    assert len(made.lane.jobs) == 1, "the second restore waits behind the first"
+    made.unmap(4)
+    failed = made.lane.last()
+    assert isinstance(failed, Failed)
+    assert (failed.ticket, failed.kind) == (1, "UsageError")
+    assert len(made.lane.jobs) == 2, "and begins once that has failed"
+    made.map(4, KIB)
+    made.ledger.assert_invariants()
+    while made.lane.jobs:
+        made.lane.finish()
+    assert made.ledger.entries == 1
+
+
+def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
     made.lane.take(made.ledger.map_segment(1, 3, MapSegment(4, b"handle", 1, KIB)))
     made.lane.finish(fail=True)
     assert made.lane.replies[-1] == (1, 3, Refused("UsageError", "no such handle"))
@@ -303,7 +274,7 @@ def test_a_segment_that_cannot_be_mapped_is_refused(made: Fixture) -> None:
 
 
 def test_a_share_is_there_however_full_the_pool_is() -> None:
-    made = Fixture(replace(LIMITS, quota_bytes=0, share_bytes=SHARE, max_entries=99))
+    made = LedgerBench(replace(LIMITS, quota_bytes=0, share_bytes=SHARE, max_entries=99))
     greedy, modest = made.open(1), made.open(2)
     for entry in range(1, 20):
         made.store(entry, 4 * KIB, session=greedy)
@@ -317,7 +288,7 @@ def test_a_share_is_there_however_full_the_pool_is() -> None:
 
 
 def test_a_users_sessions_share_a_quota() -> None:
-    made = Fixture(replace(LIMITS, user_quota_bytes=12 * KIB))
+    made = LedgerBench(replace(LIMITS, user_quota_bytes=12 * KIB))
     made.open(1), made.open(2), made.open(3)
     made.store(1, 8 * KIB, session=1)
     made.store(1, 8 * KIB, session=3)  # of the same user
@@ -329,7 +300,7 @@ def test_a_users_sessions_share_a_quota() -> None:
 
 
 def test_shares_may_change_while_sessions_hold_more() -> None:
-    made = Fixture(replace(LIMITS, quota_bytes=0))
+    made = LedgerBench(replace(LIMITS, quota_bytes=0))
     made.open(1), made.open(2)
     for entry in range(1, 7):
         made.store(entry, 8 * KIB, session=1)
@@ -337,118 +308,3 @@ def test_shares_may_change_while_sessions_hold_more() -> None:
     made.ledger.assert_invariants()
     made.store(1, 4 * KIB, session=2)
     assert isinstance(made.lane.last(), Admitted)
-
-
-# --- any order of events ------------------------------------------------------------------------
-
-
-class LedgerMachine(RuleBasedStateMachine):
-    """Three sessions that do anything in any order, over a lane that answers at any time."""
-
-    limits = LIMITS
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = Fixture(self.limits)
-        self.next_session = 1
-        self.next_entry = 1
-        self.next_ticket = 1
-
-    @property
-    def living(self) -> list[int]:
-        return [one for one in self.made.ledger.sessions if one not in self.made.lane.detaching]
-
-    @precondition(lambda self: self.made.ledger.refusal() is None)
-    @rule(attach=st.booleans())
-    def open(self, attach: bool) -> None:
-        self.made.open(self.next_session, attach=attach)
-        self.next_session += 1
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), nbytes=st.integers(1, 10 * KIB))
-    def store(self, data: st.DataObject, nbytes: int) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        self.made.store(self.next_entry, nbytes, session=session)
-        assert isinstance(self.made.lane.last(), Admitted | Rejected)
-        self.next_entry += data.draw(st.integers(0, 1))
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
-    def restore(self, data: st.DataObject, nbytes: int) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger._sessions[session]
-        entry = data.draw(st.sampled_from([*record.entries, 999]))
-        known = record.entries.get(entry)
-        size = known.raw_bytes if known else nbytes
-        self.made.restore(entry, size, ticket=self.next_ticket, session=session)
-        self.next_ticket += data.draw(st.integers(0, 1))
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        entries = [*self.made.ledger._sessions[session].entries, 999]
-        chosen = data.draw(st.lists(st.sampled_from(entries), max_size=3))
-        self.made.release(*chosen, session=session)
-
-    @precondition(lambda self: self.made.lane.jobs)
-    @rule(data=st.data(), share=st.floats(0.01, 1.0), fail=st.booleans())
-    def finish(self, data: st.DataObject, share: float, fail: bool) -> None:
-        index = data.draw(st.integers(0, len(self.made.lane.jobs) - 1))
-        self.made.lane.finish(index, share=share, fail=fail)
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        self.made.end(data.draw(st.sampled_from(self.living)))
-
-    @precondition(lambda self: self.made.lane.detaching)
-    @rule(data=st.data())
-    def detach(self, data: st.DataObject) -> None:
-        self.made.lane.detach(data.draw(st.sampled_from(sorted(self.made.lane.detaching))))
-
-    @rule(now=st.floats(0.0, 6.0))
-    def tick(self, now: float) -> None:
-        self.made.lane.take(self.made.ledger.tick(now))
-
-    @invariant()
-    def holds(self) -> None:
-        self.made.ledger.assert_invariants()
-
-    def teardown(self) -> None:
-        for session in self.living:
-            self.made.end(session)
-        for session in sorted(self.made.lane.detaching):
-            self.made.lane.detach(session)
-        assert (self.made.used, self.made.promised, self.made.ledger.entries) == (0, 0, 0)
-        assert self.made.ledger.raw_bytes == 0
-        assert self.made.ledger.sessions == []
-
-
-class ShareMachine(LedgerMachine):
-    """The same with shares and a user's quota: what is a session's own it always gets."""
-
-    limits = replace(LIMITS, quota_bytes=0, user_quota_bytes=56 * KIB, share_bytes=SHARE)
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
-    def store_within_the_share(self, data: st.DataObject, nbytes: int) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger._sessions[session]
-        self.made.store(self.next_entry, nbytes, session=session)
-        self.next_entry += 1
-        answer = self.made.lane.last()
-        if isinstance(answer, Rejected) and answer.reason == "pool_full":
-            assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE
-
-    @invariant()
-    def quotas_hold(self) -> None:
-        shares = self.made.ledger._holdings.shares
-        assert max(shares.of_user(0), shares.of_user(1)) <= 56 * KIB
-        assert shares.common_bytes <= CAPACITY - 3 * SHARE
-
-
-TestShareMachine = ShareMachine.TestCase
-TestShareMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

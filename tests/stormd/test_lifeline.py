@@ -99,17 +99,17 @@ async def test_silence_is_shown_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
     line.close()
 
 
-async def test_strangers_are_limited(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "MAX_STRANGERS", 1)
-    first = await bench.connect(b"")
-    second = await bench.connect(b"")
-    assert await ended(second)
-    first.sendall(TOKEN)
-    data, descriptors, _, _ = await asyncio.to_thread(socket.recv_fds, first, 1, 4)
-    assert data
-    os.close(descriptors[0])
-    first.close()
-    second.close()
+async def test_strangers_are_limited_and_keep_nobody_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifeline, "MAX_STRANGERS", 2)
+    silent = [await bench.connect(b"") for _ in range(5)]
+    for line in silent[:3]:
+        assert await ended(line)
+    late = await adopted(bench)
+    assert len(bench.listener._strangers) == 1
+    for line in (*silent, late):
+        line.close()
 
 
 async def test_speech_on_the_lifeline_is_its_end(bench: Bench) -> None:

@@ -1,76 +1,67 @@
-"""nvml.py against a library that is made up: what is asked, and how refusals are told."""
+"""nvml.py with the library's own bindings, whose functions are made up where a GPU is needed."""
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import NoReturn
 
+import pynvml
 import pytest
 
-from stormd import nvml
 from stormd.nvml import Nvml, open_nvml
 
 UUID = "6d0c9b2e-0000-4000-8000-000000000001"
-REFUSED = 3
 
 
-class Library:
-    """Answers as the driver's library does; `status` is what every question returns."""
-
-    def __init__(self, status: int = 0) -> None:
-        self.status = status
-        self.asked: list[bytes] = []
-
-    def nvmlInit_v2(self) -> int:
-        return self.status
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:
-        self.asked.append(uuid)
-        device._obj.value = 1
-        return self.status
-
-    def nvmlDeviceGetUtilizationRates(self, _device: Any, found: Any) -> int:
-        found._obj.gpu = 87
-        return self.status
-
-    def nvmlDeviceGetComputeRunningProcesses_v3(self, _device: Any, count: Any, found: Any) -> int:
-        assert count._obj.value == len(found)
-        count._obj.value = 2
-        found[0].pid, found[0].used_bytes = 10, 1 << 30
-        found[1].pid, found[1].used_bytes = 11, (1 << 64) - 1
-        return self.status
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    """The bindings with one device, on which two processes compute."""
+    processes = [
+        SimpleNamespace(pid=10, usedGpuMemory=1 << 30),
+        SimpleNamespace(pid=11, usedGpuMemory=None),
+    ]
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": handle,
+        "nvmlDeviceGetUtilizationRates": lambda device: SimpleNamespace(gpu=87, memory=3),
+        "nvmlDeviceGetComputeRunningProcesses": lambda device: processes,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    opened = open_nvml()
+    assert opened is not None
+    return opened
 
 
-def test_a_device_is_found_by_its_uuid_in_either_form() -> None:
-    library = Library()
-    one = Nvml(library)
-    assert one.busy_percent(UUID) == one.busy_percent(f"GPU-{UUID}") == 87
-    assert set(library.asked) == {f"GPU-{UUID}".encode()}
+def handle(uuid: str) -> str:
+    if uuid != f"GPU-{UUID}":
+        refuse()
+    return uuid
 
 
-def test_processes_whose_memory_is_not_known_are_left_out() -> None:
-    assert Nvml(Library()).process_bytes(UUID) == {10: 1 << 30}
+def refuse(*_arguments: object) -> NoReturn:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
 
-def test_a_refusal_is_none() -> None:
-    one = Nvml(Library(REFUSED))
-    assert one.busy_percent(UUID) is None
-    assert one.process_bytes(UUID) is None
+def test_a_device_is_found_by_its_uuid_in_either_form(nvml: Nvml) -> None:
+    assert nvml.busy_percent(UUID) == nvml.busy_percent(f"GPU-{UUID}") == 87
 
 
-def test_the_structure_is_as_large_as_the_drivers() -> None:
-    assert ctypes.sizeof(nvml._Process) == 24
+def test_processes_whose_memory_is_not_known_are_left_out(nvml: Nvml) -> None:
+    assert nvml.process_bytes(UUID) == {10: 1 << 30}
 
 
-@pytest.mark.parametrize("status", [0, REFUSED])
-def test_opening(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Library(status))
-    assert (open_nvml() is None) == bool(status)
+def test_a_refusal_is_none(nvml: Nvml) -> None:
+    assert nvml.busy_percent("another") is None
+    assert nvml.process_bytes("another") is None
 
 
-def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(name)
+def test_without_a_driver_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert open_nvml() is None
 
-    monkeypatch.setattr(ctypes, "CDLL", missing)
+
+def test_without_the_bindings_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
     assert open_nvml() is None

@@ -103,6 +103,19 @@ def test_no_socket_is_told_at_once(address: str) -> None:
         query.ask()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_directory_that_may_not_be_looked_into_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    def forbidden(_path: Path, **_options: bool) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    address = f"ipc://{tmp_path}/d.sock" if named else None
+    with pytest.raises(NoDaemon, match="cannot look there: Permission denied"):
+        StatusQuery(find_address(address, {})).ask()
+
+
 def test_closing_twice_is_fine(address: str) -> None:
     query = StatusQuery(address)
     query.close()

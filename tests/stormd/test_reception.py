@@ -13,6 +13,7 @@ from support.waiting import wait_until
 from stormd.protocol import (
     CACHE_FEATURE,
     PROTOCOL_VERSION,
+    Envelope,
     Goodbye,
     Hello,
     Ping,
@@ -22,7 +23,11 @@ from stormd.protocol import (
     Status,
     StatusRequest,
     Welcome,
+    encode,
 )
+from stormd.protocol.limits import MAX_FRAME_BYTES, MAX_ID, MAX_TEXT
+from stormd.reception import NAME_SHOWN
+from stormd.server import SESSIONS_SHOWN
 
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
@@ -31,6 +36,20 @@ MakeDaemon = Callable[..., DaemonThread]
 
 def test_status_needs_no_session(daemon: DaemonThread, connect: Connect) -> None:
     assert isinstance(connect(daemon).ask(StatusRequest()), Status)
+
+
+def test_no_names_of_clients_are_too_long_for_a_status(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(staging_bytes_cpu=64 << 10, part_bytes_cpu=32 << 10)
+    longest = "\N{CJK UNIFIED IDEOGRAPH-20000}" * MAX_TEXT
+    clients = [connect(daemon).open(name=longest) for _ in range(64)]
+    for asking in (clients[0], connect(daemon)):
+        state = asking.ask(StatusRequest()).state
+        assert [len(session["name"]) for session in state["sessions"]] == [NAME_SHOWN] * 64
+    client = {**state["sessions"][0], "id": MAX_ID, "used_bytes": MAX_ID, "entries": MAX_ID}
+    full = {**state, "sessions": [client] * SESSIONS_SHOWN}
+    assert len(encode([Envelope(1, Status(full))])) < MAX_FRAME_BYTES
 
 
 def test_sessions_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None:
@@ -49,7 +68,7 @@ def test_another_protocol_version_is_told_so(daemon: DaemonThread, connect: Conn
     refused = client.wait_for(Refused)
     assert refused.kind == "ProtocolMismatch"
     assert "999" in refused.detail
-    assert connect(daemon).hello(protocol=2).kind == "ProtocolMismatch"
+    assert connect(daemon).hello(protocol=PROTOCOL_VERSION + 1).kind == "ProtocolMismatch"
 
 
 def test_a_chosen_routing_id_is_refused(daemon: DaemonThread, connect: Connect) -> None:

@@ -17,6 +17,7 @@ from stormd.config import Config
 from stormd.errors import AddressInUse, LaneUnavailable, PoolUnavailable
 from stormd.protocol import (
     Goodbye,
+    Refused,
     Rejected,
     StatusRequest,
 )
@@ -96,12 +97,18 @@ def test_draining_takes_nothing_new_and_gives_everything_back(
     data = os.urandom(MIB)
     entry = client.stored(data)
     daemon.server.stop()
-    wait_until(lambda: connect(daemon).hello().kind == "DaemonLost")
+    wait_until(lambda: _is_refused(connect(daemon)))
     assert client.wait_for(Rejected, entry=client.store(b"late")).reason == "draining"
     assert client.restored(entry, MIB) == data
     client.release(entry)
     assert client.is_cut_off()
     daemon.stop()
+
+
+def _is_refused(client: RawClient) -> bool:
+    """Whether the daemon has begun to end: whoever came right before has got a session."""
+    answer = client.hello()
+    return isinstance(answer, Refused) and answer.kind == "DaemonLost"
 
 
 def test_an_end_by_the_deadline_cuts_off_who_still_holds(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ from stormd.protocol import (
     encode,
 )
 from stormd.protocol.framing import Envelope
-from stormd.protocol.limits import FIRST_LEASED
+from stormd.protocol.limits import FIRST_LEASED, MAX_COSTLY
 
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
@@ -236,14 +237,17 @@ def test_many_pages_of_names_asked_for_at_once_are_all_answered(
     names = [f"{number:03}" + "\N{EARTH GLOBE EUROPE-AFRICA}" * 250 for number in range(300)]
     for name in names:
         client.send(CachePut(name, "uint8", [0], 0, MIB, 0.0), CacheCommit([]))
-    requests = client.send(*[CacheList("")] * 20)
-    for request in requests:
+    frames = [client.send(*[CacheList("")] * MAX_COSTLY) for _ in range(3)]
+    for request in chain.from_iterable(frames):
         page = client.wait(lambda envelope, wanted=request: envelope.request == wanted).message
         assert page == CacheNames(names, complete=True)
 
 
-def test_a_session_of_activations_is_not_one_for_the_cache(client: RawClient) -> None:
+def test_a_session_of_activations_is_not_one_for_the_cache(
+    daemon: DaemonThread, client: RawClient
+) -> None:
     refused = client.ask(CacheGet("a"))
+    assert daemon.status()["counters"]["refused"] == 1
     assert isinstance(refused, Refused)
     assert "Hello" in refused.detail
 
@@ -308,8 +312,8 @@ def test_talking_on_the_lifeline_ends_the_session(client: RawClient) -> None:
 def test_a_client_that_reads_nothing_is_cut_off(make_daemon: MakeDaemon, connect: Connect) -> None:
     daemon = make_daemon()
     client, neighbour = connect(daemon, RCVHWM=1).open(), connect(daemon).open()
-    for _ in range(100):
-        client.send(*[StatusRequest()] * 40)
+    for _ in range(500):
+        client.send(*[StatusRequest()] * MAX_COSTLY)
     assert client.is_cut_off()
     assert daemon.status()["counters"]["ended"]["unreachable"] == 1
     neighbour.stored(b"served")

@@ -1,60 +1,266 @@
-"""A GPU made of host memory and threads, with the calls that the cuda lane uses.
+"""GPUs made of host memory and threads, with the calls that the cuda lane uses.
 
 What stays true: a stream does its work in order in a thread of its own, nothing is done before
-its turn, and waits on counters are real: what would hang on a device hangs here.
+its turn, and waits on counters are real: what would hang on a device hangs here. What a device
+forgives by chance is an error here: memory used after it was freed or unmapped, or by two streams
+at once; a call in a thread that has not entered the context, or about another device's stream; a
+range registered twice. A mapping lies at an address of its own and keeps the memory, as on a GPU.
+
+Work that touches what it must not breaks its device for good, as a fault does, and is kept in
+`faults`. `lag_seconds` is by how much each piece of work may be late, at random.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
+import random
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from itertools import count
 from queue import SimpleQueue
 from types import ModuleType
 from typing import ClassVar
 
+import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf.cuda_launches import PIPELINES
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
+from support.fake_device_memory import Access, DeviceMemory, Range
 
-UUID = "00000000-0000-0000-0000-00000000f4ce"
+UUIDS = tuple(f"00000000-0000-0000-0000-00000000f4c{number}" for number in range(2))
+UUID = UUIDS[0]
 POLL_SECONDS = 0.0005
+ALIGNMENT = 16
+"""Bytes, of what a codec writes to."""
 
-_HANDLE = struct.Struct("<8sQQ40x")
-_streams: dict[int, Stream] = {}
-_numbers = count(1)
+lag_seconds = 0.0
+shared_by_mps = False
+faults: list[str] = []
 live: set[object] = set()
 """Everything that was made and not closed."""
+
+_HANDLE = struct.Struct("<8sQQ40x")
+_numbers = count(1)
+_streams: dict[int, Stream] = {}
+_broken: dict[int, str] = {}
+_thread = threading.local()
+
+
+def repair() -> None:
+    """Make broken devices whole."""
+    faults.clear()
+    _broken.clear()
+
+
+def fault(device: int, what: str) -> None:
+    """Break a device: every call to it fails from now on."""
+    faults.append(what)
+    _broken.setdefault(device, what)
+
+
+def current_device() -> int | None:
+    """Return the device whose context the calling thread has entered last."""
+    return getattr(_thread, "device", None)
+
+
+def enter(device: int | None) -> None:
+    _thread.device = device
+
+
+@contextmanager
+def entered(device: int) -> Iterator[None]:
+    """Be in a device's context for a while."""
+    before = current_device()
+    enter(device)
+    try:
+        yield
+    finally:
+        enter(before)
+
+
+def _called(function: str, stream: int | None = None) -> int:
+    """Return the device that a call is for, which fails where there is none."""
+    device = current_device()
+    if device is None:
+        raise CudaDriverError(function, "CUDA_ERROR_INVALID_CONTEXT", "")
+    if device in _broken:
+        raise CudaDriverError(function, "CUDA_ERROR_ILLEGAL_ADDRESS", _broken[device])
+    if stream is not None and (stream not in _streams or _streams[stream].device != device):
+        raise CudaDriverError(function, "CUDA_ERROR_INVALID_HANDLE", f"stream {stream}")
+    return device
+
+
+# --- memory ---------------------------------------------------------------------------------
+
+_memory = DeviceMemory(fault)
 
 
 class _Owned:
     def __init__(self) -> None:
+        self._is_open = True
         live.add(self)
 
     def close(self) -> None:
+        self._is_open = False
         live.discard(self)
+
+
+class _Mapped(_Owned):
+    """`nbytes` of a file in memory, at an address of its own."""
+
+    def __init__(self, file: int, nbytes: int, device: int | None, memory: object) -> None:
+        super().__init__()
+        self.nbytes = nbytes
+        self._mapping = mmap.mmap(file, nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._range = Range(self.address, nbytes, device, memory)
+        _memory.add(self._range)
+
+    def close(self) -> None:
+        if self._is_open:
+            _memory.remove(self._range, type(self).__name__)
+            self._mapping.close()
+            super().close()
+            _called(f"the end of a {type(self).__name__}")
+
+
+_exported: dict[int, DeviceBuffer] = {}
+
+
+class DeviceBuffer(_Mapped):
+    def __init__(self, nbytes: int) -> None:
+        device = _called("cuMemAlloc")
+        self.device, self.file = device, os.memfd_create("fake-cuda")
+        os.truncate(self.file, nbytes)
+        super().__init__(self.file, nbytes, device, self)
+        self.buffer_id = next(_numbers)
+        _exported[self.buffer_id] = self
+
+    @property
+    def _bytes(self) -> ctypes.Array[ctypes.c_uint8]:
+        return (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+
+    def ipc_handle(self) -> bytes:
+        return _HANDLE.pack(b"fake-ipc", self.buffer_id, self.nbytes)
+
+    def close(self) -> None:
+        if self._is_open:
+            del _exported[self.buffer_id]
+            os.close(self.file)
+            super().close()
+
+
+class MappedHost(_Mapped):
+    refused = False
+    """Whether the next one cannot be had."""
+
+    def __init__(self, nbytes: int) -> None:
+        _called("cuMemHostAlloc")
+        if MappedHost.refused:
+            MappedHost.refused = False
+            raise CudaDriverError("cuMemHostAlloc", "CUDA_ERROR_OUT_OF_MEMORY", "")
+        super().__init__(-1, nbytes, None, self)
+
+    @property
+    def device_address(self) -> int:
+        return self.address
+
+    def words(self) -> ctypes.Array[ctypes.c_uint64]:
+        return (ctypes.c_uint64 * (self.nbytes // 8)).from_address(self.address)
+
+
+class IpcMapping(_Mapped):
+    def __init__(self, handle: bytes) -> None:
+        device = _called("cuIpcOpenMemHandle")
+        magic, number, nbytes = _HANDLE.unpack(handle)
+        buffer = _exported.get(number)
+        if magic != b"fake-ipc" or buffer is None or buffer.device != device:
+            raise CudaDriverError("cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_VALUE", "no handle")
+        super().__init__(buffer.file, nbytes, device, buffer)
+
+
+class RegisteredHost(_Owned):
+    def __init__(self, address: int, nbytes: int) -> None:
+        _called("cuMemHostRegister")
+        if _memory.overlaps(address, nbytes):
+            code = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
+            raise CudaDriverError("cuMemHostRegister", code, f"{nbytes} bytes at {address:#x}")
+        super().__init__()
+        self.device_address = address
+        self._range = Range(address, nbytes, None, self)
+        _memory.add(self._range)
+
+    def pieces(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        half = nbytes // 2  # as if two registered pieces met in the middle
+        start = self.device_address + offset
+        return [(start, half), (start + half, nbytes - half)]
+
+    def close(self) -> None:
+        if self._is_open:
+            _memory.remove(self._range, "registered memory")
+            super().close()
+            _called("cuMemHostUnregister")
+
+
+def _buffer(address: int) -> DeviceBuffer:
+    _called("cuPointerGetAttribute")
+    for buffer in list(_exported.values()):
+        if buffer.address <= address < buffer.address + buffer.nbytes:
+            return buffer
+    raise CudaDriverError("cuPointerGetAttribute", "CUDA_ERROR_INVALID_VALUE", hex(address))
+
+
+def allocation(address: int) -> tuple[int, int]:
+    buffer = _buffer(address)
+    return buffer.address, buffer.nbytes
+
+
+def buffer_id(address: int) -> int:
+    return _buffer(address).buffer_id
+
+
+def exportable(address: int) -> bool:
+    return _buffer(address) is not None
+
+
+def ipc_handle(address: int) -> bytes:
+    return _buffer(address).ipc_handle()
+
+
+# --- contexts, streams, events --------------------------------------------------------------
 
 
 class PrimaryContext(_Owned):
     def __init__(self, ordinal: int) -> None:
         super().__init__()
         self.ordinal = ordinal
-        self.uuid = UUID
+        self.uuid = UUIDS[ordinal]
 
     def make_current(self) -> None:
-        pass
+        assert self._is_open, "the context was given up"
+        enter(self.ordinal)
+
+    def shared_by_mps(self) -> bool:
+        return shared_by_mps
 
     def priorities(self) -> tuple[int, int]:
+        _called("cuCtxGetStreamPriorityRange")
         return 0, -5
 
 
 class Stream(_Owned):
     def __init__(self, priority: int = 0) -> None:
+        self.device = _called("cuStreamCreateWithPriority")
         super().__init__()
         self.handle = next(_numbers)
+        self._random = random.Random(self.handle)
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"fake-stream-{self.handle}")
         self._thread.start()
@@ -63,10 +269,25 @@ class Stream(_Owned):
     def put(self, work: Callable[[], None]) -> None:
         self._work.put(work)
 
+    def put_access(self, what: str, accesses: list[Access], work: Callable[[], None]) -> None:
+        """Put work that uses memory, which is looked at now and when it is used."""
+        if not _memory.check(self.device, accesses, what):
+            return
+
+        def run() -> None:
+            with _memory.used(self.device, accesses, what) as is_there:
+                if is_there and self.device not in _broken:
+                    time.sleep(self._random.random() * lag_seconds)
+                    work()
+
+        self.put(run)
+
     def synchronize(self) -> None:
+        _called("cuStreamSynchronize")
         done = threading.Event()
         self.put(done.set)
         done.wait()
+        _called("cuStreamSynchronize")
 
     def close(self) -> None:
         if self.handle in _streams:
@@ -77,98 +298,89 @@ class Stream(_Owned):
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            time.sleep(self._random.random() * lag_seconds)
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - a kernel does not raise: it breaks the device
+                fault(self.device, repr(error))
 
 
 class Event(_Owned):
     def __init__(self, *, timed: bool = False, awaited: bool = True) -> None:
+        self.device = _called("cuEventCreate")
         super().__init__()
+        self.timed = timed
         self.mark = threading.Event()
+        self.mark.set()  # what was never recorded counts as passed
+
+    def called(self, function: str, stream: int | None = None) -> None:
+        device = _called(function, stream)
+        if not self._is_open or (stream is not None and device != self.device):
+            raise CudaDriverError(function, "CUDA_ERROR_INVALID_HANDLE", "event")
 
     def record(self, stream: int) -> None:
+        self.called("cuEventRecord", stream)
         self.mark = threading.Event()
         _streams[stream].put(self.mark.set)
 
     def done(self) -> bool:
+        self.called("cuEventQuery")
         return self.mark.is_set()
 
     def synchronize(self) -> None:
+        self.called("cuEventSynchronize")
         self.mark.wait()
 
 
-class _Memory(_Owned):
-    def __init__(self, nbytes: int) -> None:
-        super().__init__()
-        self.nbytes = nbytes
-        self._bytes = (ctypes.c_uint8 * nbytes)()
-        self.address = ctypes.addressof(self._bytes)
-
-
-class DeviceBuffer(_Memory):
-    def ipc_handle(self) -> bytes:
-        return _HANDLE.pack(b"fake-ipc", self.address, self.nbytes)
-
-
-class MappedHost(_Memory):
-    @property
-    def device_address(self) -> int:
-        return self.address
-
-    def words(self) -> ctypes.Array[ctypes.c_uint64]:
-        return (ctypes.c_uint64 * (self.nbytes // 8)).from_address(self.address)
-
-
-class IpcMapping(_Owned):
-    def __init__(self, handle: bytes) -> None:
-        magic, self.address, self.nbytes = _HANDLE.unpack(handle)
-        if magic != b"fake-ipc":
-            raise CudaDriverError("cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_VALUE", "no handle")
-        super().__init__()
-
-
-class RegisteredHost(_Owned):
-    def __init__(self, address: int, nbytes: int) -> None:
-        super().__init__()
-        self.device_address = address
-
-    def pieces(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        half = nbytes // 2  # as if two registered pieces met in the middle
-        start = self.device_address + offset
-        return [(start, half), (start + half, nbytes - half)]
-
-
 def copy_async(destination: int, source: int, nbytes: int, stream: int) -> None:
-    _streams[stream].put(lambda: ctypes.memmove(destination, source, nbytes))
+    _called("cuMemcpyAsync", stream)
+    accesses = [Access(source, nbytes), Access(destination, nbytes, writes=True)]
+    _streams[stream].put_access(
+        "a copy", accesses, lambda: ctypes.memmove(destination, source, nbytes)
+    )
 
 
 def wait_event(stream: int, event: Event) -> None:
+    _called("cuStreamWaitEvent", stream)
+    event.called("cuStreamWaitEvent")
     mark = event.mark
     _streams[stream].put(mark.wait)
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
+    device = _called("cuStreamWaitValue64", stream)
     counter = ctypes.c_uint64.from_address(address)
 
     def wait() -> None:
-        while counter.value < value:
+        while counter.value < value and device not in _broken:
             time.sleep(POLL_SECONDS)
 
-    _streams[stream].put(wait)
+    _streams[stream].put_access("a wait", [Access(address, 8, waits=True)], wait)
 
 
 def write_value(stream: int, address: int, value: int) -> None:
+    _called("cuStreamWriteValue64", stream)
     counter = ctypes.c_uint64.from_address(address)
-    _streams[stream].put(lambda: setattr(counter, "value", value))
+    _streams[stream].put_access(
+        "a write", [Access(address, 8, writes=True)], lambda: setattr(counter, "value", value)
+    )
 
 
 def elapsed_seconds(begin: Event, end: Event) -> float:
+    for event in (begin, end):
+        event.called("cuEventElapsedTime")
+        if not event.timed or not event.mark.is_set():
+            raise CudaDriverError("cuEventElapsedTime", "CUDA_ERROR_NOT_READY", "event")
     return 0.001
 
 
-class CudaCodec:
-    """The host's codec, as steps on a stream. `broken` makes the next encode fail to start."""
+# --- the codec ------------------------------------------------------------------------------
 
-    broken = False
+
+class CudaCodec:
+    """The host's codec, as steps on a stream. `broken` makes the encode after so many fail."""
+
+    broken: ClassVar[int | None] = None
     prepared: ClassVar[set[ancf.DType]] = set()
 
     def __init__(self, ordinal: int) -> None:
@@ -180,9 +392,13 @@ class CudaCodec:
     def encode_async(
         self, src, nbytes, dtype, dst, dst_bytes, scratch, size_ptr, stream, *, mode="auto"
     ) -> None:
-        if CudaCodec.broken:
-            CudaCodec.broken = False
-            raise KernelsError("this encoder does not start")
+        if CudaCodec.broken is not None:
+            CudaCodec.broken = CudaCodec.broken - 1 if CudaCodec.broken else None
+            if CudaCodec.broken is None:
+                raise KernelsError("this encoder does not start")
+        _called("cuLaunchKernel", stream)
+        assert not dst % ALIGNMENT
+        assert not scratch % ALIGNMENT
         words = (ctypes.c_uint64 * 3).from_address(size_ptr)
 
         def encode() -> None:
@@ -190,7 +406,8 @@ class CudaCodec:
             words[1] = 0
             words[2] = ctypes.c_uint8.from_address(dst + 6).value
 
-        _streams[stream].put(encode)
+        accesses = [Access(src, nbytes), *_written((dst, dst_bytes), (scratch, 64), (size_ptr, 24))]
+        _streams[stream].put_access("an encoder", accesses, encode)
 
     def prepare_each(self, dtypes, *, modes=("auto",)) -> Iterator[ancf.DType]:
         for dtype in dtypes:
@@ -202,6 +419,9 @@ class CudaCodec:
     ) -> None:
         assert dtype in CudaCodec.prepared
         assert pipeline in PIPELINES
+        _called("cuLaunchKernel", stream)
+        assert not blob % ALIGNMENT
+        assert not scratch % ALIGNMENT
         status = ctypes.c_uint64.from_address(status_ptr)
 
         def decode() -> None:
@@ -211,10 +431,40 @@ class CudaCodec:
             except CorruptBlob:
                 status.value = 7
 
-        _streams[stream].put(decode)
+        written = _written((dst, dst_bytes), (scratch, 64), (status_ptr, 8))
+        _streams[stream].put_access("a decoder", [Access(blob, blob_bytes), *written], decode)
 
     def explain(self, status: int) -> str:
         return f"damage number {status}"
+
+
+def _written(*ranges: tuple[int, int]) -> list[Access]:
+    return [Access(address, nbytes, writes=True) for address, nbytes in ranges]
+
+
+@contextmanager
+def standing_in(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> Iterator[None]:
+    """Have modules of these names imported on the fake devices, and afterwards as ever.
+
+    Then nothing of the devices is left, and nothing has used what it must not.
+    """
+    repair()
+    enter(None)
+    for name, module in modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    places = [name.rpartition(".") for name in names]
+    for package, _, leaf in places:
+        monkeypatch.delitem(sys.modules, f"{package}.{leaf}", raising=False)
+        monkeypatch.delattr(import_module(package), leaf, raising=False)
+    try:
+        yield
+        assert not faults
+        assert not live
+    finally:
+        enter(None)
+        for package, _, leaf in places:
+            if sys.modules.pop(f"{package}.{leaf}", None) is not None:
+                delattr(import_module(package), leaf)
 
 
 def modules() -> dict[str, ModuleType]:
@@ -222,7 +472,8 @@ def modules() -> dict[str, ModuleType]:
     driver = ModuleType("storm_kernels.cuda_driver")
     for kind in (
         PrimaryContext, Stream, Event, DeviceBuffer, MappedHost, IpcMapping, RegisteredHost,
-        copy_async, wait_event, wait_value, write_value, elapsed_seconds,
+        copy_async, wait_event, wait_value, write_value, elapsed_seconds, allocation, buffer_id,
+        exportable, ipc_handle,
     ):  # fmt: skip
         setattr(driver, kind.__name__, kind)
     codec = ModuleType("storm_kernels.ancf.cuda")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormd.instructions import Detach, Ended, Instruction, Map, Reply
+from stormd.instructions import Detach, Ended, Instruction, Map, Reply, Unmap
 from stormd.lanes import (
     Detached,
     RestoreDone,
@@ -22,7 +22,8 @@ from stormd.protocol import Message
 class FakeLane:
     """Takes the ledger's instructions; `jobs` are those not yet answered, oldest first.
 
-    `replies` are the messages sent to clients, `ended` the sessions that are gone.
+    `replies` are the messages sent to clients, `ended` the sessions that are gone, `segments` the
+    bytes of what is mapped, by session and number.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -32,11 +33,13 @@ class FakeLane:
         self.replies: list[tuple[int, int, Message]] = []
         self.ended: list[int] = []
         self.others: list[Instruction] = []
+        self.segments: dict[tuple[int, int], int] = {}
 
     def take(self, instructions: list[Instruction]) -> None:
         """Perform instructions."""
         for instruction in instructions:
             if isinstance(instruction, StoreJob | RestoreJob | Map):
+                self._check_range(instruction)
                 assert instruction.session not in self.detaching, "a job for an ending session"
                 self.jobs.append(instruction)
             elif isinstance(instruction, Reply):
@@ -49,6 +52,8 @@ class FakeLane:
                 self.detaching.remove(instruction.session)
                 self.ended.append(instruction.session)
             else:
+                if isinstance(instruction, Unmap):
+                    del self.segments[instruction.session, instruction.segment]
                 self.others.append(instruction)
 
     def finish(self, index: int = 0, *, share: float = 1.0, fail: bool = False) -> None:
@@ -73,7 +78,14 @@ class FakeLane:
             return StoreDone(job.session, job.entry, block, "raw", 0.001)
         if isinstance(job, RestoreJob):
             return RestoreDone(job.session, job.ticket, 0.001)
+        self.segments[job.session, job.segment.segment] = job.segment.nbytes
         return SegmentMapped(job.session, job.segment.segment)
+
+    def _check_range(self, job: StoreJob | RestoreJob | Map) -> None:
+        """Hold a job to the segments that were mapped by message, as a lane with such relies on."""
+        if isinstance(job, StoreJob | RestoreJob) and job.segment:
+            size = self.segments[job.session, job.segment]
+            assert job.offset + job.nbytes <= size, "a range outside its segment"
 
     def _failed(self, job: StoreJob | RestoreJob | Map) -> Result:
         if isinstance(job, StoreJob):

@@ -27,13 +27,15 @@ class InPlaceCpuLane(CpuLane):
         self.in_place = FakeInPlace(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        assert self._area is not None
         slot = self.reserve(nbytes)
         if slot is None:
             return super().allocate(nbytes)
         # A storage of its own, as PyTorch's allocator gives: not a view of the whole area.
-        memory = (ctypes.c_char * nbytes).from_address(self._address(slot))
+        memory = (ctypes.c_char * nbytes).from_address(self.address(slot))
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def address(self, slot: Slot) -> int:
+        return self._mapped().data_ptr() + slot.offset
 
 
 class FakeInPlace:
@@ -41,6 +43,7 @@ class FakeInPlace:
         self.segments = Segments(None)
         self.budget_bytes = 2 << 20
         self.waits_on_device = True
+        self.maps_new_memory = True
         self.spare = 0
         self.found = 0
         self.came_back = 0
@@ -49,14 +52,13 @@ class FakeInPlace:
         self._lane = lane
 
     def find(self, address: int, nbytes: int) -> Slot | None:
-        assert self._lane._area is not None
-        offset = address - self._lane._area.data_ptr()
+        offset = address - self._lane._mapped().data_ptr()
         if 0 <= offset < self._lane.staging_bytes:
             self.came_back += 1
             return Slot(0, offset, nbytes)
         slot = self._lane.reserve(nbytes)
         if slot is not None:
-            memmove(self._lane._address(slot), address, nbytes)
+            memmove(self._lane.address(slot), address, nbytes)
             self.found += 1
         return slot
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ from stormd.protocol import MapSegment, Message, Welcome
 if TYPE_CHECKING:
     from storm_client.lanes.segments import Segments
 
-__all__ = ["InPlace", "Lane", "LaneHello", "Request", "Slot"]
+__all__ = ["Coder", "Encoded", "InPlace", "Lane", "LaneHello", "Reader", "Request", "Slot"]
 
 Request = Callable[[Message], Message]
 """Sends a message to the daemon and returns its answer; raises a StormError when refused."""
@@ -48,7 +48,65 @@ class Slot:
     nbytes: int
 
 
-class InPlace(Protocol):
+class Reader(Protocol):
+    """Who reads sources where they lie: the daemon, or this process's encoder. Called locked."""
+
+    waits_on_device: bool
+    """Whether `overtake` costs the reader nothing."""
+
+    def is_read(self, sequence: int) -> bool:
+        """Tell whether the sources of all stores up to `sequence` have been read."""
+        ...
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        """Let nothing reuse the memory of `source`, once dropped, before that is so."""
+        ...
+
+
+class Encoded(NamedTuple):
+    """What a Store says of a blob: its sequence number, and where its size will be."""
+
+    sequence: int
+    result: int
+
+
+class Coder(Reader, Protocol):
+    """What a lane offers where this process codes, through slots that hold blobs. Called locked.
+
+    Out: produced -> encode -> a Store -> Stored, Rejected or Failed -> take_back, and the slot is
+    freed. The source may be dropped when it has been read.
+    """
+
+    def codes(self, dtype: str, codec: str) -> bool:
+        """Tell whether elements of that type can be encoded now, and what comes of it decoded."""
+        ...
+
+    def room(self, nbytes: int) -> int:
+        """Return the bytes of a slot that holds the largest blob of `nbytes`."""
+        ...
+
+    def encode(
+        self,
+        source: torch.UntypedStorage,
+        part: range,
+        slot: Slot,
+        *,
+        dtype: str,
+        codec: str,
+        after: int,
+    ) -> Encoded | None:
+        """Encode the bytes `part` of `source`, behind what `after` published.
+
+        Returns None where that cannot be begun now.
+        """
+        ...
+
+    def take_back(self, result: int) -> None:
+        """Use a result again: its store has been answered."""
+        ...
+
+
+class InPlace(Reader, Protocol):
     """What a lane offers where the daemon works in the tensors' own memory. Called locked.
 
     Out: find -> produced -> a Store for each part -> the source is let go, which may be before
@@ -58,10 +116,10 @@ class InPlace(Protocol):
 
     segments: Segments
     """The allocations that the daemon has mapped."""
+    maps_new_memory: bool
+    """Whether the daemon can map what PyTorch allocates now, and so restore into it."""
     budget_bytes: int
     """The most device memory that may wait for the link, on its way out or back early."""
-    waits_on_device: bool
-    """Whether `overtake` costs the daemon nothing: both processes use the device at once."""
 
     def find(self, address: int, nbytes: int) -> Slot | None:
         """Return the range as a part of a mapped segment, None where it is in none (yet)."""
@@ -77,14 +135,6 @@ class InPlace(Protocol):
 
     def produced(self, count: int) -> range:
         """Return `count` sequence numbers that say the current stream's work so far is done."""
-        ...
-
-    def is_read(self, sequence: int) -> bool:
-        """Tell whether the daemon has read the sources of all stores up to `sequence`."""
-        ...
-
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
-        """Let nothing reuse the memory of `source`, once dropped, before that is so."""
         ...
 
     def headroom(self) -> int:
@@ -114,6 +164,11 @@ class Lane(Protocol):
     @property
     def in_place(self) -> InPlace | None:
         """The way past the staging area, None where there is none; known from attach on."""
+        ...
+
+    @property
+    def coder(self) -> Coder | None:
+        """The codec of this process, None where the daemon codes; known from attach on."""
         ...
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
@@ -150,6 +205,10 @@ class Lane(Protocol):
 
     def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
         """Copy a restored part out of the slot, in order before later work of this thread."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Tell whether this thread's work is being captured: then no copy may be ordered to it."""
         ...
 
     def use(self, restored: torch.UntypedStorage) -> None:

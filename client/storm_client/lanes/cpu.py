@@ -13,7 +13,7 @@ from ctypes import memmove
 
 import torch
 
-from storm_client.errors import DaemonUnavailable
+from storm_client.errors import DaemonLost, DaemonUnavailable
 from storm_client.lanes import LaneHello, Request, Slot
 from storm_client.staging import StagingSpace
 from stormd.protocol import Welcome
@@ -40,6 +40,7 @@ class CpuLane:
 
     keeps_stored = False
     in_place = None
+    coder = None
 
     def __init__(self) -> None:
         """Describe the lane; attach gives it its memory."""
@@ -82,7 +83,8 @@ class CpuLane:
 
     def stage(self, source: torch.Tensor, slot: Slot) -> None:
         """Copy `source` into the slot; the bytes are there on return."""
-        memmove(self._address(slot), source.data_ptr(), slot.nbytes)
+        area = self._mapped()
+        memmove(area.data_ptr() + slot.offset, source.data_ptr(), slot.nbytes)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor in host memory."""
@@ -95,7 +97,12 @@ class CpuLane:
 
     def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
         """Copy the slot's bytes into `destination`; they are there on return."""
-        memmove(destination.data_ptr(), self._address(slot), slot.nbytes)
+        area = self._mapped()
+        memmove(destination.data_ptr(), area.data_ptr() + slot.offset, slot.nbytes)
+
+    def is_capturing(self) -> bool:
+        """Return False: the CPU's work is not captured."""
+        return False
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Do nothing: what was copied is there."""
@@ -107,9 +114,16 @@ class CpuLane:
         """Unmap the staging area as soon as no copy uses it any more."""
         self._area = None
 
-    def _address(self, slot: Slot) -> int:
-        assert self._area is not None, "the lane is closed"
-        return self._area.data_ptr() + slot.offset
+    def _mapped(self) -> torch.Tensor:
+        """Return the area, which stays mapped for as long as the caller keeps it.
+
+        Raises:
+            DaemonLost: another thread has closed the lane.
+        """
+        area = self._area
+        if area is None:
+            raise DaemonLost("the connection was closed while a tensor was being copied")
+        return area
 
 
 def _advise_huge_pages(tensor: torch.Tensor) -> None:

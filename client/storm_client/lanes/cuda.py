@@ -5,53 +5,48 @@ is overwritten only behind the copies that used it before, in the order of strea
 counter `published` reaches memory in the order of its values, because one stream writes it.
 
 That stream P takes part in nothing else: each copy's stream leaves an event that P waits for, so
-what P writes next says that the copy is done. Both the staging area and P are the lane's own and
-not PyTorch's, so the area can be exported whatever allocator the script has chosen.
+what P writes next says that the copy is done.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import mmap
 import os
 import threading
-from contextlib import ExitStack, closing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from storm_kernels.errors import CudaDriverError, KernelsError
+from storm_kernels.errors import KernelsError
 
-from storm_client.errors import DaemonUnavailable, UsageError
+from storm_client.errors import DaemonLost, DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Request, Slot
 from storm_client.lanes.segments import Segments
 from storm_client.staging import StagingSpace
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, RESTORED, STORED, Timelines
+from stormd.protocol.timeline import PUBLISHED, RESTORED, STORED
 
 try:
     from storm_kernels import cuda_driver
     from storm_kernels.cuda_driver import (
-        DeviceBuffer,
         Event,
         PrimaryContext,
-        RegisteredHost,
-        Stream,
-        buffer_id,
         copy_async,
         wait_event,
         wait_value,
         write_value,
     )
+
+    from storm_client.lanes.coding import CudaCoder
+    from storm_client.lanes.shared import STAGING, Shared, share
 except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
 
 __all__ = ["CudaLane"]
 
 log = logging.getLogger(__name__)
-
-STAGING = 0
-"""The segment that is the staging area."""
 
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With the value 1, a stream that waits for the daemon would hold up all others."""
@@ -61,6 +56,15 @@ STAGING_DIVISOR = 32
 
 SPARE_STAGING_DIVISOR = 512
 """The same where most tensors are stored and restored in place."""
+
+CODING_DIVISOR = 128
+"""The same where this process codes: what waits there for the link are blobs."""
+
+POISON_SECONDS = 0.01
+"""Between two poisonings of a dead daemon's counters, until the last wait is released."""
+
+POISONED_SECONDS = 10.0
+"""After which nothing of a dead daemon writes any more: its context is gone, and counters stay."""
 
 BUDGET_DIVISOR = 32
 """What part of a device's memory may hold what waits for the link in the tensors' own memory."""
@@ -75,8 +79,12 @@ class CudaLane:
 
     keeps_stored = True
 
-    def __init__(self, device: torch.device) -> None:
-        """Describe the lane; attach gives it its memory."""
+    def __init__(self, device: torch.device, codec_in: str = "auto") -> None:
+        """Describe the lane; attach gives it its memory.
+
+        `codec_in` says where tensors are encoded: by the "daemon", by the "client", or "auto".
+        That is by the daemon: wherever both were measured it was as fast, or faster.
+        """
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         ordinal = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", ordinal)
@@ -85,9 +93,15 @@ class CudaLane:
         except KernelsError as error:
             raise UsageError(f"tensors on {device} stay there: {error}") from error
         self._ordinal = ordinal
+        self._thread = threading.local()
         self._total_bytes = torch.cuda.get_device_properties(ordinal).total_memory
-        self._may_be_in_place = not _one_connection() and self._exports()
+        is_ordered = not _one_connection()
+        self._exports = self._can_export()
+        self._may_code = is_ordered and codec_in == "client"
+        self._may_be_in_place = is_ordered and (self._may_code or self._exports)
         divisor = SPARE_STAGING_DIVISOR if self._may_be_in_place else STAGING_DIVISOR
+        if self._may_code:
+            divisor = CODING_DIVISOR
         self.hello = LaneHello(
             device="cuda",
             device_uuid=self._context.uuid,
@@ -101,16 +115,23 @@ class CudaLane:
         self._sequence = 0
         self._stream: int | None = None
         self._several_streams = False
-        self._shared: _Shared | None = None
+        self._shared: Shared | None = None
         self._in_place: _InPlace | None = None
-        self._thread = threading.local()
+        self._coder: CudaCoder | None = None
+        self._copied = 0
+        """The number that says the staging area's slots are no longer copied from or to."""
+        self._encoded = 0
+        """The number that says no encoder of this process writes to a slot any more."""
+        self._waits: dict[int, Event] = {}
+        """By stream: what is passed when it waits for no counter of the page any more."""
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         """Map the timeline page, make the staging area, and have the daemon map it.
 
         Raises:
             DaemonUnavailable: the daemon shared no page.
-            UsageError: the device has no memory for the staging area, or cannot export it.
+            UsageError: the device has no memory for the staging area, or cannot export it, or this
+                process is to encode and has no codec.
             StormError: the daemon's refusal.
         """
         if not descriptors:
@@ -120,12 +141,14 @@ class CudaLane:
         with torch.cuda.device(self._ordinal):
             self._context.make_current()
             try:
-                self._shared = _share(descriptors[0], welcome.staging_bytes)
+                self._shared = share(descriptors[0], welcome.staging_bytes)
             except KernelsError as error:
                 raise UsageError(
                     f"no staging area of {welcome.staging_bytes} bytes on {self.device}: {error}"
                 ) from error
             request(self._shared.offer())
+            if self._may_code:
+                self._coder = self._own_codec(self._shared, welcome.part_bytes)
         self.staging_bytes = welcome.staging_bytes
         self._space = StagingSpace(welcome.staging_bytes)
         if self._may_be_in_place:
@@ -133,15 +156,22 @@ class CudaLane:
                 self,
                 self._total_bytes // BUDGET_DIVISOR,
                 shared_by_mps=self._context.shared_by_mps(),
+                exports=self._exports,
             )
 
     @property
     def in_place(self) -> _InPlace | None:
         """The daemon's way to tensors where they are.
 
-        None under ONE_CONNECTION, where PyTorch's memory cannot be exported, and once closed.
+        None under ONE_CONNECTION, where PyTorch's memory can neither be exported nor encoded by
+        this process, and once closed.
         """
         return self._in_place
+
+    @property
+    def coder(self) -> CudaCoder | None:
+        """The codec of this process; None where the daemon codes, and once closed."""
+        return self._coder
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot of `nbytes`, None where there is no room now."""
@@ -188,6 +218,10 @@ class CudaLane:
             stream = torch.cuda.current_stream().cuda_stream
             self._copy(destination.data_ptr(), source, slot.nbytes, stream)
 
+    def is_capturing(self) -> bool:
+        """Tell whether the current stream's work is being captured into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""
         stream = torch.cuda.current_stream(self.device)
@@ -203,19 +237,30 @@ class CudaLane:
             view.record_stream(stream)
 
     def poison(self) -> None:
-        """Release every wait on the daemon's counters."""
-        with self._lock:
-            if self._shared is not None:
-                self._shared.timelines.poison(STORED, RESTORED)
+        """Release every wait on the daemon's counters, those that streams have yet to come to too.
+
+        A write that the daemon's device still had under way may undo what was stored before. So it
+        is stored again until no stream waits any more, or no such write can come.
+        """
+        end = time.monotonic() + POISONED_SECONDS
+        while self._poison() and time.monotonic() < end:
+            time.sleep(POISON_SECONDS)
 
     def close(self) -> None:
         """Free the staging area once no stream uses it; the daemon has unmapped it, or is dead."""
         with self._lock:
             shared, self._shared = self._shared, None
+            coder, self._coder = self._coder, None
+            waits, self._waits = self._waits, {}
             self._in_place = None
         if shared is not None:
             with torch.cuda.device(self._ordinal):
                 self._context.make_current()
+                if coder is not None:
+                    coder.close()
+                for event in waits.values():
+                    event.synchronize()
+                    event.close()
                 shared.close()
         self._context.close()
 
@@ -227,9 +272,17 @@ class CudaLane:
             self._context.make_current()
             self._thread.entered = True
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make the driver's calls possible for a while; then the thread's device is as before."""
+        with torch.cuda.device(self._ordinal):
+            self.enter()
+            yield
+
     def offer(self) -> MapSegment:
         """Return the message that had the daemon map the staging area."""
-        return self._open().offer()
+        with self.entered():
+            return self._open().offer()
 
     def produced(self, count: int) -> range:
         """Return `count` numbers that P publishes behind the current stream's work so far."""
@@ -239,11 +292,8 @@ class CudaLane:
             stream = torch.cuda.current_stream().cuda_stream
             self._notice(stream)
             shared.event.record(stream)
-            wait_event(shared.p.handle, shared.event)
-            first = self._sequence + 1
-            self._sequence += count
-            write_value(shared.p.handle, shared.published, self._sequence)
-        return range(first, first + count)
+            last = self._publish_behind(shared.event, count)
+        return range(last - count + 1, last + 1)
 
     def headroom(self) -> int:
         """Return by how many bytes PyTorch has less allocated now than it had at the most."""
@@ -256,36 +306,112 @@ class CudaLane:
 
     def wait_stored(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and whoever gets the memory of `source`, wait for that."""
+        self._wait_counter(self._open().stored, sequence, source)
+
+    # --- for the coder ----------------------------------------------------------------------
+
+    def publish_behind(self, event: Event) -> int:
+        """Have P publish the next number behind an event, and return it."""
+        with self._lock:
+            self._encoded = self._publish_behind(event)
+            return self._encoded
+
+    def wait_published(self, sequence: int, source: torch.UntypedStorage) -> None:
+        """Have the current stream, and whoever gets the memory of `source`, wait for a number."""
+        self._wait_counter(self._open().published, sequence, source)
+
+    def slots_left(self) -> int:
+        """Return a number that is published once no slot that is free is copied from or to."""
         shared = self._open()
-        with torch.cuda.device(self._ordinal):
-            self.enter()
-            stream = torch.cuda.current_stream()
-            wait_value(stream.cuda_stream, shared.stored, sequence)
-            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(source)
-            view.record_stream(stream)
+        with self._lock:
+            if self._copied > self._sequence:
+                self._sequence += 1
+                write_value(shared.p.handle, shared.published, self._sequence)
+            return self._copied
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _exports(self) -> bool:
-        """Tell whether the memory that PyTorch gives out now can be mapped by another process."""
-        self._context.make_current()
-        probe = torch.empty(1, dtype=torch.uint8, device=self.device)
-        return cuda_driver.exportable(probe.data_ptr())
+    def _poison(self) -> bool:
+        """Poison the daemon's counters once; tell whether a stream may still wait for one."""
+        with self._lock:
+            if self._shared is None:
+                return False
+            self._shared.timelines.poison(STORED, RESTORED)
+            try:
+                with self.entered():
+                    return not all(event.done() for event in self._waits.values())
+            except KernelsError:
+                return False  # a device that is broken does nothing any more
 
-    def _open(self) -> _Shared:
-        assert self._shared is not None, "the lane is closed"
-        return self._shared
+    def _wait_counter(self, counter: int, value: int, source: torch.UntypedStorage) -> None:
+        """Have the current stream, and whoever gets the memory of `source`, wait for a counter."""
+        with torch.cuda.device(self._ordinal):
+            self.enter()
+            stream = torch.cuda.current_stream()
+            wait_value(stream.cuda_stream, counter, value)
+            with self._lock:
+                event = self._waits.get(stream.cuda_stream) or Event()
+                self._waits[stream.cuda_stream] = event
+                event.record(stream.cuda_stream)
+            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(source)
+            view.record_stream(stream)
+
+    def _publish_behind(self, event: Event, count: int = 1) -> int:
+        """Have P publish `count` more numbers behind an event; return the last (locked)."""
+        shared = self._open()
+        wait_event(shared.p.handle, event)
+        self._sequence += count
+        write_value(shared.p.handle, shared.published, self._sequence)
+        return self._sequence
+
+    def _own_codec(self, shared: Shared, part_bytes: int) -> CudaCoder:
+        """Return this process's codec."""
+        try:
+            return CudaCoder(
+                self._ordinal,
+                area=shared.area.address,
+                page=shared.page,
+                timelines=shared.timelines,
+                part_bytes=part_bytes,
+                priority=self._context.priorities()[1],
+                order=self,
+                keeps_sources=not self._exports,
+            )
+        except KernelsError as error:
+            raise UsageError(
+                f"this process cannot encode on {self.device}: {error}; choose codec_in='daemon'"
+            ) from error
+
+    def _can_export(self) -> bool:
+        """Tell whether the memory that PyTorch gives out now can be mapped by another process."""
+        with self.entered():
+            probe = torch.empty(1, dtype=torch.uint8, device=self.device)
+            return cuda_driver.exportable(probe.data_ptr())
+
+    def _open(self) -> Shared:
+        """Return what is shared with the daemon.
+
+        Raises:
+            DaemonLost: another thread has closed the lane.
+        """
+        shared = self._shared
+        if shared is None:
+            raise DaemonLost("the connection was closed while a tensor was on its way")
+        return shared
 
     def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy on `stream`, behind what other streams did with the area, and P behind it."""
         shared = self._open()
         with self._lock:
             self._notice(stream)
-            if self._several_streams:
+            # The slot may be that of a blob which the daemon has refused before it was there.
+            is_encoding = shared.timelines.read(PUBLISHED) < self._encoded
+            if self._several_streams or is_encoding:
                 self._follow(stream)
             copy_async(target, source, nbytes, stream)
             shared.event.record(stream)
             wait_event(shared.p.handle, shared.event)
+            self._copied = self._sequence + 1
 
     def _notice(self, stream: int) -> None:
         """Remember whether more than one stream has come by; with the lock held."""
@@ -314,19 +440,24 @@ def _one_connection() -> bool:
 class _InPlace:
     """Stores and restores in the tensors' own memory; see lanes.InPlace."""
 
-    def __init__(self, lane: CudaLane, budget_bytes: int, *, shared_by_mps: bool) -> None:
+    def __init__(
+        self, lane: CudaLane, budget_bytes: int, *, shared_by_mps: bool, exports: bool
+    ) -> None:
         self.segments = Segments(cuda_driver)
         self.budget_bytes = budget_bytes
         self.waits_on_device = shared_by_mps
+        self.maps_new_memory = exports
         self._lane = lane
 
     def find(self, address: int, nbytes: int) -> Slot | None:
-        self._lane.enter()
-        return self.segments.find(address, nbytes)
+        if not self.maps_new_memory:
+            return None
+        with self._lane.entered():
+            return self.segments.find(address, nbytes)
 
     def sweep(self) -> bool:
-        self._lane.enter()
-        return self.segments.sweep()
+        with self._lane.entered():
+            return self.segments.sweep()
 
     def produced(self, count: int) -> range:
         return self._lane.produced(count)
@@ -342,45 +473,3 @@ class _InPlace:
 
     def headroom(self) -> int:
         return self._lane.headroom()
-
-
-class _Shared:
-    """What the lane and the daemon share, and the stream and event that order its use.
-
-    Raises:
-        KernelsError: a CUDA object cannot be made; those made before are given back.
-    """
-
-    def __init__(self, descriptor: int, staging_bytes: int) -> None:
-        with ExitStack() as made:
-            memory = made.enter_context(mmap.mmap(descriptor, PAGE_BYTES))
-            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-            page = made.enter_context(closing(RegisteredHost(address, PAGE_BYTES)))
-            self.p = made.enter_context(closing(Stream()))
-            self.event = made.enter_context(closing(Event()))
-            self.area = made.enter_context(closing(DeviceBuffer(staging_bytes)))
-            self._made = made.pop_all()
-        self.timelines = Timelines(address)
-        self.published = page.device_address + PUBLISHED
-        self.stored = page.device_address + STORED
-
-    def offer(self) -> MapSegment:
-        """Return the message that lets the daemon map the staging area."""
-        area = self.area
-        return MapSegment(STAGING, area.ipc_handle(), buffer_id(area.address), area.nbytes)
-
-    def close(self) -> None:
-        """Give all of it up; waits for the device."""
-        self.p.synchronize()
-        self._made.close()
-
-
-def _share(descriptor: int, staging_bytes: int) -> _Shared:
-    """Make what is shared, with memory that PyTorch keeps but does not use if there is no other."""
-    try:
-        return _Shared(descriptor, staging_bytes)
-    except CudaDriverError as error:
-        if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
-            raise
-    torch.cuda.empty_cache()
-    return _Shared(descriptor, staging_bytes)

@@ -10,6 +10,7 @@ lock protects a Segments.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from storm_client.lanes import Slot
 from stormd.protocol import MapSegment, Message, UnmapSegment
 
 __all__ = ["Driver", "Segments"]
+
+log = logging.getLogger(__name__)
 
 KNOWN = 1024
 """Allocations remembered; beyond that the one that was used longest ago is unmapped."""
@@ -117,15 +120,26 @@ class Segments:
     # --- helpers ----------------------------------------------------------------------------
 
     def _add(self, buffer: int, address: int) -> None:
-        base, nbytes = self._driver.allocation(address)
-        segment = _Segment(self.new_number(), base, _State.REFUSED)
-        if self._driver.exportable(base):
-            handle = self._driver.ipc_handle(base)
+        segment = _Segment(self.new_number(), address, _State.REFUSED)
+        offer = self._offer(segment, buffer)
+        if offer is not None:
             segment.state = _State.OFFERED
-            self._offers[self.post(MapSegment(segment.number, handle, buffer, nbytes))] = segment
+            self._offers[self.post(offer)] = segment
         self._known[buffer] = segment
         if len(self._known) > self._limit:
             self._forget(next(iter(self._known)))
+
+    def _offer(self, segment: _Segment, buffer: int) -> MapSegment | None:
+        """Return what has the daemon map it, None where it cannot be exported."""
+        try:
+            segment.base, nbytes = self._driver.allocation(segment.base)
+            if not self._driver.exportable(segment.base):
+                return None
+            handle = self._driver.ipc_handle(segment.base)
+        except CudaDriverError as error:  # as for memory that another process has exported
+            log.info("memory at %#x stays unmapped: %s", segment.base, error)
+            return None
+        return MapSegment(segment.number, handle, buffer, nbytes)
 
     def _lives(self, buffer: int, segment: _Segment) -> bool:
         try:

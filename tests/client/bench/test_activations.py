@@ -7,6 +7,7 @@ import torch
 from storm_client.bench.activations.capture import captured
 from storm_client.bench.activations.figures import tensor_figures
 from storm_client.bench.activations.models import FAMILIES
+from storm_kernels import ancf
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -19,6 +20,9 @@ def test_storages_are_captured_once_and_whole(family):
 
 
 def test_figures_of_a_tensor():
-    figures = tensor_figures(torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)))
+    tensor = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    figures = tensor_figures(tensor, analyze=True)
+    assert figures.analysis == str(ancf.analyze(tensor, "dense"))
+    assert tensor_figures(tensor, analyze=False).analysis is None
     assert figures.raw_nbytes == 1 << 18
     assert figures.bound_nbytes < figures.dense_nbytes < figures.fast_nbytes < figures.raw_nbytes

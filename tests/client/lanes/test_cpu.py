@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client.lanes import Slot, cpu
 from storm_client.lanes.cpu import HUGE_BYTES, CpuLane
 
 from stormd.protocol import Message, Welcome
@@ -76,3 +78,40 @@ def test_a_daemon_that_shares_too_little(memory: int) -> None:
 def test_closing_twice_is_fine(lane: CpuLane) -> None:
     lane.close()
     lane.close()
+
+
+Copy = Callable[[CpuLane, torch.Tensor, Slot], None]
+
+
+def stage(lane: CpuLane, tensor: torch.Tensor, slot: Slot) -> None:
+    lane.stage(tensor, slot)
+
+
+def unstage(lane: CpuLane, tensor: torch.Tensor, slot: Slot) -> None:
+    lane.unstage(slot, tensor)
+
+
+@pytest.mark.parametrize("copy", [stage, unstage])
+def test_closing_while_another_thread_copies(
+    lane: CpuLane, copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = lane.reserve(64)
+    assert slot is not None
+    mapped: list[bool] = []
+
+    def closing(target: int, source: int, nbytes: int) -> None:
+        lane.close()
+        mapped.append(is_mapped(target) and is_mapped(source))
+
+    monkeypatch.setattr(cpu, "memmove", closing)
+    copy(lane, torch.zeros(64, dtype=torch.uint8), slot)
+    assert mapped == [True]
+    with pytest.raises(storm.DaemonLost, match="closed"):
+        copy(lane, torch.zeros(64, dtype=torch.uint8), slot)
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)

@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import storm_client as storm
 import torch
-from storm_client.lanes import Slot
 from storm_client.lanes.segments import Segments
 from storm_client.window import Window
 from support.daemon_process import DaemonProcess
@@ -23,15 +23,24 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
+if TYPE_CHECKING or torch.cuda.is_available():
+    from storm_client.lanes.coding import CudaCoder  # its bindings are only where a GPU is
+
 Context = AbstractContextManager[object]
 
 DAEMON = ("--pool-bytes", "512MiB", "--staging-bytes-cuda", "16MiB", "--part-bytes-cuda", "2MiB")
 """Less staging than any model here saves, so that most of it has to leave and come back."""
 
 
+@pytest.fixture(params=["client", "daemon"])
+def codec_in(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture
-def client(make_daemon: Callable[..., DaemonProcess]) -> Iterator[storm.Client]:
-    with storm.connect(make_daemon(*DAEMON).address, embedded="never", timeout=30) as client:
+def client(make_daemon: Callable[..., DaemonProcess], codec_in: str) -> Iterator[storm.Client]:
+    address = make_daemon(*DAEMON).address
+    with storm.connect(address, embedded="never", timeout=30, codec_in=codec_in) as client:
         yield client
         gc.collect()
         wait_until(lambda: client.status().entries == 0, 30, client.status)
@@ -192,52 +201,56 @@ def test_memory_stays_flat_over_many_steps(client: storm.Client) -> None:
 
 
 @pytest.fixture
-def in_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each range that the daemon was found to have mapped."""
+def read(monkeypatch: pytest.MonkeyPatch, codec_in: str) -> list[int]:
+    """The bytes of what was read where it lies: mapped by the daemon, or encoded here."""
     found: list[int] = []
-    find = Segments.find
 
-    def counting(self: Segments, address: int, nbytes: int) -> Slot | None:
-        slot = find(self, address, nbytes)
-        if slot is not None:
-            found.append(nbytes)
-        return slot
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(self: object, address: int, nbytes: int, *more: Any, **how: Any) -> Any:
+            result = function(self, address, nbytes, *more, **how)
+            if result is not None:
+                found.append(nbytes)
+            return result
 
-    monkeypatch.setattr(Segments, "find", counting)
+        return counted
+
+    if codec_in == "daemon":
+        monkeypatch.setattr(Segments, "find", counting(Segments.find))
+    else:
+        monkeypatch.setattr(CudaCoder, "encode", counting(CudaCoder.encode))
     return found
 
 
-def until(in_place: list[int], step: Callable[[], None]) -> None:
-    """Make steps until the daemon, which maps memory when it has time, has worked in place."""
-    deadline = time.monotonic() + 30
-    while not in_place:
-        assert time.monotonic() < deadline, "nothing was mapped"
+def until(read: list[int], step: Callable[[], None]) -> None:
+    """Make steps until tensors are read where they lie: memory is mapped, or kernels are there."""
+    deadline = time.monotonic() + 60
+    while not read:
+        assert time.monotonic() < deadline, "nothing was read where it lies"
         step()
 
 
-def test_what_the_daemon_has_mapped_is_read_in_place(
-    client: storm.Client, in_place: list[int]
+@pytest.mark.parametrize("codec", ["ancf", "raw"])
+def test_what_is_read_where_it_lies_comes_back(
+    client: storm.Client, read: list[int], codec: str
 ) -> None:
     model, x = network(), batch()
     expected = plain(model, x)
-    offload = client.offload(model, min_bytes=1)
-    offloaded = 1
+    offload = client.offload(model, min_bytes=1, codec=codec)
 
     def step() -> None:
-        nonlocal offloaded
+        read.clear()
         before = offload.stats().offloaded_bytes
         forward(model, x, offload).backward()
         assert_same(gradients(model), expected)
-        offloaded = offload.stats().offloaded_bytes - before
-        if sum(in_place) < 0.8 * offloaded:
-            in_place.clear()
+        if sum(read) < 0.8 * (offload.stats().offloaded_bytes - before):
+            read.clear()
 
-    until(in_place, step)
+    until(read, step)
 
 
-def test_a_change_right_after_saving_is_noticed(client: storm.Client, in_place: list[int]) -> None:
+def test_a_change_right_after_saving_is_noticed(client: storm.Client, read: list[int]) -> None:
     offload = client.offload(min_bytes=1)
-    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)  # 4 times the staging area
 
     def step() -> None:
         with offload:
@@ -248,23 +261,26 @@ def test_a_change_right_after_saving_is_noticed(client: storm.Client, in_place: 
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
-    until(in_place, step)
+    until(read, step)
 
 
-def test_a_storage_freed_while_it_is_read_raises(client: storm.Client, in_place: list[int]) -> None:
+def test_a_storage_freed_before_it_is_read_raises(client: storm.Client, read: list[int]) -> None:
     offload = client.offload(min_bytes=1)
-    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)
 
     def step() -> None:
         with offload:
             h = x * 2
             loss = h.cos().sum()
         h.untyped_storage().resize_(0)
-        if in_place:
+        if read:
             with pytest.raises(storm.ActivationLost, match="resized"):
                 loss.backward()
 
-    until(in_place, step)
+    until(read, step)
+
+
+in_the_daemon = pytest.mark.parametrize("codec_in", ["daemon"])
 
 
 def used_bytes() -> int:
@@ -273,12 +289,13 @@ def used_bytes() -> int:
     return total - free
 
 
-def test_freed_memory_is_given_back(client: storm.Client, in_place: list[int]) -> None:
+@in_the_daemon
+def test_freed_memory_is_given_back(client: storm.Client, read: list[int]) -> None:
     model, x = network(), batch()
     offload = client.offload(model, min_bytes=1)
     forward(model, x, offload).backward()
     before = used_bytes()
-    until(in_place, lambda: forward(model, x.repeat(16, 1), offload).backward())
+    until(read, lambda: forward(model, x.repeat(16, 1), offload).backward())
     model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.empty_cache()
@@ -287,14 +304,13 @@ def test_freed_memory_is_given_back(client: storm.Client, in_place: list[int]) -
     wait_until(lambda: used_bytes() <= before, 30, lambda: (used_bytes(), before))
 
 
-def test_running_out_of_memory_gives_it_back_at_once(
-    client: storm.Client, in_place: list[int]
-) -> None:
+@in_the_daemon
+def test_running_out_of_memory_gives_it_back_at_once(client: storm.Client, read: list[int]) -> None:
     model, x = network(), batch()
     offload = client.offload(model, min_bytes=1)
     forward(model, x, offload).backward()
     before = used_bytes()
-    until(in_place, lambda: forward(model, x.repeat(16, 1), offload).backward())
+    until(read, lambda: forward(model, x.repeat(16, 1), offload).backward())
     model.zero_grad(set_to_none=True)
     gc.collect()
     with pytest.raises(torch.cuda.OutOfMemoryError):

@@ -18,6 +18,7 @@ class Device:
     def __init__(self) -> None:
         self.allocations: dict[int, tuple[int, int]] = {}
         self.exports = True
+        self.is_imported = False
         self._ids = 0
 
     def allocate(self, base: int, nbytes: int = MIB) -> None:
@@ -40,6 +41,8 @@ class Device:
         return self.exports
 
     def ipc_handle(self, address: int) -> bytes:
+        if self.is_imported:
+            raise CudaDriverError("cuIpcGetMemHandle", "CUDA_ERROR_INVALID_VALUE", "")
         return b"%d" % self._at(address)[0]
 
 
@@ -171,3 +174,17 @@ def test_another_error_of_the_driver_is_not_taken_for_a_freed_allocation(
     with pytest.raises(CudaDriverError, match="INVALID_CONTEXT"):
         segments.sweep()
     assert len(segments) == 1
+
+
+def test_memory_whose_export_fails_is_left_alone(
+    device: Device, segments: Segments, daemon: Daemon
+) -> None:
+    device.is_imported = True
+    assert segments.find(MIB, 8) is None
+    assert segments.find(MIB + 64, 8) is None
+    assert not daemon.posted
+    assert not segments.sweep()
+    assert len(segments) == 1
+    del device.allocations[MIB]
+    assert not segments.sweep()
+    assert len(segments) == 0

@@ -13,7 +13,7 @@ from storm_client.bench.train.gpt import WORKLOADS as THEIR_WORKLOADS
 from storm_client.bench.train.methods import METHODS as THEIR_METHODS
 
 from stormd import cli
-from stormd.commands import bench_train
+from stormd.commands import arguments
 from stormd.commands.bench_train import METHODS, WORKLOADS, measure_train, print_train
 from stormd.commands.bench_train_picture import draw
 from stormd.errors import ConfigError
@@ -61,7 +61,7 @@ def test_picture(tmp_path: Path) -> None:
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench_train, "find_spec", lambda _name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         measure_train(_arguments("--image=x.png", "--device=cpu"))
 

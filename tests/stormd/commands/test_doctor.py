@@ -42,3 +42,12 @@ def test_real_checks_see_the_settings(tmp_path: Path, capsys: pytest.CaptureFixt
     checks = {one["check"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert checks["memory"]["state"] == "fail"
     assert str(tmp_path) in checks["runtime directory"]["detail"]
+
+
+def test_nothing_is_cut_short_however_narrow_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    line = ["doctor", f"--address=ipc://{tmp_path.anchor}{'d' * 60}/s.sock"]
+    cli.main(line)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capsys.readouterr().out

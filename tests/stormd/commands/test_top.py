@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -13,7 +15,23 @@ from stormd.child_daemon import ChildDaemon
 def test_looks_as_often_as_asked(daemon: ChildDaemon, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["top", "--address", daemon.address, "--count", "2", "--interval", "0.01"]
     assert cli.main(line) == 0
-    assert "no sessions" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("no sessions") == 2, "a pipe gets each look"
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]], ids=["views", "json"])
+def test_a_reader_of_a_pipe_gets_each_look_at_once_and_may_leave(
+    daemon: ChildDaemon, form: list[str]
+) -> None:
+    command = [sys.executable, "-m", "stormd.cli", "top", "--address", daemon.address, *form]
+    with subprocess.Popen(
+        [*command, "--interval", "0.01"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as top:
+        assert top.stdout is not None
+        assert top.stderr is not None
+        assert top.stdout.readline()
+        top.stdout.close()
+        assert top.stderr.read() == b""
+        assert top.wait(30) in (1, 141)
 
 
 def test_json_looks_carry_rates_from_the_second_on(

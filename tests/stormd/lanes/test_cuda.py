@@ -1,134 +1,31 @@
-"""The cuda lane's order, answers and ends, on a device made of threads; its GPU part is e2e."""
+"""The cuda lane's order and answers, on a device made of threads; its GPU part is e2e."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pytest
 from storm_kernels import ancf
 from support import fake_cuda
+from support.cuda_bench import PART, SESSION, Bench, fill, hello, offer
 from support.waiting import wait_until
 
-from stormd.arena import Space
 from stormd.errors import LaneUnavailable
-from stormd.host_pool import HostPool
 from stormd.lanes import (
-    Detached,
     RestoreDone,
     RestoreFailed,
-    RestoreJob,
-    Result,
     SegmentMapped,
     SegmentRefused,
     StoreDone,
     StoreFailed,
-    StoreJob,
     blob_bound,
-    parse_dtype,
 )
-from stormd.protocol import Hello, MapSegment
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, RESTORED, STORED, Timelines
-
-KIB = 1 << 10
-MIB = 1 << 20
-PART = 64 * KIB
-LANE_MODULES = tuple(
-    f"stormd.lanes.{name}" for name in ("cuda", "cuda_codec", "cuda_device", "cuda_session")
-)
-SESSION = 0x1234
-
-
-class Bench:
-    """A lane on the fake device with one session, driven as the ledger and a client would."""
-
-    def __init__(self, lane: Any, pool: HostPool, space: Space, results: list[Result]) -> None:
-        self.lane, self.pool, self.space, self.results = lane, pool, space, results
-        attachment = lane.attach(SESSION, hello())
-        (descriptor,) = attachment.descriptors
-        self.part_bytes = attachment.part_bytes
-        self._page = mmap.mmap(descriptor, PAGE_BYTES)
-        os.close(descriptor)
-        self.counters = Timelines(ctypes.addressof(ctypes.c_char.from_buffer(self._page)))
-        self.area = fake_cuda.DeviceBuffer(attachment.staging_bytes)
-        self.memory = np.frombuffer(self.area._bytes, np.uint8)
-
-    def map(self) -> None:
-        self.lane.map_segment(SESSION, offer(self.area))
-        self.expect(SegmentMapped)
-
-    def expect(self, kind: type[Result], number: int = 1) -> Any:
-        """Wait for the `number`-th result of a kind and return it."""
-        found = lambda: [result for result in self.results if isinstance(result, kind)]  # noqa: E731
-        wait_until(lambda: len(found()) >= number, 10.0, lambda: self.results)
-        return found()[number - 1]
-
-    def store(self, entry: int, offset: int, nbytes: int, codec: str = "ancf") -> None:
-        """Hand over the range as a store whose sequence number is its entry."""
-        promised = blob_bound(nbytes)
-        assert self.space.promise(promised)
-        dtype = parse_dtype("bfloat16", nbytes)
-        self.lane.store(
-            StoreJob(SESSION, entry, 0, offset, nbytes, dtype, codec, entry, promised, self.space)
-        )
-
-    def restore(self, ticket: int, block: Any, offset: int, nbytes: int) -> None:
-        self.lane.restore(RestoreJob(SESSION, ticket, 1, block, 0, offset, nbytes, ticket))
-
-    def publish(self, value: int) -> None:
-        self.counters.store(PUBLISHED, value)
-
-    def end(self) -> None:
-        self.lane.detach(SESSION)
-        self.expect(Detached)
-        self.memory = None
-        self.area.close()
-        self._page.close()
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    for name, module in fake_cuda.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in LANE_MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    from stormd.lanes.cuda import CudaLane
-
-    pool = HostPool(4 * MIB)
-    space, results = Space(pool.nbytes), []
-    lane = CudaLane([0], pool=pool, post=results.append, staging_bytes=MIB, part_bytes=PART)
-    bench = Bench(lane, pool, space, results)
-    wait_until(lambda: fake_cuda.CudaCodec.prepared >= set(ancf.DType))
-    yield bench
-    if not any(isinstance(result, Detached) for result in results):
-        bench.end()
-    assert lane.close(10.0)
-    space.assert_invariants()
-    pool.close()
-    assert not fake_cuda.live
-    for name in LANE_MODULES:
-        sys.modules.pop(name, None)
-
-
-def hello(uuid: str = fake_cuda.UUID) -> Hello:
-    return Hello(1, [], os.getpid(), os.getuid(), "cuda", uuid, ["cuda_ipc"], 0, "test")
-
-
-def offer(area: fake_cuda.DeviceBuffer, nbytes: int | None = None) -> MapSegment:
-    return MapSegment(0, area.ipc_handle(), 1, area.nbytes if nbytes is None else nbytes)
-
-
-def fill(bench: Bench, seed: int = 0) -> np.ndarray:
-    """Fill the staging area with bfloat16 N(0,1) and return a copy."""
-    values = np.random.default_rng(seed).standard_normal(MIB // 2).astype(np.float32)
-    bench.memory[:] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-    return bench.memory.copy()
+from stormd.protocol import MapSegment
+from stormd.protocol.timeline import RESTORED, RESULTS, STORED
 
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
@@ -173,9 +70,9 @@ def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
     bench.map()
     bench.memory[:] = 0
     bench.store(1, 0, PART)
-    bench.store(2, PART, PART)
     bench.publish(1)
     first = bench.expect(StoreDone)
+    bench.store(2, PART, PART)
     assert bench.counters.read(STORED) == 1
     before = fill(bench)  # as if the client's copy came only now
     bench.publish(2)
@@ -273,7 +170,7 @@ def test_a_bad_handle_is_refused(bench: Bench) -> None:
 def test_an_encoder_that_fails_costs_its_own_store_only(bench: Bench) -> None:
     bench.map()
     fill(bench)
-    fake_cuda.CudaCodec.broken = True
+    fake_cuda.CudaCodec.broken = 0
     bench.store(1, 0, PART)
     bench.store(2, 0, PART)
     bench.publish(2)
@@ -297,49 +194,6 @@ def test_a_damaged_blob_is_never_called_restored(bench: Bench) -> None:
     assert (failed.kind, failed.ticket) == ("CorruptBlob", 2)
     assert "damage number 7" in failed.detail
     bench.space.release(block)
-
-
-def test_a_dead_clients_waits_are_released_and_every_job_answered(bench: Bench) -> None:
-    bench.map()
-    for entry in range(1, 9):
-        bench.store(entry, 0, PART)
-    bench.end()
-    answered = [r.entry for r in bench.results if isinstance(r, StoreDone | StoreFailed)]
-    assert answered == list(range(1, 9))
-    for result in bench.results:
-        if isinstance(result, StoreDone):
-            bench.space.release(result.block)
-        elif isinstance(result, StoreFailed):
-            bench.space.withdraw(blob_bound(PART))
-
-
-def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Bench) -> None:
-    bench.map()
-    bench.store(1, 0, PART)
-    session = bench.lane._sessions[SESSION]
-    wait_until(lambda: session.stores._free.qsize() == 9)  # of 10: the job has begun
-    real = session._timelines
-    poison: Callable[..., None] = real.poison
-    undone = iter([True])
-
-    def poison_once_in_vain(*counters: int) -> None:
-        if next(undone, None):
-            return
-        poison(*counters)
-
-    real.poison = poison_once_in_vain
-    bench.end()
-    bench.space.release(bench.expect(StoreDone).block)
-
-
-def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
-    bench.map()
-    fill(bench)
-    bench.store(1, 0, PART)
-    bench.lane.unmap_segment(SESSION, 0)
-    bench.publish(1)
-    bench.space.release(bench.expect(StoreDone).block)
-    wait_until(lambda: not any(isinstance(o, fake_cuda.IpcMapping) for o in fake_cuda.live))
 
 
 def test_what_crosses_the_link_is_counted_by_direction(bench: Bench) -> None:
@@ -366,7 +220,8 @@ def test_a_profiler_is_told_of_each_entry(bench: Bench, monkeypatch: pytest.Monk
         told.append((what, nbytes, number))
         return nullcontext()
 
-    monkeypatch.setattr(sys.modules["stormd.lanes.cuda_session"], "span", span)
+    for direction in ("cuda_stores", "cuda_restores"):
+        monkeypatch.setattr(sys.modules[f"stormd.lanes.{direction}"], "span", span)
     bench.map()
     fill(bench)
     bench.store(7, 0, PART)
@@ -378,3 +233,73 @@ def test_a_profiler_is_told_of_each_entry(bench: Bench, monkeypatch: pytest.Monk
     assert told[:2] == [("encode", PART, 7), ("copy down", block.nbytes, 7)]
     assert [one[0] for one in told[2:]] == ["copy up", "decode"]
     bench.space.release(block)
+
+
+def test_what_the_client_has_encoded_is_stored_as_it_is(bench: Bench) -> None:
+    bench.map()
+    plain = bench.encode(1, 0, PART, result=RESULTS)
+    bench.publish(1)
+    done = bench.expect(StoreDone)
+    blob = bench.memory[: done.block.nbytes].tobytes()
+    begin = bench.pool.address + done.block.extents[0].offset
+    assert done.mode == "raw"
+    assert ctypes.string_at(begin, len(blob)) == blob
+    bench.memory[:] = 0xA5
+    bench.restore(2, done.block, PART, PART)  # the daemon decodes what it has not encoded
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert bench.memory[PART : 2 * PART].tobytes() == plain
+    bench.space.release(done.block)
+
+
+def test_a_blob_is_not_read_before_it_is_published(bench: Bench) -> None:
+    bench.map()
+    bench.encode(1, 0, PART)
+    bench.leave(1, (0, 7, 9))  # as a store before it has left them
+    late = bench.encode(2, 4 * PART, PART, result=2)
+    assert not bench.results[1:]
+    plain = bench.encode_again(1, 0, PART)
+    bench.publish(2)
+    for number, expected in ((1, plain), (2, late)):
+        block = bench.expect(StoreDone, number).block
+        bench.restore(2 + number, block, 8 * PART, PART)
+        bench.publish(2 + number)
+        bench.expect(RestoreDone, number)
+        assert bench.memory[8 * PART : 9 * PART].tobytes() == expected
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize(
+    "words", [(0, 0, 0), (blob_bound(PART) + 1, 0, 0), (100, 3, 0), (100, 0, 99), (1 << 63, 0, 0)]
+)
+def test_a_result_that_no_encoder_leaves_is_refused(
+    bench: Bench, words: tuple[int, int, int]
+) -> None:
+    bench.map()
+    bench.encode(1, 0, PART)
+    bench.leave(1, words)
+    bench.store(2, 4 * PART, PART)
+    bench.publish(2)
+    assert bench.expect(StoreFailed).entry == 1
+    bench.space.release(bench.expect(StoreDone).block)
+    bench.space.withdraw(blob_bound(PART))
+
+
+def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]) -> None:
+    first = lanes([0, 1])
+    second = Bench(first.lane, first.pool, first.space, first.results, SESSION + 1, ordinal=1)
+    for number, bench in enumerate((first, second), 1):
+        bench.lane.map_segment(bench.session, offer(bench.area))
+        bench.expect(SegmentMapped, number)
+        before = fill(bench, seed=number)
+        bench.store(number, 0, PART)
+        bench.publish(number)
+        block = bench.expect(StoreDone, number).block
+        bench.restore(2 + number, block, PART, PART)
+        bench.publish(2 + number)
+        bench.expect(RestoreDone, number)
+        assert np.array_equal(bench.memory[PART : 2 * PART], before[:PART])
+        bench.space.release(block)
+    assert [link.device for link in first.lane.links] == ["cuda:0", "cuda:1"]
+    assert all(link.as_status()["store"]["bytes"] for link in first.lane.links)
+    second.end()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+from support import fake_cuda
 
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
@@ -24,6 +25,30 @@ def pool() -> HostPool:
 def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the CUDA bindings impossible to import, whatever this machine has."""
     monkeypatch.setitem(sys.modules, "storm_kernels.cuda_driver", None)
+
+
+@pytest.fixture
+def no_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with a GPU and the bindings, but without CuPy."""
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with fake_cuda.standing_in(monkeypatch, ("stormd.lanes.cuda",)):
+        driver = sys.modules["storm_kernels.cuda_driver"]
+        monkeypatch.setattr(driver, "device_uuids", lambda: [fake_cuda.UUID], raising=False)
+        yield
+
+
+@pytest.mark.usefixtures("no_cupy")
+def test_auto_does_without_a_gpu_whose_codec_cannot_be_had(
+    make_config: Callable[..., Config], pool: HostPool
+) -> None:
+    lanes = open_lanes(make_config(device="auto"), pool, lambda _result: None)
+    try:
+        assert set(lanes) == {"cpu"}
+    finally:
+        assert all(lane.close(10) for lane in lanes.values())
+    with pytest.raises(LaneUnavailable, match="CuPy is not installed"):
+        open_lanes(make_config(device="cuda"), pool, lambda _result: None)
+    pool.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])

@@ -1,52 +1,86 @@
 """A pipeline answers every job once and in order, whatever its stages do."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from support.waiting import wait_until
 
+from stormd.lanes import pipeline as module
 from stormd.lanes.pipeline import Pipeline
 
 WAIT = 10.0
+BROKEN = (13, 17, 19)
 
 
 class Recorder:
-    """Stages that note what is asked of them; `hold` keeps `finish` waiting."""
+    """Stages that note what is asked of them; a load is at its first stage, then at its second.
+
+    The device does nothing while `hold` is clear. Jobs up to `together` share a load. Job 13 cannot
+    be begun, 17 breaks the device in its first stage and 19 what follows.
+    """
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
-        self.begun = threading.Semaphore(0)
+        self.loads: list[list[int]] = []
+        self.used: list[str] = []
         self.hold = threading.Event()
         self.hold.set()
-        self.keep = False
-        self.used: list[str] = []
-        self.answered = threading.Semaphore(0)
+        self.together = 1
+        self.passing = 99  # from this job on, none passes
+        self.looks = 0
+        self.seconds: set[str] = set()
 
-    def begin(self, job: int, scratch: str) -> None:
-        if job == 13:
+    def fits(self, load: list[int], job: int) -> bool:
+        return len(load) < self.together
+
+    def begin(self, load: list[int], scratch: str) -> None:
+        assert scratch not in self.seconds
+        if 13 in load:
             raise ValueError("no such job")
         self.used.append(scratch)
-        self.events.append(("begin", job))
-        self.begun.release()
+        self.loads.append(list(load))
+        self.note("begin", load)
 
-    def finish(self, job: int, scratch: str) -> bool:
-        assert self.hold.wait(WAIT)
-        if job == 17:
+    def passed(self, load: list[int], scratch: str) -> bool:
+        self.looks += 1
+        if not self.hold.is_set() or load[0] >= self.passing:
+            return False
+        if 17 in load:
             raise RuntimeError("broken")
-        self.events.append(("finish", job))
-        self.answered.release()
-        return not self.keep
+        return True
 
-    def fail(self, job: int, error: Exception) -> None:
-        self.events.append((type(error).__name__, job))
-        self.answered.release()
+    def go_on(self, load: list[int], scratch: str) -> bool:
+        if scratch in self.seconds:
+            self.seconds.remove(scratch)
+            self.note("finish", load)
+            return True
+        if 19 in load:
+            raise KeyError("broken")
+        self.seconds.add(scratch)
+        return False
+
+    def settle(self) -> None:
+        self.events.append(("settle", 0))
+
+    def fail(self, load: list[int], scratch: str, error: Exception) -> None:
+        self.seconds.discard(scratch)
+        self.note(type(error).__name__, load)
 
     def refuse(self, job: int) -> None:
-        self.events.append(("refuse", job))
-        self.answered.release()
+        self.note("refuse", [job])
+
+    def note(self, name: str, load: list[int]) -> None:
+        self.events.extend((name, job) for job in load)
 
     def kinds(self, *names: str) -> list[int]:
         return [job for name, job in self.events if name in names]
+
+    def answers(self) -> list[tuple[str, int]]:
+        return [event for event in self.events if event[0] not in {"begin", "settle"}]
+
+    def answered(self, count: int) -> Callable[[], bool]:
+        return lambda: len(self.answers()) == count
 
 
 @pytest.fixture
@@ -61,11 +95,16 @@ def pipeline(stages: Recorder) -> Iterator[Pipeline[int, str]]:
     stages.hold.set()
     running.end()
     assert running.join(WAIT)
+    assert not running.heart.trouble(0.0)
 
 
-def take(semaphore: threading.Semaphore, count: int) -> None:
-    for _ in range(count):
-        assert semaphore.acquire(timeout=WAIT)
+def put_at_once(pipeline: Pipeline[int, str], jobs: list[int]) -> None:
+    """Have the thread find all of them when it looks."""
+    ready = threading.Event()
+    pipeline.run(lambda: ready.wait(WAIT) and None)
+    for job in jobs:
+        pipeline.put(job)
+    ready.set()
 
 
 def test_jobs_are_begun_and_finished_in_order(
@@ -74,7 +113,7 @@ def test_jobs_are_begun_and_finished_in_order(
     pipeline.run(lambda: pipeline.provide(["a", "b"]))
     for job in range(10):
         pipeline.put(job)
-    take(stages.answered, 10)
+    wait_until(stages.answered(10), WAIT, lambda: stages.events)
     assert stages.kinds("begin") == stages.kinds("finish") == list(range(10))
 
 
@@ -85,9 +124,9 @@ def test_no_more_are_under_way_than_there_is_scratch(
     pipeline.run(lambda: pipeline.provide(["a", "b"]))
     for job in range(5):
         pipeline.put(job)
-    take(stages.begun, 2)
+    wait_until(lambda: len(stages.kinds("begin")) == 2, WAIT, lambda: stages.events)
     stages.hold.set()
-    take(stages.answered, 5)
+    wait_until(stages.answered(5), WAIT, lambda: stages.events)
     under_way = most = 0
     for name, _ in stages.events:
         under_way += 1 if name == "begin" else -1
@@ -99,46 +138,117 @@ def test_waiting_jobs_are_begun_before_the_first_wait(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.hold.clear()
-    ready = threading.Event()
     pipeline.run(lambda: pipeline.provide(["a", "b", "c"]))
-    pipeline.run(lambda: ready.wait(WAIT) and None)
-    for job in range(3):
+    put_at_once(pipeline, [0, 1, 2])
+    wait_until(lambda: len(stages.kinds("begin")) == 3, WAIT, lambda: stages.events)
+    assert stages.answers() == []
+
+
+def test_a_job_that_comes_while_the_device_works_is_begun(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    for job in range(2):
         pipeline.put(job)
+        wait_until(lambda: job in stages.kinds("begin"), WAIT)  # noqa: B023 - it is called now
+    assert stages.answers() == []
+
+
+def test_what_waits_together_is_done_together(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.together = 3
+    pipeline.run(lambda: pipeline.provide(["a"]))
+    put_at_once(pipeline, list(range(7)))
+    wait_until(stages.answered(7), WAIT, lambda: stages.events)
+    assert stages.loads == [[0, 1, 2], [3, 4, 5], [6]]
+    assert stages.kinds("finish") == list(range(7))
+
+
+def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> None:
+    stages.together = 3
+    ready = threading.Event()
+    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: ready.wait(WAIT) and None)
+    pipeline.put(0)
+    pipeline.run(lambda: None)
+    pipeline.put(1)
     ready.set()
-    take(stages.begun, 3)
-    assert stages.kinds("finish") == []
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    assert stages.loads == [[0], [1]]
 
 
 def test_a_failing_job_is_answered_and_the_next_one_done(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     pipeline.run(lambda: pipeline.provide(["a"]))
-    for job in (1, 13, 2, 17, 3):
+    for job in (1, 13, 2, 17, 3, 19, 4):
         pipeline.put(job)
-    take(stages.answered, 5)
-    answers = [event for event in stages.events if event[0] != "begin"]
-    assert answers == [
+    wait_until(stages.answered(7), WAIT, lambda: stages.events)
+    assert stages.answers() == [
         ("finish", 1),
         ("ValueError", 13),
         ("finish", 2),
         ("RuntimeError", 17),
         ("finish", 3),
+        ("KeyError", 19),
+        ("finish", 4),
     ]
+    for broken in BROKEN:
+        place = next(
+            n for n, (name, job) in enumerate(stages.events) if job == broken and "Err" in name
+        )
+        assert stages.events[place - 1] == ("settle", 0)
 
 
-def test_kept_scratch_is_used_again_only_when_given_back(
+def test_a_job_that_cannot_be_begun_costs_no_other(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    stages.keep = True
-    pipeline.run(lambda: pipeline.provide(["only"]))
+    stages.together = 4
+    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    put_at_once(pipeline, [1, 2, 13, 3, 4, 5])
+    wait_until(stages.answered(6), WAIT, lambda: stages.events)
+    assert stages.kinds("ValueError") == [13]
+    assert stages.kinds("finish") == [1, 2, 3, 4, 5]
+    assert stages.loads == [[1], [2], [3], [4, 5]]
+
+
+@pytest.fixture
+def by_twos(stages: Recorder) -> Iterator[Pipeline[int, str]]:
+    running: Pipeline[int, str] = Pipeline("pipeline-under-test", stages, together=2)
+    running.run(lambda: running.provide(["a", "b", "c"]))
+    yield running
+    stages.passing = 99
+    running.end()
+    assert running.join(WAIT)
+
+
+def test_jobs_are_begun_together_once_scratch_ran_out(
+    by_twos: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.passing = 0
+    put_at_once(by_twos, [0, 1, 2, 3])
+    wait_until(lambda: stages.kinds("begin") == [0, 1], WAIT, lambda: stages.events)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 3, WAIT)
+    assert stages.kinds("begin") == [0, 1]
+    stages.passing = 1  # then two of three are free
+    wait_until(lambda: stages.kinds("begin") == [0, 1, 2, 3], WAIT, lambda: stages.events)
+    assert stages.kinds("finish") == [0]
+
+
+def test_fewer_than_are_begun_together_are_enough_where_there_are_no_more(
+    stages: Recorder,
+) -> None:
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages, together=2)
+    pipeline.run(lambda: pipeline.provide(["one"]))
     pipeline.put(1)
     pipeline.put(2)
-    take(stages.answered, 1)
-    assert stages.kinds("begin") == [1]
-    pipeline.give_back("only")
-    take(stages.answered, 1)
-    pipeline.give_back("only")
-    assert stages.kinds("begin") == [1, 2]
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    pipeline.end()
+    assert pipeline.join(WAIT)
+    assert stages.kinds("finish") == [1, 2]
 
 
 def test_a_call_is_made_when_nothing_is_under_way(
@@ -162,7 +272,7 @@ def test_the_end_finishes_what_runs_refuses_what_waits_and_makes_the_calls(
     stages.hold.clear()
     pipeline.run(lambda: pipeline.provide(["a"]))
     pipeline.put(1)
-    take(stages.begun, 1)
+    wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
     pipeline.put(2)
     called = threading.Event()
     pipeline.run(called.set)
@@ -174,21 +284,58 @@ def test_the_end_finishes_what_runs_refuses_what_waits_and_makes_the_calls(
     assert called.is_set()
 
 
-def test_scratch_is_all_there_at_the_end(stages: Recorder) -> None:
-    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
-    stages.keep = True
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
-    pipeline.put(1)
-    take(stages.answered, 1)
-    pipeline.end()
-    assert pipeline.join(WAIT)
-    threading.Thread(target=pipeline.give_back, args=(stages.used[0],)).start()
-    assert sorted(pipeline.withdraw()) == ["a", "b"]
-
-
 def test_a_job_before_any_scratch_is_refused(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     pipeline.put(1)
-    take(stages.answered, 1)
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
     assert stages.events == [("refuse", 1)]
+
+
+def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    pipeline.run(lambda: pipeline.provide(["a"]))
+    stages.hold.clear()
+    pipeline.put(1)
+    wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
+    assert pipeline.heart.is_resting
+    real = stages.go_on
+
+    def hold_then(load: list[int], scratch: str) -> bool:
+        stages.hold.clear()
+        return real(load, scratch)
+
+    stages.go_on = hold_then  # type: ignore[method-assign]
+    stages.hold.set()
+    wait_until(lambda: "at one job" in pipeline.heart.trouble(0.0), WAIT)
+    stages.hold.set()
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
+    wait_until(lambda: pipeline.heart.is_resting, WAIT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_by_itself_is_seen(stages: Recorder) -> None:
+    def fails(job: int) -> None:
+        raise SystemExit("no more")
+
+    stages.refuse = fails  # type: ignore[method-assign]
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    pipeline.put(1)
+    assert pipeline.join(WAIT)
+    assert "has ended: SystemExit: no more" in pipeline.heart.trouble()
+
+
+def test_looks_are_rarer_once_nothing_has_happened_for_long(
+    pipeline: Pipeline[int, str], stages: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_LOOKS", 20)
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.put(1)
+    wait_until(lambda: pipeline._pause == module.IDLE_LOOK_SECONDS, WAIT)
+    assert stages.looks >= 20
+    pipeline.put(2)
+    stages.hold.set()
+    wait_until(lambda: stages.kinds("finish") == [1, 2], WAIT)
+    wait_until(lambda: pipeline._pause < module.IDLE_LOOK_SECONDS, WAIT)

@@ -16,7 +16,17 @@ def test_an_address_is_ipc_and_an_absolute_path() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["", "/run/s", "tcp://127.0.0.1:5", "ipc://", "ipc://relative/s", "ipc:///", "ipc:///a/.."],
+    [
+        "",
+        "/run/s",
+        "tcp://127.0.0.1:5",
+        "ipc://",
+        "ipc://relative/s",
+        "ipc:///",
+        "ipc:///a/..",
+        "ipc:///a\0b",
+        "ipc:///\udcff",
+    ],
 )
 def test_what_is_none_is_named(address: str) -> None:
     with pytest.raises(ProtocolError, match="address"):

@@ -12,12 +12,21 @@ from stormd.protocol import (
     CacheGet,
     CacheNames,
     CachePut,
+    CacheTensor,
     Envelope,
     ProtocolError,
     encode,
     part_count,
 )
-from stormd.protocol.limits import MAX_BATCH, MAX_DIMENSIONS, MAX_FRAME_BYTES, MAX_NAME
+from stormd.protocol.limits import (
+    MAX_BATCH,
+    MAX_DIMENSIONS,
+    MAX_DTYPE,
+    MAX_FRAME_BYTES,
+    MAX_ID,
+    MAX_NAME,
+)
+from stormd.service import MESSAGES_A_FRAME
 
 
 def put(**changes: Any) -> CachePut:
@@ -53,6 +62,7 @@ def test_a_name_is_printable_and_of_limited_length(name: Any) -> None:
         ({"part_bytes": 0}, "part_bytes is 0"),
         ({"nbytes": -1}, "nbytes is -1"),
         ({"shape": [1] * (MAX_DIMENSIONS + 1)}, f"at most {MAX_DIMENSIONS} sizes"),
+        ({"dtype": "x" * (MAX_DTYPE + 1)}, f"at most {MAX_DTYPE} characters"),
         ({"shape": [-1]}, "shape is -1"),
         ({"ttl_seconds": -0.5}, "ttl_seconds is -0.5"),
         ({"ttl_seconds": float("nan")}, "ttl_seconds is nan"),
@@ -74,3 +84,9 @@ def test_the_longest_page_of_names_fits_into_a_frame() -> None:
     assert len(encode([Envelope(1, page)])) < MAX_FRAME_BYTES
     with pytest.raises(ProtocolError, match=f"at most {NAMES_A_PAGE}"):
         CacheNames(["x"] * (NAMES_A_PAGE + 1), False)
+
+
+def test_as_many_of_the_longest_loans_as_the_daemon_sends_at_once_fit_into_a_frame() -> None:
+    dtype = "\N{CJK UNIFIED IDEOGRAPH-20000}" * MAX_DTYPE
+    loan = CacheTensor(dtype, [MAX_ID] * MAX_DIMENSIONS, MAX_ID, 1 << 20, MAX_ID)
+    assert len(encode([Envelope(MAX_ID, loan)] * MESSAGES_A_FRAME)) < MAX_FRAME_BYTES

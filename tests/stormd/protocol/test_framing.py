@@ -15,18 +15,22 @@ from stormd.protocol import (
     DEVICES,
     PROTOCOL_VERSION,
     REJECTIONS,
+    CacheGet,
+    CacheList,
+    CachePut,
     Envelope,
     Message,
     Ping,
     ProtocolError,
     Release,
     Status,
+    StatusRequest,
     decode,
     encode,
     hello_version,
     message_types,
 )
-from stormd.protocol.limits import MAX_BATCH, MAX_FRAME_BYTES, MAX_ID
+from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
 
 IDS = st.integers(0, MAX_ID)
 TEXTS = st.text(max_size=20)
@@ -157,6 +161,25 @@ def test_too_much_is_not_encoded() -> None:
         encode([Envelope(1, Ping())] * (MAX_BATCH + 1))
     with pytest.raises(ProtocolError, match="bytes"):
         encode([Envelope(1, Status({"text": "x" * MAX_FRAME_BYTES}))])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        StatusRequest(),
+        CacheGet("a"),
+        CacheList(""),
+        CachePut("a", "uint8", [1], 1, 1, 0.0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_few_of_what_costs_milliseconds_may_be_in_a_frame(message: Message) -> None:
+    """Others wait until a frame has been answered: 4,096 such requests would take seconds."""
+    others = [Envelope(1, Ping())] * 1000
+    costly = [Envelope(1, message)] * MAX_COSTLY
+    assert len(decode(encode([*costly, *others]))) == 1000 + MAX_COSTLY
+    with pytest.raises(ProtocolError, match=f"{MAX_COSTLY + 1} requests .* limit is {MAX_COSTLY}"):
+        decode(encode([*costly, *others, Envelope(1, message)]))
 
 
 def test_the_largest_release_fits() -> None:

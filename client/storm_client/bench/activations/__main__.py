@@ -17,8 +17,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--min-bytes", type=int, default=1 << 16)
     parser.add_argument("--image", type=Path)
+    parser.add_argument("--analyze", action="store_true", help="each tensor in every mode")
     args = parser.parse_args()
-    families = measure(args.steps, args.min_bytes)
+    families = measure(args.steps, args.min_bytes, analyze=args.analyze)
     if args.image is not None:
         draw(families, args.image)
     json.dump({"steps": args.steps, "families": families}, sys.stdout)

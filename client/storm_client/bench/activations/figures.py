@@ -20,7 +20,10 @@ __all__ = ["TensorFigures", "measure", "tensor_figures"]
 
 @dataclass(frozen=True)
 class TensorFigures:
-    """One captured storage: bytes as it is, at the bound, and encoded fast and dense."""
+    """One captured storage: bytes as it is, at the bound, and encoded fast and dense.
+
+    `analysis` is what `ancf.analyze` says of it, None where that was not asked for.
+    """
 
     dtype: str
     mode: str
@@ -28,17 +31,21 @@ class TensorFigures:
     bound_nbytes: float
     fast_nbytes: int
     dense_nbytes: int
+    analysis: str | None
 
 
-def measure(steps: int, min_bytes: int) -> list[dict[str, Any]]:
+def measure(steps: int, min_bytes: int, *, analyze: bool) -> list[dict[str, Any]]:
     """Return the figures of every family, each with those of its tensors, ready for JSON."""
     return [
-        _summary(family.name, [tensor_figures(t) for t in captured(family, steps, min_bytes)])
+        _summary(
+            family.name,
+            [tensor_figures(t, analyze=analyze) for t in captured(family, steps, min_bytes)],
+        )
         for family in FAMILIES
     ]
 
 
-def tensor_figures(tensor: Tensor) -> TensorFigures:
+def tensor_figures(tensor: Tensor, *, analyze: bool) -> TensorFigures:
     """Return the figures of a flat, contiguous tensor in host memory."""
     dtype = ancf.dtype_of(tensor.dtype)
     elements = tensor.view(torch.uint8).numpy().view(f"<u{dtype.element_bytes}")
@@ -50,6 +57,7 @@ def tensor_figures(tensor: Tensor) -> TensorFigures:
         bound_nbytes=bound_bits(elements, dtype) * elements.size / 8,
         fast_nbytes=fast.nbytes,
         dense_nbytes=dense.nbytes,
+        analysis=str(ancf.analyze(tensor, "dense")) if analyze else None,
     )
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 import storm_client as storm
+from storm_client.connect import CodecIn
 
 __all__ = ["METHODS", "MIN_BYTES", "Active", "Method", "Unavailable"]
 
@@ -23,7 +25,7 @@ MIN_BYTES: Final = 1 << 20
 """Smaller tensors stay where they are, with every method that can be told so."""
 
 _CONNECT_SECONDS: Final = 30.0
-_PEERS_NEED_A_GPU: Final = "it moves tensors between a GPU and the host, and there is no GPU here"
+_NEEDS_A_GPU: Final = "it is about tensors on a GPU, and there is no GPU here"
 
 
 class Unavailable(Exception):
@@ -58,33 +60,35 @@ def _save_on_cpu(_model: nn.Module, device: torch.device, _address: str) -> Iter
     yield Active(lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
 
 
-@contextmanager
-def _trl(model: nn.Module, device: torch.device, _address: str) -> Iterator[Active]:
-    _need_gpu(device)
-    try:
-        from trl.models.activation_offloading import OffloadActivations
-    except ImportError as error:
-        raise Unavailable(f"TRL cannot be imported: {error}") from error
-    context = OffloadActivations(use_streams=True, min_offload_size=MIN_BYTES)
-    context.update_model_params(model)
-    yield Active(lambda: context)
+def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
+    """Return how to enter another package's OffloadActivations; the two here share their roots."""
 
-
-@contextmanager
-def _torchtune(_model: nn.Module, device: torch.device, _address: str) -> Iterator[Active]:
-    _need_gpu(device)
-    try:
-        from torchtune.training import OffloadActivations
-    except ImportError as error:
-        raise Unavailable(f"torchtune cannot be imported: {error}") from error
-    context = OffloadActivations(use_streams=True, min_offload_size=MIN_BYTES)
-    yield Active(lambda: context)
-
-
-def _storm(codec: str) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
     @contextmanager
-    def enter(model: nn.Module, _device: torch.device, address: str) -> Iterator[Active]:
-        with storm.connect(address, embedded="never", timeout=_CONNECT_SECONDS) as client:
+    def enter(model: nn.Module, device: torch.device, _address: str) -> Iterator[Active]:
+        _need_gpu(device)
+        try:
+            offloading = import_module(module)
+        except ImportError as error:
+            package = module.partition(".")[0]
+            raise Unavailable(f"{package} cannot be imported: {error}") from error
+        context = offloading.OffloadActivations(use_streams=True, min_offload_size=MIN_BYTES)
+        if hasattr(context, "update_model_params"):
+            context.update_model_params(model)  # what TRL leaves alone
+        yield Active(lambda: context)
+
+    return enter
+
+
+def _storm(
+    codec: str = "ancf", codec_in: CodecIn = "auto"
+) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
+    @contextmanager
+    def enter(model: nn.Module, device: torch.device, address: str) -> Iterator[Active]:
+        if codec_in == "client":
+            _need_gpu(device)
+        with storm.connect(
+            address, embedded="never", timeout=_CONNECT_SECONDS, codec_in=codec_in
+        ) as client:
             offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec)
             yield Active(lambda: offload, lambda: _figures(offload.stats()))
 
@@ -95,17 +99,18 @@ METHODS: Final[dict[str, Method]] = {
     "none": Method(_nothing),
     "checkpoint": Method(_nothing, recompute=True),
     "save-on-cpu": Method(_save_on_cpu),
-    "trl": Method(_trl),
-    "torchtune": Method(_torchtune),
-    "storm": Method(_storm("ancf")),
+    "trl": Method(_peer("trl.models.activation_offloading")),
+    "torchtune": Method(_peer("torchtune.training")),
+    "storm": Method(_storm()),
+    "storm-in-client": Method(_storm(codec_in="client")),
     "storm-raw": Method(_storm("raw")),
-    "storm-checkpoint": Method(_storm("ancf"), recompute=True),
+    "storm-checkpoint": Method(_storm(), recompute=True),
 }
 
 
 def _need_gpu(device: torch.device) -> None:
     if device.type != "cuda":
-        raise Unavailable(_PEERS_NEED_A_GPU)
+        raise Unavailable(_NEEDS_A_GPU)
 
 
 def _figures(stats: storm.OffloadStats) -> dict[str, Any]:

@@ -1,0 +1,27 @@
+"""Names of element types: PyTorch's, as statistics show them, and the codec's, as messages do.
+
+What stays true: every type has a name of either kind; what the codec does not know it takes as
+bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from storm_kernels.ancf import DType
+
+__all__ = ["codec_name", "dtype_name"]
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def codec_name(dtype: torch.dtype) -> str:
+    """Return the codec's name for elements of `dtype`: "bytes" where it has no other."""
+    name = dtype_name(dtype)
+    return name if name.upper() in DType.__members__ else "bytes"

@@ -1,0 +1,186 @@
+"""One client's memory and counters as one GPU of the daemon sees them.
+
+What stays true: an address that is given out lies in memory that the client has offered and the
+daemon has mapped; and what the client writes into the shared page is checked before it is used.
+
+Both directions of a session work with it. Memory is mapped and unmapped between their jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Final
+
+from storm_kernels.ancf.layout import Mode
+from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream
+from storm_kernels.errors import KernelsError
+
+from stormd.lanes import Post, RestoreJob, StoreJob, blob_bound
+from stormd.lanes.cuda_device import PARTS_TOGETHER, CudaDevice, Scratch
+from stormd.protocol import MapSegment
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, EncoderResult, Timelines
+from stormd.shared_memory import SharedMemory
+
+__all__ = ["PARTS_UNDER_WAY", "SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
+
+log = logging.getLogger(__name__)
+
+PARTS_UNDER_WAY: Final = 10
+"""Of one session, in each direction. Without MPS the codec runs only between two time slices of
+the trainer, milliseconds apart: what is coded in one must keep the link busy until the next."""
+
+BYTES_TOGETHER: Final = 8 << 20
+"""Of parts that are done together: what they share costs little then, and the first of them waits
+for the last no longer than 0.2 ms."""
+
+SKIPPED: Final = "the session ended before it was done"
+UNWRITTEN: Final = (1 << 64) - 1
+"""Status that the codec must overwrite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What both directions of a session need on the device, from its first segment on."""
+
+    page: RegisteredHost
+    store_stream: Stream
+    restore_stream: Stream
+    scratch: tuple[Scratch, ...]
+    owned: ExitStack
+    """What lets all of it go, when no stream uses it any more."""
+
+
+class CudaClient:
+    """What the daemon has of the client of one session; results go to `post`."""
+
+    def __init__(
+        self,
+        session: int,
+        device: CudaDevice,
+        page: SharedMemory,
+        *,
+        part_bytes: int,
+        post: Post,
+    ) -> None:
+        self.session = session
+        self.device = device
+        self.post = post
+        self._part_bytes = part_bytes
+        self._bytes_together = min(part_bytes, BYTES_TOGETHER)
+        self._page = page
+        self._timelines = Timelines(page.address)
+        # The two below: written by the store thread while no job needs them, read by both.
+        self._segments: dict[int, IpcMapping] = {}
+        self._opened: Opened | None = None
+
+    # --- for both directions ----------------------------------------------------------------
+
+    @property
+    def opened(self) -> Opened:
+        """What was made before the first segment was mapped, which every job names one of."""
+        assert self._opened is not None, "a job came before a segment"
+        return self._opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether that has been made."""
+        return self._opened is not None
+
+    def address(self, job: StoreJob | RestoreJob) -> int:
+        """Return the device address of a job's range, whose end the ledger has checked."""
+        mapping = self._segments[job.segment]
+        assert job.offset <= mapping.nbytes, "a range that the ledger let through"
+        return mapping.address + job.offset
+
+    def fits(self, load: Sequence[StoreJob | RestoreJob], job: StoreJob | RestoreJob) -> bool:
+        """Tell whether the job may share a scratch with those of `load`."""
+        nbytes = job.nbytes + sum(one.nbytes for one in load)
+        return len(load) < PARTS_TOGETHER and nbytes <= self._bytes_together
+
+    def counter(self, counter: int) -> int:
+        """Return the device's address of one of the session's counters."""
+        return self.opened.page.device_address + counter
+
+    def has_published(self, sequence: int) -> bool:
+        """Tell whether the client's work up to that number is done, or the client is dead."""
+        return self._timelines.read(PUBLISHED) >= sequence
+
+    def result(self, job: StoreJob) -> EncoderResult:
+        """Return what the client's encoder has left of a blob.
+
+        Raises:
+            ValueError: that is not what an encoder leaves.
+        """
+        result = self._timelines.result(job.result)
+        if result.status or not 0 < result.nbytes <= blob_bound(job.nbytes):
+            raise ValueError(
+                f"the client's encoder left status {result.status:#x} and {result.nbytes} bytes "
+                f"for {job.nbytes}, of which a blob takes 1 to {blob_bound(job.nbytes)}"
+            )
+        Mode(result.mode)
+        return result
+
+    def note(self, counter: int, value: int) -> None:
+        """Raise one of the session's counters from the CPU."""
+        self._timelines.store(counter, value)
+
+    def poison(self) -> None:
+        """Release what waits for the client, now and from now on."""
+        self._timelines.poison(PUBLISHED)
+
+    # --- while neither has a job ------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make what both directions need on the device; on an error nothing is kept.
+
+        Raises:
+            CudaDriverError: the device gives no memory or stream.
+        """
+        with ExitStack() as made:
+            registered = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
+            _, greatest = self.device.context.priorities()
+            streams = [made.enter_context(closing(Stream(greatest))) for _ in range(2)]
+            scratch = [
+                made.enter_context(closing(Scratch(self.device, self._part_bytes)))
+                for _ in range(2 * PARTS_UNDER_WAY)
+            ]
+            owned = made.pop_all()
+        self._opened = Opened(registered, streams[0], streams[1], tuple(scratch), owned)
+
+    def map(self, request: MapSegment) -> None:
+        """Map what the client offers.
+
+        Raises:
+            KernelsError, ValueError: it cannot be mapped, or is not what was offered.
+        """
+        mapping = IpcMapping(request.handle)
+        if mapping.nbytes < request.nbytes:
+            mapping.close()
+            raise ValueError(f"the handle leads to {mapping.nbytes} bytes, not {request.nbytes}")
+        self._segments[request.segment] = mapping
+
+    def unmap(self, segment: int) -> None:
+        """Unmap a segment."""
+        try:
+            self._segments.pop(segment).close()
+        except KernelsError:
+            log.exception("segment %d of session %d cannot be unmapped", segment, self.session)
+
+    def close(self) -> None:
+        """Let all go: the memory, the device's objects, the page."""
+        try:
+            self.device.context.make_current()
+            with ExitStack() if self._opened is None else self._opened.owned as owned:
+                for mapping in self._segments.values():
+                    owned.callback(mapping.close)
+        except KernelsError:
+            log.exception("session %d could not let all its device memory go", self.session)
+        self._page.close()
+
+
+def error_text(error: Exception) -> str:
+    """Return the error as the client is told."""
+    return f"{type(error).__name__}: {error}"[:1000]

@@ -1,0 +1,103 @@
+"""The way back into one client's GPU memory: copy up from the pool, then decode on the device.
+
+What stays true: a destination is written only from where `published` says that it may be, and
+RestoreDone is posted only after the decoder has verified the bytes.
+"""
+
+from __future__ import annotations
+
+from storm_kernels.cuda_driver import wait_event, wait_value
+from storm_kernels.errors import CorruptBlob
+
+from stormd.lanes import RestoreDone, RestoreFailed, RestoreJob, Result
+from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
+from stormd.lanes.cuda_device import RESULT_WORDS, Scratch, rooms_for
+from stormd.protocol.timeline import PUBLISHED, RESTORED
+from stormd.ranges import span
+
+__all__ = ["Restores"]
+
+
+class Restores:
+    """The stages of a restore: copy up, then decode into the client's memory."""
+
+    def __init__(self, client: CudaClient) -> None:
+        self._client = client
+
+    def fits(self, load: list[RestoreJob], job: RestoreJob) -> bool:
+        """Tell whether the job's blob has room beside theirs."""
+        return self._client.fits(load, job)
+
+    def begin(self, load: list[RestoreJob], scratch: Scratch) -> None:
+        """Put the copies on the link, and the decoders behind them and the client's counter."""
+        client, device = self._client, self._client.device
+        stream = client.opened.restore_stream.handle
+        kinds = [device.kind(job.block) for job in load]
+        rooms = rooms_for([job.nbytes for job in load])
+        scratch.copy_began.record(device.up.handle)
+        for job, room in zip(load, rooms, strict=True):
+            with span("copy up", job.block.nbytes, job.entry):
+                device.copy_up(job.block, scratch.blob.address + room)
+        scratch.copied.record(device.up.handle)
+        wait_event(stream, scratch.copied)
+        if not client.has_published(_last(load)):
+            wait_value(stream, client.counter(PUBLISHED), _last(load))
+        scratch.code_began.record(stream)
+        for index, (job, kind, room) in enumerate(zip(load, kinds, rooms, strict=True)):
+            first = index * RESULT_WORDS
+            scratch.words[first] = UNWRITTEN
+            with span("decode", job.nbytes, job.entry):
+                device.codec.decode(
+                    kind,
+                    (scratch.blob.address + room, job.block.nbytes),
+                    (client.address(job), job.nbytes),
+                    scratch=scratch.work.address,
+                    result=scratch.result.device_address + 8 * first,
+                    stream=stream,
+                )
+        scratch.coded.record(stream)
+
+    def passed(self, load: list[RestoreJob], scratch: Scratch) -> bool:  # noqa: ARG002 - as a store
+        """Tell whether the tensors are there and verified."""
+        return scratch.coded.done()
+
+    def go_on(self, load: list[RestoreJob], scratch: Scratch) -> bool:
+        """Answer the restores once the decoder has verified what it wrote."""
+        client, copying = self._client, scratch.copying_seconds()
+        client.device.link.copied("restore", sum(job.block.nbytes for job in load), copying)
+        each = (copying + scratch.coding_seconds()) / len(load)
+        results = [self._result(job, scratch, n, each) for n, job in enumerate(load)]
+        if all(isinstance(result, RestoreDone) for result in results):
+            client.note(RESTORED, _last(load))
+        client.post(*results)
+        return True
+
+    def settle(self) -> None:
+        """Wait until nothing is copied or decoded."""
+        device = self._client.device
+        device.settle(device.up)
+        device.settle(self._client.opened.restore_stream)
+
+    def fail(self, load: list[RestoreJob], scratch: Scratch, error: Exception) -> None:  # noqa: ARG002 - nothing is placed
+        """Answer restores that failed; nothing of them is under way."""
+        self._client.post(*(_failed(job, error) for job in load))
+
+    def refuse(self, job: RestoreJob) -> None:
+        """Answer a job that was not begun because the session ended."""
+        self._client.post(RestoreFailed(job.session, job.ticket, "ActivationLost", SKIPPED))
+
+    def _result(self, job: RestoreJob, scratch: Scratch, index: int, seconds: float) -> Result:
+        status = int(scratch.words[index * RESULT_WORDS])
+        if status:
+            return _failed(job, CorruptBlob(self._client.device.codec.explain(status)))
+        return RestoreDone(job.session, job.ticket, seconds)
+
+
+def _last(load: list[RestoreJob]) -> int:
+    """Return the number from which on all destinations may be written."""
+    return max(job.sequence for job in load)
+
+
+def _failed(job: RestoreJob, error: Exception) -> RestoreFailed:
+    kind = "CorruptBlob" if isinstance(error, CorruptBlob) else "ActivationLost"
+    return RestoreFailed(job.session, job.ticket, kind, error_text(error))

@@ -1,0 +1,191 @@
+"""The way out of one client's GPU memory: encode on the device, then copy down to the pool.
+
+What stays true: a source is read only from where `published` says that it is ready, and `stored`
+says when it may be used again; what an encoder left is checked before it is used to place a blob.
+
+Only when the codec is done with a load are its blobs' sizes known, and their blocks placed. What a
+client has encoded needs nothing of the device before it is copied: its counter can be read by the
+CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from storm_kernels.ancf.layout import Mode
+from storm_kernels.cuda_driver import wait_value, write_value
+
+from stormd.lanes import StoreDone, StoreFailed, StoreJob, blob_bound
+from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
+from stormd.lanes.cuda_device import RESULT_WORDS, Scratch, rooms_for
+from stormd.protocol.timeline import PUBLISHED, STORED, EncoderResult
+from stormd.ranges import span
+
+__all__ = ["Stores"]
+
+log = logging.getLogger(__name__)
+
+MODE_NAMES: Final = {int(mode): mode.name.lower() for mode in Mode}
+
+
+class Stores:
+    """The stages of a store: encode from the client's memory, then copy down.
+
+    What the client has encoded is copied from where it lies, as soon as its counter says so.
+    """
+
+    def __init__(self, client: CudaClient) -> None:
+        self._client = client
+
+    def fits(self, load: list[StoreJob], job: StoreJob) -> bool:
+        """Tell whether the job's blob has room beside theirs, and comes in the same way."""
+        same_way = bool(job.result) == bool(load[0].result)
+        return same_way and self._client.fits(load, job)
+
+    def begin(self, load: list[StoreJob], scratch: Scratch) -> None:
+        """Put the encoders on the store stream, behind the client's counter.
+
+        Raises only for the first job. Once its source counts as read, the load must not be tried
+        again: an encoder that cannot be put behind it costs its own store.
+        """
+        scratch.placed.clear()
+        scratch.unbegun.clear()
+        if load[0].result:
+            return
+        client, stream = self._client, self._client.opened.store_stream.handle
+        is_ready = client.has_published(load[-1].sequence)
+        scratch.timed_parts = len(load) if is_ready else 1
+        rooms = rooms_for([job.nbytes for job in load])
+        for index, (job, room) in enumerate(zip(load, rooms, strict=True)):
+            is_last = index == len(load) - 1
+            if not is_ready:
+                wait_value(stream, client.counter(PUBLISHED), job.sequence)
+            if index == len(load) - scratch.timed_parts:
+                scratch.code_began.record(stream)
+            try:
+                self._encode(job, scratch, index, room)
+            except Exception as error:
+                if index == 0:
+                    raise
+                log.exception("entry %d cannot be encoded", job.entry)
+                scratch.unbegun[index] = error
+            if is_last or not is_ready:  # its client may wait for this one before it makes the next
+                write_value(stream, client.counter(STORED), job.sequence)
+        scratch.coded.record(stream)
+
+    def passed(self, load: list[StoreJob], scratch: Scratch) -> bool:
+        """Tell whether the blobs are there, or in the pool."""
+        if scratch.placed:
+            return scratch.copied.done()
+        if load[0].result:
+            return self._client.has_published(load[-1].sequence)
+        return scratch.coded.done()
+
+    def go_on(self, load: list[StoreJob], scratch: Scratch) -> bool:
+        """Put the copies of the blobs on the link, then answer."""
+        if scratch.placed:
+            self._answer(load, scratch)
+            return True
+        sources = self._sources(load, scratch)
+        if sources:
+            self._copy_down(load, scratch, sources)
+        return not sources
+
+    def settle(self) -> None:
+        """Wait until nothing is encoded or copied."""
+        device = self._client.device
+        device.settle(self._client.opened.store_stream)
+        device.settle(device.down)
+
+    def fail(self, load: list[StoreJob], scratch: Scratch, error: Exception) -> None:
+        """Answer stores that failed; their sources are free, and later ones may still succeed."""
+        for job, block in zip(load, scratch.placed, strict=False):  # of some, where one failed
+            job.space.unplace(block, job.promised)
+        for job in load:
+            self._fail(job, error)
+
+    def refuse(self, job: StoreJob) -> None:
+        """Answer a job that was not begun because the session ended."""
+        self._client.post(StoreFailed(job.session, job.entry, SKIPPED))
+
+    def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
+        first = index * RESULT_WORDS
+        scratch.words[first], scratch.words[first + 1] = 0, UNWRITTEN
+        with span("encode", job.nbytes, job.entry):
+            self._client.device.codec.encode(
+                (self._client.address(job), job.nbytes),
+                job.dtype,
+                (scratch.blob.address + room, blob_bound(job.nbytes)),
+                raw=job.codec == "raw",
+                scratch=scratch.work.address,
+                result=scratch.result.device_address + 8 * first,
+                stream=self._client.opened.store_stream.handle,
+            )
+
+    def _sources(self, load: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
+        """Return where the blobs lie and what their encoders say; drop what cannot be stored."""
+        found: list[tuple[int, EncoderResult]] = []
+        rooms = rooms_for([job.nbytes for job in load])
+        for index, (job, room) in enumerate(zip(tuple(load), rooms, strict=True)):
+            try:
+                found.append(self._source(job, scratch, index, room))
+            except Exception as error:
+                if job.result:  # its client left it so: it may have died
+                    log.info("entry %d of session %d is no blob: %s", job.entry, job.session, error)
+                else:
+                    log.exception("entry %d cannot be stored", job.entry)
+                load.remove(job)
+                self._fail(job, error)
+        return found
+
+    def _source(
+        self, job: StoreJob, scratch: Scratch, index: int, room: int
+    ) -> tuple[int, EncoderResult]:
+        if job.result:
+            return self._client.address(job), self._client.result(job)
+        if index in scratch.unbegun:
+            raise scratch.unbegun[index]
+        return scratch.blob.address + room, _encoded(job, scratch, index)
+
+    def _copy_down(
+        self, load: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]
+    ) -> None:
+        """Place the blobs and put their copies on the link."""
+        device = self._client.device
+        scratch.copy_began.record(device.down.handle)
+        for index, (job, (source, result)) in enumerate(zip(load, sources, strict=True)):
+            scratch.words[index * RESULT_WORDS + 2] = result.mode
+            block = job.space.place(job.promised, result.nbytes)
+            scratch.placed.append(block)
+            with span("copy down", block.nbytes, job.entry):
+                device.copy_down(source, block)
+        scratch.copied.record(device.down.handle)
+
+    def _answer(self, load: list[StoreJob], scratch: Scratch) -> None:
+        """Say that the blobs lie in the pool."""
+        client, blocks = self._client, scratch.placed
+        copying = scratch.copying_seconds()
+        coding = 0.0 if load[0].result else scratch.coding_seconds() / scratch.timed_parts
+        client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
+        each = coding + copying / len(load)
+        modes = scratch.words[2::RESULT_WORDS]
+        client.post(
+            *(
+                StoreDone(job.session, job.entry, block, MODE_NAMES[mode], each)
+                for job, block, mode in zip(load, blocks, modes, strict=False)
+            )
+        )
+
+    def _fail(self, job: StoreJob, error: Exception) -> None:
+        self._client.note(STORED, job.sequence)
+        self._client.post(StoreFailed(job.session, job.entry, error_text(error)))
+
+
+def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:
+    """Return what the encoder left, its size checked before it is used to place and copy."""
+    result = EncoderResult(*scratch.words[index * RESULT_WORDS : index * RESULT_WORDS + 3])
+    assert result.status == 0, f"the encoder left status {result.status:#x}"
+    nbytes = result.nbytes
+    assert 0 < nbytes <= blob_bound(job.nbytes), f"{nbytes} bytes encoded from {job.nbytes}"
+    return result

@@ -1,0 +1,292 @@
+"""What the client's cuda lane orders and enters, on fake devices; the rest is in test_cuda."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import storm_kernels
+import torch
+from storm_client.errors import DaemonLost
+from storm_client.lanes import Slot
+from storm_kernels.errors import KernelsError
+from support import fake_cuda
+from support.fake_torch_cuda import FakeTorch, fake_torch
+from support.waiting import wait_until
+
+from stormd.protocol import MapSegment, Message
+from stormd.protocol.timeline import PAGE_BYTES, POISON, PUBLISHED, STORED, Timelines
+from stormd.shared_memory import SharedMemory
+
+MODULES = (
+    "storm_kernels.ancf.prepared",
+    *(f"storm_client.lanes.{name}" for name in ("cuda", "coding", "shared")),
+)
+STAGING = 1 << 20
+PART = 1 << 16
+
+
+class Bench:
+    """A lane that is attached, and the timeline page as its daemon sees it."""
+
+    def __init__(self, lane: Any, page: SharedMemory) -> None:
+        self.lane = lane
+        self.offers: list[Message] = []
+        welcome = SimpleNamespace(staging_bytes=STAGING, part_bytes=PART)
+        descriptor = page.take_descriptor()
+        lane.attach(welcome, [descriptor], self._map)
+        os.close(descriptor)
+        self.counters = Timelines(page.address)
+        self._page = page
+
+    def _map(self, message: Message) -> Message:
+        assert isinstance(message, MapSegment)
+        self.offers.append(message)
+        return message
+
+    def area(self, slot: Slot) -> bytes:
+        return ctypes.string_at(self.lane._shared.area.address + slot.offset, slot.nbytes)
+
+    def write(self, counter: int, value: int) -> None:
+        """Write a counter as a device does, whatever its value was."""
+        ctypes.c_uint64.from_address(self._page.address + counter).value = value
+
+    def published(self, sequence: int) -> None:
+        wait_until(lambda: self.counters.read(PUBLISHED) >= sequence)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
+    with fake_cuda.standing_in(monkeypatch, MODULES):
+        driver = sys.modules["storm_kernels.cuda_driver"]
+        monkeypatch.setattr(storm_kernels, "cuda_driver", driver, raising=False)
+        made = fake_torch()
+        for name in MODULES[1:]:
+            monkeypatch.setattr(import_module(name), "torch", made)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def bench(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+    lanes, pages = [], []
+
+    def made(ordinal: int = 0, codec_in: str = "auto") -> Bench:
+        from storm_client.lanes import coding
+        from storm_client.lanes.cuda import CudaLane
+
+        monkeypatch.setattr(coding, "_codec", coding.PreparedCodec)
+        lanes.append(CudaLane(torch.device("cuda", ordinal), codec_in))
+        pages.append(SharedMemory("test-timeline", PAGE_BYTES))
+        return Bench(lanes[-1], pages[-1])
+
+    yield made
+    for lane, page in zip(lanes, pages, strict=True):
+        lane.close()
+        page.close()
+
+
+def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) -> None:
+    """PyTorch's current device is that of the context that a thread has entered last."""
+    lane = bench(1).lane
+    tensor = fake.tensor(PART, device=1)
+    seen: list[int] = []
+
+    def use() -> None:
+        lane.in_place.segments.post = lambda message: 1
+        for call in (
+            lane.in_place.sweep,
+            lambda: lane.in_place.find(tensor.data_ptr(), PART),
+            lane.in_place.barrier,
+            lambda: lane.in_place.produced(1),
+            lambda: lane.in_place.overtake(0, tensor),
+            lambda: lane.stage(tensor, lane.reserve(PART)),
+            lambda: lane.use(tensor),
+        ):
+            call()
+            seen.append(fake.current_device())
+
+    seen.append(fake.current_device())
+    use()
+    thread = threading.Thread(target=use)  # in which no context has been entered
+    thread.start()
+    thread.join()
+    assert seen == [0] * 15
+
+
+def test_a_refused_blobs_slot_is_filled_behind_its_encoder(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    """A daemon without room answers before the blob is there."""
+    client = bench(codec_in="client")
+    lane, coder = client.lane, client.lane.coder
+    source, tensor = fake.tensor(PART), fake.tensor(PART)
+    source.fill(1)
+    tensor.fill(2)
+    slot, busy = lane.reserve(coder.room(PART)), threading.Event()
+    coder._stream.put(busy.wait)
+    encoded = coder.encode(
+        source, range(PART), slot, dtype="uint8", codec="raw", after=lane.produced(1)[0]
+    )
+    lane.free(slot)
+    coder.take_back(encoded.result)
+    again = lane.reserve(PART)
+    assert again.offset == slot.offset
+    lane.stage(tensor, again)
+    busy.set()
+    client.published(lane.publish(again))
+    assert client.area(again) == tensor.read()
+
+
+def test_a_late_write_of_a_dead_daemon_keeps_no_stream_waiting(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    """Its device may still do what was under way when it died."""
+    client, busy, looked = bench(), threading.Event(), threading.Event()
+    stream = fake.stream_of(0)
+    stream.put(busy.wait)
+    client.lane.wait_stored(7, fake.tensor(PART))
+    stream.put(looked.set)
+    dead = threading.Thread(target=client.lane.poison)
+    dead.start()
+    wait_until(lambda: client.counters.read(STORED) > 7)
+    client.write(STORED, 3)
+    busy.set()
+    try:
+        assert looked.wait(10), "the stream waits for a daemon that is dead"
+        dead.join()
+    finally:
+        client.write(STORED, 7)
+
+
+@pytest.mark.parametrize("codec_in", ["daemon", "client"])
+def test_the_page_outlives_what_streams_wait_for(
+    fake: FakeTorch, bench: Callable[..., Bench], codec_in: str
+) -> None:
+    """A script may end its client while the device has yet to get there."""
+    client, busy = bench(codec_in=codec_in), threading.Event()
+    reader = client.lane.in_place if codec_in == "daemon" else client.lane.coder
+    fake.stream_of(0).put(busy.wait)
+    reader.overtake(0, fake.tensor(PART))
+
+    def end() -> None:
+        client.lane.poison()
+        client.lane.close()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    wait_until(lambda: client.counters.read(STORED) >= POISON)
+    thread.join(0.3)
+    try:
+        assert thread.is_alive(), "the page was given up"
+    finally:
+        busy.set()
+    thread.join()
+
+
+def test_a_stream_that_never_comes_to_its_wait_keeps_nobody(
+    fake: FakeTorch, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for something else that never comes: another rank of the training."""
+    monkeypatch.setattr("storm_client.lanes.cuda.POISONED_SECONDS", 0.05)
+    client, busy = bench(), threading.Event()
+    fake.stream_of(0).put(busy.wait)
+    client.lane.wait_stored(7, fake.tensor(PART))
+    try:
+        client.lane.poison()
+    finally:
+        busy.set()
+    assert client.counters.read(STORED) >= POISON
+
+
+def test_an_encoder_that_fails_after_it_has_begun_keeps_its_slot_to_the_end(
+    fake: FakeTorch, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = bench(codec_in="client")
+    lane, coder, busy = client.lane, client.lane.coder, threading.Event()
+    source, whole = fake.tensor(PART), coder._codec.encode
+    slot = lane.reserve(coder.room(PART))
+
+    def encode(*arguments: Any, **options: Any) -> None:
+        whole(*arguments, **options)
+        raise KernelsError("the last kernel does not start")
+
+    monkeypatch.setattr(coder._codec, "encode", encode)
+    coder._stream.put(busy.wait)
+    found: list[object] = []
+
+    def begin() -> None:
+        (after,) = lane.produced(1)
+        kind = {"dtype": "uint8", "codec": "raw", "after": after}
+        found.append(coder.encode(source, range(PART), slot, **kind))
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    thread.join(0.3)
+    try:
+        assert thread.is_alive(), "the slot was given up"
+    finally:
+        busy.set()
+    thread.join()
+    assert found == [None]
+    assert not coder.codes("uint8", "raw")
+
+
+def test_a_lane_that_another_thread_has_closed(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    lane, tensor = bench().lane, fake.tensor(PART)
+    slot = lane.reserve(PART)
+    lane.close()
+    for use in (lambda: lane.stage(tensor, slot), lambda: lane.produced(1)):
+        with pytest.raises(DaemonLost, match="closed"):
+            use()
+
+
+class Source:
+    """A storage that nothing else keeps."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.data_ptr = tensor.data_ptr
+
+
+@pytest.mark.parametrize("is_exported", [True, False])
+def test_a_source_whose_memory_may_be_unmapped_stays_until_it_is_read(
+    fake: FakeTorch,
+    bench: Callable[..., Bench],
+    monkeypatch: pytest.MonkeyPatch,
+    is_exported: bool,
+) -> None:
+    driver = sys.modules["storm_kernels.cuda_driver"]
+    monkeypatch.setattr(driver, "exportable", lambda address: is_exported)
+    client, busy = bench(codec_in="client"), threading.Event()
+    lane, coder = client.lane, client.lane.coder
+    tensor = fake.tensor(PART)
+    source = Source(tensor)
+    living = weakref.ref(source)
+    coder._stream.put(busy.wait)
+    encoded = coder.encode(
+        source,
+        range(PART),
+        lane.reserve(coder.room(PART)),
+        dtype="uint8",
+        codec="raw",
+        after=lane.produced(1)[0],
+    )
+    del source
+    try:
+        assert not coder.is_read(encoded.sequence)
+        assert (living() is None) == is_exported
+    finally:
+        busy.set()
+    client.published(encoded.sequence)
+    coder.take_back(encoded.result)
+    assert living() is None

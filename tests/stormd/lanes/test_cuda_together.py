@@ -1,0 +1,153 @@
+"""Small parts that the cuda lane takes together."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_cuda
+from support.cuda_bench import PART, SESSION, Bench, fill
+from support.waiting import wait_until
+
+from stormd.lanes import RestoreDone, RestoreFailed, StoreDone, StoreFailed, blob_bound
+from stormd.protocol.timeline import RESTORED, STORED
+
+SMALL = tuple(PART // 8 - 2 * n for n in range(8))
+"""Sizes of parts that fit into one scratch."""
+
+
+@contextmanager
+def waiting_together(pipeline: Any) -> Iterator[list[int]]:
+    """Have the jobs put inside found together; yield how many each load begins with."""
+    ready, loads, begin = threading.Event(), [], pipeline._stages.begin
+
+    def noting(load: list[Any], scratch: Any) -> None:
+        begin(load, scratch)
+        loads.append(len(load))
+
+    pipeline._stages.begin = noting
+    pipeline.run(lambda: ready.wait(10.0) and None)
+    yield loads
+    ready.set()
+
+
+def stored_together(bench: Bench, published: int) -> list[Any]:
+    """Store small parts, `published` of them ready, and return where they are."""
+    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+        for entry, nbytes in enumerate(SMALL, 1):
+            bench.store(entry, (entry - 1) * PART, nbytes)
+        bench.publish(published)
+    wait_until(lambda: bench.counters.read(STORED) >= published)
+    bench.publish(len(SMALL))
+    bench.expect(StoreDone, len(SMALL))
+    assert loads == [len(SMALL)]
+    assert bench.counters.read(STORED) == len(SMALL)
+    done = [result for result in bench.results if isinstance(result, StoreDone)]
+    assert [one.entry for one in done] == list(range(1, 9))
+    return [one.block for one in done]
+
+
+@pytest.mark.parametrize("published", [0, 3, len(SMALL)])
+def test_small_parts_go_and_come_together(bench: Bench, published: int) -> None:
+    bench.map()
+    before = fill(bench)
+    blocks = stored_together(bench, published)
+    bench.memory[:] = 0xA5
+    with waiting_together(bench.lane._sessions[SESSION].restores) as loads:
+        for entry, (block, nbytes) in enumerate(zip(blocks, SMALL, strict=True), 1):
+            bench.restore(8 + entry, block, (entry - 1) * PART, nbytes)
+    wait_until(lambda: loads == [len(SMALL)])
+    assert (bench.memory == 0xA5).all()
+    bench.publish(16)
+    bench.expect(RestoreDone, len(SMALL))
+    assert bench.counters.read(RESTORED) == 16
+    for index, nbytes in enumerate(SMALL):
+        begin, end = index * PART, index * PART + nbytes
+        assert np.array_equal(bench.memory[begin:end], before[begin:end])
+        assert (bench.memory[end : (index + 1) * PART] == 0xA5).all()
+    (link,) = bench.lane.links
+    total = sum(block.nbytes for block in blocks)
+    assert [link.as_status()[one]["bytes"] for one in ("store", "restore")] == [total, total]
+    for block in blocks:
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize("place", [7, 4000])  # of the element type, which is looked at first
+def test_a_damaged_blob_among_others_fails_alone(bench: Bench, place: int) -> None:
+    bench.map()
+    before = fill(bench)
+    blocks = stored_together(bench, len(SMALL))
+    damaged = ctypes.c_uint8.from_address(bench.pool.address + blocks[2].extents[0].offset + place)
+    damaged.value ^= 0xF0
+    bench.memory[:] = 0xA5
+    with waiting_together(bench.lane._sessions[SESSION].restores):
+        for entry, (block, nbytes) in enumerate(zip(blocks, SMALL, strict=True), 1):
+            bench.restore(8 + entry, block, (entry - 1) * PART, nbytes)
+        bench.publish(16)
+    failed = bench.expect(RestoreFailed)
+    assert (failed.kind, failed.ticket) == ("CorruptBlob", 11)
+    bench.expect(RestoreDone, len(SMALL) - 1)
+    for index, nbytes in enumerate(SMALL):
+        begin, end = index * PART, index * PART + nbytes
+        assert index == 2 or np.array_equal(bench.memory[begin:end], before[begin:end])
+    for block in blocks:
+        bench.space.release(block)
+
+
+def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+        for entry in (1, 2):
+            bench.store(entry, (entry - 1) * PART, SMALL[entry])
+    wait_until(lambda: loads == [2])
+    bench.publish(1)
+    wait_until(lambda: bench.counters.read(STORED) == 1)  # although the second is not there
+    assert not any(isinstance(result, StoreDone) for result in bench.results)
+    bench.publish(2)
+    for number in (1, 2):
+        bench.space.release(bench.expect(StoreDone, number).block)
+
+
+def test_what_is_too_large_together_goes_one_by_one(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+        for entry in range(1, 5):
+            bench.store(entry, (entry - 1) * PART, PART // 2)
+        bench.publish(4)
+    for number in range(1, 5):
+        bench.space.release(bench.expect(StoreDone, number).block)
+    assert loads == [2, 2]
+
+
+def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None:
+    """Though another one, that is encoded together with it, cannot be begun."""
+    bench.map()
+    before = fill(bench)
+    fake_cuda.CudaCodec.broken = 1
+    bench.publish(1)
+    with waiting_together(bench.lane._sessions[SESSION].stores):
+        for entry in (1, 2, 3):
+            bench.store(entry, (entry - 1) * PART, SMALL[entry])
+    wait_until(lambda: bench.counters.read(STORED) >= 1)
+    bench.memory[:PART] = 0x5A  # its client uses the memory for something else
+    bench.publish(3)
+    assert "does not start" in bench.expect(StoreFailed).detail
+    assert bench.expect(StoreFailed).entry == 2
+    blocks = {entry: bench.expect(StoreDone, number).block for number, entry in ((1, 1), (2, 3))}
+    assert bench.counters.read(STORED) == 3
+    bench.space.withdraw(blob_bound(SMALL[2]))
+    for entry, block in blocks.items():
+        bench.restore(3 + entry, block, 8 * PART, SMALL[entry])
+        bench.publish(3 + entry)
+        bench.expect(RestoreDone, 1 + (entry == 3))
+        begin = (entry - 1) * PART
+        restored = bench.memory[8 * PART : 8 * PART + SMALL[entry]]
+        assert np.array_equal(restored, before[begin : begin + SMALL[entry]])
+        bench.space.release(block)

@@ -1,0 +1,157 @@
+"""Which answers leave the service together, and when: without sockets and lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+from stormd.arena import Space
+from stormd.control import Delivery
+from stormd.counters import Counters
+from stormd.lanes import StoreDone, StoreFailed, StoreJob
+from stormd.ledger import Ledger
+from stormd.peers import Credentials, Peer, Peers
+from stormd.protocol import Admitted, Message, Ping, Pong, Rejected, Store, Stored, decode, encode
+from stormd.protocol.framing import Envelope
+from stormd.records import Limits, SessionInfo
+from stormd.service import LARGE_BYTES, Service
+
+MIB = 1 << 20
+
+
+class Timer:
+    """A call that somebody has asked for later."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self.seconds, self.call = seconds, call
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Core:
+    """A service without sockets and lanes: frames go in, and what it sends is kept."""
+
+    device = "cuda"
+
+    def __init__(self, part_bytes: int = MIB) -> None:
+        self.sent: list[list[Message]] = []
+        self.timers: list[Timer] = []
+        self.jobs: list[StoreJob] = []
+        self.space, counters, nothing = Space(64 * MIB), Counters(), Mock()
+        self._part_bytes = part_bytes
+        self._ledger = Ledger(self.space, Limits(4, 100, 64 * MIB, 5.0), counters)
+        self._peers = Peers()
+        self.service = Service(
+            ledger=self._ledger, counters=counters, control=self, peers=self._peers,
+            reception=nothing, status=dict, on_progress=nothing, later=self.later,
+        )  # fmt: skip
+        self.open(1)
+        self.service.start(nothing)
+
+    def open(self, session: int) -> None:
+        self._ledger.open(
+            SessionInfo(session, "cuda", 0, 1, "x"),
+            part_bytes=self._part_bytes,
+            staging_bytes=self._part_bytes,
+            now=0.0,
+        )
+        token = bytes([session]) * 16
+        self._peers.add(Peer(session, b"%d" % session, Credentials(0, 0, 1), self, token, ()))
+        self._ledger.attach(session, 0.0)
+
+    def start(self, on_frame: Any, on_batch: Callable[[], None]) -> None:
+        self.on_batch = on_batch
+
+    def settle(self) -> None:
+        pass
+
+    def send(self, route: bytes, frame: bytes) -> Delivery:
+        self.sent.append([message for _, message in decode(frame)])
+        return Delivery.SENT
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Any:
+        self.timers.append(Timer(seconds, call))
+        return self.timers[-1]
+
+    def store(self, job: StoreJob) -> None:
+        self.jobs.append(job)
+
+    def skip(self, session: int, sequence: int) -> None:
+        pass
+
+    def detach(self, session: int) -> None:
+        pass
+
+    def feed(self, *messages: Message, session: int = 1) -> None:
+        frame = Mock(bytes=encode([Envelope(1, message) for message in messages]))
+        self.service.take_frame(b"%d" % session, frame)
+        self.on_batch()
+
+    def done(self, job: StoreJob) -> StoreDone:
+        return StoreDone(job.session, job.entry, self.space.place(job.promised, 100), "raw", 0.0)
+
+
+def a_store(entry: int, nbytes: int = 4096) -> Store:
+    return Store(entry, 0, 0, nbytes, "uint8", "raw", entry)
+
+
+def test_admitted_leaves_with_stored() -> None:
+    core = Core()
+    core.feed(a_store(1), a_store(2))
+    assert core.sent == []
+    core.service.take_results([core.done(job) for job in core.jobs])
+    assert [[type(message) for message in frame] for frame in core.sent] == [
+        [Admitted, Admitted, Stored, Stored]
+    ]
+    assert [timer.is_cancelled for timer in core.timers] == [True]
+
+
+def test_admitted_of_a_large_part_leaves_at_once() -> None:
+    core = Core(part_bytes=LARGE_BYTES)
+    core.feed(a_store(1), a_store(2, LARGE_BYTES))
+    assert core.sent == [[Admitted(1), Admitted(2)]]
+    assert [timer.is_cancelled for timer in core.timers] == [True]
+
+
+def test_admitted_leaves_alone_where_its_store_takes_long() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    (timer,) = core.timers
+    assert timer.seconds <= 0.01
+    timer.call()
+    core.feed(a_store(2))
+    assert core.sent == [[Admitted(1)]]
+    assert len(core.timers) == 2
+
+
+def test_no_other_answer_waits() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    core.feed(Store(1, 0, 0, 4096, "uint8", "raw", 1))
+    assert [type(message) for message in core.sent[0]] == [Admitted, Rejected]
+    core.feed(a_store(2))
+    core.feed(Ping())
+    assert core.sent[1] == [Admitted(2), Pong()]
+
+
+def test_a_result_that_cannot_be_handled_ends_its_session_alone() -> None:
+    core = Core()
+    core.open(2)
+    core.feed(a_store(1), session=2)
+    (job,) = core.jobs
+    core.service.take_results([StoreFailed(1, 77, "of no entry"), core.done(job)])
+    assert [type(message) for message in core.sent[0]] == [Admitted, Stored]
+    core.feed(a_store(2))
+    assert core.jobs == [job]
+
+
+def test_what_waits_for_a_session_that_ends_is_dropped() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    core.service.end(1, "died")
+    assert core.timers[0].is_cancelled
+    core.service.flush()
+    assert core.sent == []

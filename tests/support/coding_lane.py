@@ -1,0 +1,84 @@
+"""A cpu lane that claims to encode by itself: its blobs are the bytes, which the daemon encodes."""
+
+from __future__ import annotations
+
+from ctypes import memmove
+
+import torch
+from storm_client.lanes import Encoded, Request, Slot
+from storm_client.lanes.cpu import CpuLane
+from support.in_place_lane import FakeInPlace, InPlaceCpuLane
+
+from stormd.protocol import Welcome
+
+
+class CodingCpuLane(InPlaceCpuLane):
+    """Nothing counts as encoded before a test sets `coder.read`."""
+
+    coder: FakeCoder | None = None
+
+    def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
+        super().attach(welcome, descriptors, request)
+        self.coder = FakeCoder(self)
+        self.in_place = Mapping(self)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        assert self.coder is not None
+        return CpuLane.allocate(self, nbytes) if self.coder.able else super().allocate(nbytes)
+
+
+class Mapping(FakeInPlace):
+    """The daemon maps tensors only where this process cannot encode them."""
+
+    def find(self, address: int, nbytes: int) -> Slot | None:
+        return None if self._lane.coder.able else super().find(address, nbytes)
+
+
+class FakeCoder:
+    """`results` is how many parts may be under way, `able` whether it can encode at all."""
+
+    waits_on_device = True
+
+    def __init__(self, lane: CodingCpuLane) -> None:
+        self.results = 8
+        self.able = True
+        self.read = -1  # the cpu lane's sequence numbers are all 0
+        self.encoded: list[int] = []
+        self.refused = 0
+        self.overtaken: list[int] = []
+        self._lane = lane
+
+    def codes(self, dtype: str, codec: str) -> bool:
+        return self.able
+
+    def room(self, nbytes: int) -> int:
+        return nbytes + 256
+
+    def encode(
+        self,
+        source: torch.UntypedStorage,
+        part: range,
+        slot: Slot,
+        *,
+        dtype: str,
+        codec: str,
+        after: int,
+    ) -> Encoded | None:
+        assert slot.nbytes == self.room(len(part))
+        if not self.results:
+            self.refused += 1
+            return None
+        self.results -= 1
+        address = source.data_ptr() + part.start
+        memmove(self._lane.address(slot), address, len(part))
+        self.encoded.append(address)
+        return Encoded(0, 0)
+
+    def take_back(self, result: int) -> None:
+        self.results += 1
+
+    def is_read(self, sequence: int) -> bool:
+        return sequence <= self.read
+
+    def overtake(self, sequence: int, source: object) -> None:
+        self.overtaken.append(sequence)

@@ -1,0 +1,177 @@
+"""The bench on which the cuda lane is tested, with what its tests share: a fake device, a pool."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from storm_kernels import ancf
+from support import fake_cuda
+from support.waiting import wait_until
+
+from stormd.arena import Space
+from stormd.host_pool import HostPool
+from stormd.lanes import (
+    Detached,
+    RestoreJob,
+    Result,
+    SegmentMapped,
+    StoreJob,
+    blob_bound,
+    parse_dtype,
+)
+from stormd.protocol import Hello, MapSegment
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines, result_offset
+
+KIB = 1 << 10
+MIB = 1 << 20
+PART = 64 * KIB
+CUDA_FILES = (
+    "cuda",
+    "cuda_client",
+    "cuda_device",
+    "cuda_restores",
+    "cuda_session",
+    "cuda_stores",
+)
+LANE_MODULES = (
+    "storm_kernels.ancf.prepared",
+    *(f"stormd.lanes.{name}" for name in CUDA_FILES),
+)
+SESSION = 0x1234
+
+
+class Bench:
+    """A lane on a fake device with one session, driven as the ledger and a client would."""
+
+    def __init__(
+        self,
+        lane: Any,
+        pool: HostPool,
+        space: Space,
+        results: list[Result],
+        session: int = SESSION,
+        ordinal: int = 0,
+    ) -> None:
+        self.lane, self.pool, self.space, self.results = lane, pool, space, results
+        self.session, self._ordinal = session, ordinal
+        attachment = lane.attach(session, hello(fake_cuda.UUIDS[ordinal]))
+        (descriptor,) = attachment.descriptors
+        self.part_bytes = attachment.part_bytes
+        self._page = mmap.mmap(descriptor, PAGE_BYTES)
+        os.close(descriptor)
+        self.counters = Timelines(ctypes.addressof(ctypes.c_char.from_buffer(self._page)))
+        with fake_cuda.entered(ordinal):  # in the client; here, as on the loop, no call succeeds
+            self.area = fake_cuda.DeviceBuffer(attachment.staging_bytes)
+        self.memory = np.frombuffer(self.area._bytes, np.uint8)
+
+    def map(self) -> None:
+        self.lane.map_segment(self.session, offer(self.area))
+        self.expect(SegmentMapped)
+
+    def expect(self, kind: type[Result], number: int = 1) -> Any:
+        """Wait for the `number`-th result of a kind and return it."""
+        found = lambda: [result for result in self.results if isinstance(result, kind)]  # noqa: E731
+        wait_until(lambda: len(found()) >= number, 10.0, lambda: self.results)
+        return found()[number - 1]
+
+    def store(
+        self, entry: int, offset: int, nbytes: int, codec: str = "ancf", *, segment: int = 0
+    ) -> None:
+        """Hand over the range as a store whose sequence number is its entry."""
+        promised = blob_bound(nbytes)
+        assert self.space.promise(promised)
+        dtype = parse_dtype("bfloat16", nbytes)
+        place = (self.session, entry, segment, offset, nbytes)
+        self.lane.store(StoreJob(*place, dtype, codec, entry, promised, self.space))
+
+    def encode(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
+        """Encode random bytes into the range, and hand that blob over; return the bytes."""
+        promised = blob_bound(nbytes)
+        assert self.space.promise(promised)
+        dtype = parse_dtype("bfloat16", nbytes)
+        job = (self.session, entry, 0, offset, nbytes, dtype, "ancf", entry, promised, self.space)
+        self.lane.store(StoreJob(*job, result))
+        return self.encode_again(entry, offset, nbytes, result)
+
+    def encode_again(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
+        """Encode random bytes into the range, as a client does; return the bytes."""
+        plain = np.random.default_rng(entry).bytes(nbytes)
+        source, room = ctypes.create_string_buffer(plain, nbytes), blob_bound(nbytes)
+        size = ancf.host_backend().encode_into(
+            ctypes.addressof(source), nbytes, ancf.DType.BYTES, self.area.address + offset, room
+        )
+        self.leave(result, (size, 0, int(self.memory[offset + 6])))
+        return plain
+
+    def leave(self, result: int, words: tuple[int, int, int]) -> None:
+        """Write a result into the page, as a client's encoder does."""
+        for index, word in enumerate(words):
+            ctypes.c_uint64.from_buffer(self._page, result_offset(result) + 8 * index).value = word
+
+    def restore(
+        self, ticket: int, block: Any, offset: int, nbytes: int, *, segment: int = 0
+    ) -> None:
+        place = (segment, offset, nbytes)
+        self.lane.restore(RestoreJob(self.session, ticket, 1, block, *place, ticket))
+
+    def publish(self, value: int) -> None:
+        self.counters.store(PUBLISHED, value)
+
+    def end(self) -> None:
+        self.lane.detach(self.session)
+        wait_until(lambda: Detached(self.session) in self.results, 10.0, lambda: self.results)
+        self.end_client()
+
+    def end_client(self) -> None:
+        self.memory = None
+        with fake_cuda.entered(self._ordinal):
+            self.area.close()
+        self._page.close()
+
+
+def lanes_on_fake_devices() -> Iterator[Callable[[list[int]], Bench]]:
+    from stormd.lanes.cuda import CudaLane
+
+    pool = HostPool(4 * MIB)
+    space, results = Space(pool.nbytes), []
+    benches = []
+
+    def lane_on(ordinals: list[int]) -> Bench:
+        lane = CudaLane(
+            ordinals,
+            pool=pool,
+            post=lambda *found: results.extend(found),
+            staging_bytes=MIB,
+            part_bytes=PART,
+        )
+        benches.append(Bench(lane, pool, space, results, ordinal=ordinals[0]))
+        wait_until(lambda: fake_cuda.CudaCodec.prepared >= set(ancf.DType))
+        return benches[-1]
+
+    yield lane_on
+    for bench in benches:
+        if Detached(SESSION) not in results:
+            bench.end()
+        assert bench.lane.close(10.0)
+    space.assert_invariants()
+    pool.close()
+
+
+def hello(uuid: str = fake_cuda.UUID) -> Hello:
+    return Hello(1, [], os.getpid(), os.getuid(), "cuda", uuid, ["cuda_ipc"], 0, "test")
+
+
+def offer(area: fake_cuda.DeviceBuffer, nbytes: int | None = None) -> MapSegment:
+    return MapSegment(0, area.ipc_handle(), 1, area.nbytes if nbytes is None else nbytes)
+
+
+def fill(bench: Bench, seed: int = 0) -> np.ndarray:
+    """Fill the staging area with bfloat16 N(0,1) and return a copy."""
+    values = np.random.default_rng(seed).standard_normal(MIB // 2).astype(np.float32)
+    bench.memory[:] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return bench.memory.copy()

@@ -1,0 +1,71 @@
+"""A ledger over a lane that does nothing by itself, as its tests drive it."""
+
+from __future__ import annotations
+
+from support.fake_lane import FakeLane
+
+from stormd.arena import Space
+from stormd.counters import Counters
+from stormd.ledger import Ledger
+from stormd.protocol import MapSegment, Release, Restore, Store, UnmapSegment
+from stormd.records import Limits, SessionInfo
+
+KIB = 1024
+CAPACITY = 64 * KIB
+STAGING = 16 * KIB
+SHARE = 16 * KIB
+LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_seconds=5.0)
+
+
+class LedgerBench:
+    """A ledger with a fake lane, and counters beside it."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.space = Space(CAPACITY)
+        self.counters = Counters()
+        self.ledger = Ledger(self.space, limits, self.counters)
+        self.lane = FakeLane(self.ledger)
+
+    def open(self, session: int = 1, *, attach: bool = True) -> int:
+        info = SessionInfo(session, "cpu", session % 2, 100 + session, "test")
+        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=STAGING, now=0.0)
+        if attach:
+            self.ledger.attach(session, 0.0)
+        return session
+
+    def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, sequence: int = 0) -> None:
+        message = Store(entry, 0, 0, nbytes, "uint8", "raw", sequence)
+        self.lane.take(self.ledger.store(session, 7, message, 0.0))
+
+    def restore(
+        self,
+        entry: int,
+        nbytes: int = KIB,
+        *,
+        ticket: int = 1,
+        session: int = 1,
+        segment: int = 0,
+    ) -> None:
+        message = Restore(ticket, entry, segment, 0, nbytes, 0)
+        self.lane.take(self.ledger.restore(session, 8, message, 0.0))
+
+    def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:
+        message = MapSegment(segment, b"handle", 1, nbytes)
+        self.lane.take(self.ledger.map_segment(session, 3, message))
+
+    def unmap(self, segment: int, *, session: int = 1) -> None:
+        self.lane.take(self.ledger.unmap_segment(session, 0, UnmapSegment(segment)))
+
+    def release(self, *entries: int, session: int = 1) -> None:
+        self.lane.take(self.ledger.release(session, Release(list(entries))))
+
+    def end(self, session: int = 1) -> None:
+        self.lane.take(self.ledger.end(session, "died"))
+
+    @property
+    def used(self) -> int:
+        return self.space.use().used
+
+    @property
+    def promised(self) -> int:
+        return self.space.use().promised
