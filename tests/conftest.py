@@ -13,12 +13,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from support.waiting import wait_until
 
-# A loaded machine may stop for longer than hypothesis grants one example, 0.2 s.
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 OPEN_FILES = Path("/proc/self/fd")
 SHARED_MEMORY = Path("/dev/shm")
