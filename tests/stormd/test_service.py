@@ -77,8 +77,10 @@ def test_released_entries_free_the_pool(daemon: DaemonThread, client: RawClient)
 
 
 def test_an_entry_released_while_it_is_encoded_is_freed(
-    daemon: DaemonThread, client: RawClient
+    make_daemon: MakeDaemon, connect: Connect
 ) -> None:
+    daemon = make_daemon(pool_bytes=64 * MIB)  # for all of them, should none be encoded meanwhile
+    client = connect(daemon).open()
     for _ in range(50):
         client.release(client.store(os.urandom(MIB), codec="ancf", dtype="bfloat16"))
     for _ in range(50):
@@ -343,7 +345,7 @@ def test_a_killed_client_leaves_nothing_and_its_neighbours_go_on(
         assert process.stdout.readline() == "holding\n"
         assert len(daemon.status()["sessions"]) == 2
         process.send_signal(signal.SIGKILL)
-        wait_until(lambda: len(daemon.status()["sessions"]) == 1, 5.0)
+        wait_until(lambda: len(daemon.status()["sessions"]) == 1)
     assert daemon.status()["pool"]["used_bytes"] == 256 + 256
     ended = daemon.status()["counters"]["ended"]
     assert ended["died"] + ended["unreachable"] == 1  # the lifeline tells it, or a late answer
