@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 
 import pytest
+from support.waiting import wait_until
 
 from stormd import endpoint as module
 from stormd.endpoint import Endpoint, Reply
 from stormd.errors import AddressInUse
+
+SECONDS = 20.0
 
 
 def fails(accept: str) -> Reply:
@@ -33,7 +36,7 @@ async def endpoint() -> AsyncIterator[Endpoint]:
 
 async def ask(endpoint: Endpoint, request: bytes) -> bytes:
     """Send bytes and return all that comes back until the server closes."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         writer.write(request)
         answer = await reader.read()
@@ -82,7 +85,7 @@ async def test_refuses_what_is_no_request(endpoint: Endpoint, request_bytes: byt
 
 
 async def test_refuses_an_endless_head(endpoint: Endpoint) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         writer.write(b"GET / HTTP/1.1\r\nX: " + b"x" * 9000)
         assert (await reader.readline()).split(b" ")[1] == b"431"
@@ -92,8 +95,10 @@ async def test_refuses_an_endless_head(endpoint: Endpoint) -> None:
 async def test_a_silent_client_is_let_go(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_REQUEST_SECONDS", 0.01)
-    assert await ask(endpoint, b"GET /hello") == b""
+    with monkeypatch.context() as short:
+        short.setattr(module, "_REQUEST_SECONDS", 0.01)
+        with contextlib.suppress(ConnectionResetError):  # for one that spoke too late
+            assert await ask(endpoint, b"GET /hello") == b""
     assert (await get(endpoint, "/hello")).startswith(b"HTTP/1.1 200")
 
 
@@ -101,8 +106,9 @@ async def test_silent_connections_are_limited_and_keep_nobody_out(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(module, "_REQUEST_SECONDS", 60.0)  # none of them ends for its silence
     silent = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(5)]
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(SECONDS):
         for reader, _ in silent[:3]:
             with contextlib.suppress(ConnectionResetError):
                 assert await reader.read() == b""
@@ -114,9 +120,10 @@ async def test_silent_connections_are_limited_and_keep_nobody_out(
 async def test_close_ends_what_is_under_way() -> None:
     server = Endpoint("127.0.0.1:0", {})
     await server.open()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET /")
+        await asyncio.to_thread(wait_until, lambda: bool(server._connections))
         await server.close()
         await server.close()
         with contextlib.suppress(ConnectionResetError):
