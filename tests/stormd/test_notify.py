@@ -15,13 +15,15 @@ import pytest
 from stormd.errors import ConfigError
 from stormd.notify import Notifier, feed_watchdog, watchdog_seconds
 
+SECONDS = 20.0
+
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
     """A service manager's end of the protocol."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
         end.bind(str(tmp_path / "notify"))
-        end.settimeout(5)
+        end.settimeout(SECONDS)
         yield end
 
 
@@ -57,7 +59,7 @@ def test_reaches_an_abstract_socket() -> None:
     name = f"stormd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
         end.bind("\0" + name)
-        end.settimeout(5)
+        end.settimeout(SECONDS)
         with Notifier("@" + name) as notifier:
             notifier.ready()
         assert fields(end)["READY"] == "1"
@@ -132,7 +134,7 @@ async def test_the_watchdog_is_fed_only_while_nothing_is_stuck(manager: socket.s
 
     with notifier_to(manager) as notifier:
         feeding = asyncio.create_task(feed_watchdog(notifier, 0.002, stuck))
-        await asyncio.wait_for(done.wait(), 5)
+        await asyncio.wait_for(done.wait(), SECONDS)
         feeding.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await feeding

@@ -17,6 +17,8 @@ from stormd.errors import AddressInUse, ConfigError
 from stormd.notify import Notifier
 from stormd.operation import StartReport, operated, reload_settings
 
+SECONDS = 20.0
+
 EMPTY: dict[str, Any] = {
     "cache": None,
     "sessions": [],
@@ -72,7 +74,7 @@ def said(manager: socket.socket) -> list[str]:
 
 
 async def get(port: int, path: str) -> tuple[int, str]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SECONDS):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET {path} HTTP/1.1\r\n\r\n".encode())
         answer = (await reader.read()).decode()

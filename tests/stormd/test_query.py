@@ -14,6 +14,8 @@ from stormd.errors import NoDaemon
 from stormd.protocol import Envelope, ProtocolError, Refused, Status, decode, encode
 from stormd.query import StatusQuery, find_address
 
+SECONDS = 20.0
+
 Answer = Callable[[int], list[bytes]]
 """Given the request's number, the frames to answer with."""
 
@@ -57,7 +59,7 @@ def _status(request: int, number: int) -> bytes:
 def test_returns_the_state_again_and_again(address: str) -> None:
     with (
         _answering(address, lambda request: [_status(request, request)]),
-        StatusQuery(address) as query,
+        StatusQuery(address, timeout=SECONDS) as query,
     ):
         assert [query.ask()["number"] for _ in range(3)] == [1, 2, 3]
 
@@ -65,7 +67,7 @@ def test_returns_the_state_again_and_again(address: str) -> None:
 def test_passes_over_an_answer_to_an_older_question(address: str) -> None:
     with (
         _answering(address, lambda request: [_status(request + 9, 0), _status(request, 5)]),
-        StatusQuery(address) as query,
+        StatusQuery(address, timeout=SECONDS) as query,
     ):
         assert query.ask() == {"number": 5}
 
@@ -83,7 +85,7 @@ def test_a_refusal_is_told(address: str) -> None:
     refusal = Refused("UsageError", "uid 7 may not connect")
     with (
         _answering(address, lambda request: [encode([Envelope(request, refusal)])]),
-        StatusQuery(address) as query,
+        StatusQuery(address, timeout=SECONDS) as query,
         pytest.raises(NoDaemon, match="uid 7 may not connect"),
     ):
         query.ask()
@@ -92,7 +94,7 @@ def test_a_refusal_is_told(address: str) -> None:
 def test_another_protocol_is_told(address: str) -> None:
     with (
         _answering(address, lambda _request: [b"HTTP/1.1 400"]),
-        StatusQuery(address) as query,
+        StatusQuery(address, timeout=SECONDS) as query,
         pytest.raises(NoDaemon, match="another protocol"),
     ):
         query.ask()
