@@ -103,6 +103,7 @@ async def test_strangers_are_limited_and_keep_nobody_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifeline, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(lifeline, "GREETING_SECONDS", 60.0)  # none of them goes for its silence
     silent = [await bench.connect(b"") for _ in range(5)]
     for line in silent[:3]:
         assert await ended(line)
