@@ -19,6 +19,9 @@ from support.raw_client import RawClient
 
 from stormd.protocol import Refused, Welcome
 
+SECONDS = 60.0
+"""A daemon starts or ends in less than one."""
+
 SETTINGS = """
 address = "ipc://{folder}/run/s.sock"
 device = "cpu"
@@ -58,7 +61,7 @@ class Managed:
 def managed(folder: Path, *flags: str, **environ: str) -> Iterator[Managed]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(folder / "notify"))
-        manager.settimeout(20)
+        manager.settimeout(SECONDS)
         command = [sys.executable, "-m", "stormd.cli", "serve", *flags]
         environment = {**os.environ, "NOTIFY_SOCKET": str(folder / "notify"), **environ}
         with subprocess.Popen(
@@ -83,7 +86,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 def get(port: int, path: str) -> tuple[int, str]:
-    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)) as connection:
         connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
@@ -98,7 +101,7 @@ def test_a_manager_is_told_of_every_state(tmp_path: Path, write: Callable[..., P
         daemon.told("WATCHDOG=1")
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.told("STOPPING=1") == ["STOPPING=1"]
-        assert daemon.process.wait(10) == 0
+        assert daemon.process.wait(SECONDS) == 0
 
 
 def test_metrics_and_health_of_a_real_daemon(tmp_path: Path, write: Callable[..., Path]) -> None:
@@ -138,7 +141,7 @@ def test_a_bad_file_leaves_the_daemon_as_it_was(tmp_path: Path, write: Callable[
         daemon.process.send_signal(signal.SIGHUP)
         assert "max_sessions" in daemon.logged("settings not reloaded")["reason"]
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(10) == 0
+        assert daemon.process.wait(SECONDS) == 0
 
 
 def test_without_a_file_a_hangup_ends_it_in_order(tmp_path: Path) -> None:
@@ -146,7 +149,7 @@ def test_without_a_file_a_hangup_ends_it_in_order(tmp_path: Path) -> None:
     with managed(tmp_path, *flags) as daemon:
         daemon.told("READY=1")
         daemon.process.send_signal(signal.SIGHUP)
-        assert daemon.process.wait(10) == 0
+        assert daemon.process.wait(SECONDS) == 0
 
 
 def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with managed(tmp_path, *flags, f"--metrics-address=127.0.0.1:{port}") as daemon:
-            _, errors = daemon.process.communicate(timeout=20)
+            _, errors = daemon.process.communicate(timeout=SECONDS)
     assert daemon.process.returncode == 1
     assert f"metrics_address 127.0.0.1:{port} cannot be listened on" in errors
     assert "Traceback" not in errors
