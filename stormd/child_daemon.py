@@ -20,6 +20,9 @@ from stormd.query import StatusQuery
 __all__ = ["ChildDaemon", "tail"]
 
 _ANSWER_SECONDS: Final = 0.5
+_STATUS_SECONDS: Final = 15.0
+"""The machine is busy with what the daemon was started for: an answer may take seconds."""
+
 _END_SECONDS: Final = 15.0
 
 
@@ -49,7 +52,7 @@ class ChildDaemon:
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's state."""
-        with StatusQuery(self.address) as query:
+        with StatusQuery(self.address, timeout=_STATUS_SECONDS) as query:
             return query.ask()
 
     def __enter__(self) -> Self:
