@@ -60,7 +60,7 @@ class Supply:
         except DaemonLost as loss:
             if not self.keeps:
                 raise
-            self._look(loss)
+            self._look(loss, sessions)
         return sessions
 
     def close(self) -> None:
@@ -89,9 +89,14 @@ class Supply:
             self._outage.end()
         lost.close()
 
-    def _look(self, loss: DaemonLost) -> None:
-        """Say once that the daemon is lost, and begin an attempt to find one if that is due."""
+    def _look(self, loss: DaemonLost, lost: Sessions) -> None:
+        """Say once that the daemon is lost, and begin an attempt to find one if that is due.
+
+        Not where one was found meanwhile: the next step uses it, and what is stored there stays.
+        """
         with self._lock:
+            if self._found is not None or self._sessions is not lost:
+                return
             if self._outage.announce():
                 warnings.warn(
                     f"{loss}; activations stay in memory until a daemon answers there again",

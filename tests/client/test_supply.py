@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client import outage
+from storm_client.supply import Supply
 from support.checked_training import LEAST_BYTES, Training
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
@@ -129,7 +132,12 @@ def test_changes_in_place_are_noticed_without_a_daemon(place: Place, keeping: st
 def test_a_client_closes_while_it_looks_for_a_daemon(place: Place) -> None:
     with ExitStack() as stack:
         client = stack.enter_context(
-            storm.connect(place.daemon.address, embedded="never", on_daemon_loss="keep")
+            storm.connect(
+                place.daemon.address,
+                embedded="never",
+                on_daemon_loss="keep",
+                timeout=DEADLINE_SECONDS,
+            )
         )
         offload = client.offload(min_bytes=1)
         place.daemon.kill()
@@ -139,6 +147,49 @@ def test_a_client_closes_while_it_looks_for_a_daemon(place: Place) -> None:
     client.close()
     with pytest.raises(storm.UsageError, match="closed"), offload:
         pass
+
+
+class FakeSessions:
+    """Sessions whose daemon is lost from when a test says so; `seen` is called when that shows."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.seen: Callable[[], None] = lambda: None
+
+    def check(self) -> None:
+        if self.lost:
+            self.seen()
+            raise storm.DaemonLost("the daemon ended")
+
+    def close(self) -> None: ...
+
+
+def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An attempt succeeds when a step has seen the loss and has yet to look for a daemon."""
+    monkeypatch.setattr(outage, "ATTEMPT_SECONDS", 0.0)
+    made: list[FakeSessions] = []
+    answers = threading.Event()
+
+    def connect() -> FakeSessions:
+        assert not made or answers.wait(30)
+        made.append(FakeSessions())
+        return made[-1]
+
+    def let_one_be_found() -> None:
+        attempt = supply._attempt
+        if attempt is not None:
+            answers.set()
+            attempt.join()
+
+    supply = Supply(connect, keeps=True)  # type: ignore[arg-type]
+    made[0].lost, made[0].seen = True, let_one_be_found
+    with pytest.warns(RuntimeWarning):
+        assert [supply.current(), supply.current()] == [made[0], made[0]]
+    assert supply.current() is made[1]
+    supply.close()
+    assert len(made) == 2
 
 
 def test_only_the_two_ways_are_known() -> None:
