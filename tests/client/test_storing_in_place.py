@@ -168,4 +168,5 @@ def test_what_was_needed_at_once_goes_when_more_follows(
             loss = chain(x, length)
         assert torch.equal(gradient(loss, x), expected)
         del loss
+    wait_until(lambda: client.status().entries == 0, 30, client.status)  # all is cleaned up
     assert offload.stats().kept["needed_at_once"] == 1
