@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client import memory_pressure, sessions, storing
+from storm_client import departing, hooks, memory_pressure, sessions, storing
 from support.daemon_process import DaemonProcess, start_daemon
 from support.devices import DEVICES
 from support.in_place_lane import InPlaceCpuLane
@@ -72,10 +72,17 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
         assert client.status().pool.used_bytes == 0
 
 
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the daemon time: others may use its device, and the test is of what comes back."""
-    monkeypatch.setattr(storing, "PATIENCE_SECONDS", DEADLINE_SECONDS)
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """Give the daemon time: others may use its device and processors.
+
+    Otherwise a test would see what was kept, or not settled, because the daemon was late.
+    """
+    with pytest.MonkeyPatch.context() as patch:  # a test's own patches still end first
+        patch.setattr(departing, "PATIENCE_SECONDS", DEADLINE_SECONDS)
+        patch.setattr(storing, "PATIENCE_SECONDS", DEADLINE_SECONDS)
+        patch.setattr(hooks, "SETTLE_SECONDS", DEADLINE_SECONDS)
+        yield
 
 
 @pytest.fixture

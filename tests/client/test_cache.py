@@ -12,6 +12,7 @@ import pytest
 import storm_client as storm
 import torch
 from support.daemon_process import DaemonProcess, start_daemon
+from support.waiting import wait_until
 
 MIB = 1 << 20
 
@@ -48,12 +49,16 @@ def daemon() -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         yield client
         for name in client.cache.list():
             client.cache.delete(name)
-        cache = client.status().details["cache"]
-        assert (cache["used_bytes"], cache["promised_bytes"]) == (0, 0)
+        wait_until(lambda: is_empty(client), 30, client.status)  # a GPU's loans end on their own
+
+
+def is_empty(client: storm.Client) -> bool:
+    cache = client.status().details["cache"]
+    return (cache["used_bytes"], cache["promised_bytes"]) == (0, 0)
 
 
 def patterns(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -301,7 +306,7 @@ def test_a_device_that_torch_does_not_know(client: storm.Client) -> None:
 
 
 def test_a_closed_client_has_no_cache(daemon: DaemonProcess) -> None:
-    client = storm.connect(daemon.address, embedded="never")
+    client = storm.connect(daemon.address, embedded="never", timeout=30)
     client.cache.contains("a")
     client.close()
     with pytest.raises(storm.UsageError, match="closed"):
@@ -310,7 +315,7 @@ def test_a_closed_client_has_no_cache(daemon: DaemonProcess) -> None:
 
 def test_a_daemon_without_a_cache_says_so(make_daemon: Callable[..., DaemonProcess]) -> None:
     daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=0")
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         with pytest.raises(storm.UsageError, match="--cache-bytes above 0"):
             client.cache.put("a", torch.ones(1))
         assert client.status().cache is None
@@ -320,7 +325,7 @@ def test_a_daemon_that_dies_is_told_and_then_looked_for_again(
     make_daemon: Callable[..., DaemonProcess],
 ) -> None:
     daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=1MiB")
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         client.cache.put("a", torch.ones(1))
         daemon.kill()
         with pytest.raises((storm.DaemonLost, storm.DaemonUnavailable)):

@@ -39,7 +39,7 @@ def test_bad_offload_options(
 
 
 def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
-    client = storm.connect(daemon.address)
+    client = storm.connect(daemon.address, timeout=30)
     offload = client.offload(min_bytes=1)
     x = torch.ones(64, 64, requires_grad=True)
     with offload:
@@ -57,13 +57,13 @@ def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
 def test_what_nobody_can_use_any_more_ends_by_itself(client: storm.Client) -> None:
     """A script that connects again and again without closing does not use up the sessions."""
     before = {thread for thread in threading.enumerate() if thread.name == "storm-io"}
-    dropped = storm.connect(client.address)
+    dropped = storm.connect(client.address, timeout=30)
     dropped.cache.contains("a")
     offload = dropped.offload(min_bytes=1)
     assert len(client.status().sessions) == 3
     del dropped
     gc.collect()
-    wait_until(lambda: len(client.status().sessions) == 2)  # that of the cache has ended
+    wait_until(lambda: len(client.status().sessions) == 2, 30)  # that of the cache has ended
     x = torch.ones(64, 64, requires_grad=True)
     with offload:
         loss = x.exp().sum()
@@ -73,7 +73,7 @@ def test_what_nobody_can_use_any_more_ends_by_itself(client: storm.Client) -> No
     assert torch.equal(x.grad, x.detach().exp())
     del loss
     gc.collect()
-    wait_until(lambda: len(client.status().sessions) == 1)
+    wait_until(lambda: len(client.status().sessions) == 1, 30)
     assert client.status().entries == 0
     wait_until(lambda: before == {t for t in threading.enumerate() if t.name == "storm-io"})
 
@@ -88,7 +88,7 @@ def test_a_client_of_several_modules(client: storm.Client) -> None:
 
 
 def test_a_client_closes_with_its_block_also_on_an_error(daemon: DaemonProcess) -> None:
-    with pytest.raises(ZeroDivisionError), storm.connect(daemon.address) as client:
+    with pytest.raises(ZeroDivisionError), storm.connect(daemon.address, timeout=30) as client:
         raise ZeroDivisionError
     with pytest.raises(storm.UsageError, match="closed"):
         client.status()

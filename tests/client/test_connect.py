@@ -72,13 +72,13 @@ def test_the_environment_names_the_daemon(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STORMD_ADDRESS", daemon.address)
-    with storm.connect() as client:
+    with storm.connect(timeout=30) as client:
         assert client.address == daemon.address
 
 
 def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONNECT, "_defaults", lambda: ["ipc:///n", daemon.address])
-    with storm.connect(embedded="never") as client:
+    with storm.connect(embedded="never", timeout=30) as client:
         assert client.address == daemon.address
 
 
@@ -90,7 +90,7 @@ def words_of(script: str, **environ: str) -> list[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=110,
     )
     return done.stdout.split()
 
@@ -98,6 +98,8 @@ def words_of(script: str, **environ: str) -> list[str]:
 def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
     script = """
         import os, threading, torch, storm_client as storm
+        from storm_client import hooks
+        hooks.SETTLE_SECONDS = 30
         one, two = storm.offload(min_bytes=1), storm.offload(torch.nn.Linear(2, 2), codec="raw")
         x = torch.ones(64, 64, requires_grad=True)
         with one:
@@ -126,7 +128,7 @@ def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProce
         held.wait()
         child = os.fork()
         if child == 0:
-            signal.alarm(10)  # ends a child that hangs
+            signal.alarm(60)  # ends a child that hangs
         else:
             forked.set()
             print(os.waitpid(child, 0)[1], flush=True)

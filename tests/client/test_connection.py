@@ -73,7 +73,7 @@ def errors_in_child(*uses: Callable[[], object]) -> list[str]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(10)  # ends a child that hangs
+        signal.alarm(30)  # ends a child that hangs
         os.write(writer, json.dumps([error_of(use) for use in uses]).encode())
         os._exit(0)
     os.close(writer)
@@ -261,7 +261,7 @@ import torch
 
 class Trainer:
     def __init__(self):
-        self.client = storm.connect(sys.argv[1])
+        self.client = storm.connect(sys.argv[1], timeout=30)
         self.itself = self
 
     def __del__(self):
@@ -277,7 +277,7 @@ with trainer.client.offload(min_bytes=1):
 
 def test_a_client_that_is_open_when_python_ends(daemon: DaemonProcess) -> None:
     command = [sys.executable, "-c", LEFT_OPEN, daemon.address]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
     assert (ended.stdout, ended.stderr) == ("closed\n", "")
 
 

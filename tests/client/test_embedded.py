@@ -24,7 +24,7 @@ def no_daemon_by_convention(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("embedded", ["auto", "always"])
 def test_an_embedded_daemon_ends_with_its_client(embedded: Any) -> None:
-    with storm.connect(embedded=embedded, pool_bytes=16 << 20) as client:
+    with storm.connect(embedded=embedded, pool_bytes=16 << 20, timeout=30) as client:
         status = client.status()
         assert status.pool.capacity_bytes == 16 << 20
         assert [session.pid for session in status.sessions] == [os.getpid()]
@@ -39,7 +39,7 @@ def test_an_embedded_daemon_ends_with_its_client(embedded: Any) -> None:
 def test_an_embedded_daemon_ends_with_a_killed_client() -> None:
     script = """
         import os, signal, storm_client
-        client = storm_client.connect(embedded="always", pool_bytes=16 << 20)
+        client = storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30)
         print(client.status().details["pid"], client.address, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
@@ -56,7 +56,7 @@ def test_a_scripts_limit_of_streams_is_not_its_daemons(monkeypatch: pytest.Monke
     """With it the daemon would not start where there is a GPU."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with storm.connect(embedded="always", pool_bytes=16 << 20) as client:
+    with storm.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
         pid = client.status().details["pid"]
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     assert b"CUDA_VISIBLE_DEVICES=" in environment
@@ -71,7 +71,7 @@ def test_a_pool_that_this_machine_cannot_give() -> None:
 def test_a_forked_child_that_ends_harms_nobody() -> None:
     script = """
         import os, sys, storm_client
-        with storm_client.connect(embedded="always", pool_bytes=16 << 20) as client:
+        with storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
             child = os.fork()
             if child == 0:
                 client.close()

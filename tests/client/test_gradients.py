@@ -23,8 +23,6 @@ from support.training import (
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-pytestmark = pytest.mark.usefixtures("patience")
-
 CASES: dict[str, Case] = {}
 
 

@@ -49,4 +49,4 @@ def test_somebody_who_does_not_answer(tmp_path: Path) -> None:
 def test_another_version(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storm_client.handshake.PROTOCOL_VERSION", 99)
     with pytest.raises(storm.ProtocolMismatch, match="99"):
-        storm.connect(daemon.address)
+        storm.connect(daemon.address, timeout=30)

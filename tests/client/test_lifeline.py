@@ -20,7 +20,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(
 ) -> None:
     script = """
         import os, signal, sys, time, storm_client
-        client = storm_client.connect(sys.argv[1])
+        client = storm_client.connect(sys.argv[1], timeout=30)
         if os.fork() == 0:
             time.sleep(60)
         print(flush=True)
@@ -37,7 +37,7 @@ def test_a_forked_child_does_not_hide_its_parents_death(
         pid = parent.pid
         wait_until(
             lambda: all(session.pid != pid for session in client.status().sessions),
-            5,
+            30,
             client.status,
         )
         parent.wait()

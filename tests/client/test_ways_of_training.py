@@ -21,8 +21,6 @@ from support.training import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.usefixtures("patience")
-
 CASES: dict[str, Case] = {}
 
 
