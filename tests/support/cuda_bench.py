@@ -150,7 +150,7 @@ def lanes_on_fake_devices() -> Iterator[Callable[[list[int]], Bench]]:
             part_bytes=PART,
         )
         benches.append(Bench(lane, pool, space, results, ordinal=ordinals[0]))
-        wait_until(lambda: fake_cuda.CudaCodec.prepared >= set(ancf.DType))
+        wait_until(lambda: is_prepared(lane))
         return benches[-1]
 
     yield lane_on
@@ -160,6 +160,12 @@ def lanes_on_fake_devices() -> Iterator[Callable[[list[int]], Bench]]:
         assert bench.lane.close(10.0)
     space.assert_invariants()
     pool.close()
+
+
+def is_prepared(lane: Any) -> bool:
+    """Tell whether the lane encodes all types by now; until then their bytes are stored raw."""
+    codecs = [device.codec for device in lane._devices.values()]
+    return all(codec.is_ready(dtype) for codec in codecs for dtype in ancf.DType)
 
 
 def hello(uuid: str = fake_cuda.UUID) -> Hello:

@@ -30,7 +30,7 @@ def test_a_dead_clients_waits_are_released_and_every_job_answered(bench: Bench) 
         bench.store(entry, 0, PART)
     bench.end()
     answered = [r.entry for r in bench.results if isinstance(r, StoreDone | StoreFailed)]
-    assert answered == list(range(1, 9))
+    assert sorted(answered) == list(range(1, 9))  # those begun may be answered after the others
     for result in bench.results:
         if isinstance(result, StoreDone):
             bench.space.release(result.block)
@@ -73,7 +73,7 @@ def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
     bench.lane.unmap_segment(SESSION, 0)
     bench.publish(1)
     bench.space.release(bench.expect(StoreDone).block)
-    wait_until(lambda: not any(isinstance(o, fake_cuda.IpcMapping) for o in fake_cuda.live))
+    wait_until(lambda: not any(isinstance(o, fake_cuda.IpcMapping) for o in list(fake_cuda.live)))
 
 
 def test_a_session_that_finds_no_memory_holds_none(bench: Bench) -> None:
@@ -98,7 +98,7 @@ def test_a_broken_device_leaves_no_job_unanswered(bench: Bench) -> None:
     bench.restore(4, block, 0, PART)
     bench.publish(4)
     failed = [bench.expect(StoreFailed, number).entry for number in (1, 2)]
-    assert failed == [2, 3]
+    assert sorted(failed) == [2, 3]  # the thread may meet either first
     assert bench.expect(RestoreFailed).kind == "ActivationLost"
     bench.space.release(block)
     for _ in failed:
