@@ -53,7 +53,7 @@ def test_imports_point_one_way(package: str, path: Path) -> None:
 def test_importing_loads_nothing_of_cuda(package: str) -> None:
     code = f"import sys, {package}; print(*{{name.split('.')[0] for name in sys.modules}})"
     loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     ).stdout.split()
     heavy = {"cupy", "cuda", "triton"}
     assert not heavy & set(loaded)
@@ -62,7 +62,7 @@ def test_importing_loads_nothing_of_cuda(package: str) -> None:
 def test_importing_starts_no_cuda() -> None:
     code = "import stormd, storm_client, torch; print(torch.cuda.is_initialized())"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     assert done.stdout.strip() == "False"
 

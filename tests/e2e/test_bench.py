@@ -16,7 +16,7 @@ def _bench(*arguments: str) -> dict[str, Any]:
         [sys.executable, "-m", "stormd.cli", "bench", *arguments, "--json"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def test_frames_guided_by_coverage(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=550,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

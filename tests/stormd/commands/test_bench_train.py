@@ -75,7 +75,7 @@ def test_a_run() -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=550,
     )
     assert done.returncode == 0, done.stderr
     assert "W0 trl: left out" in done.stderr
