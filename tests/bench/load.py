@@ -51,7 +51,7 @@ def polite(address: str, seconds: float) -> dict[str, Any]:
     connected = time.monotonic()
     data = os.urandom(NBYTES)
     stores, restores = [], []
-    while time.monotonic() - connected < seconds:
+    while not stores or time.monotonic() - connected < seconds:
         began_store = time.perf_counter()
         entry = client.stored(data)
         began_restore = time.perf_counter()
@@ -81,7 +81,7 @@ def greedy(address: str, seconds: float) -> dict[str, Any]:
     assert client.staging is not None
     client.staging[: GREEDY_WINDOW * GREEDY_BYTES] = os.urandom(GREEDY_WINDOW * GREEDY_BYTES)
     began, numbers, done = time.monotonic(), 0, 0
-    while time.monotonic() - began < seconds:
+    while not done or time.monotonic() - began < seconds:
         entries = range(numbers + 1, numbers + GREEDY_WINDOW + 1)
         numbers += GREEDY_WINDOW
         client.send(
