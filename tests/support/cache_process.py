@@ -71,7 +71,7 @@ def main() -> None:
     client = None
     for line in sys.stdin:
         try:
-            client = client or storm.connect(address, embedded="never")
+            client = client or storm.connect(address, embedded="never", timeout=30.0)
             answer = _obeyed(client.cache, *json.loads(line))
         except storm.StormError as error:
             answer = [type(error).__name__, str(error)]

@@ -61,7 +61,7 @@ def reports(training: Training, address: str, steps: int) -> Iterator[Report]:
     That is "done", or phase and name of the error: "backward DaemonLost".
     """
     try:
-        with storm.connect(address, embedded="never") as client:
+        with storm.connect(address, embedded="never", timeout=30.0) as client:
             offload = client.offload(training.model, min_bytes=LEAST_BYTES)
             yield _now("ready")
             for _ in range(steps):

@@ -17,6 +17,9 @@ from stormd.server import Server
 
 Answer = TypeVar("Answer")
 
+WAIT_SECONDS = 60.0
+"""For the loop and its end, on a machine as busy as may be."""
+
 EMPTY_SECONDS = 30.0
 """A session that never got its lifeline ends after 5.5 s, without any load."""
 
@@ -45,7 +48,7 @@ class DaemonThread:
         async def made() -> Answer:
             return call()
 
-        return asyncio.run_coroutine_threadsafe(made(), self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(made(), self._loop).result(WAIT_SECONDS)
 
     def status(self) -> dict[str, Any]:
         return self.on_loop(self.server.status)
@@ -71,7 +74,7 @@ class DaemonThread:
         """End the daemon in order. Twice is fine."""
         with suppress(RuntimeError):  # the loop is closed: it has ended by itself
             self.server.stop()
-        self._thread.join(30)
+        self._thread.join(WAIT_SECONDS)
         assert not self._thread.is_alive(), "the daemon does not end"
 
     def _run(self) -> None:

@@ -29,7 +29,7 @@ from stormd.protocol import (
     encode,
 )
 
-TIMEOUT_SECONDS = 10.0
+TIMEOUT_SECONDS = 30.0
 
 
 class RawClient:

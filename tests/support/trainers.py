@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 
 __all__ = ["Report", "Trainers"]
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 ENDLESS = 1_000_000
 NURSERY = 0
 """The process number under which the nursery itself reports."""
