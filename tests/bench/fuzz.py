@@ -33,7 +33,7 @@ PARTS_SHARE = 0.002
 VANISH_SHARE = 0.05
 """Of the looks at a session, after which its client vanishes whatever is under way."""
 
-NEIGHBOUR_SECONDS = 30.0
+NEIGHBOUR_SECONDS = 60.0
 """For one step of the neighbour's, on a machine as busy as may be."""
 
 SETTLED_SHARE = 0.2
@@ -146,7 +146,7 @@ def _send(attacker: Attacker, frames: int, trainers: Trainers, neighbour: int) -
 
 
 def _await_empty(daemon: ChildDaemon) -> None:
-    wait_until(lambda: not daemon.status()["sessions"], 10.0, daemon.status)
+    wait_until(lambda: not daemon.status()["sessions"], found=daemon.status)
     state = daemon.status()
     assert state["entries"] == 0
     assert state["pool"]["used_bytes"] == state["pool"]["promised_bytes"] == 0

@@ -31,7 +31,7 @@ def daemon() -> Iterator[ChildDaemon]:
 
 def wait_until_idle(daemon: ChildDaemon) -> bool:
     """Wait until no session is left; then the cache holds what has a name and nothing else."""
-    wait_until(lambda: not daemon.status()["sessions"], 10.0, daemon.status)
+    wait_until(lambda: not daemon.status()["sessions"], found=daemon.status)
     state = daemon.status()
     cache = state["cache"]
     return state["entries"] == state["pool"]["used_bytes"] == cache["promised_bytes"] == 0 and (
@@ -62,7 +62,7 @@ def processes(daemon: ChildDaemon, count: int) -> Iterator[list[CacheProcess]]:
 def test_what_one_process_put_many_get_also_after_its_end(daemon: ChildDaemon) -> None:
     with CacheProcess(daemon.address) as teacher:
         assert teacher.ask("put", "out", 7, 20 * MIB) == "put"
-    wait_until(lambda: not daemon.status()["sessions"], 10.0)
+    wait_until(lambda: not daemon.status()["sessions"])
     with CacheProcess(daemon.address) as one, CacheProcess(daemon.address) as two:
         one.say("get", "out")
         assert two.ask("get", "out") == one.hear() == [7, 20 * MIB]
@@ -89,34 +89,37 @@ def test_puts_at_once_never_mix(daemon: ChildDaemon) -> None:
 def test_a_process_that_is_killed_while_it_puts_leaves_the_old_version(
     daemon: ChildDaemon,
 ) -> None:
-    with storm.connect(daemon.address) as client, processes(daemon, 3) as victims:
+    with storm.connect(daemon.address, timeout=30.0) as client, processes(daemon, 3) as victims:
         client.cache.put("kept", torch.ones(MIB))
         for victim in victims:
             victim.say("put often", "kept", [2] * 1000, 16 * MIB)
             wait_until(lambda: cache_of(daemon)["promised_bytes"] > 0)
             victim.kill()
-            wait_until(lambda: cache_of(daemon)["promised_bytes"] == 0, 5.0)
+            wait_until(lambda: cache_of(daemon)["promised_bytes"] == 0)
             found = client.cache.get("kept")
             assert found is not None
             assert found.unique().item() == (1.0 if found.numel() == MIB else 2)
 
 
 def test_a_reader_that_is_killed_gives_back_what_it_read(daemon: ChildDaemon) -> None:
-    with storm.connect(daemon.address) as client, processes(daemon, 3) as victims:
+    with storm.connect(daemon.address, timeout=30.0) as client, processes(daemon, 3) as victims:
         for victim in victims:
             client.cache.put("big", torch.ones(24 * MIB, dtype=torch.uint8))
             victim.say("get often", "big", 1000)
             wait_until(lambda: daemon.status()["entries"] > 0)
             victim.kill()
             assert client.cache.delete("big")
-            wait_until(lambda: cache_of(daemon)["used_bytes"] == 0, 5.0)
+            wait_until(lambda: cache_of(daemon)["used_bytes"] == 0)
 
 
 def test_a_short_time_to_live_ends(daemon: ChildDaemon) -> None:
-    with CacheProcess(daemon.address) as reader, storm.connect(daemon.address) as client:
+    with (
+        CacheProcess(daemon.address) as reader,
+        storm.connect(daemon.address, timeout=30.0) as client,
+    ):
         client.cache.put("brief", torch.ones(100), ttl=1e-3)
         client.cache.put("long", torch.ones(100), ttl=1e6)
-        wait_until(lambda: cache_of(daemon)["items"] == 1, 10.0)
+        wait_until(lambda: cache_of(daemon)["items"] == 1)
         assert reader.ask("list") == ["long"]
         assert client.cache.get("brief") is None
 
@@ -137,7 +140,10 @@ def test_a_full_cache_never_touches_activations(daemon: ChildDaemon) -> None:
 
     loss().backward()
     expected, weight.grad = weight.grad, None
-    with storm.connect(daemon.address) as client, CacheProcess(daemon.address) as other:
+    with (
+        storm.connect(daemon.address, timeout=30.0) as client,
+        CacheProcess(daemon.address) as other,
+    ):
         offload = client.offload([])
         with offload:
             value = loss()
@@ -155,7 +161,7 @@ def test_a_full_cache_never_touches_activations(daemon: ChildDaemon) -> None:
 
 
 def test_a_full_pool_never_touches_the_cache(daemon: ChildDaemon) -> None:
-    with storm.connect(daemon.address) as client:
+    with storm.connect(daemon.address, timeout=30.0) as client:
         offload = client.offload([])
         saved = []
         with offload:

@@ -77,7 +77,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonThread]:
 def neighbour(daemon: DaemonThread) -> Iterator[Callable[[], bool]]:
     """Return what tells whether a well-behaved client's next step is right."""
     training = Training()
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(training.model, min_bytes=LEAST_BYTES)
         assert training.is_right(offload)
         yield lambda: training.is_right(offload)
@@ -198,7 +198,7 @@ def test_a_source_changed_while_it_is_read_harms_its_owner_alone(
 
 def test_a_damaged_block_is_never_returned(daemon: DaemonThread) -> None:
     """Every kind of record: whichever byte of the pool is hit, unpack raises."""
-    with storm.connect(daemon.address, embedded="never") as client:
+    with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(min_bytes=1)
         x = torch.randn(1 << 16, requires_grad=True)
         with offload:
