@@ -139,8 +139,8 @@ def _sample(steps: int, daemon: int, device: str) -> Sample:
     ours = _device_bytes(device)
     return Sample(
         steps=steps,
-        trainer_resident_bytes=here.memory_info().rss,
-        daemon_resident_bytes=there.memory_info().rss,
+        trainer_resident_bytes=_resident_bytes(here),
+        daemon_resident_bytes=_resident_bytes(there),
         trainer_descriptors=here.num_fds(),
         daemon_descriptors=there.num_fds(),
         trainer_threads=here.num_threads(),
@@ -149,6 +149,15 @@ def _sample(steps: int, daemon: int, device: str) -> Sample:
         trainer_device_bytes=ours.get(os.getpid()),
         daemon_device_bytes=ours.get(daemon),
     )
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    """Return the memory that is the process's alone.
+
+    How much of a staging area was ever in use says how long the daemon was once kept waiting.
+    """
+    info = process.memory_info()
+    return int(info.rss - info.shared)
 
 
 def _device_bytes(device: str) -> dict[int, int]:
