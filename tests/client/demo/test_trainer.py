@@ -14,7 +14,7 @@ COMMAND = [
 
 def _reports(*flags: str) -> list[dict[str, object]]:
     done = subprocess.run(
-        [*COMMAND, *flags], capture_output=True, text=True, timeout=110, check=False
+        [*COMMAND, *flags], capture_output=True, text=True, timeout=550, check=False
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -31,6 +31,6 @@ def test_reports_every_step_and_the_end() -> None:
 
 def test_an_unreachable_daemon_is_an_error() -> None:
     command = [*COMMAND, "--address=ipc:///no/such/stormd.sock"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 1
     assert "DaemonUnavailable" in done.stderr

@@ -56,10 +56,9 @@ def fuzzer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.timeout(300)
 def test_no_access_leaves_its_buffer(fuzzer):
     found = subprocess.run(
-        [str(fuzzer), "1500"], capture_output=True, text=True, check=False, timeout=200
+        [str(fuzzer), "1500"], capture_output=True, text=True, check=False, timeout=500
     )
     assert found.returncode == 0, found.stderr[-4000:]
     assert found.stdout.strip() == "1500 rounds"

@@ -10,6 +10,8 @@ from stormd.demo.run import Plan
 from stormd.demo.trainers import run_trainers
 from stormd.errors import ChildFailed
 
+SECONDS = 300.0
+
 TINY = Plan(device="cpu", dtype="float32", steps=2, layers=1, width=32, heads=2, rows=2, length=32)
 
 
@@ -20,14 +22,14 @@ def _children() -> set[int]:
 def test_two_trainers_report_every_step() -> None:
     seen: list[tuple[int, int]] = []
     commands = [TINY.arguments(index, None) for index in range(2)]
-    trained = run_trainers(commands, lambda index, done, _loss: seen.append((index, done)), 60.0)
+    trained = run_trainers(commands, lambda index, done, _loss: seen.append((index, done)), SECONDS)
     assert sorted(seen) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert all(len(one.steps) == 2 and one.peak_bytes > 1 << 20 for one in trained)
     assert trained[0].steps[0].gradients != trained[1].steps[0].gradients
 
 
 def test_the_same_seed_gives_the_same_bits() -> None:
-    one, two = run_trainers([TINY.arguments(0, None)] * 2, lambda *_: None, 60.0)
+    one, two = run_trainers([TINY.arguments(0, None)] * 2, lambda *_: None, SECONDS)
     assert [(step.loss, step.gradients) for step in one.steps] == [
         (step.loss, step.gradients) for step in two.steps
     ]
@@ -37,7 +39,7 @@ def test_a_failing_trainer_ends_the_others_and_tells_why() -> None:
     before = _children()
     commands = [TINY.arguments(0, None), [*TINY.arguments(1, None), "--no-such-flag"]]
     with pytest.raises(ChildFailed, match=r"trainer 1 ended with status 2(.|\n)*no-such-flag"):
-        run_trainers(commands, lambda *_: None, 60.0)
+        run_trainers(commands, lambda *_: None, SECONDS)
     assert _children() == before
 
 
