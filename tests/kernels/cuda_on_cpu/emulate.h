@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 struct uint3_ { unsigned x, y, z; };
@@ -40,21 +41,35 @@ struct Block {
   Meeting barriers[16];
 };
 
+/* A fibre begins in `context` and goes on from `place`: swapcontext asks the kernel for the
+ * signal mask at every switch, _setjmp does not. */
 struct Fibre {
   ucontext_t context;
-  std::unique_ptr<uint8_t[]> stack;
+  jmp_buf place;
   Block *block;
   unsigned thread;
-  bool done = false;
+  bool begun = false, done = false;
 };
 
-inline ucontext_t scheduler;
+inline ucontext_t beginning;  /* nothing returns to it: `entry` leaves through `scheduler` */
+inline jmp_buf scheduler;
 inline Fibre *current;
+inline std::vector<std::unique_ptr<uint8_t[]>> stacks;  /* kept from launch to launch */
 inline uint64_t progress;  /* meetings completed and fibres ended: no change in a round = dead end */
 inline std::function<void()> *body;
 inline uint64_t seed;      /* of the order of warps; 0: each has its turn in every round */
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+inline void yield() {
+  if (_setjmp(current->place) == 0) _longjmp(scheduler, 1);
+}
+
+/* Runs `current` until it yields or is done. */
+inline void resume() {
+  if (_setjmp(scheduler) != 0) return;
+  if (current->begun) _longjmp(current->place, 1);
+  current->begun = true;
+  swapcontext(&beginning, &current->context);
+}
 
 inline void meet(Meeting &meeting, unsigned expected) {
   unsigned round = meeting.round;
@@ -71,7 +86,7 @@ inline void entry() {
   (*body)();
   current->done = true;
   progress++;
-  swapcontext(&current->context, &scheduler);
+  _longjmp(scheduler, 1);
 }
 
 }  // namespace emulation
@@ -123,13 +138,12 @@ inline bool launch(unsigned grid, unsigned block, size_t shared_bytes, std::func
     made->warps.resize((block + kWarp - 1) / kWarp);
     for (unsigned t = 0; t < block; t++) {
       auto fibre = std::make_unique<Fibre>();
-      fibre->stack.reset(new uint8_t[kStackBytes]);
       fibre->block = made.get();
       fibre->thread = t;
+      if (fibres.size() == stacks.size()) stacks.emplace_back(new uint8_t[kStackBytes]);
       getcontext(&fibre->context);
-      fibre->context.uc_stack.ss_sp = fibre->stack.get();
+      fibre->context.uc_stack.ss_sp = stacks[fibres.size()].get();
       fibre->context.uc_stack.ss_size = kStackBytes;
-      fibre->context.uc_link = &scheduler;
       makecontext(&fibre->context, entry, 0);
       fibres.push_back(std::move(fibre));
     }
@@ -146,7 +160,7 @@ inline bool launch(unsigned grid, unsigned block, size_t shared_bytes, std::func
       left++;
       if (!has_turn(round, *fibre)) continue;
       current = fibre.get();
-      swapcontext(&scheduler, &current->context);
+      resume();
       left -= fibre->done;
     }
     idle = progress == before ? idle + 1 : 0;
