@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from storm_client.bench.activations import models
 from storm_client.bench.activations.capture import captured
 from storm_client.bench.activations.figures import tensor_figures
 from storm_client.bench.activations.models import FAMILIES
@@ -11,7 +12,8 @@ from storm_kernels import ancf
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_storages_are_captured_once_and_whole(family):
+def test_storages_are_captured_once_and_whole(family, monkeypatch):
+    monkeypatch.setattr(models, "_BATCH", 2)  # bfloat16 is slow on many CPUs
     tensors = captured(family, 2, 1 << 14)
     assert tensors
     assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
