@@ -114,7 +114,7 @@ def build_kernels(
     width, mantissa = dtype.element_bytes, dtype.mantissa_bits
     library = folder / f"kernels_{width}_{mantissa}.so"
     subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *flags,
+        ["g++", "-std=c++17", "-Og", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *flags,
          f"-I{HOST}", f"-I{SOURCES}", f"-DANCF_WIDTH={width}", f"-DANCF_MANTISSA={mantissa}",
          "-o", library, HOST / "run_kernels.cpp"],
         check=True, timeout=300,
