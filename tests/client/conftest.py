@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client import departing, hooks, memory_pressure, sessions, storing
+from storm_client import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, start_daemon
 from support.devices import DEVICES
 from support.in_place_lane import InPlaceCpuLane
+from support.patience import patient_clients
 from support.waiting import wait_until
 
 DEADLINE_SECONDS = 30.0
@@ -74,14 +75,8 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
 
 @pytest.fixture(autouse=True)
 def patience() -> Iterator[None]:
-    """Give the daemon time: others may use its device and processors.
-
-    Otherwise a test would see what was kept, or not settled, because the daemon was late.
-    """
-    with pytest.MonkeyPatch.context() as patch:  # a test's own patches still end first
-        patch.setattr(departing, "PATIENCE_SECONDS", DEADLINE_SECONDS)
-        patch.setattr(storing, "PATIENCE_SECONDS", DEADLINE_SECONDS)
-        patch.setattr(hooks, "SETTLE_SECONDS", DEADLINE_SECONDS)
+    """Give the daemon time: others may use its device and processors."""
+    with patient_clients():
         yield
 
 

@@ -1,0 +1,21 @@
+"""Clients that wait for a daemon which a busy machine gives no time to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from storm_client import departing, hooks, storing
+
+PATIENCE_SECONDS = 30.0
+
+
+@contextmanager
+def patient_clients() -> Iterator[None]:
+    """Have this process's clients keep nothing, and tell nothing too early, for a late daemon."""
+    with pytest.MonkeyPatch.context() as patch:  # a test's own patches still end first
+        patch.setattr(departing, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(storing, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(hooks, "SETTLE_SECONDS", PATIENCE_SECONDS)
+        yield
