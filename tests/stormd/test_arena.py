@@ -174,7 +174,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArenaMachine = ArenaMachine.TestCase
-TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 def test_a_contiguous_block_says_where_it_is() -> None:

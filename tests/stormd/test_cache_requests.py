@@ -487,4 +487,4 @@ class RequestsMachine(RuleBasedStateMachine):
 
 
 TestRequestsMachine = RequestsMachine.TestCase
-TestRequestsMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRequestsMachine.settings = settings(max_examples=60, stateful_step_count=40)

@@ -132,6 +132,6 @@ class ShareMachine(LedgerMachine):
 
 
 TestShareMachine = ShareMachine.TestCase
-TestShareMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestShareMachine.settings = settings(max_examples=60, stateful_step_count=50)
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50)

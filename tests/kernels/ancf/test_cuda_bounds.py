@@ -12,7 +12,6 @@ import pytest
 SCRIPT = Path(__file__).parent / "cuda_under_fences.py"
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++) here"),
     pytest.mark.skipif(sys.platform != "linux", reason="fences are made by Linux's mmap"),
 ]

@@ -17,8 +17,6 @@ from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
 from support.cuda_on_cpu import NOT_DECODED, OK, POISON
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture
 def check(kernels) -> Callable[..., np.ndarray]:

@@ -192,8 +192,7 @@ def test_without_checksum(round_trip, mode):
 
 @settings(
     max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     seeds=st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=12),

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stormd.protocol import (
@@ -75,31 +75,26 @@ VALUES = st.recursive(
 
 
 @given(BATCHES)
-@settings(deadline=None)
 def test_a_batch_comes_back_as_it_was(batch: list[Envelope]) -> None:
     assert decode(encode(batch)) == batch
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None)
 def test_any_bytes_are_a_batch_or_a_protocol_error(frame: bytes) -> None:
     check(frame)
 
 
 @given(VALUES)
-@settings(deadline=None)
 def test_any_msgpack_is_a_batch_or_a_protocol_error(value: Any) -> None:
     check(msgpack.packb(value))
 
 
 @given(st.integers(0, 90), st.lists(VALUES, max_size=11))
-@settings(deadline=None)
 def test_any_fields_are_a_message_or_a_protocol_error(op: int, values: list[Any]) -> None:
     check(msgpack.packb([[op, 1, *values]]))
 
 
 @given(BATCHES, st.data())
-@settings(deadline=None)
 def test_a_damaged_frame_is_a_batch_or_a_protocol_error(
     batch: list[Envelope], data: st.DataObject
 ) -> None:
