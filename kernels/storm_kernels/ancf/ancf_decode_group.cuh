@@ -150,8 +150,8 @@ DEVICE u64 read_escape(const u8 *at) {
 DEVICE u32 look_up(const uint2 &entries, u32 codes) { return pick_bytes(entries.x, entries.y, codes); }
 DEVICE u32 look_up(const uint4 &entries, u32 codes) {
   u32 low = pick_bytes(entries.x, entries.y, codes & 0x7777), high = pick_bytes(entries.z, entries.w, codes & 0x7777);
-  u32 signs = pick_bytes(0x80808080, 0, codes & 0x8888) << 1;  /* 0x00 or 0xfe, and a neighbour's bit */
-  return choose_bits(pick_bytes(signs, 0, 0xba98), high, low);
+  u32 signs = pick_bytes_or_signs(0x80808080, 0, codes & 0x8888) << 1;  /* 0x00 or 0xfe, and a neighbour's bit */
+  return choose_bits(pick_bytes_or_signs(signs, 0, 0xba98), high, low);
 }
 
 /* The left-over residue bits of a lane's elements into the first bytes of their tops. */

@@ -62,8 +62,15 @@ DEVICE u32 highest_bit(u32 value) { return 31 - __clz(value); } /* value != 0 */
 /* 1 in each half of the word that is not 0. */
 DEVICE u32 nonzero_halves(u32 word) { return __vminu2(word, 0x00010001); }
 
-/* Four bytes picked from the eight of (low, high) by the nibbles of `selector`. */
+/* Four bytes picked from the eight of (low, high) by the nibbles of `selector`, none above 7: the
+ * compiler takes their highest bits away. */
 DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+/* The same, but from 8 on a nibble gives eight times the top bit of the byte that it names. */
+DEVICE u32 pick_bytes_or_signs(u32 low, u32 high, u32 selector) {
+  u32 picked;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(low), "r"(high), "r"(selector));
+  return picked;
+}
 
 /* The 32 bits from bit `shift` (0..31) of the 64 of (low, high) on. */
 DEVICE u32 funnel_right(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }

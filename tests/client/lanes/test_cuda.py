@@ -205,19 +205,19 @@ def read(monkeypatch: pytest.MonkeyPatch, codec_in: str) -> list[int]:
     """The bytes of what was read where it lies: mapped by the daemon, or encoded here."""
     found: list[int] = []
 
-    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(self: object, address: int, nbytes: int, *more: Any, **how: Any) -> Any:
-            result = function(self, address, nbytes, *more, **how)
+    def counting(function: Callable[..., Any], size: Callable[[Any], int]) -> Callable[..., Any]:
+        def counted(self: object, source: Any, part: Any, *more: Any, **how: Any) -> Any:
+            result = function(self, source, part, *more, **how)
             if result is not None:
-                found.append(nbytes)
+                found.append(size(part))
             return result
 
         return counted
 
     if codec_in == "daemon":
-        monkeypatch.setattr(Segments, "find", counting(Segments.find))
+        monkeypatch.setattr(Segments, "find", counting(Segments.find, int))
     else:
-        monkeypatch.setattr(CudaCoder, "encode", counting(CudaCoder.encode))
+        monkeypatch.setattr(CudaCoder, "encode", counting(CudaCoder.encode, len))
     return found
 
 

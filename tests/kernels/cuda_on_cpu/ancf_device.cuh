@@ -87,7 +87,7 @@ DEVICE u32 highest_bit(u32 value) { return 31 - __builtin_clz(value); }
 
 DEVICE u32 nonzero_halves(u32 word) { return (word >> 16 ? 0x10000u : 0u) | (word & 0xffff ? 1u : 0u); }
 
-DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) {
+DEVICE u32 pick_bytes_or_signs(u32 low, u32 high, u32 selector) {
   u64 bytes = (static_cast<u64>(high) << 32) | low;
   u32 result = 0;
   for (int i = 0; i < 4; i++) {
@@ -98,6 +98,8 @@ DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) {
   }
   return result;
 }
+
+DEVICE u32 pick_bytes(u32 low, u32 high, u32 selector) { return pick_bytes_or_signs(low, high, selector & 0x7777); }
 
 DEVICE u32 funnel_right(u32 low, u32 high, u32 shift) {
   return static_cast<u32>(((static_cast<u64>(high) << 32) | low) >> shift % 32);
