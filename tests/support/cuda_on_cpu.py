@@ -113,10 +113,15 @@ def build_kernels(
     """Compile the kernels for elements like `dtype`'s into `folder` (g++ is needed)."""
     width, mantissa = dtype.element_bytes, dtype.mantissa_bits
     library = folder / f"kernels_{width}_{mantissa}.so"
+    kind = (f"-DANCF_WIDTH={width}", f"-DANCF_MANTISSA={mantissa}")
+    compile_library(HOST / "run_kernels.cpp", library, (*flags, *kind))
+    return Kernels(library, memory)
+
+
+def compile_library(source: Path, library: Path, flags: Sequence[str] = ()) -> None:
+    """Compile a source whose `ancf_device.cuh` is the CPU's (g++ is needed)."""
     subprocess.run(
         ["g++", "-std=c++17", "-Og", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *flags,
-         f"-I{HOST}", f"-I{SOURCES}", f"-DANCF_WIDTH={width}", f"-DANCF_MANTISSA={mantissa}",
-         "-o", library, HOST / "run_kernels.cpp"],
+         f"-I{HOST}", f"-I{SOURCES}", "-o", library, source],
         check=True, timeout=300,
     )  # fmt: skip
-    return Kernels(library, memory)

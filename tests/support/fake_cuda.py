@@ -49,6 +49,7 @@ live: set[object] = set()
 _HANDLE = struct.Struct("<8sQQ40x")
 _numbers = count(1)
 _streams: dict[int, Stream] = {}
+_default_streams: dict[int, Stream] = {}
 _broken: dict[int, str] = {}
 _thread = threading.local()
 
@@ -92,7 +93,7 @@ def _called(function: str, stream: int | None = None) -> int:
         raise CudaDriverError(function, "CUDA_ERROR_INVALID_CONTEXT", "")
     if device in _broken:
         raise CudaDriverError(function, "CUDA_ERROR_ILLEGAL_ADDRESS", _broken[device])
-    if stream is not None and (stream not in _streams or _streams[stream].device != device):
+    if stream and (stream not in _streams or _streams[stream].device != device):
         raise CudaDriverError(function, "CUDA_ERROR_INVALID_HANDLE", f"stream {stream}")
     return device
 
@@ -305,6 +306,19 @@ class Stream(_Owned):
                 fault(self.device, repr(error))
 
 
+def stream_of(handle: int, device: int | None = None) -> Stream:
+    """Return the stream of that handle; 0 is a device's default stream, the current one's."""
+    if handle:
+        return _streams[handle]
+    number = current_device() if device is None else device
+    assert number is not None
+    if number not in _default_streams:
+        with entered(number):
+            made = _default_streams[number] = Stream()
+        live.discard(made)  # nobody has to close it
+    return _default_streams[number]
+
+
 class Event(_Owned):
     def __init__(self, *, timed: bool = False, awaited: bool = True) -> None:
         self.device = _called("cuEventCreate")
@@ -321,7 +335,7 @@ class Event(_Owned):
     def record(self, stream: int) -> None:
         self.called("cuEventRecord", stream)
         self.mark = threading.Event()
-        _streams[stream].put(self.mark.set)
+        stream_of(stream).put(self.mark.set)
 
     def done(self) -> bool:
         self.called("cuEventQuery")
@@ -335,7 +349,7 @@ class Event(_Owned):
 def copy_async(destination: int, source: int, nbytes: int, stream: int) -> None:
     _called("cuMemcpyAsync", stream)
     accesses = [Access(source, nbytes), Access(destination, nbytes, writes=True)]
-    _streams[stream].put_access(
+    stream_of(stream).put_access(
         "a copy", accesses, lambda: ctypes.memmove(destination, source, nbytes)
     )
 
@@ -344,7 +358,7 @@ def wait_event(stream: int, event: Event) -> None:
     _called("cuStreamWaitEvent", stream)
     event.called("cuStreamWaitEvent")
     mark = event.mark
-    _streams[stream].put(mark.wait)
+    stream_of(stream).put(mark.wait)
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
@@ -355,13 +369,13 @@ def wait_value(stream: int, address: int, value: int) -> None:
         while counter.value < value and device not in _broken:
             time.sleep(POLL_SECONDS)
 
-    _streams[stream].put_access("a wait", [Access(address, 8, waits=True)], wait)
+    stream_of(stream).put_access("a wait", [Access(address, 8, waits=True)], wait)
 
 
 def write_value(stream: int, address: int, value: int) -> None:
     _called("cuStreamWriteValue64", stream)
     counter = ctypes.c_uint64.from_address(address)
-    _streams[stream].put_access(
+    stream_of(stream).put_access(
         "a write", [Access(address, 8, writes=True)], lambda: setattr(counter, "value", value)
     )
 
@@ -407,7 +421,7 @@ class CudaCodec:
             words[2] = ctypes.c_uint8.from_address(dst + 6).value
 
         accesses = [Access(src, nbytes), *_written((dst, dst_bytes), (scratch, 64), (size_ptr, 24))]
-        _streams[stream].put_access("an encoder", accesses, encode)
+        stream_of(stream).put_access("an encoder", accesses, encode)
 
     def prepare_each(self, dtypes, *, modes=("auto",)) -> Iterator[ancf.DType]:
         for dtype in dtypes:
@@ -432,7 +446,7 @@ class CudaCodec:
                 status.value = 7
 
         written = _written((dst, dst_bytes), (scratch, 64), (status_ptr, 8))
-        _streams[stream].put_access("a decoder", [Access(blob, blob_bytes), *written], decode)
+        stream_of(stream).put_access("a decoder", [Access(blob, blob_bytes), *written], decode)
 
     def explain(self, status: int) -> str:
         return f"damage number {status}"
@@ -461,6 +475,8 @@ def standing_in(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> Iter
         assert not faults
         assert not live
     finally:
+        while _default_streams:
+            _default_streams.popitem()[1].close()
         enter(None)
         for package, _, leaf in places:
             if sys.modules.pop(f"{package}.{leaf}", None) is not None:

@@ -57,7 +57,7 @@ class FakeTorch:
 
     def __init__(self) -> None:
         self.cuda = self
-        self._streams: dict[int, fake_cuda.Stream] = {}
+        self._C = SimpleNamespace(_cuda_getCurrentRawStream=self._raw_stream)
         self._chosen = threading.local()
         self._made: list[FakeTensor] = []
 
@@ -95,21 +95,18 @@ class FakeTorch:
         yield
         del self._chosen.stream
 
-    def current_stream(self, device: torch.device | None = None) -> SimpleNamespace:
-        ordinal = self.current_device() if device is None else device.index
-        return SimpleNamespace(cuda_stream=self.stream_of(ordinal).handle)
+    def current_stream(self) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=self._raw_stream(self.current_device()))
+
+    def _raw_stream(self, ordinal: int) -> int:
+        return self._chosen.stream.handle if hasattr(self._chosen, "stream") else 0
 
     def stream_of(self, ordinal: int) -> fake_cuda.Stream:
         """Return the stream that is current in this thread."""
-        if hasattr(self._chosen, "stream"):
-            return self._chosen.stream
-        if ordinal not in self._streams:
-            with fake_cuda.entered(ordinal):
-                self._streams[ordinal] = fake_cuda.Stream()
-        return self._streams[ordinal]
+        return fake_cuda.stream_of(self._raw_stream(ordinal), ordinal)
 
     def close(self) -> None:
-        for owned in (*self._streams.values(), *self._made):
+        for owned in self._made:
             owned.close()
 
 

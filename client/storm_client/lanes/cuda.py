@@ -2,10 +2,13 @@
 
 What stays true: the training thread never waits for the device here. A range of the staging area
 is overwritten only behind the copies that used it before, in the order of streams; and the
-counter `published` reaches memory in the order of its values, because one stream writes it.
+counter `published` reaches memory in the order of its values, because one stream writes it at a
+time.
 
-That stream P takes part in nothing else: each copy's stream leaves an event that P waits for, so
-what P writes next says that the copy is done.
+That is the default stream as long as nothing else is used: it writes a number behind its own work,
+by one call. Where another stream comes by, or this process encodes, it is a stream P from then on
+that takes part in nothing else: each copy's stream leaves an event that P waits for, so what P
+writes next says that the copy is done.
 """
 
 from __future__ import annotations
@@ -14,8 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -47,6 +49,9 @@ except KernelsError as error:
 __all__ = ["CudaLane"]
 
 log = logging.getLogger(__name__)
+
+DEFAULT_STREAM = 0
+"""The handle of each device's default stream, which is never destroyed nor captured."""
 
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With the value 1, a stream that waits for the daemon would hold up all others."""
@@ -111,10 +116,12 @@ class CudaLane:
         self.staging_bytes = 0
         self._space = StagingSpace(0)
         self._lock = threading.Lock()
-        """Protects the event, the sequence of P, and what is known about streams."""
+        """Protects the event, the sequence, and what is known about streams."""
         self._sequence = 0
         self._stream: int | None = None
         self._several_streams = False
+        self._publishes_itself = not self._may_code
+        """Whether the default stream writes the numbers: nothing else needs them in order yet."""
         self._shared: Shared | None = None
         self._in_place: _InPlace | None = None
         self._coder: CudaCoder | None = None
@@ -183,13 +190,10 @@ class CudaLane:
         self._space.free(slot.offset)
 
     def publish(self, slot: Slot) -> int:  # noqa: ARG002 - P is behind all copies so far
-        """Have P write the next number, behind every copy that was staged or unstaged so far."""
-        shared = self._open()
-        with torch.cuda.device(self._ordinal), self._lock:
-            self.enter()
-            self._sequence += 1
-            write_value(shared.p.handle, shared.published, self._sequence)
-            return self._sequence
+        """Publish the next number, behind every copy that was staged or unstaged so far."""
+        with self.entered(), self._lock:
+            self._notice(self._current_stream())
+            return self._publish()
 
     def stage(self, source: torch.Tensor, slot: Slot) -> None:
         """Put a copy of `source` into the slot on the current stream.
@@ -197,8 +201,7 @@ class CudaLane:
         The memory of `source` may be used again behind that copy, as by any work on the stream.
         """
         target = self._open().area.address + slot.offset
-        with torch.cuda.device(self._ordinal):
-            self.enter()
+        with self.entered():
             stream = torch.cuda.current_stream()
             source.record_stream(stream)
             self._copy(target, source.data_ptr(), slot.nbytes, stream.cuda_stream)
@@ -213,10 +216,8 @@ class CudaLane:
     def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
         """Put a copy of the slot into `destination` on the current stream."""
         source = self._open().area.address + slot.offset
-        with torch.cuda.device(self._ordinal):
-            self.enter()
-            stream = torch.cuda.current_stream().cuda_stream
-            self._copy(destination.data_ptr(), source, slot.nbytes, stream)
+        with self.entered():
+            self._copy(destination.data_ptr(), source, slot.nbytes, self._current_stream())
 
     def is_capturing(self) -> bool:
         """Tell whether the current stream's work is being captured into a CUDA graph."""
@@ -224,17 +225,17 @@ class CudaLane:
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""
-        stream = torch.cuda.current_stream(self.device)
-        with self._lock:
-            self._notice(stream.cuda_stream)
-            if not self._several_streams:
-                return
-        with torch.cuda.device(self._ordinal):
-            self.enter()
+        current = self._current_stream()
+        if current == self._stream and not self._several_streams:
+            return
+        with self.entered():
             with self._lock:
-                self._follow(stream.cuda_stream)
+                self._notice(current)
+                if not self._several_streams:
+                    return
+                self._follow(current)
             view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(restored)
-            view.record_stream(stream)
+            view.record_stream(torch.cuda.current_stream())
 
     def poison(self) -> None:
         """Release every wait on the daemon's counters, those that streams have yet to come to too.
@@ -261,6 +262,9 @@ class CudaLane:
                 for event in waits.values():
                     event.synchronize()
                     event.close()
+                if self._publishes_itself:
+                    shared.event.record(DEFAULT_STREAM)
+                    shared.event.synchronize()
                 shared.close()
         self._context.close()
 
@@ -272,12 +276,9 @@ class CudaLane:
             self._context.make_current()
             self._thread.entered = True
 
-    @contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> AbstractContextManager[None]:
         """Make the driver's calls possible for a while; then the thread's device is as before."""
-        with torch.cuda.device(self._ordinal):
-            self.enter()
-            yield
+        return _Entered(self, self._ordinal)
 
     def offer(self) -> MapSegment:
         """Return the message that had the daemon map the staging area."""
@@ -285,14 +286,12 @@ class CudaLane:
             return self._open().offer()
 
     def produced(self, count: int) -> range:
-        """Return `count` numbers that P publishes behind the current stream's work so far."""
-        shared = self._open()
-        with torch.cuda.device(self._ordinal), self._lock:
-            self.enter()
-            stream = torch.cuda.current_stream().cuda_stream
+        """Return `count` numbers that are published behind the current stream's work so far."""
+        with self.entered(), self._lock:
+            stream = self._current_stream()
             self._notice(stream)
-            shared.event.record(stream)
-            last = self._publish_behind(shared.event, count)
+            self._precede(stream)
+            last = self._publish(count)
         return range(last - count + 1, last + 1)
 
     def headroom(self) -> int:
@@ -313,7 +312,8 @@ class CudaLane:
     def publish_behind(self, event: Event) -> int:
         """Have P publish the next number behind an event, and return it."""
         with self._lock:
-            self._encoded = self._publish_behind(event)
+            wait_event(self._open().p.handle, event)
+            self._encoded = self._publish()
             return self._encoded
 
     def wait_published(self, sequence: int, source: torch.UntypedStorage) -> None:
@@ -322,11 +322,9 @@ class CudaLane:
 
     def slots_left(self) -> int:
         """Return a number that is published once no slot that is free is copied from or to."""
-        shared = self._open()
         with self._lock:
             if self._copied > self._sequence:
-                self._sequence += 1
-                write_value(shared.p.handle, shared.published, self._sequence)
+                self._publish()
             return self._copied
 
     # --- helpers ----------------------------------------------------------------------------
@@ -345,8 +343,7 @@ class CudaLane:
 
     def _wait_counter(self, counter: int, value: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and whoever gets the memory of `source`, wait for a counter."""
-        with torch.cuda.device(self._ordinal):
-            self.enter()
+        with self.entered():
             stream = torch.cuda.current_stream()
             wait_value(stream.cuda_stream, counter, value)
             with self._lock:
@@ -356,13 +353,21 @@ class CudaLane:
             view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(source)
             view.record_stream(stream)
 
-    def _publish_behind(self, event: Event, count: int = 1) -> int:
-        """Have P publish `count` more numbers behind an event; return the last (locked)."""
+    def _publish(self, count: int = 1) -> int:
+        """Publish `count` more numbers behind what came before; return the last (locked)."""
         shared = self._open()
-        wait_event(shared.p.handle, event)
         self._sequence += count
-        write_value(shared.p.handle, shared.published, self._sequence)
+        stream = DEFAULT_STREAM if self._publishes_itself else shared.p.handle
+        write_value(stream, shared.published, self._sequence)
         return self._sequence
+
+    def _precede(self, stream: int) -> None:
+        """Have what is published next come behind the work of `stream` so far (locked)."""
+        if self._publishes_itself:
+            return
+        shared = self._open()
+        shared.event.record(stream)
+        wait_event(shared.p.handle, shared.event)
 
     def _own_codec(self, shared: Shared, part_bytes: int) -> CudaCoder:
         """Return this process's codec."""
@@ -409,12 +414,20 @@ class CudaLane:
             if self._several_streams or is_encoding:
                 self._follow(stream)
             copy_async(target, source, nbytes, stream)
-            shared.event.record(stream)
-            wait_event(shared.p.handle, shared.event)
+            self._precede(stream)
             self._copied = self._sequence + 1
 
+    def _current_stream(self) -> int:
+        """Return the handle of the thread's stream on the device, at a tenth of the public cost."""
+        return int(torch._C._cuda_getCurrentRawStream(self._ordinal))
+
     def _notice(self, stream: int) -> None:
-        """Remember whether more than one stream has come by; with the lock held."""
+        """Remember what streams have come by; with the lock held, and the context entered."""
+        if self._publishes_itself and stream != DEFAULT_STREAM:
+            shared = self._open()
+            shared.event.record(DEFAULT_STREAM)  # whose numbers P goes on from
+            wait_event(shared.p.handle, shared.event)
+            self._publishes_itself = False
         self._several_streams |= self._stream not in (None, stream)
         self._stream = stream
 
@@ -423,6 +436,23 @@ class CudaLane:
         shared = self._open()
         shared.event.record(shared.p.handle)
         wait_event(stream, shared.event)
+
+
+class _Entered:
+    """A device for a while, with the driver's calls possible; a generator would cost more."""
+
+    __slots__ = ("_device", "_lane")
+
+    def __init__(self, lane: CudaLane, ordinal: int) -> None:
+        self._lane = lane
+        self._device = torch.cuda.device(ordinal)
+
+    def __enter__(self) -> None:
+        self._device.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self._lane.enter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._device.__exit__(*exception)
 
 
 def _one_connection() -> bool:

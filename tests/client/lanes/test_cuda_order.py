@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -184,6 +185,65 @@ def test_the_page_outlives_what_streams_wait_for(
     thread = threading.Thread(target=end)
     thread.start()
     wait_until(lambda: client.counters.read(STORED) >= POISON)
+    thread.join(0.3)
+    try:
+        assert thread.is_alive(), "the page was given up"
+    finally:
+        busy.set()
+    thread.join()
+
+
+def test_numbers_come_in_order_when_a_second_stream_comes_by(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    """The default stream writes the first ones itself, another stream's are written for it."""
+    client, busy = bench(), threading.Event()
+    lane = client.lane
+    fake.stream_of(0).put(busy.wait)
+    (first,) = lane.produced(1)
+    with fake_cuda.entered(0):
+        side = fake_cuda.Stream()
+    with fake.in_stream(side):
+        (second,) = lane.produced(1)
+    (third,) = lane.produced(1)
+    assert (second, third) == (first + 1, first + 2)
+    time.sleep(0.05)
+    try:
+        assert client.counters.read(PUBLISHED) < first, "the work before it is not done"
+    finally:
+        busy.set()
+    client.published(third)
+    with fake_cuda.entered(0):
+        side.close()
+
+
+def test_a_side_streams_number_waits_for_that_stream(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    client, busy = bench(), threading.Event()
+    with fake_cuda.entered(0):
+        side = fake_cuda.Stream()
+    side.put(busy.wait)
+    with fake.in_stream(side):
+        (number,) = client.lane.produced(1)
+    time.sleep(0.05)
+    try:
+        assert client.counters.read(PUBLISHED) < number
+    finally:
+        busy.set()
+    client.published(number)
+    with fake_cuda.entered(0):
+        side.close()
+
+
+def test_the_page_outlives_the_numbers_that_are_still_to_be_written(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    client, busy = bench(), threading.Event()
+    fake.stream_of(0).put(busy.wait)
+    client.lane.produced(1)
+    thread = threading.Thread(target=client.lane.close)
+    thread.start()
     thread.join(0.3)
     try:
         assert thread.is_alive(), "the page was given up"
