@@ -230,7 +230,6 @@ class Arrivals:
             self._early -= arrival.nbytes
 
     def _await(self, arrival: _Arrival, record: StoredRange) -> None:
-        self._connection.drain()
         while left := arrival.outstanding:
             if not self._connection.wait(lambda: arrival.outstanding < left, STALL_SECONDS):
                 raise ActivationLost(

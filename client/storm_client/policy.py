@@ -16,8 +16,6 @@ __all__ = ["Policy"]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exact types; a subclass may mean anything by its bytes."""
 
-_DEVICES = ("cpu", "cuda")
-
 
 class Policy:
     """The choice of one Offload."""
@@ -48,13 +46,13 @@ class Policy:
             return _layout(tensor)
         if tensor.nbytes < self.min_bytes or not tensor.nbytes:
             return "small"
-        if tensor.device.type not in _DEVICES:
+        if not (tensor.is_cuda or tensor.is_cpu):
             return "meta" if tensor.is_meta else "device"
         return self._less_common(tensor)
 
     def _less_common(self, tensor: torch.Tensor) -> str | None:
         """Go on for a plain tensor that is large enough."""
-        if isinstance(tensor, torch.nn.Parameter) or self._is_owned(tensor):
+        if type(tensor) is torch.nn.Parameter or self._is_owned(tensor):
             return "parameter"
         if tensor.is_quantized:
             return "quantized"
