@@ -19,7 +19,7 @@ import pytest
 from storm_kernels.ancf import DType, cuda_modules, layout
 from storm_kernels.ancf.cuda_launches import PIPELINES
 from storm_kernels.ancf.layout import Mode
-from support.cuda_on_cpu import SOURCES
+from support.cuda_on_cpu import HOST, SOURCES
 
 KERNELS = [
     "ancf_choose", "ancf_values",
@@ -29,6 +29,8 @@ TARGETS = ["sm_80", pytest.param("sm_90", marks=pytest.mark.slow)]  # the oldest
 KINDS = [
     DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.UINT8, DType.FLOAT8_E5M2, DType.FLOAT64,
 ]  # fmt: skip
+
+OPERATIONS = HOST / "device_operations.cu"  # a test's own, compiled like the kernels
 
 # Of a RawModule here, and what CuPy 14 adds to them.
 OPTIONS = (*cuda_modules._OPTIONS, "-ftz=true", "--device-as-default-execution-space")
@@ -51,6 +53,10 @@ def nvrtc_library() -> str | None:
 
 
 NVRTC = nvrtc_library()
+nvcc_only = pytest.mark.skipif(
+    NVRTC is not None or shutil.which("nvcc") is None,
+    reason="no CUDA compiler (nvcc) here, or NVRTC is, which CuPy uses",
+)
 
 
 class Nvrtc:
@@ -82,6 +88,14 @@ class Nvrtc:
         assert result == 0, f"{name} failed with {result}"
 
 
+def compile_with_nvcc(source: Path, target: str, cubin: Path) -> None:
+    subprocess.run(
+        ["nvcc", "-std=c++17", f"-I{SOURCES}", f"-arch={target}", "-diag-suppress=177,186",
+         "-cubin", "-o", cubin, source],
+        check=True, timeout=300,
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def nvrtc() -> Nvrtc:
     if NVRTC is None:
@@ -108,24 +122,30 @@ def test_nvrtc_compiles_for_every_kind_of_element(nvrtc, kernel, dtype):
     assert size > 0
 
 
+def test_nvrtc_compiles_the_operations_that_tests_compare(nvrtc):
+    result, log, size = nvrtc.compile(OPERATIONS.read_text(), (*OPTIONS, "-arch=sm_90"))
+    assert result == 0, log
+    assert size > 0
+
+
 def test_nvrtc_reports_what_is_wrong(nvrtc):
     result, log, _ = nvrtc.compile("__global__ void k() { missing(); }", ("-arch=sm_90",))
     assert result != 0
     assert "missing" in log
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")
-@pytest.mark.skipif(NVRTC is not None, reason="NVRTC is here, the compiler that CuPy uses")
+@nvcc_only
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nvcc_compiles(tmp_path, kernel, target):
     source = tmp_path / "kernels.cu"
     source.write_text(cuda_modules.wanted(kernel, DType.BFLOAT16).text())
-    subprocess.run(
-        ["nvcc", "-std=c++17", f"-I{SOURCES}", f"-arch={target}", "-diag-suppress=177,186",
-         "-cubin", "-o", tmp_path / "kernels.cubin", source],
-        check=True, timeout=300,
-    )  # fmt: skip
+    compile_with_nvcc(source, target, tmp_path / "kernels.cubin")
+
+
+@nvcc_only
+def test_nvcc_compiles_the_operations_that_tests_compare(tmp_path):
+    compile_with_nvcc(OPERATIONS, "sm_90", tmp_path / "operations.cubin")
 
 
 def test_the_header_holds_the_formats_numbers():
