@@ -1,0 +1,45 @@
+"""What is saved on a GPU leaves it and comes back: other tests let much of it stay.
+
+A wrong blob or decoder shows only in what is brought back.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import storm_client as storm
+from storm_client import hooks, window
+from storm_client.steps import Step
+from support.cuda_only import cuda_only
+from support.random_programs import run
+from support.training import assert_identical
+
+pytestmark = cuda_only
+
+PROGRAMS = 20
+
+
+@pytest.fixture
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all that is saved on a GPU leave it at once, and come back from the daemon."""
+    from storm_client.lanes.cuda import CudaLane
+
+    monkeypatch.setattr(CudaLane, "keeps_stored", False)
+    monkeypatch.setattr(window, "START_BYTES", 0)
+    monkeypatch.setattr(window.Window, "saw", lambda window, nbytes: None)
+    monkeypatch.setattr(Step, "needed_at_once", lambda step, nbytes: False)
+
+
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+@pytest.mark.usefixtures("nothing_stays")
+def test_a_random_program_of_which_nothing_stays(
+    seed: int, is_staged: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_staged:
+        monkeypatch.setattr(hooks, "_is_result", lambda tensor: False)
+    offload = client.offload(min_bytes=1)
+    expected = run(seed, "cuda", nullcontext)
+    for _ in range(2):
+        assert_identical(run(seed, "cuda", lambda: offload), expected)
