@@ -2,8 +2,9 @@
 
     python tests/kernels/ancf/cuda_under_fences.py FOLDER DTYPE
 
-Run as a process of its own: a step outside a buffer, or an access that its type's alignment
-forbids on a device, ends it by a signal. Libraries are built into FOLDER.
+Run as a process of its own: a step outside a buffer, an access that its type's alignment forbids
+on a device, or a shift by a word's bits or more, which a device takes otherwise, ends it by a
+signal. Libraries are built into FOLDER.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ COUNTS = (31, 1025, 9001)
 MODES = ("window", "sparse", "truncated", "values", "ternary", "integer", "raw")
 HEADER_BYTES, CHECKED_BYTES = 256, 248
 DAMAGED = 6  # of each blob
-TRAP_MISALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+TRAPS = ("-fsanitize=alignment,shift-exponent", "-fsanitize-undefined-trap-on-error")
 
 
 def tensors(dtype: DType, count: int) -> Iterator[np.ndarray]:
@@ -88,7 +89,7 @@ def check(kernels: Kernels, data: np.ndarray, dtype: DType, **options) -> int:
 
 def main() -> None:
     folder, dtype = Path(sys.argv[1]), DType[sys.argv[2]]
-    kernels = build_kernels(folder, dtype, Fenced, TRAP_MISALIGNED)
+    kernels = build_kernels(folder, dtype, Fenced, TRAPS)
     done = 0
     for number, count in enumerate(COUNTS):
         for kind, data in enumerate(tensors(dtype, count)):

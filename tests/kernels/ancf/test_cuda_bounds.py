@@ -1,4 +1,7 @@
-"""The CUDA kernels touch nothing outside their buffers, and nothing misaligned, for any blob."""
+"""The CUDA kernels touch nothing outside their buffers, and nothing misaligned, for any blob.
+
+Nor do they shift a word by all of its bits, where devices and processors differ.
+"""
 
 from __future__ import annotations
 
