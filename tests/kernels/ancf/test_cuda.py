@@ -125,6 +125,39 @@ def test_same_bytes_as_the_reference(codec, dtype, speed):
             check(codec, data, dtype, speed=speed, mode=mode)
 
 
+def drawn(dtype: DType, rng: np.random.Generator) -> np.ndarray:
+    """Bytes of a tensor whose size, spread, zeros, signs and low bits are drawn."""
+    count = int(2 ** rng.uniform(0, 15))
+    if not dtype.is_float:
+        values = torch.from_numpy(rng.integers(0, int(2 ** rng.uniform(0, 31)), count))
+        kept = torch.from_numpy(rng.random(count) < rng.choice([0.1, 0.5, 1]))
+        return (values * kept).to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy()
+    spread = rng.choice([0, 4, 8, 16, 100])
+    values = rng.standard_normal(count) * 2.0 ** rng.uniform(-spread, min(spread, 8), count)
+    values *= rng.random(count) < rng.choice([0.03, 0.25, 0.5, 1, 1])
+    values = abs(values) if rng.random() < 0.3 else values
+    values[rng.random(count) < rng.choice([0, 0, 0.001])] = np.inf
+    made = torch.from_numpy(values)
+    made = made.bfloat16().double() if rng.random() < 0.2 else made
+    return made.to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT64, DType.FLOAT8_E5M2,
+        DType.UINT8, DType.INT32, DType.INT64,
+    ],
+    ids=lambda d: d.name,
+)  # fmt: skip
+def test_tensors_of_every_kind(codec, dtype, seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        data = drawn(dtype, rng)
+        check(codec, data, dtype, speed=rng.choice(["fast", "dense"]))
+
+
 @pytest.mark.parametrize("count", SIZES)
 def test_sizes_and_alignment(codec, count):
     data = samples(DType.BFLOAT16, 300_001)["normal"][: 2 * count]
