@@ -96,12 +96,12 @@ class _Save(torch.autograd.Function):
         return x.view_as(x)
 
 
-def store(device: str, address: str, codec: str) -> None:
+def store(device: str, address: str, codec: str, nbytes: int) -> None:
     """Store without end between the lines "go" and "stop"; answer each when it is so.
 
-    The tensors are results, as activations are, and the process itself hardly uses the device.
+    The tensors, of `nbytes` each, are results, as activations are, and the process itself hardly uses the device.
     """
-    count = TENSOR_BYTES[device] // 2
+    count = nbytes // 2
     tensors = [_result(torch.randn(count, device=device).bfloat16()) for _ in range(TENSORS)]
     leaf = torch.zeros(1, device=device, requires_grad=True)
     with storm.connect(address, embedded="never", timeout=30.0) as client:
@@ -186,17 +186,23 @@ class Child:
         self._process.stdout.close()
 
 
-def measure(device: str, codec: str, pairs: int, seconds: float) -> dict[str, Any]:
+def measure(
+    codec: str, device: str, nbytes: int, part: str | None, pairs: int, seconds: float
+) -> dict[str, Any]:
     """Return the product's speed alone and beside the store stream, in pairs."""
-    flags = [f"--pool-bytes={4 * TENSORS * TENSOR_BYTES[device]}", f"--device={device}"]
+    flags = [f"--pool-bytes={4 * TENSORS * nbytes}", f"--device={device}"]
+    if part:
+        flags.append(f"--part-bytes-{device}={part}")
     with ExitStack() as stack:
         daemon = stack.enter_context(ChildDaemon(flags=flags, start_seconds=120.0))
-        storing = stack.enter_context(Child("--store", device, daemon.address, codec))
+        storing = stack.enter_context(Child("--store", device, daemon.address, codec, str(nbytes)))
         product = stack.enter_context(Child("--multiply", device, str(seconds)))
         found = [_pair(daemon, storing, product) for _ in range(pairs)]
     shares = [one["beside_tflops"] / one["alone_tflops"] for one in found]
     return {
         "codec": codec,
+        "tensor_bytes": nbytes,
+        "daemon_flags": flags,
         "share": statistics.median(shares),
         "share_least": min(shares),
         "share_most": max(shares),
@@ -235,22 +241,27 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--codecs", nargs="+", default=["ancf", "raw"])
+    parser.add_argument("--tensor-mib", type=int, help="default: 64 on a GPU, else 1")
+    parser.add_argument("--part-bytes", metavar="SIZE", help="of the daemon; default: its own")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--store", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--store", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--multiply", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.store:
-        store(*args.store)
+        store(*args.store[:3], int(args.store[3]))
         return
     if args.multiply:
         multiply(args.multiply[0], float(args.multiply[1]))
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    nbytes = args.tensor_mib * MIB if args.tensor_mib else TENSOR_BYTES[device]
+    how = (device, nbytes, args.part_bytes, args.pairs, args.seconds)
+    command = " ".join(["python -m bench.beside_gemm", *sys.argv[1:]])
     result = {
-        "machine": describe() | {"command": f"python -m bench.beside_gemm --pairs {args.pairs}"},
+        "machine": describe() | {"command": command},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "mps": check_mps().state == "ok",
-        "figures": [measure(device, codec, args.pairs, args.seconds) for codec in args.codecs],
+        "figures": [measure(codec, *how) for codec in args.codecs],
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
