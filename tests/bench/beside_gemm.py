@@ -99,7 +99,8 @@ class _Save(torch.autograd.Function):
 def store(device: str, address: str, codec: str, nbytes: int) -> None:
     """Store without end between the lines "go" and "stop"; answer each when it is so.
 
-    The tensors, of `nbytes` each, are results, as activations are, and the process itself hardly uses the device.
+    The tensors, of `nbytes` each, are results, as activations are, and the process itself hardly
+    uses the device.
     """
     count = nbytes // 2
     tensors = [_result(torch.randn(count, device=device).bfloat16()) for _ in range(TENSORS)]
