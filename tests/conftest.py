@@ -54,8 +54,9 @@ def _open_cuda() -> None:
     import torch
 
     if torch.cuda.is_available():
-        torch.ones(8, device="cuda", requires_grad=True).square().sum().backward()
-        torch.cuda.synchronize()
+        for ordinal in range(torch.cuda.device_count()):
+            torch.ones(8, device=f"cuda:{ordinal}", requires_grad=True).square().sum().backward()
+            torch.cuda.synchronize(ordinal)
 
 
 def _threads() -> set[str]:
