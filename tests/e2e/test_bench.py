@@ -38,7 +38,7 @@ def test_link_gives_its_figures() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_train_gives_both_sides_memory_on_a_gpu() -> None:
-    methods = ("none", "save-on-cpu", "storm")
+    methods = ("none", "save-on-cpu", "storm", "storm-in-client")
     small = ["--workloads=W0", "--steps=1", "--warm-ups=1", "--pool-bytes=1GiB"]
     figures = _bench("train", *small, "--methods", *methods)["figures"]
     rows = figures["workloads"]["W0"]

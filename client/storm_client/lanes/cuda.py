@@ -1,14 +1,7 @@
 """The cuda lane: tensors in device memory, staged through memory that the daemon maps.
 
-What stays true: the training thread never waits for the device here. A range of the staging area
-is overwritten only behind the copies that used it before, in the order of streams; and the
-counter `published` reaches memory in the order of its values, because one stream writes it at a
-time.
-
-That is the default stream as long as nothing else is used: it writes a number behind its own work,
-by one call. Where another stream comes by, or this process encodes, it is a stream P from then on
-that takes part in nothing else: each copy's stream leaves an event that P waits for, so what P
-writes next says that the copy is done.
+What stays true: the training thread never waits for the device here; and the page that device and
+daemon share lives until no stream waits for its counters or has still to write one.
 """
 
 from __future__ import annotations
@@ -28,20 +21,18 @@ from storm_client.lanes import LaneHello, Request, Slot
 from storm_client.lanes.segments import Segments
 from storm_client.staging import StagingSpace
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import PUBLISHED, RESTORED, STORED
+from stormd.protocol.timeline import RESTORED, STORED
 
 try:
     from storm_kernels import cuda_driver
     from storm_kernels.cuda_driver import (
         Event,
         PrimaryContext,
-        copy_async,
-        wait_event,
         wait_value,
-        write_value,
     )
 
     from storm_client.lanes.coding import CudaCoder
+    from storm_client.lanes.publishing import Publisher
     from storm_client.lanes.shared import STAGING, Shared, share
 except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
@@ -49,9 +40,6 @@ except KernelsError as error:
 __all__ = ["CudaLane"]
 
 log = logging.getLogger(__name__)
-
-DEFAULT_STREAM = 0
-"""The handle of each device's default stream, which is never destroyed nor captured."""
 
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With the value 1, a stream that waits for the daemon would hold up all others."""
@@ -116,19 +104,11 @@ class CudaLane:
         self.staging_bytes = 0
         self._space = StagingSpace(0)
         self._lock = threading.Lock()
-        """Protects the event, the sequence, and what is known about streams."""
-        self._sequence = 0
-        self._stream: int | None = None
-        self._several_streams = False
-        self._publishes_itself = not self._may_code
-        """Whether the default stream writes the numbers: nothing else needs them in order yet."""
+        """Protects what is shared, and what streams wait for."""
         self._shared: Shared | None = None
+        self._publisher: Publisher | None = None
         self._in_place: _InPlace | None = None
         self._coder: CudaCoder | None = None
-        self._copied = 0
-        """The number that says the staging area's slots are no longer copied from or to."""
-        self._encoded = 0
-        """The number that says no encoder of this process writes to a slot any more."""
         self._waits: dict[int, Event] = {}
         """By stream: what is passed when it waits for no counter of the page any more."""
 
@@ -153,6 +133,7 @@ class CudaLane:
                 raise UsageError(
                     f"no staging area of {welcome.staging_bytes} bytes on {self.device}: {error}"
                 ) from error
+            self._publisher = Publisher(self._shared, encodes=self._may_code)
             request(self._shared.offer())
             if self._may_code:
                 self._coder = self._own_codec(self._shared, welcome.part_bytes)
@@ -189,11 +170,10 @@ class CudaLane:
         """Take a slot back. Copies of it that streams have yet to make stay in order."""
         self._space.free(slot.offset)
 
-    def publish(self, slot: Slot) -> int:  # noqa: ARG002 - P is behind all copies so far
+    def publish(self, slot: Slot) -> int:  # noqa: ARG002 - it comes behind all copies so far
         """Publish the next number, behind every copy that was staged or unstaged so far."""
-        with self.entered(), self._lock:
-            self._notice(self._current_stream())
-            return self._publish()
+        with self.entered():
+            return self._numbers().publish(self._current_stream())
 
     def stage(self, source: torch.Tensor, slot: Slot) -> None:
         """Put a copy of `source` into the slot on the current stream.
@@ -204,7 +184,7 @@ class CudaLane:
         with self.entered():
             stream = torch.cuda.current_stream()
             source.record_stream(stream)
-            self._copy(target, source.data_ptr(), slot.nbytes, stream.cuda_stream)
+            self._numbers().copy(target, source.data_ptr(), slot.nbytes, stream.cuda_stream)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return an uninitialised uint8 tensor on the device."""
@@ -217,7 +197,8 @@ class CudaLane:
         """Put a copy of the slot into `destination` on the current stream."""
         source = self._open().area.address + slot.offset
         with self.entered():
-            self._copy(destination.data_ptr(), source, slot.nbytes, self._current_stream())
+            stream = self._current_stream()
+            self._numbers().copy(destination.data_ptr(), source, slot.nbytes, stream)
 
     def is_capturing(self) -> bool:
         """Tell whether the current stream's work is being captured into a CUDA graph."""
@@ -225,17 +206,13 @@ class CudaLane:
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""
-        current = self._current_stream()
-        if current == self._stream and not self._several_streams:
+        numbers, stream = self._numbers(), self._current_stream()
+        if numbers.is_only_stream(stream):
             return
         with self.entered():
-            with self._lock:
-                self._notice(current)
-                if not self._several_streams:
-                    return
-                self._follow(current)
-            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(restored)
-            view.record_stream(torch.cuda.current_stream())
+            if numbers.follow(stream):
+                view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(restored)
+                view.record_stream(torch.cuda.current_stream())
 
     def poison(self) -> None:
         """Release every wait on the daemon's counters, those that streams have yet to come to too.
@@ -249,6 +226,9 @@ class CudaLane:
 
     def close(self) -> None:
         """Free the staging area once no stream uses it; the daemon has unmapped it, or is dead."""
+        publisher = self._publisher
+        if publisher is not None:
+            publisher.end()
         with self._lock:
             shared, self._shared = self._shared, None
             coder, self._coder = self._coder, None
@@ -262,9 +242,8 @@ class CudaLane:
                 for event in waits.values():
                     event.synchronize()
                     event.close()
-                if self._publishes_itself:
-                    shared.event.record(DEFAULT_STREAM)
-                    shared.event.synchronize()
+                if publisher is not None:
+                    publisher.settle()
                 shared.close()
         self._context.close()
 
@@ -287,12 +266,8 @@ class CudaLane:
 
     def produced(self, count: int) -> range:
         """Return `count` numbers that are published behind the current stream's work so far."""
-        with self.entered(), self._lock:
-            stream = self._current_stream()
-            self._notice(stream)
-            self._precede(stream)
-            last = self._publish(count)
-        return range(last - count + 1, last + 1)
+        with self.entered():
+            return self._numbers().produced(self._current_stream(), count)
 
     def headroom(self) -> int:
         """Return by how many bytes PyTorch has less allocated now than it had at the most."""
@@ -310,11 +285,8 @@ class CudaLane:
     # --- for the coder ----------------------------------------------------------------------
 
     def publish_behind(self, event: Event) -> int:
-        """Have P publish the next number behind an event, and return it."""
-        with self._lock:
-            wait_event(self._open().p.handle, event)
-            self._encoded = self._publish()
-            return self._encoded
+        """Have the next number published behind an encoder's event, and return it."""
+        return self._numbers().publish_behind(event)
 
     def wait_published(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and whoever gets the memory of `source`, wait for a number."""
@@ -322,10 +294,7 @@ class CudaLane:
 
     def slots_left(self) -> int:
         """Return a number that is published once no slot that is free is copied from or to."""
-        with self._lock:
-            if self._copied > self._sequence:
-                self._publish()
-            return self._copied
+        return self._numbers().slots_left()
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -352,22 +321,6 @@ class CudaLane:
                 event.record(stream.cuda_stream)
             view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(source)
             view.record_stream(stream)
-
-    def _publish(self, count: int = 1) -> int:
-        """Publish `count` more numbers behind what came before; return the last (locked)."""
-        shared = self._open()
-        self._sequence += count
-        stream = DEFAULT_STREAM if self._publishes_itself else shared.p.handle
-        write_value(stream, shared.published, self._sequence)
-        return self._sequence
-
-    def _precede(self, stream: int) -> None:
-        """Have what is published next come behind the work of `stream` so far (locked)."""
-        if self._publishes_itself:
-            return
-        shared = self._open()
-        shared.event.record(stream)
-        wait_event(shared.p.handle, shared.event)
 
     def _own_codec(self, shared: Shared, part_bytes: int) -> CudaCoder:
         """Return this process's codec."""
@@ -404,38 +357,14 @@ class CudaLane:
             raise DaemonLost("the connection was closed while a tensor was on its way")
         return shared
 
-    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy on `stream`, behind what other streams did with the area, and P behind it."""
-        shared = self._open()
-        with self._lock:
-            self._notice(stream)
-            # The slot may be that of a blob which the daemon has refused before it was there.
-            is_encoding = shared.timelines.read(PUBLISHED) < self._encoded
-            if self._several_streams or is_encoding:
-                self._follow(stream)
-            copy_async(target, source, nbytes, stream)
-            self._precede(stream)
-            self._copied = self._sequence + 1
+    def _numbers(self) -> Publisher:
+        """Return what publishes numbers, which says so itself once the lane is closed."""
+        assert self._publisher is not None, "not attached"
+        return self._publisher
 
     def _current_stream(self) -> int:
         """Return the handle of the thread's stream on the device, at a tenth of the public cost."""
         return int(torch._C._cuda_getCurrentRawStream(self._ordinal))
-
-    def _notice(self, stream: int) -> None:
-        """Remember what streams have come by; with the lock held, and the context entered."""
-        if self._publishes_itself and stream != DEFAULT_STREAM:
-            shared = self._open()
-            shared.event.record(DEFAULT_STREAM)  # whose numbers P goes on from
-            wait_event(shared.p.handle, shared.event)
-            self._publishes_itself = False
-        self._several_streams |= self._stream not in (None, stream)
-        self._stream = stream
-
-    def _follow(self, stream: int) -> None:
-        """Order `stream` behind P, which is behind every copy; with the lock held."""
-        shared = self._open()
-        shared.event.record(shared.p.handle)
-        wait_event(stream, shared.event)
 
 
 class _Entered:

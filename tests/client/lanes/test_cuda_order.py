@@ -27,10 +27,8 @@ from stormd.protocol import MapSegment, Message
 from stormd.protocol.timeline import PAGE_BYTES, POISON, PUBLISHED, STORED, Timelines
 from stormd.shared_memory import SharedMemory
 
-MODULES = (
-    "storm_kernels.ancf.prepared",
-    *(f"storm_client.lanes.{name}" for name in ("cuda", "coding", "shared")),
-)
+OF_TORCH = tuple(f"storm_client.lanes.{name}" for name in ("cuda", "coding", "shared"))
+MODULES = ("storm_kernels.ancf.prepared", "storm_client.lanes.publishing", *OF_TORCH)
 STAGING = 1 << 20
 PART = 1 << 16
 
@@ -70,7 +68,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
         driver = sys.modules["storm_kernels.cuda_driver"]
         monkeypatch.setattr(storm_kernels, "cuda_driver", driver, raising=False)
         made = fake_torch()
-        for name in MODULES[1:]:
+        for name in OF_TORCH:
             monkeypatch.setattr(import_module(name), "torch", made)
         yield made
         made.close()
@@ -309,6 +307,21 @@ def test_a_lane_that_another_thread_has_closed(
     for use in (lambda: lane.stage(tensor, slot), lambda: lane.produced(1)):
         with pytest.raises(DaemonLost, match="closed"):
             use()
+
+
+def test_a_copy_that_comes_while_the_lane_is_closed_is_not_begun(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    """Another thread may close it between the look at what is open and the copy."""
+    client, tensor = bench(), fake.tensor(PART)
+    tensor.fill(5)
+    slot = client.lane.reserve(PART)
+    client.lane._publisher.end()
+    with pytest.raises(DaemonLost, match="closed"):
+        client.lane.stage(tensor, slot)
+    with fake_cuda.entered(0):
+        fake.stream_of(0).synchronize()
+    assert client.area(slot) == bytes(PART)
 
 
 class Source:

@@ -1,0 +1,148 @@
+"""The numbers that a cuda lane publishes, and the order of copies among a script's streams.
+
+What stays true: the counter `published` reaches memory in the order of its values, because one
+stream writes it at a time; and a range of the staging area is overwritten only behind the copies
+that used it before, in the order of streams.
+
+The writer is the default stream as long as nothing else is used: it writes a number behind its own
+work, by one call. Where another stream comes by, or this process encodes, it is a stream P from
+then on that takes part in nothing else: each copy's stream leaves an event that P waits for, so
+what P writes next says that the copy is done.
+
+Streams are handles; all methods are called in the lane's context.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from storm_kernels.cuda_driver import Event, copy_async, wait_event, write_value
+
+from storm_client.errors import DaemonLost
+from storm_client.lanes.shared import Shared
+from stormd.protocol.timeline import PUBLISHED
+
+__all__ = ["Publisher"]
+
+DEFAULT_STREAM = 0
+"""The handle of each device's default stream, which is never destroyed nor captured."""
+
+
+class Publisher:
+    """Of one lane, for any thread. Needs `end` and then `settle`.
+
+    Once ended, every method but these two raises DaemonLost.
+    """
+
+    def __init__(self, shared: Shared, *, encodes: bool) -> None:
+        """Publish in the page of `shared`; `encodes` says that this process has encoders too."""
+        self._shared = shared
+        self._lock = threading.Lock()  # protects the event and all below
+        self._is_ended = False
+        self._sequence = 0
+        self._stream: int | None = None
+        self._several_streams = False
+        self._by_default_stream = not encodes
+        self._copied = 0
+        """The number that says the staging area's slots are no longer copied from or to."""
+        self._encoded = 0
+        """The number that says no encoder of this process writes to a slot any more."""
+
+    def publish(self, stream: int) -> int:
+        """Publish the next number behind every copy so far, for a thread on `stream`."""
+        with self._lock:
+            self._notice(stream)
+            return self._publish()
+
+    def produced(self, stream: int, count: int) -> range:
+        """Return `count` numbers that are published behind the work of `stream` so far."""
+        with self._lock:
+            self._notice(stream)
+            self._precede(stream)
+            last = self._publish(count)
+        return range(last - count + 1, last + 1)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy on `stream`, behind what other streams did with the area; numbers come behind it."""
+        with self._lock:
+            self._notice(stream)
+            # The slot may be that of a blob which the daemon has refused before it was there.
+            is_encoding = self._shared.timelines.read(PUBLISHED) < self._encoded
+            if self._several_streams or is_encoding:
+                self._follow(stream)
+            copy_async(target, source, nbytes, stream)
+            self._precede(stream)
+            self._copied = self._sequence + 1
+
+    def is_only_stream(self, stream: int) -> bool:
+        """Tell whether all copies so far were made on `stream`, so that it need not follow them."""
+        return stream == self._stream and not self._several_streams
+
+    def follow(self, stream: int) -> bool:
+        """Order `stream` behind all copies; False where there is no other stream that made any."""
+        with self._lock:
+            self._notice(stream)
+            if self._several_streams:
+                self._follow(stream)
+            return self._several_streams
+
+    def publish_behind(self, encoded: Event) -> int:
+        """Have P publish the next number behind an encoder's event, and return it."""
+        with self._lock:
+            self._check()
+            wait_event(self._shared.p.handle, encoded)
+            self._encoded = self._publish()
+            return self._encoded
+
+    def slots_left(self) -> int:
+        """Return a number that is published once no slot that is free is copied from or to."""
+        with self._lock:
+            self._check()
+            if self._copied > self._sequence:
+                self._publish()
+            return self._copied
+
+    def end(self) -> None:
+        """Publish nothing from now on."""
+        with self._lock:
+            self._is_ended = True
+
+    def settle(self) -> None:
+        """Wait until the default stream has written its last number; who closes P waits for P."""
+        if self._by_default_stream:
+            self._shared.event.record(DEFAULT_STREAM)
+            self._shared.event.synchronize()
+
+    # --- with the lock held -----------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._is_ended:
+            raise DaemonLost("the connection was closed while a tensor was on its way")
+
+    def _notice(self, stream: int) -> None:
+        """Remember what streams have come by, and have P go on where the default stream ends."""
+        self._check()
+        if self._by_default_stream and stream != DEFAULT_STREAM:
+            self._shared.event.record(DEFAULT_STREAM)
+            wait_event(self._shared.p.handle, self._shared.event)
+            self._by_default_stream = False
+        self._several_streams |= self._stream not in (None, stream)
+        self._stream = stream
+
+    def _publish(self, count: int = 1) -> int:
+        """Publish `count` more numbers behind what came before; return the last."""
+        self._sequence += count
+        stream = DEFAULT_STREAM if self._by_default_stream else self._shared.p.handle
+        write_value(stream, self._shared.published, self._sequence)
+        return self._sequence
+
+    def _precede(self, stream: int) -> None:
+        """Have what is published next come behind the work of `stream` so far."""
+        if not self._by_default_stream:
+            self._shared.event.record(stream)
+            wait_event(self._shared.p.handle, self._shared.event)
+
+    def _follow(self, stream: int) -> None:
+        """Order `stream` behind P, which is behind every copy."""
+        self._shared.event.record(self._shared.p.handle)
+        wait_event(stream, self._shared.event)
