@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,16 @@ def test_link_gives_its_figures() -> None:
     assert figures["offloaded_bytes"] + figures["kept_bytes"] == 4 << 20
     for name in ("link_to_memcpy", "hook_store_seconds", "hook_restore_seconds"):
         assert figures[name] > 0
+
+
+def test_hooks_are_timed_with_memory_read_between_them(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "bench.cold_hooks", "--mib", "0", "1"]
+    small = ["--tensors=20", "--steps=1", f"--json={figures}"]
+    subprocess.run([*command, *small], cwd=Path(__file__).parents[1], check=True, timeout=300)
+    found = json.loads(figures.read_text())["figures"]
+    assert [one["mib_between"] for one in found] == [0, 1]
+    assert all(one["pack_us"] > 0 < one["unpack_us"] for one in found)
 
 
 @pytest.mark.gpu
