@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import deque
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from functools import cache
 from typing import Protocol
 
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 class Order(Protocol):
     """What the lane orders its streams by, in the calling thread."""
 
-    def enter(self) -> None:
-        """Make the driver's calls possible in this thread."""
+    def entered(self) -> AbstractContextManager[None]:
+        """Make the driver's calls possible for a while."""
         ...
 
     def publish_behind(self, event: Event) -> int:
@@ -85,7 +85,6 @@ class CudaCoder:
                 closing(DeviceBuffer(self._codec.scratch_bytes(part_bytes)))
             )
             self._made = made.pop_all()
-        self._ordinal = ordinal
         self._area, self._page, self._timelines = area, page, timelines
         self._order = order
         self._keeps_sources = keeps_sources
@@ -127,8 +126,7 @@ class CudaCoder:
         number = self._results.pop()
         stream = self._stream.handle
         try:
-            with torch.cuda.device(self._ordinal):
-                self._order.enter()
+            with self._order.entered():
                 wait_value(stream, self._page + PUBLISHED, max(after, self._order.slots_left()))
                 self._codec.encode(
                     (source.data_ptr() + part.start, len(part)),

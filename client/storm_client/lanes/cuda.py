@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from storm_kernels.errors import KernelsError
 
-from storm_client.errors import DaemonLost, DaemonUnavailable, UsageError
+from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Request, Slot
 from storm_client.lanes.segments import Segments
 from storm_client.staging import StagingSpace
@@ -25,15 +25,11 @@ from stormd.protocol.timeline import RESTORED, STORED
 
 try:
     from storm_kernels import cuda_driver
-    from storm_kernels.cuda_driver import (
-        Event,
-        PrimaryContext,
-        wait_value,
-    )
+    from storm_kernels.cuda_driver import Event, PrimaryContext, wait_value
 
     from storm_client.lanes.coding import CudaCoder
     from storm_client.lanes.publishing import Publisher
-    from storm_client.lanes.shared import STAGING, Shared, share
+    from storm_client.lanes.shared import STAGING, Shared, closed, share
 except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
 
@@ -354,7 +350,7 @@ class CudaLane:
         """
         shared = self._shared
         if shared is None:
-            raise DaemonLost("the connection was closed while a tensor was on its way")
+            raise closed()
         return shared
 
     def _numbers(self) -> Publisher:

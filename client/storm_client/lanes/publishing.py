@@ -18,8 +18,7 @@ import threading
 
 from storm_kernels.cuda_driver import Event, copy_async, wait_event, write_value
 
-from storm_client.errors import DaemonLost
-from storm_client.lanes.shared import Shared
+from storm_client.lanes.shared import Shared, closed
 from stormd.protocol.timeline import PUBLISHED
 
 __all__ = ["Publisher"]
@@ -117,7 +116,7 @@ class Publisher:
 
     def _check(self) -> None:
         if self._is_ended:
-            raise DaemonLost("the connection was closed while a tensor was on its way")
+            raise closed()
 
     def _notice(self, stream: int) -> None:
         """Remember what streams have come by, and have P go on where the default stream ends."""

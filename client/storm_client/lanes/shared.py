@@ -14,10 +14,11 @@ import torch
 from storm_kernels.cuda_driver import DeviceBuffer, Event, RegisteredHost, Stream, buffer_id
 from storm_kernels.errors import CudaDriverError
 
+from storm_client.errors import DaemonLost
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
 
-__all__ = ["STAGING", "Shared", "share"]
+__all__ = ["STAGING", "Shared", "closed", "share"]
 
 STAGING = 0
 """The segment that is the staging area."""
@@ -53,6 +54,11 @@ class Shared:
         """Give all of it up; waits for the device."""
         self.p.synchronize()
         self._made.close()
+
+
+def closed() -> DaemonLost:
+    """Return the error of a thread that uses what another one has closed."""
+    return DaemonLost("the connection was closed while a tensor was on its way")
 
 
 def share(descriptor: int, staging_bytes: int) -> Shared:

@@ -61,6 +61,15 @@ class Bench:
     def published(self, sequence: int) -> None:
         wait_until(lambda: self.counters.read(PUBLISHED) >= sequence)
 
+    def publishes_behind(self, busy: threading.Event, sequence: int) -> None:
+        """Check that the number comes only when `busy`, which a stream waits for, is set."""
+        time.sleep(0.05)
+        try:
+            assert self.counters.read(PUBLISHED) < sequence, "the work before it is not done"
+        finally:
+            busy.set()
+        self.published(sequence)
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
@@ -91,6 +100,26 @@ def bench(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     for lane, page in zip(lanes, pages, strict=True):
         lane.close()
         page.close()
+
+
+@pytest.fixture
+def side(fake: FakeTorch) -> Iterator[fake_cuda.Stream]:
+    """Another stream than the default one."""
+    with fake_cuda.entered(0):
+        made = fake_cuda.Stream()
+    yield made
+    with fake_cuda.entered(0):
+        made.close()
+
+
+def ends_with(thread: threading.Thread, busy: threading.Event, complaint: str) -> None:
+    """Check that the thread goes on until `busy`, which a stream waits for, is set; then it ends."""
+    thread.join(0.3)
+    try:
+        assert thread.is_alive(), complaint
+    finally:
+        busy.set()
+    thread.join()
 
 
 def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) -> None:
@@ -183,55 +212,33 @@ def test_the_page_outlives_what_streams_wait_for(
     thread = threading.Thread(target=end)
     thread.start()
     wait_until(lambda: client.counters.read(STORED) >= POISON)
-    thread.join(0.3)
-    try:
-        assert thread.is_alive(), "the page was given up"
-    finally:
-        busy.set()
-    thread.join()
+    ends_with(thread, busy, "the page was given up")
 
 
 def test_numbers_come_in_order_when_a_second_stream_comes_by(
-    fake: FakeTorch, bench: Callable[..., Bench]
+    fake: FakeTorch, bench: Callable[..., Bench], side: fake_cuda.Stream
 ) -> None:
     """The default stream writes the first ones itself, another stream's are written for it."""
     client, busy = bench(), threading.Event()
     lane = client.lane
     fake.stream_of(0).put(busy.wait)
     (first,) = lane.produced(1)
-    with fake_cuda.entered(0):
-        side = fake_cuda.Stream()
     with fake.in_stream(side):
         (second,) = lane.produced(1)
     (third,) = lane.produced(1)
     assert (second, third) == (first + 1, first + 2)
-    time.sleep(0.05)
-    try:
-        assert client.counters.read(PUBLISHED) < first, "the work before it is not done"
-    finally:
-        busy.set()
+    client.publishes_behind(busy, first)
     client.published(third)
-    with fake_cuda.entered(0):
-        side.close()
 
 
 def test_a_side_streams_number_waits_for_that_stream(
-    fake: FakeTorch, bench: Callable[..., Bench]
+    fake: FakeTorch, bench: Callable[..., Bench], side: fake_cuda.Stream
 ) -> None:
     client, busy = bench(), threading.Event()
-    with fake_cuda.entered(0):
-        side = fake_cuda.Stream()
     side.put(busy.wait)
     with fake.in_stream(side):
         (number,) = client.lane.produced(1)
-    time.sleep(0.05)
-    try:
-        assert client.counters.read(PUBLISHED) < number
-    finally:
-        busy.set()
-    client.published(number)
-    with fake_cuda.entered(0):
-        side.close()
+    client.publishes_behind(busy, number)
 
 
 def test_the_page_outlives_the_numbers_that_are_still_to_be_written(
@@ -242,12 +249,7 @@ def test_the_page_outlives_the_numbers_that_are_still_to_be_written(
     client.lane.produced(1)
     thread = threading.Thread(target=client.lane.close)
     thread.start()
-    thread.join(0.3)
-    try:
-        assert thread.is_alive(), "the page was given up"
-    finally:
-        busy.set()
-    thread.join()
+    ends_with(thread, busy, "the page was given up")
 
 
 def test_a_stream_that_never_comes_to_its_wait_keeps_nobody(
@@ -288,12 +290,7 @@ def test_an_encoder_that_fails_after_it_has_begun_keeps_its_slot_to_the_end(
 
     thread = threading.Thread(target=begin)
     thread.start()
-    thread.join(0.3)
-    try:
-        assert thread.is_alive(), "the slot was given up"
-    finally:
-        busy.set()
-    thread.join()
+    ends_with(thread, busy, "the slot was given up")
     assert found == [None]
     assert not coder.codes("uint8", "raw")
 
