@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,36 +19,30 @@ from typing import Any
 import numpy as np
 import storm_client as storm
 import torch
+from bench.lane_cost import MIB, WARM_UPS, TimedHooks, spread, timed_wait
 from storm_client import hooks
+from storm_client.connection import Connection
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe, package_versions
 
-MIB = 1 << 20
 LINE_BYTES = 64
-WARM_UPS = 2
 
 
-class Between:
-    """Hooks of an Offload, each timed after `memory` was read."""
+class ColdHooks(TimedHooks):
+    """The same after `memory` was read."""
 
     memory = np.empty(0, np.uint8)
-    seconds: dict[str, list[float]]
 
-    def __init__(self) -> None:
-        self.seconds = {"pack": [], "unpack": []}
+    def _timed(self, name: str, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        timed = super()._timed(name, hook)
 
-    def timed(self, name: str, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def call(argument: Any) -> Any:
+        def cold(argument: Any) -> Any:
             self.memory[::LINE_BYTES].sum()
-            began = time.perf_counter()
-            result = hook(argument)
-            self.seconds[name].append(time.perf_counter() - began)
-            return result
+            return timed(argument)
 
-        return call
+        return cold
 
 
 class Save(torch.autograd.Function):
@@ -77,19 +69,16 @@ def step(offload: storm.Offload, tensors: int) -> None:
     y.sum().backward()
 
 
-def measure(offload: storm.Offload, between: Between, mib: int, options: Any) -> dict[str, Any]:
-    """Return the medians of both hooks in microseconds, `mib` MiB read before each."""
-    between.memory = np.ones(mib * MIB, np.uint8)
+def measure(offload: storm.Offload, mib: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what both hooks take, without waiting for the daemon, `mib` MiB read before each."""
+    ColdHooks.memory = np.ones(mib * MIB, np.uint8)
     for number in range(WARM_UPS + options.steps):
         if number == WARM_UPS:
-            for found in between.seconds.values():
+            for found in ColdHooks.seconds.values():
                 found.clear()
         step(offload, options.tensors)
-    medians = {
-        f"{name}_us": round(1e6 * statistics.median(found), 1)
-        for name, found in between.seconds.items()
-    }
-    return {"mib_between": mib} | medians
+    taken = {f"{name}_us": spread(ColdHooks.seconds[name]) for name in ("pack", "unpack")}
+    return {"mib_between": mib} | taken
 
 
 def main() -> None:
@@ -100,17 +89,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    between = Between()
-    hooks.saved_tensors_hooks = lambda pack, unpack: saved_tensors_hooks(
-        between.timed("pack", pack), between.timed("unpack", unpack)
-    )
+    hooks.saved_tensors_hooks = ColdHooks
+    Connection.wait = timed_wait
+    ColdHooks.seconds = {name: [] for name in ("pack", "pack_wait", "unpack", "unpack_wait")}
     flags = ["--device=cpu", "--pool-bytes=256MiB"]
     with (
         ChildDaemon(flags=flags) as daemon,
         storm.connect(daemon.address, embedded="never", timeout=30.0) as client,
     ):
         offload = client.offload(min_bytes=1, codec="raw")
-        figures = [measure(offload, between, mib, options) for mib in options.mib]
+        figures = [measure(offload, mib, options) for mib in options.mib]
     command = " ".join(["python -m bench.cold_hooks", *sys.argv[1:]])
     versions = package_versions(("torch", "numpy", "pyzmq"))
     result = {"machine": describe() | {"command": command, "versions": versions}}

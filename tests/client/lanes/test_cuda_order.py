@@ -113,7 +113,7 @@ def side(fake: FakeTorch) -> Iterator[fake_cuda.Stream]:
 
 
 def ends_with(thread: threading.Thread, busy: threading.Event, complaint: str) -> None:
-    """Check that the thread goes on until `busy`, which a stream waits for, is set; then it ends."""
+    """Check that the thread goes on until `busy`, which a stream waits for, is set; then ends."""
     thread.join(0.3)
     try:
         assert thread.is_alive(), complaint
