@@ -78,6 +78,7 @@ DEVICE Outcome choose(ChooseShared &shared, const Request &request, const u8 *sr
 KERNEL(kChooseThreads)
 ancf_choose(const u8 *__restrict__ src, u64 nbytes, u8 *scratch, u32 words, u32 dtype, u32 mode, u32 dense,
             u32 checksum) {
+  let_next_begin();
   if (block_index() != 0) {
     u32 *area = reinterpret_cast<u32 *>(work_of(scratch));
     u32 step = (block_count() - 1) * kChooseThreads;

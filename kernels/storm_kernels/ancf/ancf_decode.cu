@@ -65,6 +65,8 @@ DEVICE void finish(const Decoding &job, const Plan &plan, u64 *checks, u64 *stat
  * or element type, or bad. */
 template <Pipeline kPipeline>
 DEVICE void decode_blob(const u8 *blob, u8 *dst, u8 *scratch, u64 *status) {
+  let_next_begin();
+  await_launches_before();
   const Plan &plan = *plan_of(scratch);
   if (plan.status != kOk || plan.width != kWidth || plan.mantissa != kMantissa) return;
   if (pipeline_of(plan) != kPipeline) return;
@@ -121,6 +123,7 @@ ancf_decode_whole(const u8 *__restrict__ blob, u8 *__restrict__ dst, u8 *scratch
  * kNotDecoded until the kernel of the blob's pipeline and element type has set it. */
 KERNEL(kWarpThreads)
 ancf_decode_begin(const u8 *__restrict__ blob, u64 blob_bytes, u64 dst_bytes, u8 *scratch, u64 *status) {
+  let_next_begin();
   const u32 lane = thread_in_block();
   for (u32 word = lane; word < sizeof(Work) / 4; word += kWarpThreads) reinterpret_cast<u32 *>(work_of(scratch))[word] = 0;
   Plan &plan = *reinterpret_cast<Plan *>(scratch);

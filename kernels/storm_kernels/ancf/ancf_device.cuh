@@ -24,6 +24,20 @@ DEVICE u32 block_index() { return blockIdx.x; }
 DEVICE u32 block_count() { return gridDim.x; }
 DEVICE u32 threads_in_block() { return blockDim.x; }
 
+/* Where a launch may begin while the one before it on its stream still runs, from compute capability
+ * 9.0 on. Every thread of it awaits that one's end, with all that it wrote, before it reads or writes
+ * what both use, and before it returns: so the launch after it finds all of them over. */
+DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void await_launches_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /* The block's dynamic shared memory, 16-byte aligned. */
 DEVICE u8 *shared_memory() {
   extern __shared__ uint4 storm_shared[];

@@ -13,6 +13,8 @@
 /* Pipelines fast and whole: blocks of kBlockThreads, which are teams. */
 template <Pipeline kPipeline>
 DEVICE void encode_by_teams(const u8 *src, u8 *dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  let_next_begin();
+  await_launches_before();
   const Plan &plan = *plan_of(scratch);
   if (pipeline_of(plan) != kPipeline) return;
   Team team = Team::here();
@@ -63,6 +65,8 @@ DEVICE void encode_by_warps(const u8 *src, u8 *dst, u8 *scratch, Result *result)
   constexpr bool kHasBitmap = kPipeline == kWithBitmap;
   constexpr u32 kRoom = kHasBitmap ? kSparseRoom : kDenseRoom, kWarps = kHasBitmap ? kBitmapWarps : kDenseWarps;
   static_assert(kRoom % 16 == 0, "aligned rooms");
+  let_next_begin();
+  await_launches_before();
   const Plan &plan = *plan_of(scratch);
   if (pipeline_of(plan) != kPipeline) return;
   u8 *memory = shared_memory();
@@ -110,6 +114,7 @@ ancf_encode_whole(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch,
  * must be raw. */
 KERNEL_TWICE(kBlockThreads)
 ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {
+  await_launches_before();
   const Plan &plan = *plan_of(scratch);
   if (!work_of(scratch)->copy_raw) return;
   u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;

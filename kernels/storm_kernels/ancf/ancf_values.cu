@@ -73,6 +73,8 @@ DEVICE Plan plan_with(const Plan &asked, u32 mode, u32 k1, u32 found) {
  * of the sample. One block of kChooseThreads. */
 KERNEL(kChooseThreads)
 ancf_values(const u8 *__restrict__ src, u8 *scratch, u32 mode, u32 policy) {
+  let_next_begin();
+  await_launches_before();
   Plan &plan = *reinterpret_cast<Plan *>(scratch);
   u64 n = plan.raw_nbytes / kWidth;
   if (n == 0) return;

@@ -46,6 +46,9 @@ __all__ = ["CudaCodec", "decode_device", "encode_device", "probe"]
 BLOB_ALIGN: Final = 16  # bytes, of blobs and scratch
 RESULT_WORDS: Final = 3  # u64: the blob's bytes, status, mode
 
+EARLY_CAPABILITY: Final = 90
+"""From this compute capability on, a kernel can begin while the one before it still runs."""
+
 MODES: Final = tuple(mode.name.lower() for mode in Mode)
 
 _STATUS = {
@@ -83,7 +86,7 @@ class CudaCodec:
         self._cupy = load_cupy()
         from ..cuda_driver import launch
 
-        self._driver, self._launch = launch, launch.launch
+        self._driver = launch
         self._device = device
         self._modules = Modules(device)
         # What the modules would return again; any thread adds to it.
@@ -93,6 +96,10 @@ class CudaCodec:
             self._cupy.cuda.runtime.free(0)  # makes the device's context, where nothing has yet
             self._context = launch.current_context()
             self._blocks = blocks or 2 * int(entered.attributes["MultiProcessorCount"])
+            may_be_early = int(entered.compute_capability) >= EARLY_CAPABILITY
+        # The first kernel of a call, and those after it.
+        self._launch = launch.launch
+        self._launch_next = launch.launch_early if may_be_early else launch.launch
 
     def scratch_bytes(self, nbytes: int, dtype: DType) -> int:
         """Return the bytes of scratch that one call on `nbytes` original bytes needs."""
@@ -159,10 +166,12 @@ class CudaCodec:
             src, nbytes, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
             checksum, plan.unit_tiles, plan.policy,
         )  # fmt: skip
+        launch = self._launch
         with self._entered():
             for kernel, blocks, threads in plan.launches:
                 function = self._function(kernel, dtype)
-                self._launch(function, blocks, threads, stream, arguments.taken[kernel])
+                launch(function, blocks, threads, stream, arguments.taken[kernel])
+                launch = self._launch_next
 
     def decode_async(  # noqa: PLR0917 (as encode_async)
         self,
@@ -190,13 +199,14 @@ class CudaCodec:
         pipelines = PIPELINES if pipeline is None else (pipeline,)
         arguments = self._arguments()
         arguments.decode.pack(blob, blob_bytes, dst, dst_bytes, scratch, status)
-        taken, launch = arguments.taken, self._launch
+        taken = arguments.taken
         with self._entered():
             begin = self._function("ancf_decode_begin", kinds[0])
-            launch(begin, 1, BEGIN_THREADS, stream, taken["ancf_decode_begin"])
+            self._launch(begin, 1, BEGIN_THREADS, stream, taken["ancf_decode_begin"])
             for kind, name in product(kinds, pipelines):
                 kernel, blocks, threads = decoding(dst_bytes, kind, name, self._blocks)
-                launch(self._function(kernel, kind), blocks, threads, stream, taken[kernel])
+                function = self._function(kernel, kind)
+                self._launch_next(function, blocks, threads, stream, taken[kernel])
 
     def explain(self, status: int) -> str:
         """Return what a status other than 0 means."""

@@ -146,7 +146,8 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
     asked = parse_mode(mode, speed, policy)
     tiles, teams = _tiles(nbytes, dtype), _teams(dtype)
     clear_words = (scratch_bytes(nbytes, dtype) - UNCLEARED_BYTES) // 4
-    unit_tiles = max(1, min(MAX_UNIT_TILES, tiles // (4 * most_blocks * teams)))
+    # As few units as keep all teams busy: each waits to be told where the one before it ends.
+    unit_tiles = max(1, min(MAX_UNIT_TILES, -(-tiles // (most_blocks * teams))))
     blocks = max(1, min(most_blocks, -(-tiles // (teams * unit_tiles))))
     choosing = 2 + min(32, 1 + clear_words // (8 * CHOOSE_THREADS))  # one chooses, the rest clear
     return Encoding(

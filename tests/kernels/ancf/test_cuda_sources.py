@@ -11,6 +11,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,6 +26,8 @@ KERNELS = [
     "ancf_choose", "ancf_values",
     *(f"ancf_{way}_{pipeline}" for way in ("encode", "decode") for pipeline in PIPELINES),
 ]  # fmt: skip
+FIRST_KERNELS = ("ancf_choose", "ancf_decode_begin")  # of a call, which are launched in turn
+ACTION = re.compile(r"\b(ld|st|atom|red|cp)\.[\w.]*global|\bret\b|\bcall")  # in PTX
 TARGETS = ["sm_80", pytest.param("sm_90", marks=pytest.mark.slow)]  # the oldest, and the H200
 KINDS = [
     DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.UINT8, DType.FLOAT8_E5M2, DType.FLOAT64,
@@ -88,10 +91,11 @@ class Nvrtc:
         assert result == 0, f"{name} failed with {result}"
 
 
-def compile_with_nvcc(source: Path, target: str, cubin: Path) -> None:
+def compile_with_nvcc(source: Path, target: str, output: Path) -> None:
+    """Compile to machine code, or to PTX where the output's name says so."""
     subprocess.run(
         ["nvcc", "-std=c++17", f"-I{SOURCES}", f"-arch={target}", "-diag-suppress=177,186",
-         "-cubin", "-o", cubin, source],
+         f"-{output.suffix[1:]}", "-o", output, source],
         check=True, timeout=300,
     )  # fmt: skip
 
@@ -141,6 +145,24 @@ def test_nvcc_compiles(tmp_path, kernel, target):
     source = tmp_path / "kernels.cu"
     source.write_text(cuda_modules.wanted(kernel, DType.BFLOAT16).text())
     compile_with_nvcc(source, target, tmp_path / "kernels.cubin")
+
+
+@nvcc_only
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_awaits_those_before_it_first(tmp_path, kernel):
+    """It may begin while they run: until then it reads and writes nothing, nor does it end."""
+    source, ptx = tmp_path / "kernels.cu", tmp_path / "kernels.ptx"
+    source.write_text(cuda_modules.wanted(kernel, DType.BFLOAT16).text())
+    compile_with_nvcc(source, "compute_90", ptx)
+    bodies = dict(re.findall(r"\.entry (\w+)\((.*?)\n}", ptx.read_text(), re.DOTALL))
+    assert kernel in bodies
+    for name, body in bodies.items():
+        before, awaits, _ = body.partition("griddepcontrol.wait")
+        assert bool(awaits) == (name not in FIRST_KERNELS), name
+        if awaits:
+            assert not re.search(r"\b(ld|st|atom|red|cp)\.[\w.]*global|\bret\b|\bcall", before), (
+                name
+            )
 
 
 @nvcc_only

@@ -25,6 +25,10 @@ DEVICE u32 block_index() { return emulation::current->block->index; }
 DEVICE u32 block_count() { return emulation::grid_dim; }
 DEVICE u32 threads_in_block() { return emulation::block_dim; }
 
+/* Launches here come one after another. */
+DEVICE void let_next_begin() {}
+DEVICE void await_launches_before() {}
+
 DEVICE u8 *shared_memory() {
   auto address = reinterpret_cast<uintptr_t>(emulation::current->block->shared.data());
   return reinterpret_cast<u8 *>((address + 15) & ~uintptr_t{15});

@@ -74,6 +74,8 @@ DEVICE void loads(Lane &lane, const u32 *words) {
   const uint2 *twos = reinterpret_cast<const uint2 *>(words);
   const uint4 *fours = reinterpret_cast<const uint4 *>(words);
   u32 at = lane.number, four_at = lane.number % 24;
+  let_next_begin();
+  await_launches_before();
   prefetch_line(bytes + at);
   lane.put("load_cached", load_cached(words + at));
   lane.put("load_cached, 16 bits", load_cached(halves + at));
