@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -155,10 +156,15 @@ def _say(word: object) -> None:
 class Child:
     """One of the two processes, told by lines and answering so; a context manager."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, gives_way: bool) -> None:
+        """Start it; with `gives_way` MPS serves it after others (CUDA_MPS_CLIENT_PRIORITY)."""
         command = [sys.executable, "-m", "bench.beside_gemm", *arguments]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | ({"CUDA_MPS_CLIENT_PRIORITY": "1"} if gives_way else {}),
         )
 
     def tell(self, order: str) -> None:
@@ -187,18 +193,19 @@ class Child:
         self._process.stdout.close()
 
 
-def measure(
-    codec: str, device: str, nbytes: int, part: str | None, pairs: int, seconds: float
-) -> dict[str, Any]:
+def measure(codec: str, device: str, nbytes: int, how: argparse.Namespace) -> dict[str, Any]:
     """Return the product's speed alone and beside the store stream, in pairs."""
+    part, seconds, gives_way = how.part_bytes, how.seconds, how.clients_give_way
     flags = [f"--pool-bytes={4 * TENSORS * nbytes}", f"--device={device}"]
     if part:
         flags.append(f"--part-bytes-{device}={part}")
     with ExitStack() as stack:
         daemon = stack.enter_context(ChildDaemon(flags=flags, start_seconds=120.0))
-        storing = stack.enter_context(Child("--store", device, daemon.address, codec, str(nbytes)))
-        product = stack.enter_context(Child("--multiply", device, str(seconds)))
-        found = [_pair(daemon, storing, product) for _ in range(pairs)]
+        stored = ("--store", device, daemon.address, codec, str(nbytes))
+        storing = stack.enter_context(Child(*stored, gives_way=gives_way))
+        multiplied = ("--multiply", device, str(seconds))
+        product = stack.enter_context(Child(*multiplied, gives_way=gives_way))
+        found = [_pair(daemon, storing, product) for _ in range(how.pairs)]
     shares = [one["beside_tflops"] / one["alone_tflops"] for one in found]
     return {
         "codec": codec,
@@ -244,6 +251,9 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="+", default=["ancf", "raw"])
     parser.add_argument("--tensor-mib", type=int, help="default: 64 on a GPU, else 1")
     parser.add_argument("--part-bytes", metavar="SIZE", help="of the daemon; default: its own")
+    parser.add_argument(
+        "--clients-give-way", action="store_true", help="under MPS: the daemon's kernels go first"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--store", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--multiply", nargs=2, help=argparse.SUPPRESS)
@@ -256,13 +266,12 @@ def main() -> None:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nbytes = args.tensor_mib * MIB if args.tensor_mib else TENSOR_BYTES[device]
-    how = (device, nbytes, args.part_bytes, args.pairs, args.seconds)
     command = " ".join(["python -m bench.beside_gemm", *sys.argv[1:]])
     result = {
         "machine": describe() | {"command": command},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "mps": check_mps().state == "ok",
-        "figures": [measure(codec, *how) for codec in args.codecs],
+        "figures": [measure(codec, device, nbytes, args) for codec in args.codecs],
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
