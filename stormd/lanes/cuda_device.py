@@ -140,9 +140,9 @@ class CudaDevice:
 class Scratch:
     """What a part of up to `part_bytes`, or several that are no larger, needs on its way.
 
-    That is device memory, results of PARTS_TOGETHER parts, and events. `placed` is where the blobs
-    go that are being copied to the pool, `unbegun` what kept parts, by place in their load, from
-    being encoded; the coding of the last `timed_parts` is timed.
+    That is device memory, results of PARTS_TOGETHER parts, and events. On the way out, `placed` is
+    where the blobs go that are being copied to the pool; on the way back, `kinds` is what they are,
+    and `is_coding` whether the decoders are on their stream.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -163,8 +163,8 @@ class Scratch:
             self._made = made.pop_all()
         self.words = self.result.words()
         self.placed: list[Block] = []
-        self.unbegun: dict[int, Exception] = {}
-        self.timed_parts = 1
+        self.kinds: list[BlobKind] = []
+        self.is_coding = False
 
     def coding_seconds(self) -> float:
         """Return how long the device coded; that is over."""

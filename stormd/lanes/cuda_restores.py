@@ -6,71 +6,57 @@ RestoreDone is posted only after the decoder has verified the bytes.
 
 from __future__ import annotations
 
-from storm_kernels.cuda_driver import wait_event, wait_value
+from storm_kernels.cuda_driver import wait_event
 from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes import RestoreDone, RestoreFailed, RestoreJob, Result
 from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda_device import RESULT_WORDS, Scratch, rooms_for
-from stormd.protocol.timeline import PUBLISHED, RESTORED
+from stormd.protocol.timeline import RESTORED
 from stormd.ranges import span
 
 __all__ = ["Restores"]
 
 
 class Restores:
-    """The stages of a restore: copy up, then decode into the client's memory."""
+    """The stages of a restore: copy up, then decode to where its client lets it be written."""
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
+
+    def is_due(self, job: RestoreJob) -> bool:  # noqa: ARG002 - copies may come before
+        """Tell that its blob may be copied: it is the daemon's own memory that it goes to."""
+        return True
 
     def fits(self, load: list[RestoreJob], job: RestoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs."""
         return self._client.fits(load, job)
 
     def begin(self, load: list[RestoreJob], scratch: Scratch) -> None:
-        """Put the copies on the link, and the decoders behind them and the client's counter."""
-        client, device = self._client, self._client.device
-        stream = client.opened.restore_stream.handle
-        kinds = [device.kind(job.block) for job in load]
+        """Put the copies of the blobs on the link."""
+        device = self._client.device
+        scratch.kinds = [device.kind(job.block) for job in load]
+        scratch.is_coding = False
         rooms = rooms_for([job.nbytes for job in load])
         scratch.copy_began.record(device.up.handle)
         for job, room in zip(load, rooms, strict=True):
             with span("copy up", job.block.nbytes, job.entry):
                 device.copy_up(job.block, scratch.blob.address + room)
         scratch.copied.record(device.up.handle)
-        wait_event(stream, scratch.copied)
-        if not client.has_published(_last(load)):
-            wait_value(stream, client.counter(PUBLISHED), _last(load))
-        scratch.code_began.record(stream)
-        for index, (job, kind, room) in enumerate(zip(load, kinds, rooms, strict=True)):
-            first = index * RESULT_WORDS
-            scratch.words[first] = UNWRITTEN
-            with span("decode", job.nbytes, job.entry):
-                device.codec.decode(
-                    kind,
-                    (scratch.blob.address + room, job.block.nbytes),
-                    (client.address(job), job.nbytes),
-                    scratch=scratch.work.address,
-                    result=scratch.result.device_address + 8 * first,
-                    stream=stream,
-                )
-        scratch.coded.record(stream)
 
-    def passed(self, load: list[RestoreJob], scratch: Scratch) -> bool:  # noqa: ARG002 - as a store
-        """Tell whether the tensors are there and verified."""
-        return scratch.coded.done()
+    def passed(self, load: list[RestoreJob], scratch: Scratch) -> bool:
+        """Tell whether the destinations may be written, or the tensors are there and verified."""
+        if scratch.is_coding:
+            return scratch.coded.done()
+        return self._client.has_published(_last(load))
 
     def go_on(self, load: list[RestoreJob], scratch: Scratch) -> bool:
-        """Answer the restores once the decoder has verified what it wrote."""
-        client, copying = self._client, scratch.copying_seconds()
-        client.device.link.copied("restore", sum(job.block.nbytes for job in load), copying)
-        each = (copying + scratch.coding_seconds()) / len(load)
-        results = [self._result(job, scratch, n, each) for n, job in enumerate(load)]
-        if all(isinstance(result, RestoreDone) for result in results):
-            client.note(RESTORED, _last(load))
-        client.post(*results)
-        return True
+        """Put the decoders behind the copies, or answer: they have verified what they wrote."""
+        if scratch.is_coding:
+            self._answer(load, scratch)
+            return True
+        self._decode(load, scratch)
+        return False
 
     def settle(self) -> None:
         """Wait until nothing is copied or decoded."""
@@ -85,6 +71,36 @@ class Restores:
     def refuse(self, job: RestoreJob) -> None:
         """Answer a job that was not begun because the session ended."""
         self._client.post(RestoreFailed(job.session, job.ticket, "ActivationLost", SKIPPED))
+
+    def _decode(self, load: list[RestoreJob], scratch: Scratch) -> None:
+        client, device = self._client, self._client.device
+        stream = client.opened.restore_stream.handle
+        rooms = rooms_for([job.nbytes for job in load])
+        wait_event(stream, scratch.copied)
+        scratch.code_began.record(stream)
+        for index, (job, kind, room) in enumerate(zip(load, scratch.kinds, rooms, strict=True)):
+            first = index * RESULT_WORDS
+            scratch.words[first] = UNWRITTEN
+            with span("decode", job.nbytes, job.entry):
+                device.codec.decode(
+                    kind,
+                    (scratch.blob.address + room, job.block.nbytes),
+                    (client.address(job), job.nbytes),
+                    scratch=scratch.work.address,
+                    result=scratch.result.device_address + 8 * first,
+                    stream=stream,
+                )
+        scratch.coded.record(stream)
+        scratch.is_coding = True
+
+    def _answer(self, load: list[RestoreJob], scratch: Scratch) -> None:
+        client, copying = self._client, scratch.copying_seconds()
+        client.device.link.copied("restore", sum(job.block.nbytes for job in load), copying)
+        each = (copying + scratch.coding_seconds()) / len(load)
+        results = [self._result(job, scratch, n, each) for n, job in enumerate(load)]
+        if all(isinstance(result, RestoreDone) for result in results):
+            client.note(RESTORED, _last(load))
+        client.post(*results)
 
     def _result(self, job: RestoreJob, scratch: Scratch, index: int, seconds: float) -> Result:
         status = int(scratch.words[index * RESULT_WORDS])

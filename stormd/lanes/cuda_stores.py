@@ -14,12 +14,12 @@ import logging
 from typing import Final
 
 from storm_kernels.ancf.layout import Mode
-from storm_kernels.cuda_driver import wait_value, write_value
+from storm_kernels.cuda_driver import write_value
 
 from stormd.lanes import StoreDone, StoreFailed, StoreJob, blob_bound
 from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda_device import RESULT_WORDS, Scratch, rooms_for
-from stormd.protocol.timeline import PUBLISHED, STORED, EncoderResult
+from stormd.protocol.timeline import STORED, EncoderResult
 from stormd.ranges import span
 
 __all__ = ["Stores"]
@@ -38,49 +38,33 @@ class Stores:
     def __init__(self, client: CudaClient) -> None:
         self._client = client
 
+    def is_due(self, job: StoreJob) -> bool:
+        """Tell whether its source, or the blob that its client has made of it, is there."""
+        return self._client.has_published(job.sequence)
+
     def fits(self, load: list[StoreJob], job: StoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs, and comes in the same way."""
         same_way = bool(job.result) == bool(load[0].result)
         return same_way and self._client.fits(load, job)
 
     def begin(self, load: list[StoreJob], scratch: Scratch) -> None:
-        """Put the encoders on the store stream, behind the client's counter.
-
-        Raises only for the first job. Once its source counts as read, the load must not be tried
-        again: an encoder that cannot be put behind it costs its own store.
-        """
+        """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
-        scratch.unbegun.clear()
         if load[0].result:
             return
         client, stream = self._client, self._client.opened.store_stream.handle
-        is_ready = client.has_published(load[-1].sequence)
-        scratch.timed_parts = len(load) if is_ready else 1
         rooms = rooms_for([job.nbytes for job in load])
+        scratch.code_began.record(stream)
         for index, (job, room) in enumerate(zip(load, rooms, strict=True)):
-            is_last = index == len(load) - 1
-            if not is_ready:
-                wait_value(stream, client.counter(PUBLISHED), job.sequence)
-            if index == len(load) - scratch.timed_parts:
-                scratch.code_began.record(stream)
-            try:
-                self._encode(job, scratch, index, room)
-            except Exception as error:
-                if index == 0:
-                    raise
-                log.exception("entry %d cannot be encoded", job.entry)
-                scratch.unbegun[index] = error
-            if is_last or not is_ready:  # its client may wait for this one before it makes the next
-                write_value(stream, client.counter(STORED), job.sequence)
+            self._encode(job, scratch, index, room)
+        write_value(stream, client.counter(STORED), load[-1].sequence)
         scratch.coded.record(stream)
 
     def passed(self, load: list[StoreJob], scratch: Scratch) -> bool:
         """Tell whether the blobs are there, or in the pool."""
         if scratch.placed:
             return scratch.copied.done()
-        if load[0].result:
-            return self._client.has_published(load[-1].sequence)
-        return scratch.coded.done()
+        return bool(load[0].result) or scratch.coded.done()
 
     def go_on(self, load: list[StoreJob], scratch: Scratch) -> bool:
         """Put the copies of the blobs on the link, then answer."""
@@ -144,8 +128,6 @@ class Stores:
     ) -> tuple[int, EncoderResult]:
         if job.result:
             return self._client.address(job), self._client.result(job)
-        if index in scratch.unbegun:
-            raise scratch.unbegun[index]
         return scratch.blob.address + room, _encoded(job, scratch, index)
 
     def _copy_down(
@@ -166,7 +148,7 @@ class Stores:
         """Say that the blobs lie in the pool."""
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
-        coding = 0.0 if load[0].result else scratch.coding_seconds() / scratch.timed_parts
+        coding = 0.0 if load[0].result else scratch.coding_seconds() / len(load)
         client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
         each = coding + copying / len(load)
         modes = scratch.words[2::RESULT_WORDS]

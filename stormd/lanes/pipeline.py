@@ -46,10 +46,13 @@ Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
 
 class Stages(Protocol[Job, Scratch_contra]):
-    """What is done with a load of jobs. The first four may raise; then `settle` and `fail` follow.
+    """What is done with a load of jobs. The first five may raise; then `settle` and `fail` follow.
 
     Where a load of several cannot be begun, each of its jobs is tried alone before it fails.
     """
+
+    def is_due(self, job: Job) -> bool:
+        """Tell whether the job may be begun: asked until it may, and those behind it wait."""
 
     def fits(self, load: list[Job], job: Job) -> bool:
         """Tell whether the job may be done together with those of `load`, which is not empty."""
@@ -147,10 +150,10 @@ class Pipeline(Generic[Job, Scratch]):
             if callable(item):
                 self._finish_all()
                 item()
-            elif self._skip.is_set() or not self._scratch_items:
-                self._stages.refuse(item)
-            else:
+            elif self._takes_jobs():
                 self._begin(self._load(item))
+            else:
+                self._stages.refuse(item)
         self._finish_all()
 
     def _next(self) -> Job | Callable[[], None] | None:
@@ -161,10 +164,18 @@ class Pipeline(Generic[Job, Scratch]):
         while True:
             has_moved = self._look()
             self._take_items()
-            if self._pending and self._has_scratch():
+            if self._pending and self._has_scratch() and self._may_come(self._pending[0]):
                 return self._pending.popleft()
             if not has_moved:
                 self._wait()
+
+    def _may_come(self, item: Job | Callable[[], None] | None) -> bool:
+        if item is None or callable(item) or not self._takes_jobs():
+            return True
+        return self._stages.is_due(item)
+
+    def _takes_jobs(self) -> bool:
+        return self._scratch_items > 0 and not self._skip.is_set()
 
     def _has_scratch(self) -> bool:
         return self._taken > 0 or len(self._free) >= self._batch()
@@ -204,7 +215,9 @@ class Pipeline(Generic[Job, Scratch]):
             return load
         while self._pending:
             following = self._pending[0]
-            if following is None or callable(following) or not self._stages.fits(load, following):
+            if following is None or callable(following) or not self._stages.is_due(following):
+                break
+            if not self._stages.fits(load, following):
                 break
             load.append(following)
             self._pending.popleft()

@@ -257,6 +257,10 @@ class PrimaryContext(_Owned):
 
 
 class Stream(_Owned):
+    """With a `line`, the work of all streams goes one by one, as where a device has one queue."""
+
+    line: ClassVar[Stream | None] = None
+
     def __init__(self, priority: int = 0) -> None:
         self.device = _called("cuStreamCreateWithPriority")
         super().__init__()
@@ -268,7 +272,7 @@ class Stream(_Owned):
         _streams[self.handle] = self
 
     def put(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+        (Stream.line or self)._work.put(work)
 
     def put_access(self, what: str, accesses: list[Access], work: Callable[[], None]) -> None:
         """Put work that uses memory, which is looked at now and when it is used."""

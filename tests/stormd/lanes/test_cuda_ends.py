@@ -41,8 +41,11 @@ def test_a_dead_clients_waits_are_released_and_every_job_answered(bench: Bench) 
 def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Bench) -> None:
     bench.map()
     bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    bench.restore(2, block, 0, PART)
     session = bench.lane._sessions[SESSION]
-    wait_until(lambda: session.stores._begun)
+    wait_until(lambda: session.restores._begun)
     real = session._client._timelines
     poison: Callable[..., None] = real.poison
     undone = iter([True])
@@ -54,7 +57,8 @@ def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Benc
 
     real.poison = poison_once_in_vain
     bench.end()
-    bench.space.release(bench.expect(StoreDone).block)
+    bench.expect(RestoreDone)
+    bench.space.release(block)
 
 
 def test_a_dead_client_that_never_encoded_holds_nothing(bench: Bench) -> None:
@@ -92,7 +96,7 @@ def test_a_broken_device_leaves_no_job_unanswered(bench: Bench) -> None:
     bench.publish(1)
     block = bench.expect(StoreDone).block
     bench.store(2, PART, PART)
-    wait_until(lambda: bench.lane._sessions[SESSION].stores._begun)
+    wait_until(lambda: bench.lane._sessions[SESSION].stores._pending)
     fake_cuda.fault(0, "an illegal address")
     bench.store(3, 2 * PART, PART)
     bench.restore(4, block, 0, PART)

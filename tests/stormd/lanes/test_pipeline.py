@@ -27,9 +27,13 @@ class Recorder:
         self.hold = threading.Event()
         self.hold.set()
         self.together = 1
+        self.due = 99  # from this job on, none may be begun
         self.passing = 99  # from this job on, none passes
         self.looks = 0
         self.seconds: set[str] = set()
+
+    def is_due(self, job: int) -> bool:
+        return job < self.due
 
     def fits(self, load: list[int], job: int) -> bool:
         return len(load) < self.together
@@ -93,6 +97,7 @@ def pipeline(stages: Recorder) -> Iterator[Pipeline[int, str]]:
     running: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     yield running
     stages.hold.set()
+    stages.due = 99
     running.end()
     assert running.join(WAIT)
     assert not running.heart.trouble(0.0)
@@ -164,6 +169,33 @@ def test_what_waits_together_is_done_together(
     wait_until(stages.answered(7), WAIT, lambda: stages.events)
     assert stages.loads == [[0, 1, 2], [3, 4, 5], [6]]
     assert stages.kinds("finish") == list(range(7))
+
+
+def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.due, stages.together = 2, 3
+    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    put_at_once(pipeline, list(range(5)))
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    assert stages.loads == [[0, 1]]
+    stages.due = 4
+    wait_until(stages.answered(4), WAIT, lambda: stages.events)
+    stages.due = 5
+    wait_until(stages.answered(5), WAIT, lambda: stages.events)
+    assert stages.loads == [[0, 1], [2, 3], [4]]
+
+
+def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    stages.due = 1
+    pipeline.run(lambda: pipeline.provide(["a"]))
+    for job in range(3):
+        pipeline.put(job)
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
+    pipeline.end()
+    assert pipeline.join(WAIT)
+    assert stages.answers() == [("finish", 0), ("refuse", 1), ("refuse", 2)]
 
 
 def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> None:
