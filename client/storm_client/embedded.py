@@ -30,7 +30,7 @@ END_SECONDS = 15.0
 POLL_SECONDS = 0.02
 
 NOT_FOR_DAEMONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Where a script sets it to 1, as Megatron's do, a daemon refuses to serve GPUs."""
+"""Where a script sets it to 1, as Megatron's do, a daemon's copies and kernels would take turns."""
 
 
 class EmbeddedDaemon:

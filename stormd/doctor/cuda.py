@@ -72,10 +72,12 @@ def check_mps() -> Finding:
 
 
 def check_connections() -> Finding:
-    """Check the variable with which one stream's wait blocks unrelated streams."""
+    """Check the variable with which unrelated streams have one queue."""
     value = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if value == "1":
-        advice = "unset it for daemon and trainers, or set 8: one queue lets a wait block others"
+        advice = (
+            "unset it, or set 8: a trainer stages its tensors, a daemon's copies wait for kernels"
+        )
         return Finding("CUDA queues", "warn", "CUDA_DEVICE_MAX_CONNECTIONS=1", advice)
     return Finding("CUDA queues", "ok", f"CUDA_DEVICE_MAX_CONNECTIONS={value or 'unset'}")
 

@@ -7,7 +7,6 @@ device whose UUID its Hello names, whatever number that device has in either pro
 from __future__ import annotations
 
 import logging
-import os
 import time
 from contextlib import ExitStack, closing
 from typing import Final
@@ -28,9 +27,6 @@ from stormd.shared_memory import SharedMemory
 __all__ = ["CudaLane"]
 
 log = logging.getLogger(__name__)
-
-ONE_CONNECTION: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""With the value 1, a stream that waits for one client's counter would hold every session up."""
 
 
 class CudaLane:
@@ -138,10 +134,6 @@ class CudaLane:
 
 def _devices(ordinals: list[int], pool: HostPool, opened: ExitStack) -> dict[str, CudaDevice]:
     """Open the devices, all or none, to be closed by `opened`; the result is by UUID."""
-    if os.environ.get(ONE_CONNECTION) == "1":
-        raise LaneUnavailable(
-            f"{ONE_CONNECTION}=1 would make sessions wait for each other: unset it for the daemon"
-        )
     try:
         with ExitStack() as made:
             shared = made.enter_context(closing(DevicePool(ordinals, pool)))

@@ -1,11 +1,11 @@
 """One session on one GPU: its two directions, and its beginning and end.
 
 What stays true: each job is answered once, whatever becomes of the client; a client's memory is
-mapped and unmapped only while no job uses it; and whatever a dead client left behind, no stream
-waits for it.
+mapped and unmapped only while no job uses it; and no stream waits for a client: on a device with
+fewer queues than streams that would hold other sessions up, or this one for ever.
 
-Stores and restores have a pipeline each, so that they overlap. Each load of jobs is put on the
-device at once, behind a stream wait for the client's counter.
+Stores and restores have a pipeline each, so that they overlap. Their threads look how far the
+client's counter has come, and put on the device what may be done.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PARTS_A_TURN: Final = PARTS_UNDER_WAY // 2
 """Begun together where there is no MPS: taking turns costs both sides more than coding a part."""
 
 POISON_SECONDS: Final = 0.01
-"""Between two poisonings of a dead client's counter, until the last wait is released: a write
-that the client's device still had under way may undo the first."""
+"""Between two poisonings of a dead client's counter, until both threads have ended: a write that
+the client's device still had under way may undo the first."""
 
 
 class CudaSession:

@@ -4,8 +4,7 @@ What stays true: a source is read only from where `published` says that it is re
 says when it may be used again; what an encoder left is checked before it is used to place a blob.
 
 Only when the codec is done with a load are its blobs' sizes known, and their blocks placed. What a
-client has encoded needs nothing of the device before it is copied: its counter can be read by the
-CPU.
+client has encoded needs nothing of the device before it is copied.
 """
 
 from __future__ import annotations

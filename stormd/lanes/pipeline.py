@@ -5,7 +5,7 @@ their order; no more is under way than there is scratch for; and jobs that wait 
 the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a load of
-any size: waits for counters, events. The thread does not wait inside the driver, which costs a
+any size. The thread does not wait inside the driver, which costs a
 processor 30 us each time, its interrupt included: it looks whether the device has got further
 whenever it has something to do, and otherwise several times a millisecond.
 """

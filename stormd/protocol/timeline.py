@@ -1,9 +1,9 @@
 """The timeline page: one shared host page per session, of 64-bit counters and encoders' results.
 
 What stays true: a counter never decreases, and each has one writer. Both processes map the page
-and register it with CUDA, so that streams write and wait on the counters and both CPUs can read
-them. A side that finds its peer dead stores POISON into the counters that its own streams wait
-on: every wait (GEQ) is released at once, and the value is not one that work could have reached.
+and register it with CUDA, so that streams write the counters, a client's wait on them, and both
+CPUs can read them. A side that finds its peer dead stores POISON into the counters that its own
+side waits on: every wait (GEQ) is over at once, and the value is not one that work could reach.
 
 Where the client encodes, its encoder leaves a result in the page before `published` says so.
 """
@@ -86,6 +86,6 @@ class Timelines:
         return EncoderResult(*self._words[first : first + 3])
 
     def poison(self, *counters: int) -> None:
-        """Release every stream that waits on one of these counters, now and from now on."""
+        """End every wait on one of these counters, now and from now on."""
         for counter in counters:
             self.store(counter, POISON)

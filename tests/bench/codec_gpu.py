@@ -1,7 +1,8 @@
 """Speed and ratio of the CUDA codec on one GPU, its peers in the same run, as tables and as JSON.
 
-    python tests/bench/codec_gpu.py [--mib 512] [--repeat 15] [--parts table,peers,blocks,gemm]
-        [--only PART OF A ROW'S NAME] [--dietgpu LIBRARY] [--splitzip FILE] [--output FILE]
+    python tests/bench/codec_gpu.py [--mib 512] [--repeat 15] [--only PART OF A ROW'S NAME]
+        [--parts table,sizes,peers,blocks,gemm] [--dietgpu LIBRARY] [--splitzip FILE]
+        [--output FILE]
 
 Times are medians between CUDA events around one encode (all its launches) or one decode; GB/s
 count original bytes. What stays true: every timed blob was decoded to the original bits first.
@@ -28,8 +29,9 @@ from storm_kernels import backends
 from storm_kernels.ancf.cuda import CudaCodec
 from storm_kernels.ancf.cuda_modules import load_cupy
 
-PARTS = ("table", "peers", "blocks", "gemm")
+PARTS = ("table", "sizes", "peers", "blocks", "gemm")
 BLOCKS = (4, 8, 16, 32, 64)
+SIZES = (1, 4, 8, 16, 32, 64, 128, 256)  # MiB: a daemon's parts
 
 
 def measure(job: Job, repeat: int) -> dict:
@@ -67,6 +69,18 @@ def table(nbytes: int, repeat: int, only: str) -> list[dict]:
     """Measure every case whose name contains `only`."""
     codec = CudaCodec()
     return [row_of(codec, case, nbytes, repeat) for case in CASES if only in case.name]
+
+
+def by_size(repeat: int) -> list[dict]:
+    """Measure bfloat16 N(0,1) in parts: what a call costs beside its bytes."""
+    codec, rows = CudaCodec(), []
+    for mib in SIZES:
+        job = Job(codec, BF16(mib * MIB), "fast", checksum=True)
+        job.check()
+        encode, decode = (milliseconds(action, repeat) for action in (job.encode, job.decode))
+        rows.append({"mib": mib, "encode_us": 1e3 * encode, "decode_us": 1e3 * decode})
+        print(f"{mib:3} MiB: encode {1e3 * encode:6.1f}, decode {1e3 * decode:6.1f} us", flush=True)
+    return rows
 
 
 def by_blocks(nbytes: int, repeat: int) -> list[dict]:
@@ -122,6 +136,7 @@ def main() -> None:
     nbytes = options.mib * MIB
     measures = {
         "table": lambda: table(nbytes, options.repeat, options.only),
+        "sizes": lambda: by_size(options.repeat),
         "peers": lambda: peer_table(
             nbytes, options.repeat, options.only, options.dietgpu, options.splitzip
         ),

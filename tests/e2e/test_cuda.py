@@ -28,6 +28,7 @@ TRAINER = Path(__file__).parents[1] / "support" / "cuda_trainer.py"
 NOTICED_SECONDS = 60.0
 KILLS = 5
 MANY = 100_000
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def daemon_process(*flags: str) -> ChildDaemon:
@@ -79,7 +80,7 @@ def test_two_trainers_share_a_daemon_and_stay_exact(daemon: ChildDaemon) -> None
     [
         {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
-        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {CONNECTIONS: "1"},
     ],
     ids=str,
 )
@@ -89,6 +90,18 @@ def test_settings_that_forbid_exports_or_join_streams(
 ) -> None:
     with trainer(daemon.address, 5, codec_in, **environment) as process:
         assert lines(process, 7) == ["ready", *["same"] * 5, "done"]
+
+
+def test_trainers_share_a_daemon_that_has_one_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of it that waited for one of them would hold the others up."""
+    monkeypatch.setenv(CONNECTIONS, "1")
+    with (
+        daemon_process() as daemon,
+        trainer(daemon.address, 20, **{CONNECTIONS: "8"}) as one,
+        trainer(daemon.address, 20, **{CONNECTIONS: "8"}) as other,
+    ):
+        for process in (one, other):
+            assert lines(process, 22) == ["ready", *["same"] * 20, "done"]
 
 
 @pytest.mark.parametrize("codec_in", ["daemon", "client"])
