@@ -140,9 +140,10 @@ class CudaDevice:
 class Scratch:
     """What a part of up to `part_bytes`, or several that are no larger, needs on its way.
 
-    That is device memory, results of PARTS_TOGETHER parts, and events. On the way out, `placed` is
-    where the blobs go that are being copied to the pool; on the way back, `kinds` is what they are,
-    and `is_coding` whether the decoders are on their stream.
+    That is device memory, results of PARTS_TOGETHER parts, and events. `rooms` is where in the
+    memory the load's blobs are. On the way out, `placed` is where they go that are being copied to
+    the pool; on the way back, `kinds` is what they are, and `is_coding` whether the decoders are on
+    their stream.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -162,6 +163,7 @@ class Scratch:
             )
             self._made = made.pop_all()
         self.words = self.result.words()
+        self.rooms: list[int] = []
         self.placed: list[Block] = []
         self.kinds: list[BlobKind] = []
         self.is_coding = False

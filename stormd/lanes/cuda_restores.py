@@ -37,9 +37,9 @@ class Restores:
         device = self._client.device
         scratch.kinds = [device.kind(job.block) for job in load]
         scratch.is_coding = False
-        rooms = rooms_for([job.nbytes for job in load])
+        scratch.rooms = rooms_for([job.nbytes for job in load])
         scratch.copy_began.record(device.up.handle)
-        for job, room in zip(load, rooms, strict=True):
+        for job, room in zip(load, scratch.rooms, strict=True):
             with span("copy up", job.block.nbytes, job.entry):
                 device.copy_up(job.block, scratch.blob.address + room)
         scratch.copied.record(device.up.handle)
@@ -75,10 +75,10 @@ class Restores:
     def _decode(self, load: list[RestoreJob], scratch: Scratch) -> None:
         client, device = self._client, self._client.device
         stream = client.opened.restore_stream.handle
-        rooms = rooms_for([job.nbytes for job in load])
         wait_event(stream, scratch.copied)
         scratch.code_began.record(stream)
-        for index, (job, kind, room) in enumerate(zip(load, scratch.kinds, rooms, strict=True)):
+        blobs = zip(load, scratch.kinds, scratch.rooms, strict=True)
+        for index, (job, kind, room) in enumerate(blobs):
             first = index * RESULT_WORDS
             scratch.words[first] = UNWRITTEN
             with span("decode", job.nbytes, job.entry):

@@ -49,12 +49,12 @@ class Stores:
     def begin(self, load: list[StoreJob], scratch: Scratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
+        scratch.rooms = rooms_for([job.nbytes for job in load])
         if load[0].result:
             return
         client, stream = self._client, self._client.opened.store_stream.handle
-        rooms = rooms_for([job.nbytes for job in load])
         scratch.code_began.record(stream)
-        for index, (job, room) in enumerate(zip(load, rooms, strict=True)):
+        for index, (job, room) in enumerate(zip(load, scratch.rooms, strict=True)):
             self._encode(job, scratch, index, room)
         write_value(stream, client.counter(STORED), load[-1].sequence)
         scratch.coded.record(stream)
@@ -109,8 +109,7 @@ class Stores:
     def _sources(self, load: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
         """Return where the blobs lie and what their encoders say; drop what cannot be stored."""
         found: list[tuple[int, EncoderResult]] = []
-        rooms = rooms_for([job.nbytes for job in load])
-        for index, (job, room) in enumerate(zip(tuple(load), rooms, strict=True)):
+        for index, (job, room) in enumerate(zip(tuple(load), scratch.rooms, strict=True)):
             try:
                 found.append(self._source(job, scratch, index, room))
             except Exception as error:

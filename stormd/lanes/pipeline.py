@@ -1,13 +1,13 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
 What stays true: every job that was put in is answered exactly once, those that the device does in
-their order; no more is under way than there is scratch for; and jobs that wait are begun before
+their order; no more is under way than there is scratch for; and jobs that are due are begun before
 the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a load of
-any size. The thread does not wait inside the driver, which costs a
-processor 30 us each time, its interrupt included: it looks whether the device has got further
-whenever it has something to do, and otherwise several times a millisecond.
+any size. The thread does not wait inside the driver, which costs a processor 30 us each time, its
+interrupt included: it looks whether the device has got further whenever it has something to do, and
+otherwise several times a millisecond.
 """
 
 from __future__ import annotations
@@ -215,13 +215,14 @@ class Pipeline(Generic[Job, Scratch]):
             return load
         while self._pending:
             following = self._pending[0]
-            if following is None or callable(following) or not self._stages.is_due(following):
-                break
-            if not self._stages.fits(load, following):
+            if following is None or callable(following) or not self._joins(load, following):
                 break
             load.append(following)
             self._pending.popleft()
         return load
+
+    def _joins(self, load: list[Job], job: Job) -> bool:
+        return self._stages.is_due(job) and self._stages.fits(load, job)
 
     def _begin(self, load: list[Job]) -> None:
         self._taken = (self._taken or self._batch()) - 1

@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--tensor-mib", type=int, help="default: 64 on a GPU, else 1")
     parser.add_argument("--part-bytes", metavar="SIZE", help="of the daemon; default: its own")
     parser.add_argument(
-        "--clients-give-way", action="store_true", help="under MPS: the daemon's kernels go first"
+        "--clients-give-way", action="store_true", help="under MPS: at its lower priority"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--store", nargs=4, help=argparse.SUPPRESS)

@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,25 +74,26 @@ def table(nbytes: int, repeat: int, only: str) -> list[dict]:
 
 def by_size(repeat: int) -> list[dict]:
     """Measure bfloat16 N(0,1) in parts: what a call costs beside its bytes."""
-    codec, rows = CudaCodec(), []
-    for mib in SIZES:
-        job = Job(codec, BF16(mib * MIB), "fast", checksum=True)
-        job.check()
-        encode, decode = (milliseconds(action, repeat) for action in (job.encode, job.decode))
-        rows.append({"mib": mib, "encode_us": 1e3 * encode, "decode_us": 1e3 * decode})
-        print(f"{mib:3} MiB: encode {1e3 * encode:6.1f}, decode {1e3 * decode:6.1f} us", flush=True)
-    return rows
+    codec = CudaCodec()
+    return rows_by("mib", ((mib, codec, BF16(mib * MIB)) for mib in SIZES), repeat)
 
 
 def by_blocks(nbytes: int, repeat: int) -> list[dict]:
     """Measure bfloat16 N(0,1) with few thread blocks: what it takes to serve the link."""
-    tensor, rows = BF16(nbytes), []
-    for blocks in BLOCKS:
-        job = Job(CudaCodec(blocks=blocks), tensor, "fast", checksum=True)
-        row = {"blocks": blocks} | measure(job, repeat)
-        rows.append(row)
-        speeds = f"encode {row['encode_gbps']:6.0f}, decode {row['decode_gbps']:6.0f} GB/s"
-        print(f"{blocks:3} blocks: {speeds}", flush=True)
+    tensor = BF16(nbytes)
+    return rows_by("blocks", ((n, CudaCodec(blocks=n), tensor) for n in BLOCKS), repeat)
+
+
+def rows_by(
+    what: str, jobs: Iterable[tuple[int, CudaCodec, torch.Tensor]], repeat: int
+) -> list[dict]:
+    """Measure each tensor with its codec, and show the rows by their numbers of `what`."""
+    rows = []
+    for number, codec, tensor in jobs:
+        job = Job(codec, tensor, "fast", checksum=True)
+        rows.append({what: number} | measure(job, repeat))
+        speeds = "encode {encode_gbps:6.0f}, decode {decode_gbps:6.0f} GB/s".format(**rows[-1])
+        print(f"{number:3} {what}: {speeds}", flush=True)
     return rows
 
 

@@ -32,7 +32,7 @@ import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf.cuda_launches import PIPELINES
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
-from support.fake_device_memory import Access, DeviceMemory, Range
+from support.fake_device_memory import Access, DeviceMemory, Range, writes_to
 
 UUIDS = tuple(f"00000000-0000-0000-0000-00000000f4c{number}" for number in range(2))
 UUID = UUIDS[0]
@@ -424,7 +424,10 @@ class CudaCodec:
             words[1] = 0
             words[2] = ctypes.c_uint8.from_address(dst + 6).value
 
-        accesses = [Access(src, nbytes), *_written((dst, dst_bytes), (scratch, 64), (size_ptr, 24))]
+        accesses = [
+            Access(src, nbytes),
+            *writes_to((dst, dst_bytes), (scratch, 64), (size_ptr, 24)),
+        ]
         stream_of(stream).put_access("an encoder", accesses, encode)
 
     def prepare_each(self, dtypes, *, modes=("auto",)) -> Iterator[ancf.DType]:
@@ -449,15 +452,11 @@ class CudaCodec:
             except CorruptBlob:
                 status.value = 7
 
-        written = _written((dst, dst_bytes), (scratch, 64), (status_ptr, 8))
+        written = writes_to((dst, dst_bytes), (scratch, 64), (status_ptr, 8))
         stream_of(stream).put_access("a decoder", [Access(blob, blob_bytes), *written], decode)
 
     def explain(self, status: int) -> str:
         return f"damage number {status}"
-
-
-def _written(*ranges: tuple[int, int]) -> list[Access]:
-    return [Access(address, nbytes, writes=True) for address, nbytes in ranges]
 
 
 @contextmanager

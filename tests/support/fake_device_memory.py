@@ -35,6 +35,11 @@ class Access:
     """Whether it looks at a counter that others write meanwhile."""
 
 
+def writes_to(*ranges: tuple[int, int]) -> list[Access]:
+    """Return the accesses of what writes ranges of (address, bytes)."""
+    return [Access(address, nbytes, writes=True) for address, nbytes in ranges]
+
+
 class DeviceMemory:
     """All that can be used, and who uses it now. `fault` is told what must not be, by device."""
 
