@@ -3,8 +3,8 @@
 What stays true: what is fetched ahead waits in the staging area, never in memory of its own, and
 takes at most AHEAD_SHARE of it; it gives way to anything that is needed now. The same holds for
 stored parts that a lane keeps there because fetching them back costs more. A thread that fetches
-on demand copies each part out as it comes, so it never holds a slot while waiting for another,
-and a range of any size passes through a staging area of two parts.
+on demand copies each part out as it comes, and waits for one with no slot that it could give up,
+so a range of any size passes through a staging area of two parts.
 """
 
 from __future__ import annotations
@@ -193,6 +193,13 @@ class Restorer:
                     return True
         return False
 
+    def _drop_last(self, retrieval: _Retrieval) -> bool:
+        for index in sorted(retrieval.fetches, reverse=True):
+            if retrieval.fetches[index].arrived:
+                self._drop(retrieval, index)
+                return True
+        return False
+
     def _request_all(self, records: list[StoredRange]) -> None:
         """Request the parts of `records`, in this order, while the window has room."""
         for record in records:
@@ -230,7 +237,7 @@ class Restorer:
     def _require(self, retrieval: _Retrieval, index: int) -> None:
         """Request the part at `index` even where that takes the room of what waits."""
         if index not in retrieval.fetches:
-            slot = self.reserve(retrieval.parts[index].nbytes)
+            slot = self._reserve_for(retrieval, retrieval.parts[index].nbytes)
             if slot is None:
                 return
             self._request(retrieval, index, slot)
@@ -241,6 +248,16 @@ class Restorer:
         """Return a slot, giving up what was fetched ahead where there is no other room."""
         slot = self._lane.reserve(nbytes)
         while slot is None and self.make_room():
+            slot = self._lane.reserve(nbytes)
+        return slot
+
+    def _reserve_for(self, retrieval: _Retrieval, nbytes: int) -> Slot | None:
+        """Return a slot for its next part, giving up its own later ones where nothing else helps.
+
+        What is kept of a record may lie so that no free range is as long as a part.
+        """
+        slot = self.reserve(nbytes)
+        while slot is None and self._drop_last(retrieval):
             slot = self._lane.reserve(nbytes)
         return slot
 

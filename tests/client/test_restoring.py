@@ -7,10 +7,12 @@ import gc
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client import restoring
 from storm_client.lanes.cpu import CpuLane
 from storm_client.restoring import AHEAD_SHARE
 from storm_client.session import Session
@@ -24,22 +26,31 @@ from stormd.config import Config
 STAGING_BYTES = 8 << 20
 
 
-@pytest.fixture
-def inner_daemon() -> Iterator[DaemonThread]:
-    """A daemon whose memory the test can reach."""
+@contextmanager
+def inner_daemons(staging_bytes: int, part_bytes: int) -> Iterator[DaemonThread]:
+    """Start a daemon whose memory the test can reach."""
     with tempfile.TemporaryDirectory(prefix="storm-") as directory:
         daemon = DaemonThread(
             Config(
                 address=f"ipc://{directory}/stormd.sock",
                 device="cpu",
                 pool_bytes=64 << 20,
-                staging_bytes_cpu=STAGING_BYTES,
-                part_bytes_cpu=1 << 20,
+                staging_bytes_cpu=staging_bytes,
+                part_bytes_cpu=part_bytes,
             )
         )
+        try:
+            yield daemon
+            daemon.wait_until_empty()
+        finally:
+            daemon.stop()
+
+
+@pytest.fixture
+def inner_daemon() -> Iterator[DaemonThread]:
+    """The one that most tests need."""
+    with inner_daemons(STAGING_BYTES, part_bytes=1 << 20) as daemon:
         yield daemon
-        daemon.wait_until_empty()
-        daemon.stop()
 
 
 def test_a_damaged_block_is_an_error(inner_daemon: DaemonThread) -> None:
@@ -254,6 +265,28 @@ def test_kept_parts_give_way_to_stores(
             loss.backward()
         assert torch.equal(x.grad, 3 * plain_gradient(x, 12))
         del loss, losses
+
+
+def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of its four parts lie in an area of four with what is free on both sides of them."""
+    monkeypatch.setattr(CpuLane, "keeps_stored", True)
+    monkeypatch.setattr(restoring, "STALL_SECONDS", 5.0)
+    with (
+        inner_daemons(staging_bytes=256 << 10, part_bytes=64 << 10) as daemon,
+        storm.connect(daemon.address, timeout=30) as client,
+    ):
+        offload = client.offload(min_bytes=1)
+        small = torch.rand(12 << 10, requires_grad=True)  # three quarters of a part
+        large = torch.rand(64 << 10, requires_grad=True)
+        with offload:
+            loss = (small * 1).square().sum()
+            offload.stats()
+            loss = loss + (large * 1).square().sum()
+        offload.stats()
+        loss.backward()
+        assert torch.equal(large.grad, 2 * large)
+        assert torch.equal(small.grad, 2 * small)
+        del loss
 
 
 def plain_gradient(x: Tensor, length: int) -> Tensor:
