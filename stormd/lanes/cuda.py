@@ -98,7 +98,7 @@ class CudaLane:
         self._sessions[job.session].stores.put(job)
 
     def skip(self, session: int, sequence: int) -> None:
-        """Pass a rejected store over, once those before it are done."""
+        """Pass a rejected store over, once those before it have been read."""
         self._sessions[session].pass_over(sequence)
 
     def restore(self, job: RestoreJob) -> None:

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from storm_kernels.ancf.layout import Mode
-from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream
-from storm_kernels.errors import KernelsError
+from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_value
+from storm_kernels.errors import CudaDriverError, KernelsError
 
 from stormd.lanes import Post, RestoreJob, StoreJob, blob_bound
 from stormd.lanes.cuda_device import PARTS_TOGETHER, CudaDevice, Scratch
 from stormd.protocol import MapSegment
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, EncoderResult, Timelines
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory
 
 __all__ = ["PARTS_UNDER_WAY", "SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
@@ -127,6 +127,16 @@ class CudaClient:
         """Raise one of the session's counters from the CPU."""
         self._timelines.store(counter, value)
 
+    def pass_over(self, sequence: int) -> None:
+        """Raise STORED to the number of a rejected store, behind the encoders on the stream."""
+        try:
+            if self._opened is not None:
+                write_value(self._opened.store_stream.handle, self.counter(STORED), sequence)
+                return
+        except CudaDriverError:
+            log.exception("the store stream of session %d is broken", self.session)
+        self.note(STORED, sequence)
+
     def poison(self) -> None:
         """Release what waits for the client, now and from now on."""
         self._timelines.poison(PUBLISHED)
@@ -173,6 +183,8 @@ class CudaClient:
         """Let all go: the memory, the device's objects, the page."""
         try:
             self.device.context.make_current()
+            if self._opened is not None:
+                self.device.settle(self._opened.store_stream)  # it may have a number to write yet
             with ExitStack() if self._opened is None else self._opened.owned as owned:
                 for mapping in self._segments.values():
                     owned.callback(mapping.close)

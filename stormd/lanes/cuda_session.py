@@ -24,7 +24,6 @@ from stormd.lanes.cuda_restores import Restores
 from stormd.lanes.cuda_stores import Stores
 from stormd.lanes.pipeline import Pipeline
 from stormd.protocol import MapSegment
-from stormd.protocol.timeline import STORED
 
 __all__ = ["CudaSession"]
 
@@ -72,8 +71,8 @@ class CudaSession:
             pipeline.run(partial(_meet, both))
 
     def pass_over(self, sequence: int) -> None:
-        """Note that the store of that number was rejected, once those before it are done."""
-        self.stores.run(partial(self._client.note, STORED, sequence))
+        """Note that the store of that number was rejected, behind the encoders of those before."""
+        self.stores.follow(partial(self._client.pass_over, sequence))
 
     def detach(self) -> None:
         """Release what waits for the client, end both threads, let all go; then Detached."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from stormd.health import Heart
 
@@ -79,24 +79,32 @@ class Stages(Protocol[Job, Scratch_contra]):
         """Answer a job that was never begun."""
 
 
+class _Call(NamedTuple):
+    """What the thread calls when its turn has come; not before all is finished, or just begun."""
+
+    action: Callable[[], None]
+    when_finished: bool
+
+
 class Pipeline(Generic[Job, Scratch]):
     """One thread that runs jobs through `stages`, at most as many loads as `scratch` has items.
 
     Once all scratch is in use, loads are begun again when `together` items of it are free, so that
     many: a device that is lent by turns then takes one turn for all of them.
 
-    Besides jobs it takes calls (`run`), made between jobs when none is under way. `heart` says
-    that loads which have gone on go further: the first stage may wait for somebody, no later one.
+    Besides jobs it takes calls, made between jobs: when none is under way (`run`), or when those
+    before have been begun (`follow`). They must not raise. `heart` says that loads which have gone
+    on go further: the first stage may wait for somebody, no later one.
     """
 
     def __init__(self, name: str, stages: Stages[Job, Scratch], *, together: int = 1) -> None:
         self.heart = Heart(name)
         self._stages = stages
         self._together = together
-        self._items: SimpleQueue[Job | Callable[[], None] | None] = SimpleQueue()
+        self._items: SimpleQueue[Job | _Call | None] = SimpleQueue()
         self._skip = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
-        self._pending: deque[Job | Callable[[], None] | None] = deque()
+        self._pending: deque[Job | _Call | None] = deque()
         self._free: list[Scratch] = []
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
@@ -115,8 +123,12 @@ class Pipeline(Generic[Job, Scratch]):
         self._items.put(job)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Queue a call, made once all jobs before it are finished. It must not raise."""
-        self._items.put(action)
+        """Queue a call, made once all jobs before it are finished."""
+        self._items.put(_Call(action, when_finished=True))
+
+    def follow(self, action: Callable[[], None]) -> None:
+        """Queue a call, made once all jobs before it have been begun."""
+        self._items.put(_Call(action, when_finished=False))
 
     def end(self) -> None:
         """Refuse the jobs that wait, finish those under way, make the calls, then end."""
@@ -147,16 +159,17 @@ class Pipeline(Generic[Job, Scratch]):
 
     def _work(self) -> None:
         while (item := self._next()) is not None:
-            if callable(item):
-                self._finish_all()
-                item()
+            if isinstance(item, _Call):
+                if item.when_finished:
+                    self._finish_all()
+                item.action()
             elif self._takes_jobs():
                 self._begin(self._load(item))
             else:
                 self._stages.refuse(item)
         self._finish_all()
 
-    def _next(self) -> Job | Callable[[], None] | None:
+    def _next(self) -> Job | _Call | None:
         """Return the next item, having gone on with what is under way while there is none.
 
         Where scratch has been provided, there is some for it.
@@ -169,8 +182,8 @@ class Pipeline(Generic[Job, Scratch]):
             if not has_moved:
                 self._wait()
 
-    def _may_come(self, item: Job | Callable[[], None] | None) -> bool:
-        if item is None or callable(item) or not self._takes_jobs():
+    def _may_come(self, item: Job | _Call | None) -> bool:
+        if item is None or isinstance(item, _Call) or not self._takes_jobs():
             return True
         return self._stages.is_due(item)
 
@@ -215,14 +228,13 @@ class Pipeline(Generic[Job, Scratch]):
             return load
         while self._pending:
             following = self._pending[0]
-            if following is None or callable(following) or not self._joins(load, following):
+            if following is None or isinstance(following, _Call):
+                break
+            if not (self._stages.is_due(following) and self._stages.fits(load, following)):
                 break
             load.append(following)
             self._pending.popleft()
         return load
-
-    def _joins(self, load: list[Job], job: Job) -> bool:
-        return self._stages.is_due(job) and self._stages.fits(load, job)
 
     def _begin(self, load: list[Job]) -> None:
         self._taken = (self._taken or self._batch()) - 1

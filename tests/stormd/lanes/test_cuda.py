@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -106,6 +107,24 @@ def test_a_rejected_store_is_passed_over(bench: Bench) -> None:
     bench.map()
     bench.lane.skip(SESSION, 5)
     wait_until(lambda: bench.counters.read(STORED) == 5)
+
+
+def test_a_rejected_store_is_passed_over_behind_those_before_it(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    bench.lane.skip(SESSION, 2)
+    bench.store(3, 0, PART)
+    time.sleep(0.05)
+    assert bench.counters.read(STORED) == 0
+    bench.publish(1)
+    wait_until(lambda: bench.counters.read(STORED) == 2)
+    bench.publish(3)
+    bench.expect(StoreDone, 2)
+    assert bench.counters.read(STORED) == 3
+    for done in bench.results:
+        if isinstance(done, StoreDone):
+            bench.space.release(done.block)
 
 
 def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:

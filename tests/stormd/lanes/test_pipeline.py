@@ -297,6 +297,24 @@ def test_a_call_is_made_when_nothing_is_under_way(
     assert seen == [[0, 1, 2]]
 
 
+def test_a_call_that_follows_is_made_while_those_before_are_under_way(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    seen: list[list[int]] = []
+    called = threading.Event()
+    pipeline.run(lambda: pipeline.provide(["a", "b", "c"]))
+    for job in range(2):
+        pipeline.put(job)
+    pipeline.follow(lambda: seen.append(stages.kinds("begin")))
+    pipeline.follow(called.set)
+    assert called.wait(WAIT)
+    assert seen == [[0, 1]]
+    assert stages.kinds("finish") == []
+    stages.hold.set()
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+
+
 def test_the_end_finishes_what_runs_refuses_what_waits_and_makes_the_calls(
     stages: Recorder,
 ) -> None:
