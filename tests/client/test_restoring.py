@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -287,6 +289,34 @@ def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.Monk
         assert torch.equal(large.grad, 2 * large)
         assert torch.equal(small.grad, 2 * small)
         del loss
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_share_a_small_area_that_keeps_parts(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Whatever lies where, and whoever waits: each thread's next part finds room."""
+    monkeypatch.setattr(CpuLane, "keeps_stored", True)
+    monkeypatch.setattr(restoring, "STALL_SECONDS", 10.0)
+    choice = random.Random(seed)
+    sizes = [64, 300, 12 << 10, 16 << 10, 20 << 10, 64 << 10, 70 << 10, 100 << 10]
+    with (
+        inner_daemons(staging_bytes=256 << 10, part_bytes=64 << 10) as daemon,
+        storm.connect(daemon.address, timeout=30) as client,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        offload = client.offload(min_bytes=1)
+
+        def train(counts: list[int]) -> bool:
+            leaves = [torch.rand(count, requires_grad=True) for count in counts]
+            with offload:
+                loss = sum((leaf * 1).square().sum() for leaf in leaves)
+            loss.backward()
+            return all(torch.equal(leaf.grad, 2 * leaf) for leaf in leaves)
+
+        for _ in range(10):
+            plans = [choice.choices(sizes, k=choice.randint(1, 10)) for _ in range(3)]
+            assert all(threads.map(train, plans))
 
 
 def plain_gradient(x: Tensor, length: int) -> Tensor:
