@@ -1,8 +1,8 @@
 """The way out of tensors where they lie: read by the daemon, or encoded by this process.
 
 What stays true: a source is kept until the daemon has admitted every part of it, and its memory
-is used for nothing else before all of it has been read; and what is needed at once is not sent as
-long as there is memory for it.
+is used for nothing else before all of it has been read; no more than may be held is let go unread;
+and what is needed at once is not sent as long as there is memory for it.
 
 The daemon is sent a source as soon as it is saved. Where this process encodes, blobs need room in
 the staging area: sources wait for it in their order, and whoever hears that there is room again
@@ -53,6 +53,14 @@ class Piece(NamedTuple):
     result: int | None = None
 
 
+class _Overtaken(NamedTuple):
+    """A source that was let go before `reader` had read it, up to the number `sequence`."""
+
+    reader: Reader
+    sequence: int
+    nbytes: int
+
+
 class Departures:
     """Sources of one session that are held back until they have been read."""
 
@@ -82,6 +90,8 @@ class Departures:
         self._reserve = reserve
         self._wait = wait
         self._held: HeldBack[Admission] = HeldBack(window)
+        self._overtaken: deque[_Overtaken] = deque()
+        self._overtaken_bytes = 0
         self._unsent: deque[Held[Admission]] = deque()
         self._sending = False
 
@@ -230,7 +240,26 @@ class Departures:
         assert sequence is not None
         if not self._is_read(reader, sequence):
             reader.overtake(sequence, source)
+            self._overtaken.append(_Overtaken(reader, sequence, held.nbytes))
+            self._overtaken_bytes += held.nbytes
         record.source = None
+        self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Wait where as much as may be held has been let go unread.
+
+        The pool promises room for the largest blob until a source is read; a host that ran ahead
+        of its device would have it promise all of a step.
+        """
+        if not self._is_near():
+            self._connection.drain()
+            self._connection.wait(self._is_near, PATIENCE_SECONDS)
+
+    def _is_near(self) -> bool:
+        """Tell whether no more than may be held is let go and unread."""
+        while self._overtaken and self._overtaken[0].reader.is_read(self._overtaken[0].sequence):
+            self._overtaken_bytes -= self._overtaken.popleft().nbytes
+        return self._overtaken_bytes <= self._window.limit
 
     def _is_read(self, reader: Reader, sequence: int) -> bool:
         """Tell whether all up to `sequence` has been read, waiting if that is best.

@@ -95,7 +95,7 @@ def test_what_waits_for_room_is_used_where_it_is(client: storm.Client, coder: Fa
 def test_what_has_been_encoded_needs_no_wait(client: storm.Client, coder: FakeCoder) -> None:
     x = leaf()
     offload = client.offload(min_bytes=1)
-    for read, waits in ((-1, True), (1 << 40, False)):
+    for read, waits in ((0, True), (1 << 40, False)):
         coder.read = read
         coder.overtaken.clear()
         with offload:

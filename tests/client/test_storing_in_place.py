@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client.session import Session
 from support.chains import chain, gradient, leaf
 from support.daemon_process import DaemonProcess
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
@@ -72,6 +75,36 @@ def test_what_has_been_read_needs_no_wait(client: storm.Client, way: FakeInPlace
     assert way.found > 3
     assert not way.overtaken
     del loss
+
+
+def test_no_more_than_may_be_held_is_let_go_unread(client: storm.Client, way: FakeInPlace) -> None:
+    """A host that ran on would have the pool promise room for all that its device has yet to do."""
+    way.stands_still = True
+    x = leaf()
+    most = way.budget_bytes // x.nbytes + 1
+    offload = client.offload(min_bytes=1)
+
+    def save() -> torch.Tensor:
+        with offload:
+            return chain(x)
+
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(save)
+        wait_until(lambda: len(way.overtaken) >= most)
+        time.sleep(0.1)
+        assert len(way.overtaken) == most
+        assert not saving.done()
+        way.read = 1 << 40
+        session = client._supply.sessions.control
+        wait_until(lambda: looks_again(session) or saving.done())
+        assert torch.equal(gradient(saving.result(), x), gradient(chain(x), x))
+    assert way.found > most + 2
+
+
+def looks_again(session: Session) -> None:
+    """Have whoever waits look again, as answers do that come once a source has been read."""
+    with session.connection.lock:
+        session.connection.notify()
 
 
 def test_a_leafs_bytes_are_copied(client: storm.Client, way: FakeInPlace) -> None:

@@ -7,13 +7,13 @@ from ctypes import memmove
 import torch
 from storm_client.lanes import Encoded, Request, Slot
 from storm_client.lanes.cpu import CpuLane
-from support.in_place_lane import FakeInPlace, InPlaceCpuLane
+from support.in_place_lane import FakeInPlace, FakeReader, InPlaceCpuLane
 
 from stormd.protocol import Welcome
 
 
 class CodingCpuLane(InPlaceCpuLane):
-    """Nothing counts as encoded before a test sets `coder.read`."""
+    """Nothing counts as encoded before its stream waits for that, or a test sets `coder.read`."""
 
     coder: FakeCoder | None = None
 
@@ -34,18 +34,15 @@ class Mapping(FakeInPlace):
         return None if self._lane.coder.able else super().find(address, nbytes)
 
 
-class FakeCoder:
+class FakeCoder(FakeReader):
     """`results` is how many parts may be under way, `able` whether it can encode at all."""
 
-    waits_on_device = True
-
     def __init__(self, lane: CodingCpuLane) -> None:
+        super().__init__()
         self.results = 8
         self.able = True
-        self.read = -1  # the cpu lane's sequence numbers are all 0
         self.encoded: list[int] = []
         self.refused = 0
-        self.overtaken: list[int] = []
         self._lane = lane
 
     def codes(self, dtype: str, codec: str) -> bool:
@@ -72,13 +69,7 @@ class FakeCoder:
         address = source.data_ptr() + part.start
         memmove(self._lane.address(slot), address, len(part))
         self.encoded.append(address)
-        return Encoded(0, 0)
+        return Encoded(self.next_number(), 0)
 
     def take_back(self, result: int) -> None:
         self.results += 1
-
-    def is_read(self, sequence: int) -> bool:
-        return sequence <= self.read
-
-    def overtake(self, sequence: int, source: object) -> None:
-        self.overtaken.append(sequence)

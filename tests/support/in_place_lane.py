@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import memmove
+from itertools import count
 
 import torch
 from storm_client.lanes import Request, Slot
@@ -13,8 +14,29 @@ from storm_client.lanes.segments import Segments
 from stormd.protocol import MapSegment, Welcome
 
 
+class FakeReader:
+    """Reads all up to `read`, which a test sets, and what is waited for, unless it stands still."""
+
+    waits_on_device = True
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.stands_still = False
+        self.overtaken: list[int] = []
+        self._numbers = count(1)
+
+    def is_read(self, sequence: int) -> bool:
+        return sequence <= self.read or (sequence in self.overtaken and not self.stands_still)
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        self.overtaken.append(sequence)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+
 class InPlaceCpuLane(CpuLane):
-    """Nothing counts as read before a test sets `read`.
+    """Nothing counts as read before its stream waits for that, or a test sets `in_place.read`.
 
     The ranges of the staging area that stand for tensors are not used again, so a test may store
     as much as the area holds. What is restored is allocated there, so the daemon writes to it.
@@ -38,17 +60,15 @@ class InPlaceCpuLane(CpuLane):
         return self._mapped().data_ptr() + slot.offset
 
 
-class FakeInPlace:
+class FakeInPlace(FakeReader):
     def __init__(self, lane: InPlaceCpuLane) -> None:
+        super().__init__()
         self.segments = Segments(None)
         self.budget_bytes = 2 << 20
-        self.waits_on_device = True
         self.maps_new_memory = True
         self.spare = 0
         self.found = 0
         self.came_back = 0
-        self.read = -1  # the cpu lane's sequence numbers are all 0
-        self.overtaken: list[int] = []
         self._lane = lane
 
     def find(self, address: int, nbytes: int) -> Slot | None:
@@ -69,13 +89,8 @@ class FakeInPlace:
         raise AssertionError("nothing was unmapped")
 
     def produced(self, count: int) -> range:
-        return range(count)
+        numbers = [self.next_number() for _ in range(count)]
+        return range(numbers[0], numbers[-1] + 1)
 
     def headroom(self) -> int:
         return self.spare
-
-    def is_read(self, sequence: int) -> bool:
-        return sequence <= self.read
-
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
-        self.overtaken.append(sequence)
