@@ -103,8 +103,10 @@ def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> Non
     bench.space.release(other)
 
 
-def test_a_rejected_store_is_passed_over(bench: Bench) -> None:
-    bench.map()
+@pytest.mark.parametrize("has_segment", [True, False])
+def test_a_rejected_store_is_passed_over(bench: Bench, has_segment: bool) -> None:
+    if has_segment:
+        bench.map()
     bench.lane.skip(SESSION, 5)
     wait_until(lambda: bench.counters.read(STORED) == 5)
 
