@@ -291,7 +291,7 @@ def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.Monk
         del loss
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [3, 16, 21])
 def test_threads_share_a_small_area_that_keeps_parts(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -314,8 +314,9 @@ def test_threads_share_a_small_area_that_keeps_parts(
             loss.backward()
             return all(torch.equal(leaf.grad, 2 * leaf) for leaf in leaves)
 
-        for _ in range(10):
-            plans = [choice.choices(sizes, k=choice.randint(1, 10)) for _ in range(3)]
+        for _ in range(20):
+            count = choice.randint(1, 3)
+            plans = [choice.choices(sizes, k=choice.randint(1, 10)) for _ in range(count)]
             assert all(threads.map(train, plans))
 
 
