@@ -291,7 +291,7 @@ def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.Monk
         del loss
 
 
-@pytest.mark.parametrize("seed", [3, 16, 21])
+@pytest.mark.parametrize("seed", range(6, 12))
 def test_threads_share_a_small_area_that_keeps_parts(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -311,6 +311,7 @@ def test_threads_share_a_small_area_that_keeps_parts(
             leaves = [torch.rand(count, requires_grad=True) for count in counts]
             with offload:
                 loss = sum((leaf * 1).square().sum() for leaf in leaves)
+            offload.stats()  # all is stored, and what is kept lies where it lies
             loss.backward()
             return all(torch.equal(leaf.grad, 2 * leaf) for leaf in leaves)
 
