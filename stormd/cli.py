@@ -16,7 +16,7 @@ from typing import Final
 
 from stormd import __version__
 from stormd.commands import bench, demo, doctor, serve, status, top
-from stormd.commands.output import EXIT_FAILED, EXIT_NO_DAEMON, EXIT_USAGE
+from stormd.commands.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_DAEMON, EXIT_USAGE
 from stormd.errors import ConfigError, NoDaemon, StormdError
 from stormd.protocol import ProtocolError
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StormdError as error:
         return _failed(error, EXIT_FAILED)
     except KeyboardInterrupt:
-        return 130  # what a shell reports for a command ended by SIGINT
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         return _unread()
     return exit_status
@@ -56,7 +56,8 @@ def parser() -> argparse.ArgumentParser:
     top_level = argparse.ArgumentParser(
         prog="stormd",
         description="Keeps training activations losslessly compressed in shared host memory.",
-        epilog="exit status: 0 done, 1 a check failed, 2 wrong usage, 3 no daemon answers",
+        epilog="exit status: 0 done, 1 a check failed, 2 wrong usage, 3 no daemon answers, "
+        "130 interrupted",
     )
     top_level.add_argument("--version", action="version", version=f"stormd {__version__}")
     commands = top_level.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -18,7 +18,7 @@ from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
 from stormd.commands.bench_train import add_train_arguments, measure_train, print_train
-from stormd.commands.output import EXIT_OK, write_json, write_line
+from stormd.commands.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
 from stormd.machine import describe
 from stormd.sizes import format_size, parse_size
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         write_json({"benchmark": args.benchmark, "machine": describe(), "figures": figures})
     else:
         show(figures)
-    return EXIT_OK
+    return EXIT_INTERRUPTED if figures.get("interrupted") else EXIT_OK
 
 
 def _measure_link(args: argparse.Namespace) -> dict[str, Any]:

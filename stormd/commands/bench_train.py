@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -89,6 +91,9 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
 def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     """Run every method on every workload and return the figures; draw them where asked to.
 
+    Each row is told on standard error when it is there. SIGINT or SIGTERM leaves out what is not:
+    the figures then say "interrupted".
+
     Raises:
         ConfigError: a picture is asked for that could not be written.
         ChildFailed: the daemon or the compiler could not do its work.
@@ -99,13 +104,23 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
     if device == "cuda":
         _compile_codec()
+    rows: dict[str, dict[str, Any]] = {
+        name: {method: {"skipped": "interrupted before"} for method in args.methods}
+        for name in args.workloads or _WORKLOADS_OF[device]
+    }
     figures: dict[str, Any] = {"device": device, "mps": _mps(device), "daemon_flags": flags}
-    with ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon:
-        bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
-        figures["workloads"] = {
-            name: {method: bench.row(name, method) for method in args.methods}
-            for name in args.workloads or _WORKLOADS_OF[device]
-        }
+    figures |= {"interrupted": False, "workloads": rows}
+    try:
+        with (
+            _sigterm_interrupts(),
+            ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
+        ):
+            bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
+            for name, method in [(name, method) for name in rows for method in args.methods]:
+                row = rows[name][method] = bench.row(name, method)
+                sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
+    except KeyboardInterrupt:
+        figures["interrupted"] = True
     if args.image:
         draw(figures, Path(args.image))
     return figures
@@ -122,7 +137,7 @@ class _Bench:
     nvml: Nvml | None
 
     def row(self, workload: str, method: str) -> dict[str, Any]:
-        """Return the figures of a method, or {"skipped": why}; say so on standard error."""
+        """Return the figures of a method, or {"skipped": why}."""
         before = self._effort()
         with subprocess.Popen(  # noqa: S603 - our own module and flags
             self._command(workload, method),
@@ -132,11 +147,14 @@ class _Bench:
             text=True,
             env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
         ) as process:
-            figures = _answer(process)
-            if "step_seconds" in figures:
-                figures |= self._seen_from_outside(process.pid, figures, before)
-            _end(process)
-        sys.stderr.write(f"{workload} {method}: {_in_short(figures)}\n")
+            try:
+                figures = _answer(process)
+                if "step_seconds" in figures:
+                    figures |= self._seen_from_outside(process.pid, figures, before)
+                _end(process)
+            except BaseException:
+                process.kill()
+                raise
         return figures
 
     def _command(self, workload: str, method: str) -> list[str]:
@@ -201,6 +219,16 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=_CHILD_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Have SIGTERM do what SIGINT does: KeyboardInterrupt."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _device(wanted: str) -> str:

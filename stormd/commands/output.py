@@ -10,7 +10,15 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["EXIT_FAILED", "EXIT_NO_DAEMON", "EXIT_OK", "EXIT_USAGE", "write_json", "write_line"]
+__all__ = [
+    "EXIT_FAILED",
+    "EXIT_INTERRUPTED",
+    "EXIT_NO_DAEMON",
+    "EXIT_OK",
+    "EXIT_USAGE",
+    "write_json",
+    "write_line",
+]
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -18,6 +26,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Flags, environment or config file cannot be used; argparse's own status."""
 EXIT_NO_DAEMON = 3
+EXIT_INTERRUPTED = 130
+"""What a shell reports for a command ended by SIGINT."""
 
 
 def write_json(value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,26 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setattr(arguments, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         measure_train(_arguments("--image=x.png", "--device=cpu"))
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
+    command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
+    small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
+    with subprocess.Popen(
+        [*command, *small, "--pool-bytes=512MiB"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr.readline().startswith("W0 none: ")
+        process.send_signal(ending)
+        result = json.loads(process.communicate(timeout=60)[0])
+        assert process.returncode == 130
+    assert result["figures"]["interrupted"]
+    rows = result["figures"]["workloads"]["W0"]
+    assert rows["none"]["step_seconds"] > 0
+    assert rows["storm"] == {"skipped": "interrupted before"}
 
 
 def test_a_run() -> None:
