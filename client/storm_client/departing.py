@@ -243,20 +243,14 @@ class Departures:
             self._overtaken.append(_Overtaken(reader, sequence, held.nbytes))
             self._overtaken_bytes += held.nbytes
         record.source = None
-        self._keep_pace()
+        self._connection.wait(self._is_near, PATIENCE_SECONDS)
 
-    def _keep_pace(self) -> None:
-        """Wait where as much as may be held has been let go unread.
+    def _is_near(self) -> bool:
+        """Tell whether no more than may be held has been let go unread.
 
         The pool promises room for the largest blob until a source is read; a host that ran ahead
         of its device would have it promise all of a step.
         """
-        if not self._is_near():
-            self._connection.drain()
-            self._connection.wait(self._is_near, PATIENCE_SECONDS)
-
-    def _is_near(self) -> bool:
-        """Tell whether no more than may be held is let go and unread."""
         while self._overtaken and self._overtaken[0].reader.is_read(self._overtaken[0].sequence):
             self._overtaken_bytes -= self._overtaken.popleft().nbytes
         return self._overtaken_bytes <= self._window.limit

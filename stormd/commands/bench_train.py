@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,7 +117,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
             ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
         ):
             bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
-            for name, method in [(name, method) for name in rows for method in args.methods]:
+            for name, method in product(rows, args.methods):
                 row = rows[name][method] = bench.row(name, method)
                 sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
     except KeyboardInterrupt:

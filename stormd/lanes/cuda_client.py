@@ -130,8 +130,8 @@ class CudaClient:
     def pass_over(self, sequence: int) -> None:
         """Raise STORED to the number of a rejected store, behind the encoders on the stream."""
         try:
-            if self._opened is not None:
-                write_value(self._opened.store_stream.handle, self.counter(STORED), sequence)
+            if self.is_open:
+                write_value(self.opened.store_stream.handle, self.counter(STORED), sequence)
                 return
         except CudaDriverError:
             log.exception("the store stream of session %d is broken", self.session)
@@ -183,8 +183,8 @@ class CudaClient:
         """Let all go: the memory, the device's objects, the page."""
         try:
             self.device.context.make_current()
-            if self._opened is not None:
-                self.device.settle(self._opened.store_stream)  # it may have a number to write yet
+            if self.is_open:
+                self.device.settle(self.opened.store_stream)  # it may have a number to write yet
             with ExitStack() if self._opened is None else self._opened.owned as owned:
                 for mapping in self._segments.values():
                     owned.callback(mapping.close)

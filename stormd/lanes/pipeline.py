@@ -80,7 +80,7 @@ class Stages(Protocol[Job, Scratch_contra]):
 
 
 class _Call(NamedTuple):
-    """What the thread calls when its turn has come; not before all is finished, or just begun."""
+    """What the thread calls once all jobs before it are begun, or `when_finished` not before."""
 
     action: Callable[[], None]
     when_finished: bool
