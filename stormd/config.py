@@ -151,8 +151,9 @@ class Config:
     part_bytes_cuda: int = _option(
         "size",
         "lanes",
-        "largest piece in which a tensor travels on the cuda lane; at most half the staging",
-        default=32 * MIB,
+        "largest piece in which a tensor travels on the cuda lane; at most half the staging; a "
+        "session takes eight times as much of the GPU's memory",
+        default=128 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
     )

@@ -9,7 +9,6 @@ Both directions of a session work with it. Memory is mapped and unmapped between
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Final
@@ -19,22 +18,15 @@ from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_
 from storm_kernels.errors import CudaDriverError, KernelsError
 
 from stormd.lanes import Post, RestoreJob, StoreJob, blob_bound
-from stormd.lanes.cuda_device import PARTS_TOGETHER, CudaDevice, Scratch
+from stormd.lanes.cuda_device import CudaDevice
+from stormd.lanes.cuda_scratch import ScratchRing
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory
 
-__all__ = ["PARTS_UNDER_WAY", "SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
+__all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
 
 log = logging.getLogger(__name__)
-
-PARTS_UNDER_WAY: Final = 10
-"""Of one session, in each direction. Without MPS the codec runs only between two time slices of
-the trainer, milliseconds apart: what is coded in one must keep the link busy until the next."""
-
-BYTES_TOGETHER: Final = 8 << 20
-"""Of parts that are done together: what they share costs little then, and the first of them waits
-for the last no longer than 0.2 ms."""
 
 SKIPPED: Final = "the session ended before it was done"
 UNWRITTEN: Final = (1 << 64) - 1
@@ -48,7 +40,8 @@ class Opened:
     page: RegisteredHost
     store_stream: Stream
     restore_stream: Stream
-    scratch: tuple[Scratch, ...]
+    store_scratch: ScratchRing
+    restore_scratch: ScratchRing
     owned: ExitStack
     """What lets all of it go, when no stream uses it any more."""
 
@@ -69,7 +62,6 @@ class CudaClient:
         self.device = device
         self.post = post
         self._part_bytes = part_bytes
-        self._bytes_together = min(part_bytes, BYTES_TOGETHER)
         self._page = page
         self._timelines = Timelines(page.address)
         # The two below: written by the store thread while no job needs them, read by both.
@@ -94,11 +86,6 @@ class CudaClient:
         mapping = self._segments[job.segment]
         assert job.offset <= mapping.nbytes, "a range that the ledger let through"
         return mapping.address + job.offset
-
-    def fits(self, load: Sequence[StoreJob | RestoreJob], job: StoreJob | RestoreJob) -> bool:
-        """Tell whether the job may share a scratch with those of `load`."""
-        nbytes = job.nbytes + sum(one.nbytes for one in load)
-        return len(load) < PARTS_TOGETHER and nbytes <= self._bytes_together
 
     def counter(self, counter: int) -> int:
         """Return the device's address of one of the session's counters."""
@@ -152,13 +139,13 @@ class CudaClient:
         with ExitStack() as made:
             registered = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
             _, greatest = self.device.context.priorities()
-            streams = [made.enter_context(closing(Stream(greatest))) for _ in range(2)]
-            scratch = [
-                made.enter_context(closing(Scratch(self.device, self._part_bytes)))
-                for _ in range(2 * PARTS_UNDER_WAY)
-            ]
+            stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
+            storing, restoring = (
+                made.enter_context(closing(ScratchRing(self.device, self._part_bytes)))
+                for _ in range(2)
+            )
             owned = made.pop_all()
-        self._opened = Opened(registered, streams[0], streams[1], tuple(scratch), owned)
+        self._opened = Opened(registered, stores, restores, storing, restoring, owned)
 
     def map(self, request: MapSegment) -> None:
         """Map what the client offers.

@@ -11,40 +11,25 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from typing import Final
 
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
 from storm_kernels.ancf.prepared import PreparedCodec
 from storm_kernels.cuda_driver import (
-    DeviceBuffer,
-    Event,
-    MappedHost,
     PrimaryContext,
     RegisteredHost,
     Stream,
     copy_async,
-    elapsed_seconds,
 )
 from storm_kernels.errors import CudaDriverError
 
 from stormd.arena import Block
 from stormd.health import Heart
 from stormd.host_pool import HostPool
-from stormd.lanes import blob_bound
 from stormd.link_meter import LinkMeter
 
-__all__ = ["PARTS_TOGETHER", "RESULT_WORDS", "CudaDevice", "DevicePool", "Scratch", "rooms_for"]
+__all__ = ["CudaDevice", "DevicePool"]
 
 log = logging.getLogger(__name__)
-
-PARTS_TOGETHER: Final = 8
-"""Small parts that may share a scratch."""
-
-RESULT_WORDS: Final = 8
-"""Words of mapped host memory for each: the codec leaves a blob's size, status and mode there."""
-
-ROOM_ALIGN: Final = 256
-"""Bytes, of blobs in a scratch."""
 
 
 class DevicePool:
@@ -135,59 +120,3 @@ class CudaDevice:
         """Let the device go; its sessions are gone."""
         self.context.make_current()
         self._made.close()
-
-
-class Scratch:
-    """What a part of up to `part_bytes`, or several that are no larger, needs on its way.
-
-    That is device memory, results of PARTS_TOGETHER parts, and events. `rooms` is where in the
-    memory the load's blobs are. On the way out, `placed` is where they go that are being copied to
-    the pool; on the way back, `kinds` is what they are, and `is_coding` whether the decoders are on
-    their stream.
-
-    Raises:
-        CudaDriverError: the device has no memory left; nothing is kept.
-    """
-
-    def __init__(self, device: CudaDevice, part_bytes: int) -> None:
-        spare = PARTS_TOGETHER * (blob_bound(0) + ROOM_ALIGN)
-        with ExitStack() as made:
-            self.blob = made.enter_context(closing(DeviceBuffer(part_bytes + spare)))
-            work_bytes = device.codec.scratch_bytes(part_bytes)
-            self.work = made.enter_context(closing(DeviceBuffer(work_bytes)))
-            result_bytes = 8 * RESULT_WORDS * PARTS_TOGETHER
-            self.result = made.enter_context(closing(MappedHost(result_bytes)))
-            # Nobody sleeps until they are passed: see Pipeline.
-            self.code_began, self.coded, self.copy_began, self.copied = (
-                made.enter_context(closing(Event(timed=True, awaited=False))) for _ in range(4)
-            )
-            self._made = made.pop_all()
-        self.words = self.result.words()
-        self.rooms: list[int] = []
-        self.placed: list[Block] = []
-        self.kinds: list[BlobKind] = []
-        self.is_coding = False
-
-    def coding_seconds(self) -> float:
-        """Return how long the device coded; that is over."""
-        return elapsed_seconds(self.code_began, self.coded)
-
-    def copying_seconds(self) -> float:
-        """Return how long the device copied; that is over."""
-        return elapsed_seconds(self.copy_began, self.copied)
-
-    def close(self) -> None:
-        """Free all of it; no stream uses it any more."""
-        self._made.close()
-
-
-def rooms_for(sizes: list[int]) -> list[int]:
-    """Return where in a scratch the blobs of parts of these sizes are, as bytes from its start.
-
-    There is room for PARTS_TOGETHER parts that are no larger together than one may be.
-    """
-    rooms, end = [], 0
-    for nbytes in sizes:
-        rooms.append(end)
-        end += -(-blob_bound(nbytes) // ROOM_ALIGN) * ROOM_ALIGN
-    return rooms

@@ -11,7 +11,7 @@ from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes import RestoreDone, RestoreFailed, RestoreJob, Result
 from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
-from stormd.lanes.cuda_device import RESULT_WORDS, Scratch, rooms_for
+from stormd.lanes.cuda_scratch import RESULT_WORDS, Scratch
 from stormd.protocol.timeline import RESTORED
 from stormd.ranges import span
 
@@ -30,18 +30,17 @@ class Restores:
 
     def fits(self, load: list[RestoreJob], job: RestoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs."""
-        return self._client.fits(load, job)
+        return self._client.opened.restore_scratch.fits(load, job)
 
     def begin(self, load: list[RestoreJob], scratch: Scratch) -> None:
         """Put the copies of the blobs on the link."""
         device = self._client.device
         scratch.kinds = [device.kind(job.block) for job in load]
         scratch.is_coding = False
-        scratch.rooms = rooms_for([job.nbytes for job in load])
         scratch.copy_began.record(device.up.handle)
         for job, room in zip(load, scratch.rooms, strict=True):
             with span("copy up", job.block.nbytes, job.entry):
-                device.copy_up(job.block, scratch.blob.address + room)
+                device.copy_up(job.block, room)
         scratch.copied.record(device.up.handle)
 
     def passed(self, load: list[RestoreJob], scratch: Scratch) -> bool:
@@ -84,7 +83,7 @@ class Restores:
             with span("decode", job.nbytes, job.entry):
                 device.codec.decode(
                     kind,
-                    (scratch.blob.address + room, job.block.nbytes),
+                    (room, job.block.nbytes),
                     (client.address(job), job.nbytes),
                     scratch=scratch.work.address,
                     result=scratch.result.device_address + 8 * first,

@@ -18,9 +18,9 @@ from typing import Final
 from storm_kernels.errors import KernelsError
 
 from stormd.lanes import Detached, RestoreJob, SegmentMapped, SegmentRefused, StoreJob
-from stormd.lanes.cuda_client import PARTS_UNDER_WAY, CudaClient
-from stormd.lanes.cuda_device import Scratch
+from stormd.lanes.cuda_client import CudaClient
 from stormd.lanes.cuda_restores import Restores
+from stormd.lanes.cuda_scratch import Scratch
 from stormd.lanes.cuda_stores import Stores
 from stormd.lanes.pipeline import Pipeline
 from stormd.protocol import MapSegment
@@ -28,9 +28,6 @@ from stormd.protocol import MapSegment
 __all__ = ["CudaSession"]
 
 log = logging.getLogger(__name__)
-
-PARTS_A_TURN: Final = PARTS_UNDER_WAY // 2
-"""Begun together where there is no MPS: taking turns costs both sides more than coding a part."""
 
 POISON_SECONDS: Final = 0.01
 """Between two poisonings of a dead client's counter, until both threads have ended: a write that
@@ -46,12 +43,9 @@ class CudaSession:
     def __init__(self, client: CudaClient) -> None:
         self._client = client
         name = f"{client.session & 0xFFFFFFFF:x}"
-        together = 1 if client.device.is_shared_by_mps else PARTS_A_TURN
-        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(
-            f"stormd-out-{name}", Stores(client), together=together
-        )
+        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(f"stormd-out-{name}", Stores(client))
         self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
-            f"stormd-back-{name}", Restores(client), together=together
+            f"stormd-back-{name}", Restores(client)
         )
         self.hearts = (self.stores.heart, self.restores.heart)
         self._end = threading.Thread(target=self._let_go, name=f"stormd-end-{name}", daemon=True)
@@ -104,9 +98,9 @@ class CudaSession:
     def _open(self) -> None:
         """Give both directions their scratch, before the first job of either can come."""
         self._client.open()
-        scratch = self._client.opened.scratch
-        self.stores.provide(scratch[:PARTS_UNDER_WAY])
-        self.restores.run(partial(self.restores.provide, scratch[PARTS_UNDER_WAY:]))
+        opened = self._client.opened
+        self.stores.provide(opened.store_scratch)
+        self.restores.run(partial(self.restores.provide, opened.restore_scratch))
 
     # --- run by a thread of its own at the end ----------------------------------------------
 

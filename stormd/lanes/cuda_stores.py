@@ -17,7 +17,7 @@ from storm_kernels.cuda_driver import write_value
 
 from stormd.lanes import StoreDone, StoreFailed, StoreJob, blob_bound
 from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
-from stormd.lanes.cuda_device import RESULT_WORDS, Scratch, rooms_for
+from stormd.lanes.cuda_scratch import RESULT_WORDS, Scratch
 from stormd.protocol.timeline import STORED, EncoderResult
 from stormd.ranges import span
 
@@ -44,12 +44,11 @@ class Stores:
     def fits(self, load: list[StoreJob], job: StoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs, and comes in the same way."""
         same_way = bool(job.result) == bool(load[0].result)
-        return same_way and self._client.fits(load, job)
+        return same_way and self._client.opened.store_scratch.fits(load, job)
 
     def begin(self, load: list[StoreJob], scratch: Scratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
-        scratch.rooms = rooms_for([job.nbytes for job in load])
         if load[0].result:
             return
         client, stream = self._client, self._client.opened.store_stream.handle
@@ -99,7 +98,7 @@ class Stores:
             self._client.device.codec.encode(
                 (self._client.address(job), job.nbytes),
                 job.dtype,
-                (scratch.blob.address + room, blob_bound(job.nbytes)),
+                (room, blob_bound(job.nbytes)),
                 raw=job.codec == "raw",
                 scratch=scratch.work.address,
                 result=scratch.result.device_address + 8 * first,
@@ -126,7 +125,7 @@ class Stores:
     ) -> tuple[int, EncoderResult]:
         if job.result:
             return self._client.address(job), self._client.result(job)
-        return scratch.blob.address + room, _encoded(job, scratch, index)
+        return room, _encoded(job, scratch, index)
 
     def _copy_down(
         self, load: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]

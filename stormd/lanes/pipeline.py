@@ -1,8 +1,8 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
 What stays true: every job that was put in is answered exactly once, those that the device does in
-their order; no more is under way than there is scratch for; and jobs that are due are begun before
-the thread sleeps.
+their order; no more is under way than there is scratch for; and jobs that are due and have scratch
+are begun before the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a load of
 any size. The thread does not wait inside the driver, which costs a processor 30 us each time, its
@@ -16,14 +16,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from stormd.health import Heart
 
-__all__ = ["Pipeline", "Stages"]
+__all__ = ["Pipeline", "Stages", "Supply"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ in a debugger. Then looks are rarer."""
 IDLE_LOOK_SECONDS: Final = 0.01
 
 Job = TypeVar("Job")
+Job_contra = TypeVar("Job_contra", contravariant=True)
 Scratch = TypeVar("Scratch")
 Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
@@ -79,6 +80,22 @@ class Stages(Protocol[Job, Scratch_contra]):
         """Answer a job that was never begun."""
 
 
+class Supply(Protocol[Job_contra, Scratch]):
+    """Scratch for the loads under way. None of this may raise."""
+
+    def has_for(self, job: Job_contra) -> bool:
+        """Tell whether there is scratch for any load that begins with the job.
+
+        There must be for any job at all when none is under way.
+        """
+
+    def take(self, load: Sequence[Job_contra]) -> Scratch:
+        """Return scratch for a load, for whose first job there was some."""
+
+    def give_back(self, scratch: Scratch) -> None:
+        """Take back what a load has used."""
+
+
 class _Call(NamedTuple):
     """What the thread calls once all jobs before it are begun, or `when_finished` not before."""
 
@@ -87,29 +104,23 @@ class _Call(NamedTuple):
 
 
 class Pipeline(Generic[Job, Scratch]):
-    """One thread that runs jobs through `stages`, at most as many loads as `scratch` has items.
-
-    Once all scratch is in use, loads are begun again when `together` items of it are free, so that
-    many: a device that is lent by turns then takes one turn for all of them.
+    """One thread that runs jobs through `stages`, as many loads at one time as have scratch.
 
     Besides jobs it takes calls, made between jobs: when none is under way (`run`), or when those
     before have been begun (`follow`). They must not raise. `heart` says that loads which have gone
     on go further: the first stage may wait for somebody, no later one.
     """
 
-    def __init__(self, name: str, stages: Stages[Job, Scratch], *, together: int = 1) -> None:
+    def __init__(self, name: str, stages: Stages[Job, Scratch]) -> None:
         self.heart = Heart(name)
         self._stages = stages
-        self._together = together
+        self._supply: Supply[Job, Scratch] | None = None
         self._items: SimpleQueue[Job | _Call | None] = SimpleQueue()
         self._skip = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
-        self._free: list[Scratch] = []
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
-        self._scratch_items = 0
-        self._taken = 0  # of the free ones, those that the loads begun next may have
         self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
         self._pause = LOOK_SECONDS
         self._in_vain = 0  # looks since there was anything to do
@@ -142,11 +153,9 @@ class Pipeline(Generic[Job, Scratch]):
 
     # --- from the pipeline's own thread, in a call ------------------------------------------
 
-    def provide(self, scratch: Iterable[Scratch]) -> None:
-        """Add scratch. A job that comes before there is any is refused."""
-        before = len(self._free)
-        self._free.extend(scratch)
-        self._scratch_items += len(self._free) - before
+    def provide(self, supply: Supply[Job, Scratch]) -> None:
+        """Take scratch from `supply`. A job that comes before there is any is refused."""
+        self._supply = supply
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -163,38 +172,26 @@ class Pipeline(Generic[Job, Scratch]):
                 if item.when_finished:
                     self._finish_all()
                 item.action()
-            elif self._takes_jobs():
-                self._begin(self._load(item))
-            else:
+            elif self._supply is None or self._skip.is_set():
                 self._stages.refuse(item)
+            else:
+                self._begin(self._load(item), self._supply)
         self._finish_all()
 
     def _next(self) -> Job | _Call | None:
-        """Return the next item, having gone on with what is under way while there is none.
-
-        Where scratch has been provided, there is some for it.
-        """
+        """Return the next item that may come, having gone on with what is under way until then."""
         while True:
             has_moved = self._look()
             self._take_items()
-            if self._pending and self._has_scratch() and self._may_come(self._pending[0]):
+            if self._pending and self._may_come(self._pending[0]):
                 return self._pending.popleft()
             if not has_moved:
                 self._wait()
 
     def _may_come(self, item: Job | _Call | None) -> bool:
-        if item is None or isinstance(item, _Call) or not self._takes_jobs():
+        if item is None or isinstance(item, _Call) or self._supply is None or self._skip.is_set():
             return True
-        return self._stages.is_due(item)
-
-    def _takes_jobs(self) -> bool:
-        return self._scratch_items > 0 and not self._skip.is_set()
-
-    def _has_scratch(self) -> bool:
-        return self._taken > 0 or len(self._free) >= self._batch()
-
-    def _batch(self) -> int:
-        return min(self._together, self._scratch_items)
+        return self._stages.is_due(item) and self._supply.has_for(item)
 
     def _take_items(self) -> None:
         while not self._items.empty():
@@ -236,16 +233,15 @@ class Pipeline(Generic[Job, Scratch]):
             self._pending.popleft()
         return load
 
-    def _begin(self, load: list[Job]) -> None:
-        self._taken = (self._taken or self._batch()) - 1
-        scratch = self._free.pop()
+    def _begin(self, load: list[Job], supply: Supply[Job, Scratch]) -> None:
+        scratch = supply.take(load)
         self._look_soon()
         try:
             self._stages.begin(load, scratch)
         except Exception as error:
             log.exception("a load of %d jobs could not be begun", len(load))
             self._stages.settle()
-            self._free.append(scratch)
+            supply.give_back(scratch)
             if len(load) == 1:
                 self._stages.fail(load, scratch, error)
             else:
@@ -286,7 +282,8 @@ class Pipeline(Generic[Job, Scratch]):
             self._stages.fail(load, scratch, error)
             is_over = True
         if is_over:
-            self._free.append(scratch)
+            assert self._supply is not None, "scratch came from somewhere"
+            self._supply.give_back(scratch)
         else:
             self._continued.append((load, scratch))
         return True

@@ -1,7 +1,7 @@
 """A pipeline answers every job once and in order, whatever its stages do."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from support.waiting import wait_until
@@ -87,6 +87,19 @@ class Recorder:
         return lambda: len(self.answers()) == count
 
 
+class Items(list[str]):
+    """Scratch by name."""
+
+    def has_for(self, job: int) -> bool:
+        return bool(self)
+
+    def take(self, load: Sequence[int]) -> str:
+        return self.pop()
+
+    def give_back(self, scratch: str) -> None:
+        self.append(scratch)
+
+
 @pytest.fixture
 def stages() -> Recorder:
     return Recorder()
@@ -115,7 +128,7 @@ def put_at_once(pipeline: Pipeline[int, str], jobs: list[int]) -> None:
 def test_jobs_are_begun_and_finished_in_order(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     for job in range(10):
         pipeline.put(job)
     wait_until(stages.answered(10), WAIT, lambda: stages.events)
@@ -126,7 +139,7 @@ def test_no_more_are_under_way_than_there_is_scratch(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     for job in range(5):
         pipeline.put(job)
     wait_until(lambda: len(stages.kinds("begin")) == 2, WAIT, lambda: stages.events)
@@ -139,11 +152,34 @@ def test_no_more_are_under_way_than_there_is_scratch(
     assert most <= 2
 
 
+def test_a_job_waits_for_scratch_of_its_own_and_calls_do_not(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    class ForSmallOnes(Items):
+        def has_for(self, job: int) -> bool:
+            return super().has_for(job) and (job < 5 or len(self) == 2)
+
+    stages.hold.clear()
+    called = threading.Event()
+    pipeline.run(lambda: pipeline.provide(ForSmallOnes(["a", "b"])))
+    pipeline.put(1)
+    pipeline.follow(called.set)
+    pipeline.put(5)
+    pipeline.put(2)
+    assert called.wait(WAIT)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 3, WAIT)
+    assert stages.kinds("begin") == [1]  # 5 wants all scratch, and 2 does not overtake it
+    stages.hold.set()
+    wait_until(stages.answered(3), WAIT, lambda: stages.events)
+    assert stages.answers() == [("finish", 1), ("finish", 5), ("finish", 2)]
+
+
 def test_waiting_jobs_are_begun_before_the_first_wait(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(["a", "b", "c"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
     put_at_once(pipeline, [0, 1, 2])
     wait_until(lambda: len(stages.kinds("begin")) == 3, WAIT, lambda: stages.events)
     assert stages.answers() == []
@@ -153,7 +189,7 @@ def test_a_job_that_comes_while_the_device_works_is_begun(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     for job in range(2):
         pipeline.put(job)
         wait_until(lambda: job in stages.kinds("begin"), WAIT)  # noqa: B023 - it is called now
@@ -164,7 +200,7 @@ def test_what_waits_together_is_done_together(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.together = 3
-    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
     put_at_once(pipeline, list(range(7)))
     wait_until(stages.answered(7), WAIT, lambda: stages.events)
     assert stages.loads == [[0, 1, 2], [3, 4, 5], [6]]
@@ -175,7 +211,7 @@ def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.due, stages.together = 2, 3
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     put_at_once(pipeline, list(range(5)))
     wait_until(stages.answered(2), WAIT, lambda: stages.events)
     assert stages.loads == [[0, 1]]
@@ -189,7 +225,7 @@ def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
 def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     stages.due = 1
-    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
     for job in range(3):
         pipeline.put(job)
     wait_until(stages.answered(1), WAIT, lambda: stages.events)
@@ -201,7 +237,7 @@ def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
 def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> None:
     stages.together = 3
     ready = threading.Event()
-    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
     pipeline.run(lambda: ready.wait(WAIT) and None)
     pipeline.put(0)
     pipeline.run(lambda: None)
@@ -214,7 +250,7 @@ def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> 
 def test_a_failing_job_is_answered_and_the_next_one_done(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
     for job in (1, 13, 2, 17, 3, 19, 4):
         pipeline.put(job)
     wait_until(stages.answered(7), WAIT, lambda: stages.events)
@@ -238,7 +274,7 @@ def test_a_job_that_cannot_be_begun_costs_no_other(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.together = 4
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     put_at_once(pipeline, [1, 2, 13, 3, 4, 5])
     wait_until(stages.answered(6), WAIT, lambda: stages.events)
     assert stages.kinds("ValueError") == [13]
@@ -246,49 +282,12 @@ def test_a_job_that_cannot_be_begun_costs_no_other(
     assert stages.loads == [[1], [2], [3], [4, 5]]
 
 
-@pytest.fixture
-def by_twos(stages: Recorder) -> Iterator[Pipeline[int, str]]:
-    running: Pipeline[int, str] = Pipeline("pipeline-under-test", stages, together=2)
-    running.run(lambda: running.provide(["a", "b", "c"]))
-    yield running
-    stages.passing = 99
-    running.end()
-    assert running.join(WAIT)
-
-
-def test_jobs_are_begun_together_once_scratch_ran_out(
-    by_twos: Pipeline[int, str], stages: Recorder
-) -> None:
-    stages.passing = 0
-    put_at_once(by_twos, [0, 1, 2, 3])
-    wait_until(lambda: stages.kinds("begin") == [0, 1], WAIT, lambda: stages.events)
-    looks = stages.looks
-    wait_until(lambda: stages.looks > looks + 3, WAIT)
-    assert stages.kinds("begin") == [0, 1]
-    stages.passing = 1  # then two of three are free
-    wait_until(lambda: stages.kinds("begin") == [0, 1, 2, 3], WAIT, lambda: stages.events)
-    assert stages.kinds("finish") == [0]
-
-
-def test_fewer_than_are_begun_together_are_enough_where_there_are_no_more(
-    stages: Recorder,
-) -> None:
-    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages, together=2)
-    pipeline.run(lambda: pipeline.provide(["one"]))
-    pipeline.put(1)
-    pipeline.put(2)
-    wait_until(stages.answered(2), WAIT, lambda: stages.events)
-    pipeline.end()
-    assert pipeline.join(WAIT)
-    assert stages.kinds("finish") == [1, 2]
-
-
 def test_a_call_is_made_when_nothing_is_under_way(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     seen: list[list[int]] = []
     called = threading.Event()
-    pipeline.run(lambda: pipeline.provide(["a", "b", "c"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
     for job in range(3):
         pipeline.put(job)
     pipeline.run(lambda: seen.append(stages.kinds("finish")))
@@ -303,7 +302,7 @@ def test_a_call_that_follows_is_made_while_those_before_are_under_way(
     stages.hold.clear()
     seen: list[list[int]] = []
     called = threading.Event()
-    pipeline.run(lambda: pipeline.provide(["a", "b", "c"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
     for job in range(2):
         pipeline.put(job)
     pipeline.follow(lambda: seen.append(stages.kinds("begin")))
@@ -320,7 +319,7 @@ def test_the_end_finishes_what_runs_refuses_what_waits_and_makes_the_calls(
 ) -> None:
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
     pipeline.put(1)
     wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
     pipeline.put(2)
@@ -345,7 +344,7 @@ def test_a_job_before_any_scratch_is_refused(
 def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    pipeline.run(lambda: pipeline.provide(["a"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
     stages.hold.clear()
     pipeline.put(1)
     wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
@@ -381,7 +380,7 @@ def test_looks_are_rarer_once_nothing_has_happened_for_long(
 ) -> None:
     monkeypatch.setattr(module, "IDLE_LOOKS", 20)
     stages.hold.clear()
-    pipeline.run(lambda: pipeline.provide(["a", "b"]))
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     pipeline.put(1)
     wait_until(lambda: pipeline._pause == module.IDLE_LOOK_SECONDS, WAIT)
     assert stages.looks >= 20
