@@ -23,9 +23,9 @@ from stormd.lanes.ring import Ring
 
 __all__ = ["RESULT_WORDS", "Scratch", "ScratchRing"]
 
-LARGEST_PARTS: Final = 3
-"""For so many of the largest parts there is room: one is coded, one copied, one next. Four, with
-parts of 128 MiB, made no step of `stormd bench train` quicker."""
+LARGEST_PARTS: Final = 4
+"""For so many of the largest parts there is room. With three, the link stands still now and then
+where there is no MPS (DESIGN.md has the measurement)."""
 
 LOADS_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
