@@ -35,6 +35,7 @@ CUDA_FILES = (
     "cuda_client",
     "cuda_device",
     "cuda_restores",
+    "cuda_scratch",
     "cuda_session",
     "cuda_stores",
 )

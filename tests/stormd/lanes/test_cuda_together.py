@@ -150,3 +150,31 @@ def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None
         restored = bench.memory[8 * PART : 8 * PART + SMALL[entry]]
         assert np.array_equal(restored, before[begin : begin + SMALL[entry]])
         bench.space.release(block)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_of_all_sizes_share_the_scratch(bench: Bench, seed: int) -> None:
+    """More of them than it has room for, both ways."""
+    bench.map()
+    before = fill(bench, seed)
+    random = np.random.default_rng(seed)
+    sizes = [PART, PART, PART, 2]
+    sizes += [2 * int(n) for n in random.integers(1, PART // 2, len(before) // PART - 4)]
+    random.shuffle(sizes)
+    bench.publish(2 * len(sizes))
+    with waiting_together(bench.lane._sessions[SESSION].stores):
+        for entry, nbytes in enumerate(sizes, 1):
+            bench.store(entry, (entry - 1) * PART, nbytes)
+    bench.expect(StoreDone, len(sizes))
+    done = [result for result in bench.results if isinstance(result, StoreDone)]
+    bench.memory[:] = 0xA5
+    with waiting_together(bench.lane._sessions[SESSION].restores):
+        for number, (result, nbytes) in enumerate(zip(done, sizes, strict=True)):
+            bench.restore(len(sizes) + 1 + number, result.block, number * PART, nbytes)
+    bench.expect(RestoreDone, len(sizes))
+    for number, nbytes in enumerate(sizes):
+        begin, end = number * PART, number * PART + nbytes
+        assert np.array_equal(bench.memory[begin:end], before[begin:end])
+        assert (bench.memory[end : (number + 1) * PART] == 0xA5).all()
+    for result in done:
+        bench.space.release(result.block)
