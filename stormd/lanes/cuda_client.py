@@ -17,12 +17,14 @@ from storm_kernels.ancf.layout import Mode
 from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_value
 from storm_kernels.errors import CudaDriverError, KernelsError
 
+from stormd.errors import LaneUnavailable
 from stormd.lanes import Post, RestoreJob, StoreJob, blob_bound
 from stormd.lanes.cuda_device import CudaDevice
 from stormd.lanes.cuda_scratch import ScratchRing
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory
+from stormd.sizes import format_size
 
 __all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
 
@@ -134,18 +136,25 @@ class CudaClient:
         """Make what both directions need on the device; on an error nothing is kept.
 
         Raises:
-            CudaDriverError: the device gives no memory or stream.
+            LaneUnavailable: the device gives no memory or stream.
         """
         with ExitStack() as made:
-            registered = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
-            _, greatest = self.device.context.priorities()
-            stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
-            storing, restoring = (
-                made.enter_context(closing(ScratchRing(self.device, self._part_bytes)))
-                for _ in range(2)
-            )
+            try:
+                page = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
+                _, greatest = self.device.context.priorities()
+                stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
+                storing, restoring = (
+                    made.enter_context(closing(ScratchRing(self.device, self._part_bytes)))
+                    for _ in range(2)
+                )
+            except CudaDriverError as error:
+                raise LaneUnavailable(
+                    f"the GPU gives a session no scratch ({error}): make room there, or start the "
+                    f"daemon with a part_bytes_cuda of less than {format_size(self._part_bytes)}, "
+                    "of which a session takes eight"
+                ) from error
             owned = made.pop_all()
-        self._opened = Opened(registered, stores, restores, storing, restoring, owned)
+        self._opened = Opened(page, stores, restores, storing, restoring, owned)
 
     def map(self, request: MapSegment) -> None:
         """Map what the client offers.

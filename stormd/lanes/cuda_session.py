@@ -17,6 +17,7 @@ from typing import Final
 
 from storm_kernels.errors import KernelsError
 
+from stormd.errors import LaneUnavailable
 from stormd.lanes import Detached, RestoreJob, SegmentMapped, SegmentRefused, StoreJob
 from stormd.lanes.cuda_client import CudaClient
 from stormd.lanes.cuda_restores import Restores
@@ -88,7 +89,7 @@ class CudaSession:
             if not client.is_open:
                 self._open()
             client.map(request)
-        except (KernelsError, ValueError) as error:
+        except (KernelsError, LaneUnavailable, ValueError) as error:
             detail = f"segment {request.segment} cannot be mapped: {error}"
             log.warning("session %d: %s", client.session, detail)
             client.post(SegmentRefused(client.session, request.segment, detail[:1000]))

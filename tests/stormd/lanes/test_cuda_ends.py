@@ -85,7 +85,9 @@ def test_a_session_that_finds_no_memory_holds_none(bench: Bench) -> None:
         before = set(fake_cuda.live)
     fake_cuda.MappedHost.refused = True
     bench.lane.map_segment(SESSION, offer(bench.area))
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in bench.expect(SegmentRefused).detail
+    detail = bench.expect(SegmentRefused).detail
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in detail
+    assert "part_bytes_cuda of less than 64.0 KiB" in detail
     assert not [type(one).__name__ for one in fake_cuda.live - before]
 
 
