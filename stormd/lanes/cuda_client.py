@@ -20,7 +20,7 @@ from storm_kernels.errors import CudaDriverError, KernelsError
 from stormd.errors import LaneUnavailable
 from stormd.lanes import Post, RestoreJob, StoreJob, blob_bound
 from stormd.lanes.cuda_device import CudaDevice
-from stormd.lanes.cuda_scratch import ScratchRing
+from stormd.lanes.cuda_scratch import LARGEST_PARTS, ScratchRing
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory
@@ -151,7 +151,7 @@ class CudaClient:
                 raise LaneUnavailable(
                     f"the GPU gives a session no scratch ({error}): make room there, or start the "
                     f"daemon with a part_bytes_cuda of less than {format_size(self._part_bytes)}, "
-                    "of which a session takes eight"
+                    f"of which a session takes {2 * LARGEST_PARTS}"
                 ) from error
             owned = made.pop_all()
         self._opened = Opened(page, stores, restores, storing, restoring, owned)

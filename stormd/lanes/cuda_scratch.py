@@ -16,12 +16,12 @@ from typing import Final
 from storm_kernels.ancf.cuda_launches import BlobKind
 from storm_kernels.cuda_driver import DeviceBuffer, Event, MappedHost, elapsed_seconds
 
-from stormd.arena import Block
+from stormd.arena import GRANULE, Block, granules
 from stormd.lanes import RestoreJob, StoreJob, blob_bound
 from stormd.lanes.cuda_device import CudaDevice
 from stormd.lanes.ring import Ring
 
-__all__ = ["RESULT_WORDS", "Scratch", "ScratchRing"]
+__all__ = ["LARGEST_PARTS", "RESULT_WORDS", "Scratch", "ScratchRing"]
 
 LARGEST_PARTS: Final = 4
 """For so many of the largest parts there is room. With three, the link stands still now and then
@@ -39,9 +39,6 @@ for the last no longer than 0.2 ms."""
 
 RESULT_WORDS: Final = 8
 """Words of mapped host memory for each: the codec leaves a blob's size, status and mode there."""
-
-ROOM_ALIGN: Final = 256
-"""Bytes, of blobs in the ring."""
 
 
 class Scratch:
@@ -122,7 +119,7 @@ class ScratchRing:
     def take(self, load: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
         """Return scratch for a load; `has_for` has said that there is some."""
         scratch = self._free.pop()
-        sizes = [-(-blob_bound(job.nbytes) // ROOM_ALIGN) * ROOM_ALIGN for job in load]
+        sizes = [granules(blob_bound(job.nbytes)) for job in load]
         scratch.taken = self._ring.take(sum(sizes))
         scratch.rooms = []
         address = self._memory.address + scratch.taken.start
@@ -143,5 +140,4 @@ class ScratchRing:
 
 def _room_for(nbytes: int) -> int:
     """Return the bytes that blobs of `nbytes`, of however many parts of a load, take at most."""
-    rounded = -(-nbytes // ROOM_ALIGN) * ROOM_ALIGN
-    return rounded + PARTS_TOGETHER * (blob_bound(0) + ROOM_ALIGN)
+    return granules(nbytes) + PARTS_TOGETHER * (blob_bound(0) + GRANULE)

@@ -172,10 +172,10 @@ class Pipeline(Generic[Job, Scratch]):
                 if item.when_finished:
                     self._finish_all()
                 item.action()
-            elif self._supply is None or self._skip.is_set():
+            elif (supply := self._open_supply()) is None:
                 self._stages.refuse(item)
             else:
-                self._begin(self._load(item), self._supply)
+                self._begin(self._load(item), supply)
         self._finish_all()
 
     def _next(self) -> Job | _Call | None:
@@ -189,9 +189,14 @@ class Pipeline(Generic[Job, Scratch]):
                 self._wait()
 
     def _may_come(self, item: Job | _Call | None) -> bool:
-        if item is None or isinstance(item, _Call) or self._supply is None or self._skip.is_set():
+        supply = self._open_supply()
+        if item is None or isinstance(item, _Call) or supply is None:
             return True
-        return self._stages.is_due(item) and self._supply.has_for(item)
+        return self._stages.is_due(item) and supply.has_for(item)
+
+    def _open_supply(self) -> Supply[Job, Scratch] | None:
+        """Return where jobs get their scratch; None where they are refused."""
+        return None if self._skip.is_set() else self._supply
 
     def _take_items(self) -> None:
         while not self._items.empty():

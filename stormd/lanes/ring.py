@@ -20,12 +20,11 @@ class Ring:
 
     def __init__(self, capacity: int, most: int, *, by_halves: bool) -> None:
         """Start with everything free."""
-        self.capacity = capacity
+        self._capacity = capacity
         self._most = most
         self._by_halves = by_halves
         self._is_full = False  # and half of it not free again yet, where that is asked for
         self._used: deque[range] = deque()  # in the order in which they were handed out
-        self._used_bytes = 0
 
     def has(self, nbytes: int) -> bool:
         """Tell whether a range of `nbytes` is to be had now."""
@@ -37,27 +36,26 @@ class Ring:
     def take(self, nbytes: int) -> range:
         """Return a range of `nbytes`, at least one; `has` has said that there is one as long."""
         begin = self._find(nbytes)
-        assert begin is not None, f"no range of {nbytes} bytes, {self._used_bytes} are in use"
+        assert begin is not None, f"no range of {nbytes} bytes beside {self._used}"
         taken = range(begin, begin + nbytes)
         self._used.append(taken)
-        self._used_bytes += nbytes
         return taken
 
     def give_back(self, taken: range) -> None:
         """Take a range back that was handed out."""
         self._used.remove(taken)
-        self._used_bytes -= len(taken)
 
     def _is_half_free(self) -> bool:
-        return 2 * self._used_bytes <= self.capacity and 2 * len(self._used) <= self._most
+        used_bytes = sum(map(len, self._used))
+        return 2 * used_bytes <= self._capacity and 2 * len(self._used) <= self._most
 
     def _find(self, nbytes: int) -> int | None:
         """Return where a range of `nbytes` begins: behind the last one, or at the start again."""
         if not self._used:
-            return 0 if nbytes <= self.capacity else None
+            return 0 if nbytes <= self._capacity else None
         oldest, newest = self._used[0], self._used[-1]
         if newest.start < oldest.start:  # it has begun again
             return newest.stop if newest.stop + nbytes <= oldest.start else None
-        if newest.stop + nbytes <= self.capacity:
+        if newest.stop + nbytes <= self._capacity:
             return newest.stop
         return 0 if nbytes <= oldest.start else None

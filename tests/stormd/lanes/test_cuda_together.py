@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,24 +52,35 @@ def stored_together(bench: Bench, published: int) -> list[Any]:
     return [one.block for one in done]
 
 
+def restore_at_once(bench: Bench, blocks: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """Ask for parts back that are found together, numbered behind as many; see waiting_together."""
+    bench.memory[:] = 0xA5
+    with waiting_together(bench.lane._sessions[SESSION].restores) as loads:
+        for index, (block, nbytes) in enumerate(zip(blocks, sizes, strict=True)):
+            bench.restore(len(sizes) + 1 + index, block, index * PART, nbytes)
+    return loads
+
+
+def assert_back(bench: Bench, before: np.ndarray, sizes: Sequence[int]) -> None:
+    """Check that parts of these sizes are where they were, and nothing else was written."""
+    for index, nbytes in enumerate(sizes):
+        begin, end = index * PART, index * PART + nbytes
+        assert np.array_equal(bench.memory[begin:end], before[begin:end])
+        assert (bench.memory[end : (index + 1) * PART] == 0xA5).all()
+
+
 @pytest.mark.parametrize("published", [0, 3, len(SMALL)])
 def test_small_parts_go_and_come_together(bench: Bench, published: int) -> None:
     bench.map()
     before = fill(bench)
     blocks = stored_together(bench, published)
-    bench.memory[:] = 0xA5
-    with waiting_together(bench.lane._sessions[SESSION].restores) as loads:
-        for entry, (block, nbytes) in enumerate(zip(blocks, SMALL, strict=True), 1):
-            bench.restore(8 + entry, block, (entry - 1) * PART, nbytes)
+    loads = restore_at_once(bench, blocks, SMALL)
     wait_until(lambda: loads == [len(SMALL)])
     assert (bench.memory == 0xA5).all()
     bench.publish(16)
     bench.expect(RestoreDone, len(SMALL))
     assert bench.counters.read(RESTORED) == 16
-    for index, nbytes in enumerate(SMALL):
-        begin, end = index * PART, index * PART + nbytes
-        assert np.array_equal(bench.memory[begin:end], before[begin:end])
-        assert (bench.memory[end : (index + 1) * PART] == 0xA5).all()
+    assert_back(bench, before, SMALL)
     (link,) = bench.lane.links
     total = sum(block.nbytes for block in blocks)
     assert [link.as_status()[one]["bytes"] for one in ("store", "restore")] == [total, total]
@@ -84,11 +95,8 @@ def test_a_damaged_blob_among_others_fails_alone(bench: Bench, place: int) -> No
     blocks = stored_together(bench, len(SMALL))
     damaged = ctypes.c_uint8.from_address(bench.pool.address + blocks[2].extents[0].offset + place)
     damaged.value ^= 0xF0
-    bench.memory[:] = 0xA5
-    with waiting_together(bench.lane._sessions[SESSION].restores):
-        for entry, (block, nbytes) in enumerate(zip(blocks, SMALL, strict=True), 1):
-            bench.restore(8 + entry, block, (entry - 1) * PART, nbytes)
-        bench.publish(16)
+    restore_at_once(bench, blocks, SMALL)
+    bench.publish(16)
     failed = bench.expect(RestoreFailed)
     assert (failed.kind, failed.ticket) == ("CorruptBlob", 11)
     bench.expect(RestoreDone, len(SMALL) - 1)
@@ -167,14 +175,9 @@ def test_parts_of_all_sizes_share_the_scratch(bench: Bench, seed: int) -> None:
             bench.store(entry, (entry - 1) * PART, nbytes)
     bench.expect(StoreDone, len(sizes))
     done = [result for result in bench.results if isinstance(result, StoreDone)]
-    bench.memory[:] = 0xA5
-    with waiting_together(bench.lane._sessions[SESSION].restores):
-        for number, (result, nbytes) in enumerate(zip(done, sizes, strict=True)):
-            bench.restore(len(sizes) + 1 + number, result.block, number * PART, nbytes)
+    blocks = [result.block for result in done]
+    restore_at_once(bench, blocks, sizes)
     bench.expect(RestoreDone, len(sizes))
-    for number, nbytes in enumerate(sizes):
-        begin, end = number * PART, number * PART + nbytes
-        assert np.array_equal(bench.memory[begin:end], before[begin:end])
-        assert (bench.memory[end : (number + 1) * PART] == 0xA5).all()
-    for result in done:
-        bench.space.release(result.block)
+    assert_back(bench, before, sizes)
+    for block in blocks:
+        bench.space.release(block)

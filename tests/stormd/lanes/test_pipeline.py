@@ -8,6 +8,7 @@ from support.waiting import wait_until
 
 from stormd.lanes import pipeline as module
 from stormd.lanes.pipeline import Pipeline
+from stormd.lanes.ring import Ring
 
 WAIT = 10.0
 BROKEN = (13, 17, 19)
@@ -282,33 +283,77 @@ def test_a_job_that_cannot_be_begun_costs_no_other(
     assert stages.loads == [[1], [2], [3], [4, 5]]
 
 
+class Halves:
+    """Scratch for so many jobs, of which half must be free before there is any again."""
+
+    def __init__(self, jobs: int) -> None:
+        self._ring = Ring(jobs, jobs, by_halves=True)
+        self.give_back = self._ring.give_back
+
+    def has_for(self, job: int) -> bool:
+        return self._ring.has(1)
+
+    def take(self, load: Sequence[int]) -> range:
+        return self._ring.take(1)
+
+
+def test_jobs_are_begun_together_once_scratch_ran_out(stages: Recorder) -> None:
+    pipeline: Pipeline[int, range] = Pipeline("pipeline-under-test", stages)
+    pipeline.run(lambda: pipeline.provide(Halves(4)))
+    stages.passing = 0
+    for job in range(6):
+        pipeline.put(job)
+    for passing, begun in ((0, 4), (1, 4), (2, 6)):
+        stages.passing = passing
+        wait_until(lambda: len(stages.kinds("finish")) == passing, WAIT)  # noqa: B023 - called now
+        looks = stages.looks
+        wait_until(lambda: stages.looks > looks + 3, WAIT)  # noqa: B023 - it is called now
+        assert stages.kinds("begin") == list(range(begun))
+    stages.passing = 99
+    pipeline.end()
+    assert pipeline.join(WAIT)
+
+
+def test_scratch_for_one_job_serves_all_of_them(stages: Recorder) -> None:
+    pipeline: Pipeline[int, range] = Pipeline("pipeline-under-test", stages)
+    pipeline.run(lambda: pipeline.provide(Halves(1)))
+    pipeline.put(1)
+    pipeline.put(2)
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    pipeline.end()
+    assert pipeline.join(WAIT)
+    assert stages.kinds("finish") == [1, 2]
+
+
+def seen_in_a_call(
+    queue: Callable[[Callable[[], None]], None], look: Callable[[], list[int]]
+) -> list[int]:
+    """Return what `look` gives in a call of the pipeline's thread."""
+    seen: list[int] = []
+    called = threading.Event()
+    queue(lambda: seen.extend(look()))
+    queue(called.set)
+    assert called.wait(WAIT)
+    return seen
+
+
 def test_a_call_is_made_when_nothing_is_under_way(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    seen: list[list[int]] = []
-    called = threading.Event()
     pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
     for job in range(3):
         pipeline.put(job)
-    pipeline.run(lambda: seen.append(stages.kinds("finish")))
-    pipeline.run(called.set)
-    assert called.wait(WAIT)
-    assert seen == [[0, 1, 2]]
+    assert seen_in_a_call(pipeline.run, lambda: stages.kinds("finish")) == [0, 1, 2]
 
 
 def test_a_call_that_follows_is_made_while_those_before_are_under_way(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
     stages.hold.clear()
-    seen: list[list[int]] = []
-    called = threading.Event()
     pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
     for job in range(2):
         pipeline.put(job)
-    pipeline.follow(lambda: seen.append(stages.kinds("begin")))
-    pipeline.follow(called.set)
-    assert called.wait(WAIT)
-    assert seen == [[0, 1]]
+    assert seen_in_a_call(pipeline.follow, lambda: stages.kinds("begin")) == [0, 1]
     assert stages.kinds("finish") == []
     stages.hold.set()
     wait_until(stages.answered(2), WAIT, lambda: stages.events)
