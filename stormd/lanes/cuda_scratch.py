@@ -114,7 +114,9 @@ class ScratchRing:
 
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
         """Tell whether there is scratch for a load that begins with the job."""
-        return self._ring.has(_room_for(max(job.nbytes, self._bytes_together)))
+        is_alone = job.nbytes >= self._bytes_together  # nothing fits beside it
+        nbytes = granules(blob_bound(job.nbytes)) if is_alone else _room_for(self._bytes_together)
+        return self._ring.has(nbytes)
 
     def take(self, load: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
         """Return scratch for a load; `has_for` has said that there is some."""

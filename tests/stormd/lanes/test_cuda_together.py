@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +68,10 @@ def assert_back(bench: Bench, before: np.ndarray, sizes: Sequence[int]) -> None:
         begin, end = index * PART, index * PART + nbytes
         assert np.array_equal(bench.memory[begin:end], before[begin:end])
         assert (bench.memory[end : (index + 1) * PART] == 0xA5).all()
+
+
+def results_of(bench: Bench, kind: type) -> int:
+    return sum(isinstance(result, kind) for result in bench.results)
 
 
 @pytest.mark.parametrize("published", [0, 3, len(SMALL)])
@@ -177,6 +182,35 @@ def test_parts_of_all_sizes_share_the_scratch(bench: Bench, seed: int) -> None:
     done = [result for result in bench.results if isinstance(result, StoreDone)]
     blocks = [result.block for result in done]
     restore_at_once(bench, blocks, sizes)
+    bench.expect(RestoreDone, len(sizes))
+    assert_back(bench, before, sizes)
+    for block in blocks:
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize(("by_mps", "begun"), [(False, [4, 4, 6]), (True, [4, 5, 6])])
+def test_without_mps_parts_are_begun_again_when_half_of_the_scratch_is_free(
+    lanes: Callable[[list[int]], Bench],
+    monkeypatch: pytest.MonkeyPatch,
+    by_mps: bool,
+    begun: list[int],
+) -> None:
+    monkeypatch.setattr(fake_cuda, "shared_by_mps", by_mps)
+    bench = lanes([0])
+    bench.map()
+    before, sizes = fill(bench), [PART] * 6
+    bench.publish(len(sizes))
+    for entry in range(1, 7):
+        bench.store(entry, (entry - 1) * PART, PART)
+    bench.expect(StoreDone, len(sizes))
+    blocks = [result.block for result in bench.results if isinstance(result, StoreDone)]
+    loads = restore_at_once(bench, blocks, sizes)
+    for back, count in enumerate(begun):
+        bench.publish(len(sizes) + back)
+        wait_until(lambda: results_of(bench, RestoreDone) == back)  # noqa: B023 - it is called now
+        time.sleep(0.02)
+        assert loads == [1] * count
+    bench.publish(2 * len(sizes))
     bench.expect(RestoreDone, len(sizes))
     assert_back(bench, before, sizes)
     for block in blocks:
