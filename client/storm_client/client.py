@@ -74,7 +74,9 @@ class Client:
         Raises:
             DaemonLost: the daemon is gone or does not answer.
         """
-        control = self._supply.current().control
+        sessions = self._supply.current()
+        sessions.sweep()
+        control = sessions.control
         answer = control.connection.request(StatusRequest(), self._timeout)
         if not isinstance(answer, Status):
             raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")

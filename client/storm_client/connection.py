@@ -67,8 +67,8 @@ class Connection:
     """A session's control plane. `lock` and `changed` are shared with the session built on it.
 
     `on_message` is called with the lock held for every reply that no request waits for;
-    `on_wake` with the lock held after `wake`, and has to flush; `on_lost` without it, once, when
-    all is over; `on_abandoned` without it after `abandon`, and has to close.
+    `on_wake` with the lock held after `wake` and with each heartbeat, and has to flush; `on_lost`
+    without it, once, when all is over; `on_abandoned` without it after `abandon`, and has to close.
     """
 
     def __init__(self, address: str, hello: LaneHello, timeout: float) -> None:
@@ -86,7 +86,7 @@ class Connection:
         self.numbers = count(FIRST_NUMBER)
         """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
         self.on_message: OnMessage = _ignore
-        self.on_wake: Callable[[], None] = _nothing
+        self.on_wake: Callable[[], None] = self.flush
         self.on_lost: Callable[[], None] = _nothing
         self.on_abandoned: Callable[[], None] = _nothing
         self._pid = os.getpid()
@@ -331,14 +331,13 @@ class Connection:
             if self.lost:
                 return next_ping
             self.drain()
-            if wakeup.clear():
+            is_due = time.monotonic() >= next_ping
+            if is_due:
+                self.post(0, Ping())
+                next_ping = time.monotonic() + PING_SECONDS
+            if wakeup.clear() or is_due:
                 self.on_wake()
-            if time.monotonic() < next_ping:
-                return next_ping
-            self.post(0, Ping())
-            self._transmit()
-            self.drain()
-            return time.monotonic() + PING_SECONDS
+            return next_ping
 
     def _fail(self, reason: str) -> None:
         with self.lock:

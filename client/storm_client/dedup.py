@@ -1,8 +1,8 @@
-"""Finds the record that already holds a tensor's bytes.
+"""Finds the record of a tensor's storage.
 
-What stays true: a record is found only for the very storage that it was made from, with its
-version unchanged. A storage is known by the address of its implementation; a weak reference,
-kept as long as the table names it, keeps that address from being used for another one.
+What stays true: a record is found only for the very storage that it was made from. A storage is
+known by the address of its implementation; a weak reference, kept as long as the table names it,
+keeps that address from being used for another one.
 """
 
 from __future__ import annotations
@@ -15,33 +15,25 @@ __all__ = ["DedupTable"]
 
 
 class DedupTable:
-    """Records by storage. The session's lock protects it."""
+    """The latest record of each storage. The session's lock protects it."""
 
     def __init__(self) -> None:
         """Start empty."""
-        self._records: dict[int, list[DeadRecord]] = {}
+        self._records: dict[int, DeadRecord] = {}
 
-    def find(
-        self, storage: torch.UntypedStorage, span: tuple[int, int], version: int
-    ) -> StoredRange | None:
-        """Return the living record that holds the bytes `span` of `storage` at `version`."""
-        for reference in self._records.get(storage._cdata, ()):
-            record = reference()
-            if record is not None and record.covers(storage, span, version):
-                return record
-        return None
+    def find(self, storage: torch.UntypedStorage) -> StoredRange | None:
+        """Return the living record of `storage`."""
+        reference = self._records.get(storage._cdata)
+        return None if reference is None else reference()
 
     def add(self, reference: DeadRecord) -> None:
-        """Let the record be found until `remove`; it is held weakly."""
-        self._records.setdefault(reference.origin.cdata, []).append(reference)
+        """Let the record be found until `remove`, or until its storage has another."""
+        self._records[reference.origin.cdata] = reference
 
     def remove(self, reference: DeadRecord) -> None:
-        """Forget a record that died; one whose making was interrupted may never have been known."""
-        same_storage = self._records.get(reference.origin.cdata, [])
-        if reference in same_storage:
-            same_storage.remove(reference)
-        if not same_storage:
-            self._records.pop(reference.origin.cdata, None)
+        """Forget a record that died; another may have taken its place."""
+        if self._records.get(reference.origin.cdata) is reference:
+            del self._records[reference.origin.cdata]
 
     def __len__(self) -> int:
         """Return the number of storages known."""

@@ -95,23 +95,22 @@ class Departures:
         self._unsent: deque[Held[Admission]] = deque()
         self._sending = False
 
-    def add(self, record: StoredRange, codec: str, admission: Admission, *, soon: bool) -> bool:
-        """Hold a record's source, and send it unless it is needed `soon`.
+    def add(self, record: StoredRange, admission: Admission) -> bool:
+        """Hold a record's source, and send it unless it is needed soon.
 
         False where neither the daemon nor this process can read it where it is.
         """
-        is_coded = self._coder_of(record, codec) is not None
+        is_coded = self._coder_of(record) is not None
         whole = None if is_coded else self._find(record)
         if not is_coded and whole is None:
             return False
-        self._window.saw(record.storage_nbytes)
+        self._window.saw(record.nbytes)
         produced = self._in_place.produced(1)[0] if is_coded else 0
-        size = record.storage_nbytes
-        held = Held(record.key, weakref.ref(record), size, codec, admission, produced=produced)
+        held = Held(record.key, weakref.ref(record), record.nbytes, admission, produced=produced)
         self._held.add(held)
-        if whole is not None and not soon:
+        if whole is not None and not record.soon:
             self._have_read(record, held, whole)
-        elif not soon:
+        elif not record.soon:
             self._unsent.append(held)
             self.send_waiting()
         self._relieve()
@@ -156,7 +155,7 @@ class Departures:
             return True
         self._sending = True
         try:
-            coder = self._coder_of(record, held.codec)
+            coder = self._coder_of(record)
             if coder is not None and held.reader in (None, coder):
                 return self._encode(coder, record, held)
             whole = self._find(record) if held.reader is None else None
@@ -169,32 +168,26 @@ class Departures:
     def _encode(self, coder: Coder, record: StoredRange, held: Held[Admission]) -> bool:
         """Encode the parts that are left into slots, as far as there are any."""
         assert record.source is not None
-        dtype = codec_name(record.version.dtype)
+        dtype = codec_name(record.dtype)
         while held.sent < record.nbytes and not held.admission.refused:
             nbytes = min(self._part_bytes, record.nbytes - held.sent)
             slot = self._reserve(coder.room(nbytes))
             if slot is None:
                 return False
-            begin = record.start + held.sent
+            part = range(held.sent, held.sent + nbytes)
             encoded = coder.encode(
-                record.source,
-                range(begin, begin + nbytes),
-                slot,
-                dtype=dtype,
-                codec=held.codec,
-                after=held.produced,
+                record.source, part, slot, dtype=dtype, codec=record.codec, after=held.produced
             )
             if encoded is None:
                 self._lane.free(slot)
                 return False
             held.reader = coder
-            part = range(held.sent, held.sent + nbytes)
             held.sent = part.stop
             if held.sent == record.nbytes:
                 held.sequence = encoded.sequence
             sequence, result = encoded
             self._send_piece(
-                Piece(record, held.admission, part, slot, held.codec, sequence, result)
+                Piece(record, held.admission, part, slot, record.codec, sequence, result)
             )
         return True
 
@@ -207,7 +200,7 @@ class Departures:
         for begin, sequence in zip(begins, numbers, strict=True):
             part = range(begin, min(begin + self._part_bytes, record.nbytes))
             slot = Slot(whole.segment, whole.offset + begin, len(part))
-            self._send_piece(Piece(record, held.admission, part, slot, held.codec, sequence))
+            self._send_piece(Piece(record, held.admission, part, slot, record.codec, sequence))
 
     # --- letting go -------------------------------------------------------------------------
 
@@ -268,17 +261,17 @@ class Departures:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _coder_of(self, record: StoredRange, codec: str) -> Coder | None:
+    def _coder_of(self, record: StoredRange) -> Coder | None:
         """Return this process's codec if it can encode the record."""
         coder = self._lane.coder
-        if coder is None or not coder.codes(codec_name(record.version.dtype), codec):
+        if coder is None or not coder.codes(codec_name(record.dtype), record.codec):
             return None
         return coder
 
     def _find(self, record: StoredRange) -> Slot | None:
         """Return where the daemon can read the record's source, None where it cannot."""
         assert record.source is not None
-        return self._in_place.find(record.source.data_ptr() + record.start, record.nbytes)
+        return self._in_place.find(record.source.data_ptr(), record.nbytes)
 
     def _is_moved(self, record: StoredRange) -> bool:
         """Tell whether a source has not kept its memory, which is an error; or had one before."""

@@ -30,8 +30,6 @@ class Held(Generic[Admission]):
     key: int
     record: weakref.ref[StoredRange]
     nbytes: int
-    """Of the storage that it keeps."""
-    codec: str
     admission: Admission
     """What the daemon has said about it."""
     sequence: int | None = None

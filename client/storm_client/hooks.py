@@ -1,8 +1,8 @@
 """The saved-tensor hooks: what autograd calls when it saves a tensor and when it wants it back.
 
-What stays true: what unpack returns has the bits, shape, strides and dtype of what was packed, or
-an exception is raised. A tensor that is not offloaded stays, and gets the version check that
-PyTorch leaves out for hooked tensors.
+What stays true: what unpack returns has the bits, shape, strides and dtype that PyTorch's own
+saved tensor would have at that moment, or an exception is raised. A tensor that is not offloaded
+stays, and gets the version check that PyTorch leaves out for hooked tensors.
 
 An Offload may be entered in several threads at once and inside itself: every `with` block is a
 step of its own, and PyTorch applies the innermost pair of hooks of the thread.
@@ -11,18 +11,18 @@ step of its own, and PyTorch applies the innermost pair of hooks of the thread.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from storm_client import ranges
 from storm_client.errors import DaemonLost
 from storm_client.policy import Policy
 from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, View
-from storm_client.staging import ALIGNMENT
+from storm_client.records import Handle, SnapshotProof, StoredRange, View
 from storm_client.stats import OffloadStats, StatsRecorder
 from storm_client.steps import Step
 from storm_client.versions import KeptTensor, SavedVersion
@@ -40,6 +40,10 @@ SETTLE_SECONDS = 1.0
 """How long stats() waits for the daemon to have encoded what was stored last."""
 
 Packed = Handle | KeptTensor
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Offload:
@@ -71,9 +75,19 @@ class Offload:
             self._history,
             keeps=self._supply.keeps,
         )
-        hooks = saved_tensors_hooks(step.pack, step.unpack)
-        hooks.__enter__()
-        self._stack().append(hooks)
+        stack = self._stack()
+        hooks = step.hooks
+        # A signal's exception may come after any call: then no hooks may stay.
+        try:
+            _push_hooks(*hooks)
+            stack.append(step)
+        except BaseException:
+            top = _top_hooks(True)
+            if top is not None and top[0] is hooks[0]:
+                _pop_hooks()
+            if stack and stack[-1] is step:
+                stack.pop()
+            raise
         return self
 
     def __exit__(
@@ -83,15 +97,20 @@ class Offload:
         traceback: TracebackType | None,
     ) -> None:
         """End the step; what it saved lives as long as the graph that needs it."""
-        self._stack().pop().__exit__(kind, error, traceback)
+        try:
+            _pop_hooks()
+        finally:
+            step = self._entered.stack.pop()
+        if kind is None:
+            step.end()
 
     def stats(self) -> OffloadStats:
         """Return what was done so far, waiting up to a second for stores under way to end."""
         self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
 
-    def _stack(self) -> list[Any]:
-        stack: list[Any] | None = getattr(self._entered, "stack", None)
+    def _stack(self) -> list[_StepHooks]:
+        stack: list[_StepHooks] | None = getattr(self._entered, "stack", None)
         if stack is None:
             stack = self._entered.stack = []
         return stack
@@ -116,6 +135,28 @@ class _StepHooks:
         self._codec = codec
         self._recorder = recorder
         self._step = Step(history)
+        self._results: list[weakref.ref[StoredRange]] = []
+        """Records of results, which leave at the end at the latest."""
+
+    @property
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Packed], Callable[[Packed], torch.Tensor]]:
+        """The pair that PyTorch is given."""
+        return self.pack, self.unpack
+
+    def end(self) -> None:
+        """Send what the block has saved and may leave: nothing is saved in it any more.
+
+        Results leave now though somebody still holds them: their changes are counted.
+        """
+        results = [record for reference in self._results if (record := reference()) is not None]
+        self._results.clear()
+        try:
+            self._sessions.send_unshared()
+            for record in results:
+                record.session.send(record)
+        except DaemonLost:
+            if not self._keeps:
+                raise
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
@@ -141,17 +182,24 @@ class _StepHooks:
             RuntimeError: it was changed in place since.
             CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # PyTorch will set the version of what is returned
+                return self.unpack(packed)
         packed.version.check()
-        if isinstance(packed, KeptTensor):
-            return packed.tensor
-        self._step.unpacked(packed)
-        record = packed.record
+        replaced = packed.version.replaced()
+        if replaced is not None:
+            return replaced
+        return packed.tensor if isinstance(packed, KeptTensor) else self._load(packed)
+
+    def _load(self, handle: Handle) -> torch.Tensor:
+        is_first = self._step.unpacked(handle)
+        record = handle.record
         began = perf_counter()
         with ranges.span("unpack", record.nbytes, record.key):
-            located = record.session.load(packed)
+            located = record.session.load(handle, is_first=is_first)
         if not located.is_original:
             self._recorder.restored(perf_counter() - began)
-        return packed.version.alias(packed.view.rebuild(located))
+        return handle.version.alias(handle.view.rebuild(located))
 
     def _skip(self, tensor: torch.Tensor, reason: str) -> KeptTensor:
         self._recorder.skipped(_nbytes(tensor), reason)
@@ -165,44 +213,43 @@ class _StepHooks:
 
     def _offload(self, tensor: torch.Tensor, session: Session) -> Packed:
         storage = tensor.untyped_storage()
-        view = View.of(tensor)
-        touched = view.span()
-        span = _worth_storing(touched, storage.nbytes())
-        if span[1] - span[0] < self._policy.min_bytes:
-            return self._skip(tensor, "small")
-        version = SavedVersion.of(tensor)
-        record = session.find(storage, touched, version.expected)
+        record = session.find(storage, tensor)
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:
-            began = perf_counter()
-            with ranges.span("pack", span[1] - span[0]):
-                record = session.store(
-                    storage,
-                    span,
-                    version,
-                    self._codec,
-                    self._recorder,
-                    steady=_is_result(tensor),
-                    soon=self._step.needed_at_once(span[1] - span[0]),
-                )
-            self._recorder.saved(tensor.nbytes, perf_counter() - began)
-        return self._step.handle(record, view, version)
+            reason = self._policy.storage_reason(storage)
+            if reason is not None:
+                return self._skip(tensor, reason)
+            record = self._hold(tensor, storage, session)
+        version = SavedVersion.of(tensor, storage._cdata)
+        handle = self._step.handle(record, View.of(tensor), version)
+        session.deaths.watch_handle(handle)
+        return handle
 
-
-def _worth_storing(span: tuple[int, int], nbytes: int) -> tuple[int, int]:
-    """Return the whole storage, or the span alone where it is less than half of that.
-
-    The whole serves other views of the storage that are saved later.
-    """
-    if 2 * (span[1] - span[0]) >= nbytes:
-        return 0, nbytes
-    begin = span[0] - span[0] % ALIGNMENT
-    return begin, min(nbytes, -(-span[1] // ALIGNMENT) * ALIGNMENT)
+    def _hold(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, session: Session
+    ) -> StoredRange:
+        """Make the record of a storage that has none, and send others that may leave now."""
+        began = perf_counter()
+        nbytes = storage.nbytes()
+        with ranges.span("pack", nbytes):
+            record = session.hold(
+                storage,
+                tensor.dtype,
+                self._codec,
+                self._recorder,
+                from_result=_is_result(tensor),
+                soon=self._step.needed_at_once(nbytes),
+            )
+            if record.from_result:
+                record.proof = SnapshotProof(tensor)
+                self._results.append(weakref.ref(record))
+        self._recorder.saved(tensor.nbytes, perf_counter() - began)
+        return record
 
 
 def _is_result(tensor: torch.Tensor) -> bool:
-    """Tell whether an operation made the tensor's memory; a leaf's may be a resized parameter's."""
+    """Tell whether an operation made the tensor's memory: then its changes are counted."""
     base = tensor._base if tensor._is_view() else tensor
     return base is not None and base.grad_fn is not None
 

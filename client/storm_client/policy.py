@@ -1,7 +1,8 @@
 """Which saved tensors stay where they are, and why. Pure: it looks, and changes nothing.
 
 What stays true: a tensor that passes is a plain strided tensor whose bytes are its storage's
-bytes. Whatever is doubtful is passed over, which costs memory and never a value.
+bytes, in memory that is PyTorch's alone. Whatever is doubtful is passed over, which costs memory
+and never a value.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from storm_client.sharing import is_foreign
+
 __all__ = ["Policy"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exact types; a subclass may mean anything by its bytes."""
+
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+"""Also of tensors that are not quantized: bytes viewed as one of these."""
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Policy:
@@ -23,7 +31,7 @@ class Policy:
     def __init__(self, modules: Iterable[torch.nn.Module], min_bytes: int) -> None:
         """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
         self.min_bytes = min_bytes
-        self._modules = tuple(modules)
+        self.modules = tuple(modules)
         self._owned: dict[int, StorageWeakRef] = {}
 
     def refresh(self) -> None:
@@ -38,23 +46,35 @@ class Policy:
     def reason(self, tensor: torch.Tensor) -> str | None:
         """Return why `tensor` stays with autograd, None where it may be offloaded.
 
-        Called for every saved tensor: what most of them are is looked at first.
+        Called for every saved tensor: what most of them are is looked at first. What is small may
+        be a view of a large storage, which it keeps.
         """
-        if type(tensor) not in _PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if type(tensor) not in _PLAIN or _is_wrapped(tensor):
             return "subclass"
         if tensor.layout is not torch.strided or tensor.is_nested:
             return _layout(tensor)
-        if tensor.nbytes < self.min_bytes or not tensor.nbytes:
+        nbytes = tensor.nbytes
+        if not nbytes or (nbytes < self.min_bytes and not tensor._is_view()):
             return "small"
         if not (tensor.is_cuda or tensor.is_cpu):
             return "meta" if tensor.is_meta else "device"
         return self._less_common(tensor)
 
+    def storage_reason(self, storage: torch.UntypedStorage) -> str | None:
+        """Return why a storage that a tensor passed with stays, None where it may be offloaded."""
+        if storage.nbytes() < self.min_bytes:
+            return "small"
+        return "foreign" if is_foreign(storage) else None
+
     def _less_common(self, tensor: torch.Tensor) -> str | None:
         """Go on for a plain tensor that is large enough."""
+        if tensor._is_zerotensor():
+            return "zero"  # as forward-mode differentiation makes them, without any memory
         if type(tensor) is torch.nn.Parameter or self._is_owned(tensor):
             return "parameter"
-        if tensor.is_quantized:
+        if tensor.requires_grad and tensor.grad_fn is None:
+            return "leaf"  # the graph itself holds it, to accumulate its gradient
+        if tensor.is_quantized or tensor.dtype in _QUANTIZED:
             return "quantized"
         return "inference" if tensor.is_inference() else None
 
@@ -65,7 +85,7 @@ class Policy:
         return tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter)
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        for module in self._modules:
+        for module in self.modules:
             yield from module.parameters()
             yield from module.buffers()
 

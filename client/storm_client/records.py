@@ -4,18 +4,20 @@ What stays true: only handles keep a record alive, and only records keep stored 
 autograd drops the last handle of a record, in whatever way, the record dies with it and its
 entries are queued for release; nothing else has to happen, and nobody has to remember it.
 
-A **view** says how a tensor lies in its storage, a **record** is one stored range of a storage, a
-**handle** is one saved tensor: a view of a record, at a version.
+A **view** says how a tensor lies in its storage, a **record** is one storage, a **handle** is one
+saved tensor: a view of a record, at a version. All that is saved of a storage while it is held
+shares one record, as PyTorch would keep one storage: what aliases before aliases afterwards, at
+the same offsets.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,16 +26,18 @@ from storm_client.errors import StormError
 from storm_client.versions import SavedVersion
 
 if TYPE_CHECKING:
+    from storm_client.lanes import Stream
     from storm_client.stats import StatsRecorder
 
 __all__ = [
     "Course",
     "DeadRecord",
+    "Deaths",
     "Handle",
     "Holder",
     "Located",
     "Part",
-    "RecordGrave",
+    "SnapshotProof",
     "StoredRange",
     "View",
 ]
@@ -70,7 +74,7 @@ class View(NamedTuple):
 
     def rebuild(self, located: Located) -> torch.Tensor:
         """Return the tensor over a storage that holds the bytes again."""
-        offset = (self.offset - located.start) // self.dtype.itemsize
+        offset = self.offset // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=located.storage.device)
         tensor = empty.set_(located.storage, offset, self.size, self.stride)
         if self.conjugated:
@@ -79,10 +83,9 @@ class View(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Bytes in memory: a storage whose first byte is byte `start` of the original one."""
+    """Where a record's bytes are in memory: its own storage, or one of the same size."""
 
     storage: torch.UntypedStorage
-    start: int
     is_original: bool = False
     """Whether nothing was copied: who made the bytes is as far ahead as without offload."""
 
@@ -90,8 +93,12 @@ class Located(NamedTuple):
 class Holder(Protocol):
     """Who holds a record's bytes: a session."""
 
-    def load(self, handle: Handle) -> Located:
+    def load(self, handle: Handle, *, is_first: bool) -> Located:
         """Return where the bytes of a handle of it are in memory."""
+        ...
+
+    def send(self, record: StoredRange) -> None:
+        """Have a record of it leave, unless that was done."""
         ...
 
 
@@ -113,7 +120,7 @@ class Course(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes `begin .. end` of a record's range, stored as `entry`."""
+    """Bytes `begin .. end` of a record, stored as `entry`."""
 
     entry: int
     begin: int
@@ -126,7 +133,7 @@ class Part:
 
 
 class StoredRange:
-    """Bytes `start .. start + nbytes` of a storage, on their way to the daemon or there.
+    """The bytes of one storage: held here, on their way to the daemon, or there.
 
     The session's lock protects it, except where a method says otherwise.
     """
@@ -138,60 +145,62 @@ class StoredRange:
         "_restored_ref",
         "_waiting",
         "being_restored",
+        "codec",
+        "dtype",
         "error",
+        "from_result",
         "key",
         "nbytes",
         "origin",
         "parts",
         "pointer",
+        "proof",
         "session",
+        "soon",
         "source",
-        "start",
         "stats",
-        "storage_nbytes",
-        "version",
+        "stream",
     )
 
     def __init__(
         self,
         session: Holder,
         storage: torch.UntypedStorage,
-        span: tuple[int, int],
-        version: SavedVersion,
+        dtype: torch.dtype,
         stats: StatsRecorder,
+        *,
+        codec: str = "raw",
+        from_result: bool = False,
+        soon: bool = False,
+        stream: Stream = None,
     ) -> None:
-        """Describe the bytes `span` of `storage` and keep the storage until it is let go.
+        """Describe `storage`, whose elements are of `dtype`, and keep it until it is let go.
 
-        `session` is the one that holds them and gives them back.
+        `session` is the one that holds its bytes and gives them back. `from_result` says that an
+        operation made the memory, whose changes are counted, `soon` that it will be needed at
+        once, and `stream` behind what work its bytes are there.
         """
         self.key = next(_KEYS)
         self.session = session
-        self.start = span[0]
-        self.nbytes = span[1] - span[0]
-        self.version = version
+        self.nbytes = storage.nbytes()
+        self.dtype = dtype
         self.stats = stats
+        self.codec = codec
+        self.from_result = from_result
+        self.soon = soon
+        self.stream = stream
         self.source: torch.UntypedStorage | None = storage
         self.origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.pointer = storage.data_ptr()
-        self.storage_nbytes = storage.nbytes()
         self.parts: list[Part] = []
+        self.proof: SnapshotProof | None = None
+        """Set while somebody else may hold the storage though its bytes have been sent."""
         self.error: StormError | None = None
         self.being_restored = False
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._waiting: set[int] = set()
         self._restored: torch.UntypedStorage | None = None
         self._restored_ref: StorageWeakRef | None = None
-
-    def covers(self, storage: torch.UntypedStorage, span: tuple[int, int], version: int) -> bool:
-        """Tell whether it holds `span` of `storage` as that is now, at `version`."""
-        return (
-            self.start <= span[0]
-            and span[1] <= self.start + self.nbytes
-            and self.version.expected == version
-            and self.version.unchanged
-            and self.error is None
-            and self.is_whole(storage)
-        )
 
     @property
     def is_away(self) -> bool:
@@ -207,17 +216,18 @@ class StoredRange:
     def locate(self) -> Located | None:
         """Return the bytes if they are in memory: the original storage or a restored one.
 
-        The original is as good as what was stored: a handle has checked its version before.
+        The original is what PyTorch would read: a handle has checked its version before. One that
+        a library has emptied is of no use, one that it has filled again is.
         """
         storage = self.source
         if storage is None:
             storage = _revive(self.origin)
-        if storage is not None and self.is_whole(storage):
-            return Located(storage, 0, is_original=True)
+        if storage is not None and storage.nbytes() >= self.nbytes:
+            return Located(storage, is_original=True)
         restored = self._restored
         if restored is None and self._restored_ref is not None:
             restored = _revive(self._restored_ref)
-        return None if restored is None else Located(restored, self.start)
+        return None if restored is None else Located(restored)
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keep what was restored for as long as a handle has not been unpacked since."""
@@ -228,65 +238,92 @@ class StoredRange:
 
     def unpacked(self, handle: Handle) -> None:
         """Note that `handle` has had the restored bytes."""
-        self._waiting.discard(id(handle))
+        self._waiting.discard(handle.key)
         self._let_go_if_unneeded()
 
-    def add(self, handle: Handle) -> None:
-        """Count a new handle."""
-        self._handles[id(handle)] = _HandleRef(handle, self)
+    def add(self, handle: Handle, deaths: Deaths) -> None:
+        """Count a new handle, whose death `deaths` will tell of."""
+        self._handles[handle.key] = _HandleRef(handle, self, deaths)
 
     def forget(self, handle: int) -> None:
-        """Discount the handle of that id. Needs no lock: autograd drops handles anywhere."""
+        """Discount the handle of that key."""
         self._handles.pop(handle, None)
         self._waiting.discard(handle)
         self._let_go_if_unneeded()
 
+    def is_whole(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether the storage still has its memory: resizing to 0 and back changes that."""
+        return storage.data_ptr() == self.pointer and storage.nbytes() == self.nbytes
+
     def _let_go_if_unneeded(self) -> None:
-        # In this order and after the assignments in hold(): a handle that dies between them
-        # is seen by one side or the other, whichever thread it dies in.
         if not self._waiting:
             self._restored = None
 
-    def is_whole(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether the storage still has its memory: resizing to 0 and back changes it."""
-        return storage.data_ptr() == self.pointer and storage.nbytes() == self.storage_nbytes
+
+class SnapshotProof:
+    """What shows that a storage somebody else holds still has the bytes that were sent.
+
+    All views of a result count their changes in its one version counter.
+    """
+
+    __slots__ = ("_base", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Note the present version of `tensor`, a result or a view of one."""
+        base = _base_of(tensor)
+        self._base = weakref.ref(base)
+        self._version = base._version
+
+    def holds_for(self, tensor: torch.Tensor) -> bool:
+        """Tell whether nothing that `tensor` covers has changed since."""
+        base = self._base()
+        return (
+            base is not None
+            and _base_of(tensor) is base
+            and base._version == self._version
+            and _covers(View.of(base).span(), View.of(tensor).span())
+        )
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor._base if tensor._is_view() else tensor
+    assert base is not None
+    return base
+
+
+def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 class Handle:
     """What autograd keeps instead of one offloaded tensor. Its death is all the clean-up."""
 
-    __slots__ = ("__weakref__", "number", "record", "step", "version", "view")
+    __slots__ = ("__weakref__", "key", "number", "record", "step", "version", "view")
 
     def __init__(
         self, record: StoredRange, view: View, version: SavedVersion, step: Course, number: int
     ) -> None:
         """Keep `record` alive; `number` is the handle's place in the plan of `step`."""
+        self.key = next(_KEYS)
         self.record = record
         self.view = view
         self.version = version
         self.step = step
         self.number = number
-        record.add(self)
 
 
 class _HandleRef(weakref.ref[Handle]):
-    """Tells the record, without keeping it, that a handle died."""
+    """Tells of a handle's death by being appended where its record's deaths are looked for."""
 
     __slots__ = ("handle", "record")
 
-    def __new__(cls, handle: Handle, record: StoredRange) -> _HandleRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, handle, _handle_died)
+    def __new__(cls, handle: Handle, record: StoredRange, deaths: Deaths) -> _HandleRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
+        return super().__new__(cls, handle, deaths.append)
 
-    def __init__(self, handle: Handle, record: StoredRange) -> None:
-        super().__init__(handle, _handle_died)  # type: ignore[call-arg]  # typeshed omits it
-        self.handle = id(handle)
+    def __init__(self, handle: Handle, record: StoredRange, deaths: Deaths) -> None:
+        super().__init__(handle, deaths.append)  # type: ignore[call-arg]  # typeshed omits it
+        self.handle = handle.key
         self.record = weakref.ref(record)
-
-
-def _handle_died(reference: _HandleRef) -> None:
-    record = reference.record()
-    if record is not None:
-        record.forget(reference.handle)
 
 
 class DeadRecord(weakref.ref[StoredRange]):
@@ -294,55 +331,61 @@ class DeadRecord(weakref.ref[StoredRange]):
 
     __slots__ = ("key", "origin", "parts")
 
-    def __new__(cls, record: StoredRange, bury: Callable[[DeadRecord], None]) -> DeadRecord:
-        return super().__new__(cls, record, bury)
+    def __new__(cls, record: StoredRange, deaths: Deaths) -> DeadRecord:
+        return super().__new__(cls, record, deaths.append)
 
-    def __init__(self, record: StoredRange, bury: Callable[[DeadRecord], None]) -> None:
-        super().__init__(record, bury)  # type: ignore[call-arg]  # typeshed omits it
+    def __init__(self, record: StoredRange, deaths: Deaths) -> None:
+        super().__init__(record, deaths.append)  # type: ignore[call-arg]  # typeshed omits it
         self.key = record.key
         self.parts = record.parts
         self.origin = record.origin  # keeps the storage's address from being used again
 
 
-class RecordGrave:
-    """Where dead records wait for their clean-up, in the order of their deaths.
+class Deaths:
+    """Where handles and records that died wait to be noticed, in the order of their deaths.
 
-    Records die in any thread, with any lock held: burying takes none.
+    They die in any thread, with any lock held, and where a signal may strike: Python swallows what
+    a handler raises in a destructor's callback that is written in Python. So the callback is a
+    deque's `append`, and whoever holds the session's lock looks here from time to time.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        """Call `wake` when one has arrived that nobody comes for yet."""
-        self._wake = wake
-        # Set before a wake, and taken back before what that was for is looked at.
-        self._is_told = False
-        self._dead: deque[DeadRecord] = deque()
-        self._watched: dict[int, DeadRecord] = {}
+    def __init__(self) -> None:
+        """Start without any."""
+        self._dead: deque[weakref.ref[Any]] = deque()
+        self.append = self._dead.append
+        self._records: dict[int, DeadRecord] = {}
+
+    def watch_handle(self, handle: Handle) -> None:
+        """Have the handle's record told of its death."""
+        handle.record.add(handle, self)
 
     def watch(self, record: StoredRange) -> DeadRecord:
-        """Return the reference that is buried when `record` dies."""
-        reference = DeadRecord(record, self._bury)
-        self._watched[record.key] = reference
+        """Return the reference that comes here when `record` dies."""
+        reference = DeadRecord(record, self)
+        self._records[record.key] = reference
         return reference
 
-    def empty(self) -> list[DeadRecord]:
-        """Return those that died since the last call; call with the session's lock held."""
-        self._is_told = False
-        dead = []
+    def records(self) -> Iterator[DeadRecord]:
+        """Yield the records that died; call with the session's lock held.
+
+        One at which the loop is interrupted is yielded again the next time.
+        """
         while self._dead:
-            reference = self._dead.popleft()
-            self._watched.pop(reference.key, None)
-            dead.append(reference)
-        return dead
+            reference = self._dead[0]
+            if isinstance(reference, DeadRecord):
+                yield reference
+                self._records.pop(reference.key, None)
+            elif isinstance(reference, _HandleRef) and (record := reference.record()) is not None:
+                record.forget(reference.handle)
+            self._dead.popleft()
+
+    def __bool__(self) -> bool:
+        """Tell whether something died that nobody has looked at."""
+        return bool(self._dead)
 
     def __len__(self) -> int:
         """Return the number of records that live or wait here."""
-        return len(self._watched)
-
-    def _bury(self, reference: DeadRecord) -> None:
-        self._dead.append(reference)
-        if not self._is_told:  # two threads that bury at once may both find it so, never neither
-            self._is_told = True
-            self._wake()
+        return len(self._records)
 
 
 def _revive(reference: StorageWeakRef) -> torch.UntypedStorage | None:

@@ -1,13 +1,17 @@
 """One device's session: stored ranges, what is known about them, and who may ask.
 
 What stays true: every record is in the deduplication table and watched for its death from before
-its first byte leaves; when it dies its entries are released, whoever dropped it.
+its first byte leaves; when it dies its entries are released, whoever dropped it, at the latest
+with the next heartbeat; and no byte leaves before PyTorch could read no other in its place.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Collection
 from contextlib import suppress
+from itertools import islice
 
 import torch
 
@@ -17,11 +21,11 @@ from storm_client.dedup import DedupTable
 from storm_client.errors import ActivationLost, DaemonLost, StormError, UsageError, named
 from storm_client.lanes import InPlace, Lane
 from storm_client.memory_pressure import watch
-from storm_client.records import Handle, Located, RecordGrave, StoredRange
+from storm_client.records import Deaths, Handle, Located, StoredRange
 from storm_client.restoring import STALL_SECONDS, Restorer
+from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
 from storm_client.storing import Storer
-from storm_client.versions import SavedVersion
 from storm_client.window import Window
 from stormd.protocol import (
     Admitted,
@@ -37,6 +41,10 @@ from stormd.protocol import (
 )
 
 __all__ = ["Session"]
+
+LOOK_BACK = 8
+"""Records looked at in each hook for whether somebody else holds them: what was saved last is what
+is let go first. All are looked at where a block begins and ends."""
 
 BARRIER_SECONDS = 2.0
 """How long a thread that is out of memory waits for the daemon to unmap what was freed."""
@@ -75,8 +83,10 @@ class Session:
             self.connection.welcome.part_bytes,
             window=self._window,
         )
-        self._grave = RecordGrave(self.connection.wake)
+        self.deaths = Deaths()
         self._known = DedupTable()
+        self._shared: dict[int, weakref.ref[StoredRange]] = {}
+        """Records that stay as long as somebody else holds their storage, the oldest first."""
         self.connection.on_message = self._on_message
         self.connection.on_wake = self._flush_dead
         self.connection.on_abandoned = self.close
@@ -86,53 +96,113 @@ class Session:
 
     # --- what the hooks ask for -------------------------------------------------------------
 
-    def find(
-        self, storage: torch.UntypedStorage, span: tuple[int, int], version: int
-    ) -> StoredRange | None:
-        """Return the record that holds these bytes already.
+    def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> StoredRange | None:
+        """Return the record that has the bytes of `tensor`, which lies in `storage`, or will.
+
+        That is any record that still holds the storage. Of one that was sent while somebody else
+        held it, too, it has to be shown that the bytes are those that were sent.
 
         Raises:
             DaemonLost: the daemon is gone, and what its records hold with it.
         """
         self.connection.check()
         with self.connection.lock:
-            return self._known.find(storage, span, version)
+            record = self._known.find(storage)
+            if record is None or record.key in self._shared:
+                return record
+            if record.error is not None or not record.is_whole(storage):
+                return None
+            return record if record.proof is not None and record.proof.holds_for(tensor) else None
 
-    def store(
+    def hold(
         self,
         storage: torch.UntypedStorage,
-        span: tuple[int, int],
-        version: SavedVersion,
+        dtype: torch.dtype,
         codec: str,
         stats: StatsRecorder,
         *,
-        steady: bool = False,
+        from_result: bool = False,
         soon: bool = False,
     ) -> StoredRange:
-        """Return a new record of the bytes `span` of `storage`, on its way to the daemon.
+        """Return a new record of `storage`, which leaves when nobody else holds it; send others.
 
-        `steady` says that nothing resizes the storage while somebody holds it, `soon` that it will
-        be needed at once.
+        `from_result` says that all its changes are counted, `soon` that it will be needed at once.
 
         Raises:
             DaemonLost: the daemon is gone.
         """
         self.connection.check()
-        record = StoredRange(self, storage, span, version, stats)
+        self.send_unshared(latest=LOOK_BACK)
+        stream = self.lane.current_stream()
+        record = StoredRange(
+            self,
+            storage,
+            dtype,
+            stats,
+            codec=codec,
+            from_result=from_result,
+            soon=soon,
+            stream=stream,
+        )
         with self.connection.lock:
-            self._known.add(self._grave.watch(record))
+            self._known.add(self.deaths.watch(record))
+            self._shared[record.key] = weakref.ref(record)
+            stats.stays_in_use(record.nbytes)
             self._release_dead()
-        self._storer.store(record, codec, steady=steady, soon=soon)
         return record
 
-    def load(self, handle: Handle) -> Located:
+    def send_unshared(
+        self, latest: int | None = None, but: Collection[StoredRange] = frozenset()
+    ) -> None:
+        """Send the records that nobody else holds any more, of the `latest` or of all, `but` some.
+
+        Raises:
+            DaemonLost: the daemon is gone. What it has not admitted stays.
+        """
+        if not self._shared or self.lane.is_capturing():
+            return
+        ready: list[StoredRange] = []
+        with self.connection.lock:
+            for reference in islice(reversed(self._shared.values()), latest):
+                record = reference()
+                if record is not None and is_unshared(record) and record not in but:
+                    ready.append(record)
+        for record in reversed(ready):
+            self.send(record)
+
+    def send(self, record: StoredRange) -> None:
+        """Send a record unless that was done, or it has been needed meanwhile.
+
+        Raises:
+            DaemonLost: the daemon is gone. The record keeps its storage.
+        """
+        if not self.lane.reaches(record.stream):
+            return
+        with self.connection.lock:
+            if self._shared.pop(record.key, None) is None:
+                return
+            if record.source is None or not record.is_whole(record.source):
+                return  # its memory is another since: what may be had is what is here
+            record.stats.leaves(record.nbytes)
+        with self.lane.on(record.stream):
+            self._storer.store(record)
+
+    def load(self, handle: Handle, *, is_first: bool = False) -> Located:
         """Return where the bytes of `handle` are in memory, restoring them if need be.
+
+        Where it `is_first` to be asked for since the forward pass, what somebody has let go since
+        then leaves, unless it is needed next.
 
         Raises:
             CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
             UsageError: they cannot be had while a CUDA graph is captured.
         """
         record = handle.record
+        with self.connection.lock:
+            self._release_dead()
+            self._shared.pop(record.key, None)  # what is needed here has no reason to leave
+        if is_first and self._shared:
+            self.send_unshared(but=handle.step.upcoming()[:LOOK_BACK])
         with self.connection.lock:
             located = self._claim(record)
             if located is not None:
@@ -146,16 +216,24 @@ class Session:
         return located
 
     def settle(self, timeout: float) -> None:
-        """Wait until the daemon has encoded all that was stored, at most `timeout` seconds."""
+        """Send what may leave, and wait `timeout` seconds at most until all that is encoded."""
+        with suppress(DaemonLost):
+            self.send_unshared()
         with self.connection.lock, suppress(DaemonLost):
             self.connection.wait(lambda: not self._storer.under_way, timeout)
 
     def sweep(self) -> None:
-        """Have the daemon unmap memory that was freed; a lost daemon has done so."""
-        if self._in_place is None:
-            return
+        """Give up what is not needed any more: entries of what died, mappings of freed memory.
+
+        A lost daemon has done so.
+        """
+        with suppress(DaemonLost):
+            self.send_unshared()
         with self.connection.lock, suppress(DaemonLost):
-            if self._in_place.sweep():
+            is_due = self._release_dead()
+            if self._in_place is not None:
+                is_due |= self._in_place.sweep()
+            if is_due:
                 self.connection.flush()
 
     def give_back_memory(self) -> None:
@@ -260,7 +338,7 @@ class Session:
             with self.connection.lock:
                 record.being_restored = False
                 self.connection.notify()
-        return Located(storage, record.start)
+        return Located(storage)
 
     def _fetch(self, record: StoredRange, handle: Handle) -> torch.UntypedStorage:
         """Return a record's bytes, in place where that is possible, and begin what follows it."""
@@ -313,16 +391,22 @@ class Session:
         self._release_dead()
         self.connection.flush()
 
-    def _release_dead(self) -> None:
-        """Post the releases of what dead records held; call with the lock held."""
-        entries: list[int] = []
-        for reference in self._grave.empty():
+    def _release_dead(self) -> bool:
+        """Post the releases of what dead records held; call with the lock held.
+
+        Returns whether there was any. One that is interrupted is done again, which does no harm.
+        """
+        if not self.deaths:
+            return False
+        for reference in self.deaths.records():
             self._known.remove(reference)
+            self._shared.pop(reference.key, None)
             self._forget(reference.key)
             self._storer.forget(reference.key)
-            entries.extend(part.entry for part in reference.parts)
-        for begin in range(0, len(entries), IDS_PER_RELEASE):
-            self.connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
+            entries = [part.entry for part in reference.parts]
+            for begin in range(0, len(entries), IDS_PER_RELEASE):
+                self.connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
+        return True
 
     # --- replies, with the lock held --------------------------------------------------------
 

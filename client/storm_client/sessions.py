@@ -70,8 +70,17 @@ class Sessions:
         for session in self._open_sessions():
             session.settle(timeout)
 
+    def send_unshared(self) -> None:
+        """Send what was saved and nobody else holds any more.
+
+        Raises:
+            DaemonLost: a daemon is gone.
+        """
+        for session in self._open_sessions():
+            session.send_unshared()
+
     def sweep(self) -> None:
-        """Have the daemon unmap device memory that was freed."""
+        """Give up what is not needed any more, here and in the daemon."""
         for session in self._open_sessions():
             session.sweep()
 

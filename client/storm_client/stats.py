@@ -28,7 +28,8 @@ class OffloadStats:
     saved_bytes: int
     """What autograd handed over."""
     skipped_bytes: int
-    """Passed over by the policy: parameters, small tensors, kinds that cannot be stored."""
+    """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
+    somebody else still holds in memory, and could change ("in_use")."""
     deduplicated_bytes: int
     """In a range that was stored already."""
     offloaded_bytes: int
@@ -75,6 +76,18 @@ class StatsRecorder:
             self._bytes["saved"] += nbytes
             self._bytes["skipped"] += nbytes
             self._skipped[reason] += 1
+
+    def stays_in_use(self, nbytes: int) -> None:
+        """Count a range, counted as saved, that stays because somebody else holds its memory."""
+        with self._lock:
+            self._bytes["skipped"] += nbytes
+            self._skipped["in_use"] += 1
+
+    def leaves(self, nbytes: int) -> None:
+        """Take `stays_in_use` back: nobody else holds it any more."""
+        with self._lock:
+            self._bytes["skipped"] -= nbytes
+            self._skipped["in_use"] -= 1
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a saved tensor whose bytes were stored already."""
@@ -131,4 +144,4 @@ class StatsRecorder:
 
 
 def _frozen(counter: Counter[str]) -> Mapping[str, int]:
-    return MappingProxyType(dict(counter))
+    return MappingProxyType({reason: count for reason, count in counter.items() if count})

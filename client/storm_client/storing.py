@@ -92,20 +92,17 @@ class Storer:
         """The number of parts whose slots the daemon still reads."""
         return len(self._under_way)
 
-    def store(self, record: StoredRange, codec: str, *, steady: bool, soon: bool) -> None:
+    def store(self, record: StoredRange) -> None:
         """Hand the record's bytes over; it stays with the client where that is not possible.
-
-        `steady` says that the storage's memory stays the same while somebody holds it, `soon`
-        that it is needed at once: it is not sent as long as there is memory for it.
 
         Raises:
             DaemonLost: the daemon is gone. The record keeps its storage.
         """
-        if steady and self._departs(record, codec, soon=soon):
+        if self._departs(record):
             return
         storage = record.source
         assert storage is not None
-        source = flat_bytes(storage, record.start, record.nbytes)
+        source = flat_bytes(storage)
         admission = self._admission(record)
         for begin in range(0, record.nbytes, self._part_bytes):
             piece = source[begin : begin + self._part_bytes]
@@ -121,7 +118,7 @@ class Storer:
                     return
                 sequence = self._lane.publish(slot)
                 part = range(begin, begin + slot.nbytes)
-                self._send(Piece(record, admission, part, slot, codec, sequence))
+                self._send(Piece(record, admission, part, slot, record.codec, sequence))
 
     def forget(self, key: int) -> None:
         """Hold a record's source no longer: it died (with the lock held)."""
@@ -184,20 +181,18 @@ class Storer:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _departs(self, record: StoredRange, codec: str, *, soon: bool) -> bool:
+    def _departs(self, record: StoredRange) -> bool:
         """Have the record's source read or encoded where it is; False where it cannot be."""
         if self._departures is None:
             return False
         with self._connection.lock:
             admission = self._admission(record)
             admission.in_place = True
-            return self._departures.add(record, codec, admission, soon=soon)
+            return self._departures.add(record, admission)
 
     def _admission(self, record: StoredRange) -> Admission:
         parts = -(-record.nbytes // self._part_bytes)
-        return Admission(
-            weakref.ref(record), record.stats, record.nbytes, record.version.dtype, parts
-        )
+        return Admission(weakref.ref(record), record.stats, record.nbytes, record.dtype, parts)
 
     def _slot(self, nbytes: int) -> Slot | None:
         """Return a slot, waiting a while for the daemon to free one."""
@@ -292,7 +287,7 @@ class Storer:
         return self._keep_staged(record, entry, slot)
 
 
-def flat_bytes(storage: torch.UntypedStorage, start: int, nbytes: int) -> torch.Tensor:
-    """Return the bytes `start .. start + nbytes` of a storage as a uint8 tensor over them."""
+def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as a uint8 tensor over them."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (nbytes,), (1,))
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

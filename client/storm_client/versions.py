@@ -1,16 +1,17 @@
 """PyTorch's check that a saved tensor was not changed in place, for tensors that left.
 
 What stays true: a tensor that was changed in place after it was saved is never handed to the
-backward pass; it raises what PyTorch raises. Hooks switch PyTorch's own check off.
+backward pass; it raises what PyTorch raises. Hooks switch PyTorch's own check off. And what was
+given other data since (`tensor.data = other`) is found with that data, as PyTorch finds it.
 
 A token is an alias of the tensor whose data was replaced by nothing: it shares the version
-counter and holds no storage. Changes that PyTorch does not count (through `.data`, or an array
-that shares the memory) are as invisible here as they are to PyTorch itself.
+counter and holds no storage.
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -35,20 +36,41 @@ class SavedVersion(NamedTuple):
     dtype: torch.dtype
     producer: tuple[str, int] | None
     """Name of the operation and the number of its output, where the tensor has one."""
+    saved: weakref.ref[torch.Tensor]
+    """The tensor itself, which may be given other data while it lives."""
+    storage: int
+    """The address of its storage when it was saved."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> SavedVersion:
-        """Note the present version of `tensor` without keeping its memory."""
-        version = cls.keeping(tensor)
-        version.token.data = _nothing(tensor.device)
-        return version
+    def of(cls, tensor: torch.Tensor, storage: int) -> SavedVersion:
+        """Note the present version of `tensor`, in `storage`, without keeping its memory."""
+        token = tensor.detach()
+        token.data = _nothing(tensor.device)
+        return cls._of(token, tensor, storage)
 
     @classmethod
     def keeping(cls, tensor: torch.Tensor) -> SavedVersion:
-        """Note the present version of `tensor`; the token is an alias that keeps its memory."""
-        token = tensor.detach()
+        """Note the present version of `tensor`; the token keeps its memory.
+
+        What no operation made is its own token, as it is what PyTorch would hold. An output must
+        not be: it would hold itself, by way of the operation that it keeps alive, and never be
+        freed.
+        """
+        token = tensor if tensor.grad_fn is None else tensor.detach()
+        return cls._of(token, tensor, _storage(token))
+
+    @classmethod
+    def _of(cls, token: torch.Tensor, tensor: torch.Tensor, storage: int) -> SavedVersion:
         shape = None if tensor.is_nested else tensor.shape
-        return cls(token, token._version, shape, tensor.dtype, _producer(tensor))
+        return cls(
+            token,
+            token._version,
+            shape,
+            tensor.dtype,
+            _producer(tensor),
+            weakref.ref(tensor),
+            storage,
+        )
 
     @property
     def unchanged(self) -> bool:
@@ -60,6 +82,21 @@ class SavedVersion(NamedTuple):
         found = self.token._version
         if found != self.expected:
             raise RuntimeError(self._message(found))
+
+    def replaced(self) -> torch.Tensor | None:
+        """Return the tensor if it has been given other data since, where PyTorch would use those.
+
+        It would not for an operation's own output, which it holds as it was.
+        """
+        tensor = self.saved()
+        if tensor is None or not self.storage:
+            return None
+        tensor._fix_weakref()  # type: ignore[attr-defined]  # what C++ alone holds comes back
+        if _storage(tensor) == self.storage:
+            return None
+        maker = tensor.grad_fn
+        is_own_output = maker is not None and maker is torch._C._current_autograd_node()
+        return None if is_own_output else tensor
 
     def alias(self, data: torch.Tensor) -> torch.Tensor:
         """Return a tensor with `data`'s content that counts its changes with the saved one's.
@@ -93,7 +130,7 @@ class KeptTensor(NamedTuple):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor, as an alias: an output that held itself would never be freed."""
+        """The tensor, or an alias of it."""
         return self.version.token
 
     @classmethod
@@ -105,6 +142,13 @@ class KeptTensor(NamedTuple):
 def _producer(tensor: torch.Tensor) -> tuple[str, int] | None:
     node = tensor.grad_fn
     return None if node is None else (node.name(), tensor.output_nr)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, 0 where it may have none."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return 0
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage()._cdata
 
 
 def _nothing(device: torch.device) -> torch.Tensor:

@@ -2,67 +2,57 @@ from __future__ import annotations
 
 import torch
 from storm_client.dedup import DedupTable
-from storm_client.records import DeadRecord, RecordGrave, StoredRange
+from storm_client.records import Deaths, StoredRange
 from support.records import record_of
 from torch import Tensor
 
 
-def add(
-    table: DedupTable, grave: RecordGrave, tensor: Tensor, span: tuple[int, int]
-) -> StoredRange:
-    record = record_of(tensor, span)
-    table.add(grave.watch(record))
+def add(table: DedupTable, deaths: Deaths, tensor: Tensor) -> StoredRange:
+    record = record_of(tensor)
+    table.add(deaths.watch(record))
     return record
 
 
-def make() -> tuple[DedupTable, RecordGrave]:
-    return DedupTable(), RecordGrave(lambda: None)
+def clean(table: DedupTable, deaths: Deaths) -> None:
+    for reference in deaths.records():
+        table.remove(reference)
 
 
-def test_the_record_that_holds_the_bytes_is_found() -> None:
-    table, grave = make()
+def test_the_record_of_the_storage_is_found() -> None:
+    table, deaths = DedupTable(), Deaths()
     tensor = torch.ones(64)
-    storage = tensor.untyped_storage()
-    head, rest = add(table, grave, tensor, (0, 64)), add(table, grave, tensor, (64, 256))
-    assert table.find(storage, (0, 32), 0) is head
-    assert table.find(storage, (64, 256), 0) is rest
-    assert table.find(storage, (32, 128), 0) is None
-    assert table.find(torch.ones(64).untyped_storage(), (0, 32), 0) is None
+    record = add(table, deaths, tensor)
+    assert table.find(tensor[3:].untyped_storage()) is record
+    assert table.find(torch.ones(64).untyped_storage()) is None
 
 
-def test_a_changed_tensor_is_not_found() -> None:
-    table, grave = make()
+def test_a_later_record_takes_the_place_and_keeps_it() -> None:
+    table, deaths = DedupTable(), Deaths()
     tensor = torch.ones(64)
-    record = add(table, grave, tensor, (0, 256))
-    tensor.add_(1)
-    assert table.find(tensor.untyped_storage(), (0, 256), tensor._version) is None
-    assert record.error is None
-
-
-def test_dead_records_are_removed_one_by_one() -> None:
-    table, grave = make()
-    tensor = torch.ones(64)
-    storage = tensor.untyped_storage()
-    first, second = add(table, grave, tensor, (0, 64)), add(table, grave, tensor, (0, 256))
+    first = add(table, deaths, tensor)
+    second = add(table, deaths, tensor)
     del first
-    dead: list[DeadRecord] = grave.empty()
-    assert table.find(storage, (0, 64), 0) is second
-    for reference in dead:
-        table.remove(reference)
+    clean(table, deaths)
+    assert table.find(tensor.untyped_storage()) is second
+
+
+def test_dead_records_are_removed() -> None:
+    table, deaths = DedupTable(), Deaths()
+    tensor = torch.ones(64)
+    record = add(table, deaths, tensor)
+    del record
+    assert table.find(tensor.untyped_storage()) is None
     assert len(table) == 1
-    del second
-    assert table.find(storage, (0, 64), 0) is None
-    for reference in grave.empty():
-        table.remove(reference)
+    clean(table, deaths)
     assert len(table) == 0
 
 
 def test_an_address_in_the_table_is_not_used_again() -> None:
     """The weak reference keeps it, so that another storage is never taken for the old one."""
-    table, grave = make()
+    table, deaths = DedupTable(), Deaths()
     tensor = torch.ones(64)
     address = tensor.untyped_storage()._cdata
-    record = add(table, grave, tensor, (0, 256))
+    record = add(table, deaths, tensor)
     record.source = None
     del tensor
     storages = [torch.ones(64).untyped_storage() for _ in range(100)]
@@ -70,9 +60,9 @@ def test_an_address_in_the_table_is_not_used_again() -> None:
 
 
 def test_a_record_whose_making_was_interrupted_may_be_unknown() -> None:
-    table, grave = make()
+    table, deaths = DedupTable(), Deaths()
     tensor = torch.ones(64)
-    known = add(table, grave, tensor, (0, 64))
-    table.remove(grave.watch(record_of(tensor)))
-    table.remove(grave.watch(record_of(torch.ones(64))))
-    assert table.find(tensor.untyped_storage(), (0, 64), 0) is known
+    known = add(table, deaths, tensor)
+    table.remove(deaths.watch(record_of(tensor)))
+    table.remove(deaths.watch(record_of(torch.ones(64))))
+    assert table.find(tensor.untyped_storage()) is known

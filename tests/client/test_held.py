@@ -26,8 +26,7 @@ def hold(held: HeldBack[str], one: StoredRange, number: int) -> None:
         Held(
             one.key,
             weakref.ref(one),
-            one.storage_nbytes,
-            "raw",
+            one.nbytes,
             f"admission {number}",
             number,
         )
@@ -47,14 +46,6 @@ def test_the_oldest_goes_when_there_is_more_than_the_limit() -> None:
     held.forget(excess.key)
     assert held.excess() is None
     assert [one.key in held for one in records] == [False, True, True]
-
-
-def test_the_whole_storage_counts() -> None:
-    held: HeldBack[str] = HeldBack(window(99))
-    one = record_of(torch.empty(100, dtype=torch.uint8), (0, 64))
-    hold(held, one, 1)
-    assert held.nbytes == 100
-    assert held.excess() is not None
 
 
 def test_what_is_forgotten_counts_no_more() -> None:

@@ -1,22 +1,31 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.prefetch import OrderHistory
-from storm_client.records import DeadRecord, Handle, Located, Part, RecordGrave, StoredRange, View
+from storm_client.records import (
+    Deaths,
+    Handle,
+    Located,
+    Part,
+    SnapshotProof,
+    StoredRange,
+    View,
+)
 from storm_client.steps import Step
-from storm_client.versions import SavedVersion
-from support.records import record_of
+from support.records import record_of, version_of
 from torch import Tensor
 
 
-def handle_of(record: StoredRange, tensor: Tensor) -> Handle:
-    return Step(OrderHistory()).handle(record, View.of(tensor), SavedVersion.of(tensor))
+def handle_of(record: StoredRange, tensor: Tensor, deaths: Deaths) -> Handle:
+    handle = Step(OrderHistory()).handle(record, View.of(tensor), version_of(tensor))
+    deaths.watch_handle(handle)
+    return handle
 
 
 # --- views ----------------------------------------------------------------------------------
@@ -42,19 +51,14 @@ BASE = torch.arange(240, dtype=torch.float32)
         BASE > 10,
     ],
 )
-def test_a_view_is_rebuilt_from_its_span_alone(tensor: Tensor) -> None:
-    view = View.of(tensor)
-    begin, end = view.span()
-    begin -= begin % 64
-    whole = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(whole, 0, (whole.nbytes(),), (1,))
-    moved = flat[begin:end].clone().untyped_storage()
-    rebuilt = view.rebuild(Located(moved, begin))
+def test_a_view_is_rebuilt_where_it_was(tensor: Tensor) -> None:
+    rebuilt = View.of(tensor).rebuild(Located(tensor.untyped_storage().clone()))
     assert (rebuilt.dtype, rebuilt.shape, rebuilt.stride()) == (
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
     )
+    assert rebuilt.storage_offset() == tensor.storage_offset()
     assert (rebuilt.is_conj(), rebuilt.is_neg()) == (tensor.is_conj(), tensor.is_neg())
     assert torch.equal(rebuilt, tensor)
 
@@ -94,25 +98,57 @@ def test_a_storage_that_lost_its_memory_is_not_the_original() -> None:
     record.source = None
     tensor.untyped_storage().resize_(0)
     assert record.locate() is None
-    assert not record.covers(tensor.untyped_storage(), (0, 0), 0)
+    assert not record.is_whole(tensor.untyped_storage())
 
 
-def test_covering_needs_the_range_and_the_version() -> None:
+def test_a_storage_that_was_filled_again_is_what_pytorch_would_read() -> None:
     tensor = torch.ones(64)
-    record, storage = record_of(tensor), tensor.untyped_storage()
-    assert record.covers(storage, (0, 256), 0)
-    assert record.covers(storage, (64, 128), 0)
-    assert not record.covers(storage, (0, 257), 0)
-    assert not record.covers(storage, (0, 256), 1)
-    tensor.add_(1)
-    assert not record.covers(storage, (0, 256), 0)
-    assert not record.covers(storage, (0, 256), 1)
+    record = record_of(tensor)
+    storage = tensor.untyped_storage()
+    storage.resize_(0)
+    torch.empty(1 << 20)  # takes its place, as far as the allocator likes
+    storage.resize_(256)
+    located = record.locate()
+    assert located is not None
+    assert located.storage.data_ptr() == tensor.data_ptr()
+
+
+def result() -> Tensor:
+    return torch.ones(8, 8, requires_grad=True) * 2
+
+
+def test_a_snapshot_is_proven_by_the_version_that_all_views_share() -> None:
+    tensor = result()
+    proof = SnapshotProof(tensor[2:5])
+    assert proof.holds_for(tensor)
+    assert proof.holds_for(tensor.t()[1:])
+    with torch.no_grad():
+        tensor[0].zero_()
+    assert not proof.holds_for(tensor)
+
+
+def test_siblings_of_an_unsafe_chunk_prove_nothing_of_each_other() -> None:
+    """They share a storage, and each counts its own changes."""
+    one, other = result().unsafe_chunk(2)
+    assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    proof = SnapshotProof(one)
+    assert proof.holds_for(one)
+    assert not proof.holds_for(other)
+    assert not proof.holds_for(one.as_strided((64,), (1,), 0))
+
+
+def test_a_base_that_died_proves_nothing() -> None:
+    tensor = result()
+    alias = tensor.detach()
+    proof = SnapshotProof(tensor)
+    del tensor
+    assert not proof.holds_for(alias)
 
 
 def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
-    tensor = torch.ones(64)
+    tensor, deaths = torch.ones(64), Deaths()
     record = record_of(tensor)
-    one, two, three = (handle_of(record, tensor) for _ in range(3))
+    one, two, three = (handle_of(record, tensor, deaths) for _ in range(3))
     record.source = None
     del tensor
     record.hold(torch.ones(64).untyped_storage())
@@ -121,13 +157,14 @@ def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
     record.unpacked(two)
     assert record.locate() is not None
     del three  # never unpacked: its death counts as well
+    assert not list(deaths.records())
     assert record.locate() is None
 
 
 def test_what_was_restored_and_is_still_used_is_found_again() -> None:
-    tensor = torch.ones(64)
+    tensor, deaths = torch.ones(64), Deaths()
     record = record_of(tensor)
-    handle = handle_of(record, tensor)
+    handle = handle_of(record, tensor, deaths)
     record.source = None
     del tensor
     restored = torch.ones(64).untyped_storage()
@@ -140,55 +177,49 @@ def test_what_was_restored_and_is_still_used_is_found_again() -> None:
 
 def test_only_handles_keep_a_record() -> None:
     """Its death is noticed at once, without the garbage collector, and only once."""
-    woken = []
-    grave = RecordGrave(lambda: woken.append(True))
+    deaths = Deaths()
     tensor = torch.ones(64)
     record = record_of(tensor)
-    reference = grave.watch(record)
+    reference = deaths.watch(record)
     record.parts.append(Part(7, 0, 256))
-    one, two = handle_of(record, tensor), handle_of(record, tensor)
+    one, two = handle_of(record, tensor, deaths), handle_of(record, tensor, deaths)
     gc.disable()
     try:
         del record, one
-        assert not woken
+        assert not list(deaths.records())
         del two
-        assert woken == [True]
     finally:
         gc.enable()
-    assert len(grave) == 1
-    assert grave.empty() == [reference]
+    assert len(deaths) == 1
+    assert list(deaths.records()) == [reference]
     assert [part.entry for part in reference.parts] == [7]
-    assert len(grave) == 0
-    assert grave.empty() == []
+    assert len(deaths) == 0
+    assert not list(deaths.records())
 
 
-def test_the_grave_wakes_once_for_several_deaths() -> None:
-    woken = []
-    grave = RecordGrave(lambda: woken.append(True))
-    records = [record_of(torch.ones(4)) for _ in range(5)]
-    for record in records:
-        grave.watch(record)
+def test_a_death_that_was_interrupted_comes_again() -> None:
+    deaths = Deaths()
+    references = [deaths.watch(record_of(torch.ones(4))) for _ in range(3)]
+    seen = deaths.records()
+    assert next(seen) is references[0]
+    seen.close()  # as a signal's exception does in the loop around it
+    assert list(deaths.records()) == references
+
+
+def test_deaths_run_no_code_of_ours() -> None:
+    """A signal's exception would be swallowed in it."""
+    deaths = Deaths()
+    ran: list[str] = []
+
+    def note(frame: object, event: str, argument: object) -> None:
+        ran.append(event)
+
+    record = record_of(torch.ones(64))
+    handle = handle_of(record, torch.ones(64), deaths)
+    reference = deaths.watch(record)
     del record
-    records.clear()
-    assert woken == [True]
-    assert len(grave.empty()) == 5
-
-
-def test_records_that_die_in_two_threads_at_once_wake() -> None:
-    """The second dies while the first has been buried and not been counted yet."""
-    wakes: list[int] = []
-    grave = RecordGrave(lambda: wakes.append(len(grave._dead)))
-    records = [record_of(torch.ones(8)) for _ in range(2)]
-    for record in records:
-        grave.watch(record)
-    del record
-
-    class Interrupted(deque[DeadRecord]):
-        def append(self, reference: DeadRecord) -> None:
-            super().append(reference)
-            records.clear()
-
-    grave._dead = Interrupted()
-    records.pop()
-    assert wakes
-    assert len(grave.empty()) == 2
+    sys.setprofile(note)
+    del handle
+    sys.setprofile(None)
+    assert reference() is None
+    assert "call" not in ran

@@ -214,7 +214,7 @@ def knows_nothing(session: Session) -> bool:
     """Tell whether all is cleaned up; under the lock, so never amid a clean-up."""
     with session.connection.lock:
         return (
-            not len(session._grave)
+            not len(session.deaths)
             and not len(session._known)
             and not session._storer.under_way
             and not session._restorer.in_use

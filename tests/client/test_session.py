@@ -8,12 +8,12 @@ import torch
 from storm_client.lanes import Request
 from storm_client.lanes.cpu import CpuLane
 from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, StoredRange, View
+from storm_client.records import Handle, SnapshotProof, StoredRange, View
 from storm_client.session import Session
 from storm_client.stats import StatsRecorder
 from storm_client.steps import Step
-from storm_client.versions import SavedVersion
 from support.daemon_process import DaemonProcess
+from support.records import version_of
 from support.waiting import wait_until
 from torch import Tensor
 
@@ -28,13 +28,14 @@ def session(daemon: DaemonProcess) -> Iterator[Session]:
 
 
 def store(session: Session, tensor: Tensor, recorder: StatsRecorder) -> StoredRange:
-    storage = tensor.untyped_storage()
-    span = (0, storage.nbytes())
-    return session.store(storage, span, SavedVersion.of(tensor), "raw", recorder)
+    """Send a tensor though the test holds it."""
+    record = session.hold(tensor.untyped_storage(), tensor.dtype, "raw", recorder)
+    session.send(record)
+    return record
 
 
 def handle_of(record: StoredRange, tensor: Tensor) -> Handle:
-    return Step(OrderHistory()).handle(record, View.of(tensor), SavedVersion.of(tensor))
+    return Step(OrderHistory()).handle(record, View.of(tensor), version_of(tensor))
 
 
 class UnattachedLane(CpuLane):
@@ -61,12 +62,41 @@ def test_bytes_go_and_come_back(session: Session) -> None:
     assert torch.equal(handle.view.rebuild(located), expected)
 
 
-def test_a_stored_range_is_found(session: Session) -> None:
+def test_a_held_storage_is_found_whatever_becomes_of_it(session: Session) -> None:
+    """What leaves is what it holds at last, and each handle has a version of its own."""
     tensor = torch.randn(1000)
-    record = store(session, tensor, StatsRecorder())
-    assert session.find(tensor.untyped_storage(), (0, 4000), 0) is record
+    record = session.hold(tensor.untyped_storage(), tensor.dtype, "raw", StatsRecorder())
+    assert session.find(tensor.untyped_storage(), tensor) is record
     tensor.add_(1)
-    assert session.find(tensor.untyped_storage(), (0, 4000), 1) is None
+    assert session.find(tensor.untyped_storage(), tensor) is record
+
+
+def test_of_what_has_left_the_same_version_is_found(session: Session) -> None:
+    tensor = torch.randn(1000, requires_grad=True) * 2
+    record = store(session, tensor, StatsRecorder())
+    assert session.find(tensor.untyped_storage(), tensor) is None
+    record.proof = SnapshotProof(tensor)
+    assert session.find(tensor.untyped_storage(), tensor) is record
+    tensor.detach().add_(1)
+    assert session.find(tensor.untyped_storage(), tensor) is None
+
+
+def test_what_somebody_else_holds_stays_until_he_lets_go(session: Session) -> None:
+    recorder = StatsRecorder()
+    tensor = torch.randn(1000)
+    expected = tensor + 1
+    record = session.hold(tensor.untyped_storage(), tensor.dtype, "raw", recorder)
+    handle = handle_of(record, tensor)
+    session.settle(30)
+    assert record.source is not None
+    assert recorder.snapshot().skipped == {"in_use": 1}
+    tensor.data += 1  # counted nowhere
+    del tensor
+    session.settle(30)
+    assert record.source is None
+    assert recorder.snapshot().skipped == {}
+    assert recorder.snapshot().offloaded_bytes == 4000
+    assert torch.equal(handle.view.rebuild(session.load(handle)), expected)
 
 
 def test_settling_means_that_all_is_encoded(session: Session) -> None:
@@ -82,9 +112,9 @@ def test_settling_means_that_all_is_encoded(session: Session) -> None:
 def test_a_record_that_dies_is_released(session: Session) -> None:
     record = store(session, torch.randn(1000), StatsRecorder())
     session.settle(30)
-    assert len(session._grave) == 1
+    assert len(session.deaths) == 1
     del record
-    wait_until(lambda: not len(session._grave) and not len(session._known), 30)
+    wait_until(lambda: not len(session.deaths) and not len(session._known), 30)
 
 
 def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
@@ -92,7 +122,7 @@ def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
     for _ in range(50):
         store(session, torch.randn(1 << 16), recorder)
     session.settle(30)
-    wait_until(lambda: len(session._grave) == 0, 30)
+    wait_until(lambda: len(session.deaths) == 0, 30)
     assert recorder.snapshot().offloaded_bytes == 50 << 18
 
 

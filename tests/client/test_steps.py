@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from storm_client.prefetch import OrderHistory
 from storm_client.records import Handle, View
-from storm_client.steps import LOOKAHEAD, Step
-from support.records import record_of
+from storm_client.steps import LOOKAHEAD, PASS_HANDLES, Step
+from support.records import record_of, version_of
 
 
 def packed(step: Step, count: int) -> list[Handle]:
@@ -12,7 +12,7 @@ def packed(step: Step, count: int) -> list[Handle]:
     for _ in range(count):
         tensor = torch.ones(16)
         record = record_of(tensor)
-        handles.append(step.handle(record, View.of(tensor), record.version))
+        handles.append(step.handle(record, View.of(tensor), version_of(tensor)))
     return handles
 
 
@@ -95,3 +95,41 @@ def test_what_was_never_asked_for_is_part_of_the_step() -> None:
     del packed(step, 3)[:]
     (later,) = packed(step, 1)
     assert later.number == 3
+
+
+def test_what_a_hook_costs_does_not_grow_while_a_graph_is_kept() -> None:
+    """One pass's handles stay; those of the others, thousands, are forgotten."""
+    step = Step(OrderHistory())
+    kept = packed(step, 3)
+    step.unpacked(kept[2])
+    for _ in range(1000):
+        handles = packed(step, 4)
+        while handles:
+            step.unpacked(handles.pop())
+    handles = packed(step, 4)
+    latest = step._packing
+    assert len(latest.records) == 4
+    assert latest.earlier is not None
+    assert [record() for record in latest.earlier.records] == [handle.record for handle in kept]
+    assert latest.earlier.earlier is None
+
+
+def test_what_is_never_asked_for_is_forgotten_too() -> None:
+    step = Step(OrderHistory())
+    kept = packed(step, 1)
+    for _ in range(3 * PASS_HANDLES):
+        packed(step, 1)
+    assert len(step._packing.records) <= PASS_HANDLES
+    step.unpacked(kept[0])
+    assert step.upcoming() == []
+
+
+def test_a_pass_that_is_asked_for_after_a_later_one_goes_on() -> None:
+    step = Step(OrderHistory())
+    first = packed(step, 3)
+    step.unpacked(first[2])
+    second = packed(step, 2)
+    step.unpacked(second[1])
+    assert step.upcoming() == [handle.record for handle in (second[0], first[1], first[0])]
+    step.unpacked(first[1])
+    assert step.upcoming() == [first[0].record]

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import storm_client as storm
 import torch
-from storm_client.versions import KeptTensor, SavedVersion
+from storm_client.versions import KeptTensor
+from support.records import version_of
 from torch import Tensor
 
 
@@ -175,7 +176,7 @@ def test_a_backward_that_changes_what_it_unpacked(device: str, client: storm.Cli
 
 def test_a_token_holds_no_memory_and_counts_changes() -> None:
     tensor = torch.ones(1024)
-    version = SavedVersion.of(tensor)
+    version = version_of(tensor)
     assert version.token.untyped_storage().nbytes() == 0
     assert version.unchanged
     tensor.view(32, 32).add_(1)
@@ -186,7 +187,7 @@ def test_a_token_holds_no_memory_and_counts_changes() -> None:
 
 def test_an_alias_counts_its_changes_with_the_saved_tensor() -> None:
     tensor = torch.ones(16)
-    version = SavedVersion.of(tensor)
+    version = version_of(tensor)
     alias = version.alias(torch.zeros(16))
     assert torch.equal(alias, torch.zeros(16))
     alias.add_(1)

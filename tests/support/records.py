@@ -9,15 +9,15 @@ from storm_client.stats import StatsRecorder
 from storm_client.versions import SavedVersion
 from torch import Tensor
 
+__all__ = ["record_of", "version_of"]
 
-def record_of(tensor: Tensor, span: tuple[int, int] | None = None) -> StoredRange:
-    """Return a record of the bytes `span` of the tensor's storage, all of them by default."""
-    storage = tensor.untyped_storage()
+
+def record_of(tensor: Tensor) -> StoredRange:
+    """Return a record of the tensor's storage."""
     nobody: Any = None
-    return StoredRange(
-        nobody,
-        storage,
-        span or (0, storage.nbytes()),
-        SavedVersion.of(tensor),
-        StatsRecorder(),
-    )
+    return StoredRange(nobody, tensor.untyped_storage(), tensor.dtype, StatsRecorder())
+
+
+def version_of(tensor: Tensor) -> SavedVersion:
+    """Return the tensor's version, as hooks note it."""
+    return SavedVersion.of(tensor, tensor.untyped_storage()._cdata)

@@ -12,8 +12,9 @@ with it. Where a device works asynchronously the lane orders that itself, on the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -22,7 +23,20 @@ from stormd.protocol import MapSegment, Message, Welcome
 if TYPE_CHECKING:
     from storm_client.lanes.segments import Segments
 
-__all__ = ["Coder", "Encoded", "InPlace", "Lane", "LaneHello", "Reader", "Request", "Slot"]
+__all__ = [
+    "Coder",
+    "Encoded",
+    "InPlace",
+    "Lane",
+    "LaneHello",
+    "Reader",
+    "Request",
+    "Slot",
+    "Stream",
+]
+
+Stream: TypeAlias = torch.Stream | None
+"""Of a device that works asynchronously: None for its default stream, or where it has none."""
 
 Request = Callable[[Message], Message]
 """Sends a message to the daemon and returns its answer; raises a StormError when refused."""
@@ -205,6 +219,18 @@ class Lane(Protocol):
 
     def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
         """Copy a restored part out of the slot, in order before later work of this thread."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """Return the stream whose work so far makes what this thread saves now."""
+        ...
+
+    def reaches(self, stream: Stream) -> bool:
+        """Tell whether work may be put on `stream` now, which the script may have destroyed."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is the current one."""
         ...
 
     def is_capturing(self) -> bool:

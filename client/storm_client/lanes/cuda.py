@@ -10,14 +10,15 @@ import logging
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import cast
 
 import torch
 from storm_kernels.errors import KernelsError
 
 from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.lanes import LaneHello, Request, Slot
+from storm_client.lanes import LaneHello, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
 from storm_client.staging import StagingSpace
 from stormd.protocol import MapSegment, Welcome
@@ -37,6 +38,8 @@ __all__ = ["CudaLane"]
 
 log = logging.getLogger(__name__)
 
+_NOTHING = nullcontext()
+
 ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 """With the value 1, a stream that waits for the daemon would hold up all others."""
 
@@ -48,6 +51,9 @@ SPARE_STAGING_DIVISOR = 512
 
 CODING_DIVISOR = 128
 """The same where this process codes: what waits there for the link are blobs."""
+
+POOLED = 1
+"""In a stream's id: it is one of PyTorch's own. Those of a script may be destroyed at any time."""
 
 POISON_SECONDS = 0.01
 """Between two poisonings of a dead daemon's counters, until the last wait is released."""
@@ -195,6 +201,23 @@ class CudaLane:
         with self.entered():
             stream = self._current_stream()
             self._numbers().copy(destination.data_ptr(), source, slot.nbytes, stream)
+
+    def current_stream(self) -> Stream:
+        """Return the thread's stream on the device, None where it is the default one."""
+        return None if not self._current_stream() else torch.cuda.current_stream(self._ordinal)
+
+    def reaches(self, stream: Stream) -> bool:
+        """Tell whether `stream` is current, or PyTorch's own, which are never destroyed."""
+        if stream is None or stream.stream_id & POOLED:
+            return True
+        return stream == torch.cuda.current_stream(self._ordinal)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return a context in which `stream` is the current one of this thread."""
+        if stream is None and not self._current_stream():
+            return _NOTHING
+        chosen = torch.cuda.default_stream(self._ordinal) if stream is None else stream
+        return torch.cuda.stream(cast("torch.cuda.Stream", chosen))
 
     def is_capturing(self) -> bool:
         """Tell whether the current stream's work is being captured into a CUDA graph."""
