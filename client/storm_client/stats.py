@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from storm_client.dtypes import dtype_name
+from storm_client.sizes import format_size
 
-__all__ = ["OffloadStats", "StatsRecorder"]
+__all__ = ["OffloadStats", "StatsRecorder", "Staying"]
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """Totals of one Offload since it was made. Sizes in bytes, times in seconds."""
+    """Totals of one Offload since it was made. Sizes in bytes, times in seconds.
+
+    `str()` is a table for people.
+    """
 
     saved_bytes: int
     """What autograd handed over."""
@@ -56,6 +61,52 @@ class OffloadStats:
         """Offloaded over stored bytes, 1.0 where nothing has been stored."""
         return self.offloaded_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
+    def __str__(self) -> str:
+        """Return a table of what became of what autograd saved."""
+        rows = (
+            ("saved by autograd", self.saved_bytes, ""),
+            ("  passed over", self.skipped_bytes, _listed(self.skipped, str)),
+            ("  deduplicated", self.deduplicated_bytes, ""),
+            ("  offloaded", self.offloaded_bytes, _listed(self.offloaded_by_dtype, format_size)),
+            ("  kept", self.kept_bytes, _listed(self.kept, str)),
+            (
+                "stored in the pool",
+                self.stored_bytes,
+                _joined(f"ratio {self.ratio:.2f}", _listed(self.stored_by_mode, format_size)),
+            ),
+        )
+        lines = [
+            f"{name:<18}  {format_size(size):>10}  {more}".rstrip() for name, size, more in rows
+        ]
+        times = (("storing", self.store_seconds), ("waiting to restore", self.restore_wait_seconds))
+        lines += [f"{name:<18}  {seconds:>8.3f} s" for name, seconds in times]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[type[OffloadStats], tuple[object, ...]]:
+        """Pickle and copy with plain mappings: a MappingProxyType can do neither."""
+        values = (getattr(self, item.name) for item in fields(self))
+        plain = (dict(value) if isinstance(value, Mapping) else value for value in values)
+        return OffloadStats, tuple(plain)
+
+    def __post_init__(self) -> None:
+        """Freeze the mappings."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, dict):
+                object.__setattr__(self, item.name, MappingProxyType(value))
+
+
+class Staying(NamedTuple):
+    """Bytes that autograd handed over, and those of them that stayed, by reason."""
+
+    saved_bytes: int
+    deduplicated_bytes: int
+    offloaded_bytes: int
+    skipped_bytes: Mapping[str, int]
+    kept_bytes: Mapping[str, int]
+    skipped: Mapping[str, int]
+    """Tensors passed over."""
+
 
 class StatsRecorder:
     """Counts for one Offload, from any thread."""
@@ -65,7 +116,9 @@ class StatsRecorder:
         self._lock = threading.Lock()  # protects all counters below
         self._bytes: Counter[str] = Counter()
         self._skipped: Counter[str] = Counter()
+        self._skipped_bytes: Counter[str] = Counter()
         self._kept: Counter[str] = Counter()
+        self._kept_bytes: Counter[str] = Counter()
         self._dtypes: Counter[str] = Counter()
         self._modes: Counter[str] = Counter()
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0}
@@ -74,19 +127,19 @@ class StatsRecorder:
         """Count a saved tensor that the policy passed over."""
         with self._lock:
             self._bytes["saved"] += nbytes
-            self._bytes["skipped"] += nbytes
+            self._skipped_bytes[reason] += nbytes
             self._skipped[reason] += 1
 
     def stays_in_use(self, nbytes: int) -> None:
         """Count a range, counted as saved, that stays because somebody else holds its memory."""
         with self._lock:
-            self._bytes["skipped"] += nbytes
+            self._skipped_bytes["in_use"] += nbytes
             self._skipped["in_use"] += 1
 
     def leaves(self, nbytes: int) -> None:
         """Take `stays_in_use` back: nobody else holds it any more."""
         with self._lock:
-            self._bytes["skipped"] -= nbytes
+            self._skipped_bytes["in_use"] -= nbytes
             self._skipped["in_use"] -= 1
 
     def deduplicated(self, nbytes: int) -> None:
@@ -121,27 +174,49 @@ class StatsRecorder:
     def kept(self, nbytes: int, reason: str) -> None:
         """Count a range that stays with the client."""
         with self._lock:
-            self._bytes["kept"] += nbytes
+            self._kept_bytes[reason] += nbytes
             self._kept[reason] += 1
+
+    def staying(self) -> Staying:
+        """Return what has stayed so far."""
+        with self._lock:
+            return Staying(
+                saved_bytes=self._bytes["saved"],
+                deduplicated_bytes=self._bytes["deduplicated"],
+                offloaded_bytes=self._bytes["offloaded"],
+                skipped_bytes=dict(self._skipped_bytes),
+                kept_bytes=dict(self._kept_bytes),
+                skipped=dict(self._skipped),
+            )
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
         with self._lock:
             return OffloadStats(
                 saved_bytes=self._bytes["saved"],
-                skipped_bytes=self._bytes["skipped"],
+                skipped_bytes=self._skipped_bytes.total(),
                 deduplicated_bytes=self._bytes["deduplicated"],
                 offloaded_bytes=self._bytes["offloaded"],
                 stored_bytes=self._bytes["stored"],
-                kept_bytes=self._bytes["kept"],
-                skipped=_frozen(self._skipped),
-                kept=_frozen(self._kept),
+                kept_bytes=self._kept_bytes.total(),
+                skipped=_counted(self._skipped),
+                kept=_counted(self._kept),
                 store_seconds=self._seconds["store"],
                 restore_wait_seconds=self._seconds["restore"],
-                offloaded_by_dtype=_frozen(self._dtypes),
-                stored_by_mode=_frozen(self._modes),
+                offloaded_by_dtype=_counted(self._dtypes),
+                stored_by_mode=_counted(self._modes),
             )
 
 
-def _frozen(counter: Counter[str]) -> Mapping[str, int]:
-    return MappingProxyType({reason: count for reason, count in counter.items() if count})
+def _counted(counter: Counter[str]) -> dict[str, int]:
+    return {reason: count for reason, count in counter.items() if count}
+
+
+def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:
+    """Return the counts in one line, the largest first."""
+    ordered = sorted(counts.items(), key=lambda item: item[1], reverse=True)
+    return ", ".join(f"{name} {shown(count)}" for name, count in ordered)
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

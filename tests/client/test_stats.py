@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import threading
+from collections.abc import Callable
 
 import pytest
 import storm_client as storm
 import torch
-from storm_client.stats import StatsRecorder
+from storm_client.stats import OffloadStats, StatsRecorder
 
 
 def test_each_event_is_counted() -> None:
@@ -53,6 +56,64 @@ def test_a_snapshot_does_not_change() -> None:
         stats.skipped["small"] = 2  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.saved_bytes = 0  # type: ignore[misc]
+
+
+def recorded() -> OffloadStats:
+    recorder = StatsRecorder()
+    recorder.skipped(13 << 20, "small")
+    recorder.skipped(0, "small")
+    recorder.skipped(1 << 20, "parameter")
+    recorder.deduplicated(260 << 20)
+    recorder.saved(3 << 30, 0.5)
+    recorder.offloaded(2 << 30, torch.bfloat16)
+    recorder.offloaded(512 << 20, torch.bool)
+    recorder.stored(1 << 30, "window")
+    recorder.stored(256 << 20, "raw")
+    recorder.kept(512 << 20, "pool_full")
+    recorder.restored(1.25)
+    return recorder.snapshot()
+
+
+def test_printed_it_is_a_table() -> None:
+    assert str(recorded()).splitlines() == [
+        "saved by autograd      3.3 GiB",
+        "  passed over         14.0 MiB  small 2, parameter 1",
+        "  deduplicated       260.0 MiB",
+        "  offloaded            2.5 GiB  bfloat16 2.0 GiB, bool 512.0 MiB",
+        "  kept               512.0 MiB  pool_full 1",
+        "stored in the pool     1.2 GiB  ratio 2.00, window 1.0 GiB, raw 256.0 MiB",
+        "storing                0.500 s",
+        "waiting to restore     1.250 s",
+    ]
+    assert repr(recorded()).startswith("OffloadStats(saved_bytes=")
+    assert "stored in the pool         0 B  ratio 1.00" in str(StatsRecorder().snapshot())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
+)
+def test_it_can_be_copied_and_pickled(copied: Callable[[OffloadStats], OffloadStats]) -> None:
+    stats = recorded()
+    other = copied(stats)
+    assert other == stats
+    assert repr(other) == repr(stats)
+    with pytest.raises(TypeError):
+        other.kept["pool_full"] = 2  # type: ignore[index]
+
+
+def test_what_stays_is_counted_by_reason() -> None:
+    recorder = StatsRecorder()
+    recorder.skipped(10, "small")
+    recorder.skipped(5, "small")
+    recorder.saved(100, 0.0)
+    recorder.stays_in_use(100)
+    recorder.leaves(100)
+    recorder.kept(100, "pool_full")
+    staying = recorder.staying()
+    assert (staying.saved_bytes, staying.offloaded_bytes) == (115, 0)
+    assert staying.skipped_bytes == {"small": 15, "in_use": 0}
+    assert staying.skipped["small"] == 2
+    assert staying.kept_bytes == {"pool_full": 100}
 
 
 def test_threads_count_together() -> None:

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+from storm_client.sizes import format_size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (1 << 20, "1.0 MiB"),
+        (13.5 * 2**30, "13.5 GiB"),
+        (1 << 50, "1024.0 TiB"),
+        (-(1 << 20), "-1.0 MiB"),
+    ],
+)
+def test_sizes_are_shown_in_the_largest_unit(nbytes: float, text: str) -> None:
+    assert format_size(nbytes) == text
