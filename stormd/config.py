@@ -1,9 +1,10 @@
 """What an operator may set, defined once.
 
 What stays true: a Config that exists is valid, and each option's name, default, unit and help
-stand here alone. Command-line flags, `STORMD_...` variables, the TOML file and the commented
-example file are all derived from the fields below. Nothing else in the daemon reads the
-environment or a file for a setting.
+stand here alone, but for the names in `stormd.protocol.variables`, for clients, which do not load
+this. Command-line flags, `STORMD_...` variables, the TOML file and the commented example file are
+all derived from the fields below. Nothing else in the daemon reads the environment or a file for a
+setting.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from stormd.arena import slack_of
 from stormd.errors import ConfigError
 from stormd.host_port import parse_host_port
 from stormd.options import Kind, Option, check_value, read_value
-from stormd.protocol import ProtocolError, default_addresses, parse_address
+from stormd.protocol import ProtocolError, default_addresses, parse_address, unknown_variables
 from stormd.protocol.limits import MAX_ENTRY_BYTES
 from stormd.sizes import format_size
 
@@ -283,7 +284,8 @@ def load_config(
     the flag was not given. `environ` is os.environ where None.
 
     Raises:
-        ConfigError: an unknown key, a value that cannot be read, an invalid value, no such file.
+        ConfigError: an unknown key or variable, a value that cannot be read, an invalid value, no
+            such file.
     """
     settings: dict[str, Any] = {}
     if path is not None:
@@ -328,6 +330,8 @@ def _from_toml(path: Path) -> dict[str, Any]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    for text in unknown_variables(environ).values():
+        raise ConfigError(f"{text}; unset it, or set what was meant")
     return {
         option.name: read_value(option, environ[option.variable], f"variable {option.variable}")
         for option in config_options()

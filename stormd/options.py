@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from stormd.errors import ConfigError
+from stormd.protocol.variables import PREFIX
 from stormd.sizes import format_size, parse_size
 
 __all__ = ["Kind", "Option", "check_value", "read_value"]
-
-ENVIRONMENT_PREFIX: Final = "STORMD_"
 
 Kind = Literal["text", "size", "count", "seconds", "mode", "uids", "switch"]
 
@@ -48,7 +47,7 @@ class Option:
     @property
     def variable(self) -> str:
         """The environment variable."""
-        return ENVIRONMENT_PREFIX + self.name.upper()
+        return PREFIX + self.name.upper()
 
 
 def read_value(option: Option, value: Any, source: str) -> Any:

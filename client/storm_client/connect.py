@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import warnings
 from typing import Any, Literal, get_args
 
 from storm_client.client import Client, Modules
@@ -18,7 +19,7 @@ from storm_client.handshake import is_listening, socket_path
 from storm_client.hooks import Offload
 from storm_client.sessions import Sessions
 from storm_client.supply import Supply
-from stormd.protocol import default_addresses
+from stormd.protocol import default_addresses, unknown_variables
 
 __all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload"]
 
@@ -65,6 +66,7 @@ def connect(
         raise UsageError(f"on_daemon_loss is {on_daemon_loss!r}; choose {known}")
     if codec_in not in get_args(CodecIn):
         raise UsageError(f"codec_in is {codec_in!r}; choose {', '.join(get_args(CodecIn))}")
+    _warn_of_unknown_variables()
     keeps = on_daemon_loss == "keep"
     named = address if address is not None else os.environ.get(ADDRESS_VARIABLE) or None
     if named is not None:
@@ -136,6 +138,11 @@ def _running() -> str | None:
 
 def _defaults() -> list[str]:
     return default_addresses(os.environ, os.getuid())
+
+
+def _warn_of_unknown_variables() -> None:
+    for text in unknown_variables(os.environ).values():
+        warnings.warn(f"{text}; it has no effect", stacklevel=3)
 
 
 def _check(embedded: str, pool_bytes: int | None, timeout: float) -> None:

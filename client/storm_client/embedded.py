@@ -18,6 +18,7 @@ from typing import IO
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.handshake import is_listening
+from stormd.protocol import unknown_variables
 
 __all__ = ["EmbeddedDaemon"]
 
@@ -51,7 +52,7 @@ class EmbeddedDaemon:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={name: os.environ[name] for name in os.environ if name != NOT_FOR_DAEMONS},
+                env=_environment(),
             )
             try:
                 self._await_ready(log)
@@ -97,6 +98,15 @@ class EmbeddedDaemon:
                     f"({_end_of(log)}); try a smaller pool_bytes"
                 )
             time.sleep(POLL_SECONDS)
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment less what a daemon must not have, or would refuse.
+
+    Whoever connects is warned of unknown variables; a script is not to fail by them.
+    """
+    left_out = {NOT_FOR_DAEMONS, *unknown_variables(os.environ)}
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def _directory() -> Path:

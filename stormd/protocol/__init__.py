@@ -49,6 +49,7 @@ from stormd.protocol.messages import (
     Welcome,
     message_types,
 )
+from stormd.protocol.variables import unknown_variables
 
 __all__ = [
     "CACHE_FEATURE",
@@ -98,4 +99,5 @@ __all__ = [
     "message_types",
     "parse_address",
     "part_count",
+    "unknown_variables",
 ]

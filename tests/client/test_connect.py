@@ -76,6 +76,18 @@ def test_the_environment_names_the_daemon(
         assert client.address == daemon.address
 
 
+def test_an_unknown_variable_is_warned_of(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORMD_ADRESS", "ipc:///n")
+    with (
+        pytest.warns(UserWarning, match="'STORMD_ADDRESS'.*no effect") as warned,
+        storm.connect(daemon.address, timeout=30),
+    ):
+        pass
+    assert [str(one.filename) for one in warned] == [__file__]
+
+
 def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONNECT, "_defaults", lambda: ["ipc:///n", daemon.address])
     with storm.connect(embedded="never", timeout=30) as client:

@@ -63,6 +63,19 @@ def test_a_scripts_limit_of_streams_is_not_its_daemons(monkeypatch: pytest.Monke
     assert b"CUDA_DEVICE_MAX_CONNECTIONS=1" not in environment
 
 
+@pytest.mark.filterwarnings("ignore:variable STORMD_POOL_BYTE is no setting")
+def test_a_variable_that_a_daemon_would_refuse_does_not_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STORMD_POOL_BYTE", "16MiB")
+    monkeypatch.setenv("STORMD_MAX_SESSIONS", "3")
+    with storm.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
+        pid = client.status().details["pid"]
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert b"STORMD_MAX_SESSIONS=3" in environment
+    assert b"STORMD_POOL_BYTE=16MiB" not in environment
+
+
 def test_a_pool_that_this_machine_cannot_give() -> None:
     with pytest.raises(storm.DaemonUnavailable, match=r"pool_bytes|pool|memory"):
         storm.connect(embedded="always", pool_bytes=1 << 50)

@@ -101,7 +101,6 @@ def test_reads_every_kind_from_the_environment() -> None:
         "STORMD_LEASE_SECONDS": "2.5",
         "STORMD_EXIT_WITH_LAST_CLIENT": "yes",
         "STORMD_MAX_SESSIONS": "8",
-        "STORMD_UNRELATED": "x",
     }
     config = load_config(environ=environ)
     assert config.socket_mode == 0o660
@@ -117,6 +116,14 @@ def test_an_unknown_key_names_the_closest(tmp_path: Path) -> None:
         _load(tmp_path / "stormd.toml", "pool_byte = 1\n")
     with pytest.raises(ConfigError, match="known are address"):
         _load(tmp_path / "stormd.toml", "xyzzy = 1\n")
+
+
+def test_an_unknown_variable_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"STORMD_POOL_BYTE is no .* mean 'STORMD_POOL_BYTES'"):
+        load_config(environ={"STORMD_POOL_BYTE": "1GiB"})
+    with pytest.raises(ConfigError, match=r"STORMD_XYZZY is no .*known are STORMD_ADDRESS"):
+        load_config(environ={"STORMD_XYZZY": "1"})
+    assert load_config(environ={"STORMDIRECTORY": "1", "STORM_X": "1"}) == Config()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""The variables: all that are read are known, and what Kubernetes sets is no typo."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from stormd.config import config_options
+from stormd.protocol import unknown_variables
+from stormd.protocol.variables import PREFIX, SETTINGS
+
+ROOT = Path(__file__).parents[3]
+LITERAL = re.compile(r"""["'](STORMD_[A-Z_]*[A-Z])["']""")
+
+
+def _named_in_sources() -> Iterator[str]:
+    for folder in ("stormd", "client", "kernels", "tests/bench", "tests/support"):
+        for path in (ROOT / folder).rglob("*.py"):
+            yield from LITERAL.findall(path.read_text())
+
+
+def test_the_settings_are_those_of_the_daemon() -> None:
+    assert list(SETTINGS) == [option.name for option in config_options()]
+    assert unknown_variables({option.variable: "" for option in config_options()}) == {}
+
+
+def test_every_variable_that_the_sources_read_is_known() -> None:
+    read = set(_named_in_sources())
+    assert "STORMD_ADDRESS" in read
+    assert not unknown_variables(dict.fromkeys(read, ""))
+
+
+def test_an_unknown_one_gets_the_closest_known() -> None:
+    found = unknown_variables({"STORMD_ADRESS": "", "STORMD_HOME": "", "PATH": "", "STORM_X": ""})
+    assert list(found) == ["STORMD_ADRESS", "STORMD_HOME"]
+    assert found["STORMD_ADRESS"].endswith(
+        "STORMD_ADRESS is no setting: did you mean 'STORMD_ADDRESS'?"
+    )
+    assert "known are STORMD_ADDRESS, STORMD_SOCKET_MODE" in found["STORMD_HOME"]
+
+
+def test_what_kubernetes_tells_of_a_service_is_no_typo() -> None:
+    links = [
+        "STORMD_SERVICE_HOST",
+        "STORMD_SERVICE_PORT",
+        "STORMD_SERVICE_PORT_METRICS",
+        "STORMD_PORT",
+        "STORMD_PORT_9464_TCP",
+        "STORMD_PORT_9464_TCP_PROTO",
+        "STORMD_METRICS_SERVICE_HOST",
+        "STORMD_METRICS_PORT_9464_TCP_ADDR",
+    ]
+    assert all(link.startswith(PREFIX) for link in links)
+    assert unknown_variables(dict.fromkeys(links, "10.0.0.1")) == {}
+    assert unknown_variables({"STORMD_PORT_BYTES_CPU": "8MiB"})
