@@ -5,11 +5,10 @@ What stays true: closing it ends every session and, if it started one, the daemo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import TracebackType
+from typing import Never
 
-import torch
-
+from storm_client.arguments import Modules, check_options, modules_of
 from storm_client.cache import Cache
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import ProtocolMismatch, UsageError
@@ -19,9 +18,7 @@ from storm_client.status import DaemonStatus
 from storm_client.supply import Supply
 from stormd.protocol import CODECS, Status, StatusRequest
 
-__all__ = ["Client", "Modules"]
-
-Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
+__all__ = ["Client"]
 
 
 class Client:
@@ -45,7 +42,12 @@ class Client:
         return self._cache
 
     def offload(
-        self, model: Modules = None, *, min_bytes: int = 1 << 20, codec: str = "ancf"
+        self,
+        model: Modules = None,
+        *,
+        min_bytes: int = 1 << 20,
+        codec: str = "ancf",
+        **unknown: Never,
     ) -> Offload:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
 
@@ -53,20 +55,21 @@ class Client:
         tensors of less than `min_bytes`. `codec` is "ancf" (lossless) or "raw".
 
         Raises:
-            UsageError: a bad value, or the client is closed.
+            UsageError: a bad value, an unknown option, or the client is closed.
         """
         sessions = self._supply.current()
+        check_options(unknown)
         if type(min_bytes) is not int or min_bytes < 0:
             raise UsageError(
                 f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0"
             )
         if codec not in CODECS:
             raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
-        modules = _modules(model)
+        modules = modules_of(model)
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
-        return Offload(self._supply, Policy(modules, min_bytes), codec)
+        return Offload.of(self._supply, Policy(modules, min_bytes), codec)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.
@@ -102,21 +105,3 @@ class Client:
     ) -> None:
         """Close."""
         self.close()
-
-
-def _modules(model: Modules) -> list[torch.nn.Module]:
-    """Return the modules that were passed.
-
-    Raises:
-        UsageError: something else was.
-    """
-    if model is None:
-        return []
-    modules = [model] if isinstance(model, torch.nn.Module) else list(model)
-    for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            raise UsageError(
-                f"offload() got {type(module).__name__}; pass the module, or a list of modules, "
-                "whose parameters are to stay"
-            )
-    return modules

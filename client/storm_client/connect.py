@@ -12,7 +12,8 @@ import threading
 import warnings
 from typing import Any, Literal, get_args
 
-from storm_client.client import Client, Modules
+from storm_client.arguments import Modules, check_options, modules_of
+from storm_client.client import Client
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.handshake import is_listening, socket_path
@@ -89,8 +90,14 @@ def offload(model: Modules = None, **options: Any) -> Offload:
 
     The client is made by `connect()` at the first call and closed when the process ends. A
     forked child gets one of its own.
+
+    Raises:
+        UsageError: what Client.offload does not take; options of `connect` belong there.
+        DaemonUnavailable, ProtocolMismatch: as `connect`.
     """
-    return _SHARED.client().offload(model, **options)
+    modules = modules_of(model)
+    check_options(options)
+    return _SHARED.client().offload(modules, **options)
 
 
 class _SharedClient:

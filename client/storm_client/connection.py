@@ -23,7 +23,7 @@ from itertools import count
 
 import zmq
 
-from storm_client.errors import DaemonLost, StormError, UsageError, named
+from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
 from storm_client.lanes import LaneHello
 from storm_client.wakeup import Wakeup
@@ -125,7 +125,7 @@ class Connection:
             UsageError: this is a forked child of the process that connected.
         """
         if self._lost is not None:
-            raise DaemonLost(str(self._lost)) from self._lost
+            raise type(self._lost)(str(self._lost)) from self._lost
         if self.lifeline.inherited:
             raise UsageError(
                 f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
@@ -278,7 +278,11 @@ class Connection:
                     self.post(0, Goodbye())
                     self._transmit()
                     self._wait_for_the_end()
-                self._lose("the connection was closed")
+                self._lose(
+                    f"the client's connection to {self.address} was closed, and what it held is "
+                    "gone; call storm_client.connect() for another",
+                    ConnectionClosed,
+                )
             while thread is not None and not self._is_over:
                 self.changed.wait()  # a join would keep the lock, if a destructor's thread has it
             self._wakeup = None
@@ -386,8 +390,8 @@ class Connection:
         finally:
             self.notify()
 
-    def _lose(self, reason: str) -> None:
-        self._lost = DaemonLost(reason)
+    def _lose(self, reason: str, kind: type[DaemonLost] = DaemonLost) -> None:
+        self._lost = kind(reason)
         self._needed.set()
         self.changed.notify_all()
         self.wake()

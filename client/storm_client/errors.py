@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "ActivationLost",
+    "ConnectionClosed",
     "CorruptBlob",
     "DaemonLost",
     "DaemonUnavailable",
@@ -15,6 +16,8 @@ __all__ = [
     "QuotaExceeded",
     "StormError",
     "UsageError",
+    "lost_in_backward",
+    "lost_in_forward",
     "named",
 ]
 
@@ -33,6 +36,10 @@ class DaemonUnavailable(StormError):
 
 class DaemonLost(StormError):
     """The daemon, or the session with it, ended. What it held for this process is gone."""
+
+
+class ConnectionClosed(DaemonLost):
+    """The session was ended from this side: the client is closed."""
 
 
 class ActivationLost(StormError):
@@ -69,3 +76,27 @@ def named(kind: str, detail: str) -> StormError:
     """Return the error that the daemon named on the wire; a name from later versions is kept."""
     error = _BY_NAME.get(kind)
     return error(detail) if error is not None else StormError(f"{kind}: {detail}")
+
+
+def lost_in_forward(loss: DaemonLost) -> DaemonLost:
+    """Return a loss that keeps something from being saved, with what to do next."""
+    return _advised(
+        loss,
+        "call storm_client.connect() again when there is a daemon (`stormd serve`); with its "
+        'on_daemon_loss="keep" training goes on without one until one answers',
+    )
+
+
+def lost_in_backward(loss: DaemonLost, *, keeps: bool) -> DaemonLost:
+    """Return a loss of what was saved, with what to do next; `keeps` as connect was told."""
+    if keeps:
+        return _advised(loss, "repeat the step from its forward pass")
+    return _advised(
+        loss,
+        "repeat the step from its forward pass with a client from storm_client.connect(); with "
+        'on_daemon_loss="keep" the same client can do that, without a daemon too',
+    )
+
+
+def _advised(loss: DaemonLost, advice: str) -> DaemonLost:
+    return loss if isinstance(loss, ConnectionClosed) else DaemonLost(f"{loss}; {advice}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client import ranges
-from storm_client.errors import DaemonLost
+from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_in_forward
 from storm_client.policy import Policy
 from storm_client.prefetch import OrderHistory
 from storm_client.records import Handle, SnapshotProof, StoredRange, View
@@ -49,8 +49,25 @@ _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 class Offload:
     """Offloads what autograd saves inside its `with` blocks; made by Client.offload."""
 
-    def __init__(self, supply: Supply, policy: Policy, codec: str) -> None:
-        """Use the sessions of a client, whose life is not this object's business."""
+    def __init__(self, *_: object, **__: object) -> None:
+        """Offloads are made by `storm_client.offload` and Client.offload.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "an Offload is made by storm_client.offload(model), or by connect() and "
+            "client.offload(model), which take a module or a list of modules, min_bytes and codec"
+        )
+
+    @classmethod
+    def of(cls, supply: Supply, policy: Policy, codec: str) -> Offload:
+        """Return one that uses the sessions of a client, whose life is not its business."""
+        offload = cls.__new__(cls)
+        offload._begin(supply, policy, codec)
+        return offload
+
+    def _begin(self, supply: Supply, policy: Policy, codec: str) -> None:
         self._supply = supply
         self._policy = policy
         self._codec = codec
@@ -154,9 +171,9 @@ class _StepHooks:
             self._sessions.send_unshared()
             for record in results:
                 record.session.send(record)
-        except DaemonLost:
+        except DaemonLost as loss:
             if not self._keeps:
-                raise
+                raise lost_in_forward(loss) from loss
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
@@ -170,9 +187,9 @@ class _StepHooks:
             return (
                 self._skip(tensor, "device") if session is None else self._offload(tensor, session)
             )
-        except DaemonLost:
+        except DaemonLost as loss:
             if not self._keeps:
-                raise
+                raise lost_in_forward(loss) from loss
             return self._keep(tensor)
 
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -196,7 +213,10 @@ class _StepHooks:
         record = handle.record
         began = perf_counter()
         with ranges.span("unpack", record.nbytes, record.key):
-            located = record.session.load(handle, is_first=is_first)
+            try:
+                located = record.session.load(handle, is_first=is_first)
+            except DaemonLost as loss:
+                raise lost_in_backward(loss, keeps=self._keeps) from loss
         if not located.is_original:
             self._recorder.restored(perf_counter() - began)
         return handle.version.alias(handle.view.rebuild(located))

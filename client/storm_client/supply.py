@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
-from storm_client.errors import DaemonLost, StormError
+from storm_client.errors import DaemonLost, StormError, lost_in_forward
 from storm_client.outage import Outage
 from storm_client.sessions import Sessions
 
@@ -59,7 +59,7 @@ class Supply:
             sessions.check()
         except DaemonLost as loss:
             if not self.keeps:
-                raise
+                raise lost_in_forward(loss) from loss
             self._look(loss, sessions)
         return sessions
 

@@ -28,7 +28,13 @@ def test_status(client: storm.Client, daemon: DaemonProcess) -> None:
         ({"codec": "zip"}, "codec is 'zip'.*ancf, raw"),
         ({"min_bytes": -1}, "min_bytes is -1"),
         ({"min_bytes": 1.5}, "min_bytes is 1.5"),
-        ({"model": [1]}, "got int"),
+        ({"model": [1]}, "got int 1 among its modules.*list of modules"),
+        ({"model": 5}, "got int 5; pass the module"),
+        ({"model": "gpt"}, "got str 'gpt'"),
+        ({"model": torch.ones(2)}, "got Tensor; pass the module"),
+        ({"min_byte": 1}, "no option 'min_byte': did you mean 'min_bytes'.*min_bytes, codec"),
+        ({"xyz": 1}, "no option 'xyz': known are min_bytes, codec"),
+        ({"pool_bytes": 1}, r"option of connect\(\).*connect\(pool_bytes=\.\.\.\).*client.offload"),
     ],
 )
 def test_bad_offload_options(
@@ -48,9 +54,9 @@ def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:
     client.close()
     client.close()
     for use in (client.status, client.offload, offload.__enter__):
-        with pytest.raises(storm.UsageError, match="closed"):
+        with pytest.raises(storm.UsageError, match=r"closed; call storm_client\.connect\(\)"):
             use()
-    with pytest.raises(storm.DaemonLost, match="closed"):
+    with pytest.raises(storm.DaemonLost, match=r"closed.*gone; call storm_client\.connect\(\)"):
         loss.backward()
 
 

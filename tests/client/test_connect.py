@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
+import torch
 from support.daemon_process import DaemonProcess
 
 CONNECT = sys.modules["storm_client.connect"]
@@ -123,6 +125,21 @@ def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
     """
     printed = words_of(script, STORMD_ADDRESS=daemon.address)
     assert printed == [str(64 * 64 * 4), "1"]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("storm.offload(None, pool_bytes=1)", "connect(pool_bytes=...)"),
+        ("storm.offload(None, min_byte=1)", "did you mean 'min_bytes'"),
+        ("storm.offload(5)", "got int 5"),
+        ("storm.Offload(torch.nn.Linear(2, 2))", "made by storm_client.offload(model)"),
+    ],
+)
+def test_misuse_is_told_before_anything_is_started(script: str, words: str) -> None:
+    with pytest.raises(storm.UsageError, match=re.escape(words)):
+        eval(script, {"storm": storm, "torch": torch})
+    assert CONNECT._SHARED._client is None
 
 
 def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProcess) -> None:

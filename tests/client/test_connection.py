@@ -209,7 +209,8 @@ def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> No
     assert started.wait(30)
     connection.close()
     thread.join(30)
-    assert errors == ["the connection was closed"]
+    (error,) = errors
+    assert "closed, and what it held is gone; call storm_client.connect() for another" in error
 
 
 def test_closing_where_the_lock_is_held(connection: Connection) -> None:

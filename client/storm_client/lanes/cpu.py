@@ -13,7 +13,7 @@ from ctypes import memmove
 
 import torch
 
-from storm_client.errors import DaemonLost, DaemonUnavailable
+from storm_client.errors import ConnectionClosed, DaemonUnavailable
 from storm_client.lanes import LaneHello, Request, Slot, Stream
 from storm_client.staging import StagingSpace
 from stormd.protocol import Welcome
@@ -132,11 +132,11 @@ class CpuLane:
         """Return the area, which stays mapped for as long as the caller keeps it.
 
         Raises:
-            DaemonLost: another thread has closed the lane.
+            ConnectionClosed: another thread has closed the lane.
         """
         area = self._area
         if area is None:
-            raise DaemonLost("the connection was closed while a tensor was being copied")
+            raise ConnectionClosed("the client was closed while a tensor was being copied")
         return area
 
 
