@@ -22,7 +22,7 @@ from storm_client.sessions import Sessions
 from storm_client.supply import Supply
 from stormd.protocol import default_addresses, unknown_variables
 
-__all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload"]
+__all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload", "shared_supply"]
 
 ADDRESS_VARIABLE = "STORMD_ADDRESS"
 
@@ -98,6 +98,11 @@ def offload(model: Modules = None, **options: Any) -> Offload:
     modules = modules_of(model)
     check_options(options)
     return _SHARED.client().offload(modules, **options)
+
+
+def shared_supply() -> Supply:
+    """Return where the shared client's Offloads get their sessions, connecting if need be."""
+    return _SHARED.client()._supply
 
 
 class _SharedClient:

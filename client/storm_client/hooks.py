@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -67,7 +68,7 @@ class Offload:
         offload._begin(supply, policy, codec)
         return offload
 
-    def _begin(self, supply: Supply, policy: Policy, codec: str) -> None:
+    def _begin(self, supply: Supply | None, policy: Policy, codec: str) -> None:
         self._supply = supply
         self._policy = policy
         self._codec = codec
@@ -81,7 +82,8 @@ class Offload:
         Raises:
             UsageError, DaemonLost: the client is closed, forked or without its daemon.
         """
-        sessions = self._supply.current()
+        supply = self._found()
+        sessions = supply.current()
         sessions.sweep()
         self._policy.refresh()
         step = _StepHooks(
@@ -90,7 +92,7 @@ class Offload:
             self._codec,
             self._recorder,
             self._history,
-            keeps=self._supply.keeps,
+            keeps=supply.keeps,
         )
         stack = self._stack()
         hooks = step.hooks
@@ -123,8 +125,33 @@ class Offload:
 
     def stats(self) -> OffloadStats:
         """Return what was done so far, waiting up to a second for stores under way to end."""
-        self._supply.sessions.settle(SETTLE_SECONDS)
+        if self._supply is not None:
+            self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        """Return one of the same client for the copied modules, with statistics of its own."""
+        copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
+        modules = deepcopy(self._policy.modules, memo)
+        copied._begin(self._supply, Policy(modules, self._policy.min_bytes), self._codec)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what was asked for: all else belongs to this process."""
+        policy = self._policy
+        return {"modules": policy.modules, "min_bytes": policy.min_bytes, "codec": self._codec}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew; the first block finds a daemon."""
+        self._begin(None, Policy(state["modules"], state["min_bytes"]), state["codec"])
+
+    def _found(self) -> Supply:
+        """Return where the sessions come from: for one that was unpickled, the shared client."""
+        if self._supply is None:
+            from storm_client.connect import shared_supply  # makes Offloads
+
+            self._supply = shared_supply()
+        return self._supply
 
     def _stack(self) -> list[_StepHooks]:
         stack: list[_StepHooks] | None = getattr(self._entered, "stack", None)
