@@ -1,0 +1,96 @@
+"""Every module and operator of PyTorch's databases: outputs and gradients are identical.
+
+PyTorch's own tests are needed, which import `expecttest`. The default run takes one sample of each
+entry; the slow tests take all of them in all dtypes, on a GPU with cuDNN and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from support.databases import Sample, Tally, module_samples, operator_samples
+
+EXCEPTIONS = {
+    "cpu": {
+        "linalg.lstsq": "differs with where its inputs lie in memory, also without offload",
+    },
+    "cuda": {
+        "nn.FractionalMaxPool3d": "its backward adds atomically",
+        "nn.functional.fractional_max_pool3d": "its backward adds atomically",
+        "nn.functional.max_pool3d": "its backward adds atomically",
+        "nn.functional.grid_sample": "its backward adds atomically",
+        "grid_sampler_2d": "its backward adds atomically",
+        "grid_sampler_3d": "its backward adds atomically",
+    },
+}
+"""Entries whose bits may differ, by device, with the reason."""
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def compare(samples: Iterable[Sample], device: str, client: storm.Client) -> Tally:
+    """Compare all samples and report those that differ together."""
+    tally = Tally(client.offload(min_bytes=1), EXCEPTIONS[device])
+    for sample in samples:
+        tally.compare(sample)
+    print(dict(tally.counts))
+    assert not tally.differing, "\n".join(tally.differing)
+    return tally
+
+
+@pytest.fixture(autouse=True)
+def databases() -> None:
+    pytest.importorskip("expecttest", reason="PyTorch's own tests need it")
+
+
+def test_first_samples_of_modules(device: str, client: storm.Client) -> None:
+    tally = compare(module_samples(device), device, client)
+    assert tally.counts["offloaded"] > 200, tally.counts
+    assert tally.offload.stats().offloaded_bytes > 400_000
+
+
+def test_first_samples_of_operators(device: str, client: storm.Client) -> None:
+    tally = compare(operator_samples(device), device, client)
+    assert tally.counts["offloaded"] > 500, tally.counts
+    assert tally.offload.stats().offloaded_bytes > 800_000
+
+
+@pytest.fixture(params=["cudnn", "no cudnn"])
+def backend(request: pytest.FixtureRequest, device: str) -> Iterator[None]:
+    """With cuDNN and without, where there is a choice."""
+    if device == "cpu" and request.param == "no cudnn":
+        pytest.skip("the CPU has no cuDNN")
+    with torch.backends.cudnn.flags(enabled=request.param == "cudnn"):
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_samples_of_modules(dtype: str, device: str, client: storm.Client) -> None:
+    tally = compare(module_samples(device, DTYPES[dtype]), device, client)
+    assert tally.counts["offloaded"] >= 0.9 * tally.counts["identical"], tally.counts
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_samples_of_operators(dtype: str, device: str, client: storm.Client) -> None:
+    tally = compare(operator_samples(device, DTYPES[dtype]), device, client)
+    assert tally.counts["offloaded"] >= 0.9 * tally.counts["identical"], tally.counts
