@@ -11,9 +11,11 @@ step of its own, and PyTorch applies the innermost pair of hooks of the thread.
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ import torch
 
 from storm_client import ranges
 from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_in_forward
+from storm_client.little_saved import FirstSteps, advice
 from storm_client.policy import Policy
 from storm_client.prefetch import OrderHistory
 from storm_client.records import Handle, SnapshotProof, StoredRange, View
@@ -74,6 +77,7 @@ class Offload:
         self._codec = codec
         self._recorder = StatsRecorder()
         self._history = OrderHistory()
+        self._first_steps = FirstSteps()
         self._entered = threading.local()  # a list of the hooks that this thread has entered
 
     def __enter__(self) -> Offload:
@@ -82,6 +86,8 @@ class Offload:
         Raises:
             UsageError, DaemonLost: the client is closed, forked or without its daemon.
         """
+        if self._first_steps.is_due():
+            self._look_back()
         supply = self._found()
         sessions = supply.current()
         sessions.sweep()
@@ -144,6 +150,18 @@ class Offload:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew; the first block finds a daemon."""
         self._begin(None, Policy(state["modules"], state["min_bytes"]), state["codec"])
+
+    def _look_back(self) -> None:
+        """Warn where the first steps had little saved; called by `__enter__`."""
+        staying, steps = self._recorder.staying(), self._first_steps.begun - 1
+        if not staying.saved_bytes:
+            self._first_steps.look_later()
+            return
+        modules = self._policy.modules
+        parameters = chain.from_iterable(module.parameters() for module in modules)
+        text = advice(staying, steps, self._policy.min_bytes, parameters)
+        if text is not None:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def _found(self) -> Supply:
         """Return where the sessions come from: for one that was unpickled, the shared client."""

@@ -102,6 +102,7 @@ class Staying(NamedTuple):
     saved_bytes: int
     deduplicated_bytes: int
     offloaded_bytes: int
+    stored_bytes: int
     skipped_bytes: Mapping[str, int]
     kept_bytes: Mapping[str, int]
     skipped: Mapping[str, int]
@@ -184,6 +185,7 @@ class StatsRecorder:
                 saved_bytes=self._bytes["saved"],
                 deduplicated_bytes=self._bytes["deduplicated"],
                 offloaded_bytes=self._bytes["offloaded"],
+                stored_bytes=self._bytes["stored"],
                 skipped_bytes=dict(self._skipped_bytes),
                 kept_bytes=dict(self._kept_bytes),
                 skipped=dict(self._skipped),
