@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import zmq
@@ -93,6 +94,8 @@ class Connection:
         self._ended = f"the daemon at {address} ended, with all it held for us"
         self._lost: DaemonLost | None = None
         self._outbox: list[Envelope] = []
+        self._leaving = 0  # how many of the outbox the frame has that is sent next, or was last
+        self._sent: list[object] = []  # not empty where they were, and are in the outbox still
         self._frames: list[bytes] = []  # received and not decoded: one, where that was interrupted
         self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
@@ -104,6 +107,7 @@ class Connection:
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
         self._context, self._socket = channel.context, channel.socket
+        self._send = partial(zmq.backend.Socket.send, self._socket)
         self.lifeline, self.descriptors = channel.lifeline, channel.descriptors
         self.welcome = channel.welcome
         self._wakeup: Wakeup | None = Wakeup()
@@ -351,11 +355,16 @@ class Connection:
     # --- with the lock held -----------------------------------------------------------------
 
     def _transmit(self) -> None:
+        """Send what was posted. What interrupts it neither loses a message nor sends one twice."""
         try:
             while self._outbox:
-                frame = encode(self._outbox[:FRAME_MESSAGES])
-                del self._outbox[:FRAME_MESSAGES]
-                self._socket.send(frame, zmq.NOBLOCK)
+                if not self._sent:
+                    self._leaving = len(self._outbox[:FRAME_MESSAGES])
+                    frame = encode(self._outbox[: self._leaving])
+                    # Through a map, for nothing to come between the sending and the note of it.
+                    self._sent.extend(map(self._send, (frame,), (zmq.NOBLOCK,)))
+                rest = self._outbox[self._leaving :]
+                self._outbox, self._sent = rest, []
         except zmq.Again:
             self._lose(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
             self.check()

@@ -28,12 +28,12 @@ class DedupTable:
 
     def add(self, reference: DeadRecord) -> None:
         """Let the record be found until `remove`, or until its storage has another."""
-        self._records[reference.origin.cdata] = reference
+        self._records[reference.address] = reference
 
     def remove(self, reference: DeadRecord) -> None:
         """Forget a record that died; another may have taken its place."""
-        if self._records.get(reference.origin.cdata) is reference:
-            del self._records[reference.origin.cdata]
+        if self._records.get(reference.address) is reference:
+            del self._records[reference.address]
 
     def __len__(self) -> int:
         """Return the number of storages known."""

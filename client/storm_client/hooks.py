@@ -10,10 +10,8 @@ step of its own, and PyTorch applies the innermost pair of hooks of the thread.
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from copy import deepcopy
 from itertools import chain
 from time import perf_counter
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from storm_client import ranges
+from storm_client.blocks import Blocks, Leaving, untraced
 from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_in_forward
 from storm_client.little_saved import FirstSteps, advice
 from storm_client.policy import Policy
@@ -44,10 +43,6 @@ SETTLE_SECONDS = 1.0
 """How long stats() waits for the daemon to have encoded what was stored last."""
 
 Packed = Handle | KeptTensor
-
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Offload:
@@ -78,8 +73,9 @@ class Offload:
         self._recorder = StatsRecorder()
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
-        self._entered = threading.local()  # a list of the hooks that this thread has entered
+        self.blocks = Blocks()
 
+    @untraced
     def __enter__(self) -> Offload:
         """Begin a step in this thread.
 
@@ -100,34 +96,20 @@ class Offload:
             self._history,
             keeps=supply.keeps,
         )
-        stack = self._stack()
-        hooks = step.hooks
-        # A signal's exception may come after any call: then no hooks may stay.
-        try:
-            _push_hooks(*hooks)
-            stack.append(step)
-        except BaseException:
-            top = _top_hooks(True)
-            if top is not None and top[0] is hooks[0]:
-                _pop_hooks()
-            if stack and stack[-1] is step:
-                stack.pop()
-            raise
+        self.blocks.enter(step)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End the step; what it saved lives as long as the graph that needs it."""
-        try:
-            _pop_hooks()
-        finally:
-            step = self._entered.stack.pop()
-        if kind is None:
-            step.end()
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None:
+            """End the step; what it saved lives as long as the graph that needs it."""
+    else:
+        __exit__ = Leaving()
 
     def stats(self) -> OffloadStats:
         """Return what was done so far, waiting up to a second for stores under way to end."""
@@ -171,12 +153,6 @@ class Offload:
             self._supply = shared_supply()
         return self._supply
 
-    def _stack(self) -> list[_StepHooks]:
-        stack: list[_StepHooks] | None = getattr(self._entered, "stack", None)
-        if stack is None:
-            stack = self._entered.stack = []
-        return stack
-
 
 class _StepHooks:
     """Pack and unpack of one step. The graph keeps it alive for as long as it has handles."""
@@ -200,11 +176,6 @@ class _StepHooks:
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
 
-    @property
-    def hooks(self) -> tuple[Callable[[torch.Tensor], Packed], Callable[[Packed], torch.Tensor]]:
-        """The pair that PyTorch is given."""
-        return self.pack, self.unpack
-
     def end(self) -> None:
         """Send what the block has saved and may leave: nothing is saved in it any more.
 
@@ -220,6 +191,7 @@ class _StepHooks:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
         reason = self._policy.reason(tensor)
@@ -237,6 +209,7 @@ class _StepHooks:
                 raise lost_in_forward(loss) from loss
             return self._keep(tensor)
 
+    @untraced
     def unpack(self, packed: Packed) -> torch.Tensor:
         """Return the tensor that was packed.
 
@@ -286,6 +259,8 @@ class _StepHooks:
             if reason is not None:
                 return self._skip(tensor, reason)
             record = self._hold(tensor, storage, session)
+        if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
+            record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
         handle = self._step.handle(record, View.of(tensor), version)
         session.deaths.watch_handle(handle)

@@ -7,10 +7,10 @@ and never a value.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from storm_client.sharing import is_foreign
 
@@ -32,15 +32,15 @@ class Policy:
         """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
         self.min_bytes = min_bytes
         self.modules = tuple(modules)
-        self._owned: dict[int, StorageWeakRef] = {}
+        self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
+        """One of those that lie in a storage, by the storage's address."""
 
     def refresh(self) -> None:
         """Look up the modules' storages anew: moving a module gives its parameters new ones."""
         owned = {}
         for tensor in self._tensors():
             if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                owned[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
         self._owned = owned
 
     def reason(self, tensor: torch.Tensor) -> str | None:
@@ -80,8 +80,11 @@ class Policy:
 
     def _is_owned(self, tensor: torch.Tensor) -> bool:
         """Tell whether it is, or views, a parameter or buffer of the modules."""
-        if tensor.untyped_storage()._cdata in self._owned:
-            return True
+        address = tensor.untyped_storage()._cdata
+        reference = self._owned.get(address)
+        owner = None if reference is None else reference()
+        if owner is not None and owner.untyped_storage()._cdata == address:
+            return True  # and no storage has come to the address of one that is gone
         return tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter)
 
     def _tensors(self) -> Iterable[torch.Tensor]:

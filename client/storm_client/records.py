@@ -20,7 +20,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from storm_client.errors import StormError
 from storm_client.versions import SavedVersion
@@ -80,6 +79,29 @@ class View(NamedTuple):
         if self.conjugated:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negated else tensor
+
+
+class WeakStorage:
+    """Knows a storage without keeping it, and keeps its address from being used for another one.
+
+    PyTorch's own StorageWeakRef has a destructor in Python, in which an interrupt would be lost:
+    this one has to be freed.
+    """
+
+    __slots__ = ("_pointer", "address")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.address = storage._cdata
+        self._pointer = storage._weak_ref()
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage if something else still keeps it; not after `free`."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        return found
+
+    def free(self) -> None:
+        """Give the address up; once."""
+        torch.UntypedStorage._free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
 
 
 class Located(NamedTuple):
@@ -142,7 +164,6 @@ class StoredRange:
         "__weakref__",
         "_handles",
         "_restored",
-        "_restored_ref",
         "_waiting",
         "being_restored",
         "codec",
@@ -150,8 +171,8 @@ class StoredRange:
         "error",
         "from_result",
         "key",
+        "leaves",
         "nbytes",
-        "origin",
         "parts",
         "pointer",
         "proof",
@@ -160,6 +181,7 @@ class StoredRange:
         "source",
         "stats",
         "stream",
+        "weak",
     )
 
     def __init__(
@@ -190,8 +212,12 @@ class StoredRange:
         self.soon = soon
         self.stream = stream
         self.source: torch.UntypedStorage | None = storage
-        self.origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.weak = [WeakStorage(storage)]
+        """Of the original storage, and of the one restored last."""
         self.pointer = storage.data_ptr()
+        self.leaves: dict[int, torch.Tensor] = {}
+        """What was saved and no operation made, by id: held as long as `source` may be shared, as
+        PyTorch would hold it, since it may be given other data."""
         self.parts: list[Part] = []
         self.proof: SnapshotProof | None = None
         """Set while somebody else may hold the storage though its bytes have been sent."""
@@ -200,7 +226,6 @@ class StoredRange:
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._waiting: set[int] = set()
         self._restored: torch.UntypedStorage | None = None
-        self._restored_ref: StorageWeakRef | None = None
 
     @property
     def is_away(self) -> bool:
@@ -221,17 +246,19 @@ class StoredRange:
         """
         storage = self.source
         if storage is None:
-            storage = _revive(self.origin)
+            storage = self.weak[0].storage()
         if storage is not None and storage.nbytes() >= self.nbytes:
             return Located(storage, is_original=True)
         restored = self._restored
-        if restored is None and self._restored_ref is not None:
-            restored = _revive(self._restored_ref)
+        if restored is None and len(self.weak) > 1:
+            restored = self.weak[-1].storage()
         return None if restored is None else Located(restored)
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keep what was restored for as long as a handle has not been unpacked since."""
-        self._restored_ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.weak.append(WeakStorage(storage))
+        while len(self.weak) > 2:
+            self.weak.pop(1).free()
         self._waiting = set(self._handles)
         self._restored = storage
         self._let_go_if_unneeded()
@@ -329,7 +356,7 @@ class _HandleRef(weakref.ref[Handle]):
 class DeadRecord(weakref.ref[StoredRange]):
     """Outlives a record and knows what has to be cleaned up after it."""
 
-    __slots__ = ("key", "origin", "parts")
+    __slots__ = ("address", "key", "parts", "weak")
 
     def __new__(cls, record: StoredRange, deaths: Deaths) -> DeadRecord:
         return super().__new__(cls, record, deaths.append)
@@ -338,7 +365,8 @@ class DeadRecord(weakref.ref[StoredRange]):
         super().__init__(record, deaths.append)  # type: ignore[call-arg]  # typeshed omits it
         self.key = record.key
         self.parts = record.parts
-        self.origin = record.origin  # keeps the storage's address from being used again
+        self.address = record.weak[0].address
+        self.weak = record.weak  # keeps the storage's address from being used again
 
 
 class Deaths:
@@ -375,6 +403,8 @@ class Deaths:
             if isinstance(reference, DeadRecord):
                 yield reference
                 self._records.pop(reference.key, None)
+                while reference.weak:
+                    reference.weak.pop().free()
             elif isinstance(reference, _HandleRef) and (record := reference.record()) is not None:
                 record.forget(reference.handle)
             self._dead.popleft()
@@ -386,12 +416,6 @@ class Deaths:
     def __len__(self) -> int:
         """Return the number of records that live or wait here."""
         return len(self._records)
-
-
-def _revive(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage if something else still keeps it."""
-    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return storage
 
 
 _KEYS = count(1)

@@ -183,6 +183,7 @@ class Session:
                 return
             if record.source is None or not record.is_whole(record.source):
                 return  # its memory is another since: what may be had is what is here
+            record.leaves.clear()
             record.stats.leaves(record.nbytes)
         with self.lane.on(record.stream):
             self._storer.store(record)

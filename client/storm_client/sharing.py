@@ -24,14 +24,24 @@ _use_count = torch._C._storage_Use_Count
 
 
 class _Holder(Protocol):
-    """Who keeps a storage in one attribute, and nowhere else."""
+    """Who keeps a storage in one attribute, and leaves that lie in it in another."""
 
     source: torch.UntypedStorage | None
+    leaves: dict[int, torch.Tensor]
 
 
 def is_unshared(holder: _Holder) -> bool:
-    """Tell whether nothing but `holder.source` keeps the storage."""
-    return _references(holder) == _UNSHARED
+    """Tell whether nothing but `holder` keeps the storage, nor a leaf that could be given other."""
+    source = holder.source
+    if source is None:
+        return False
+    for leaf in holder.leaves.values():
+        if _leaf_references(leaf) != _UNSHARED_LEAF:
+            return False
+        if leaf.untyped_storage()._cdata != source._cdata:
+            return False  # it was given other data, which its handles will find
+    uses, references = _references(source)
+    return (uses - len(holder.leaves), references) == _UNSHARED[bool(holder.leaves)]
 
 
 def is_foreign(storage: torch.UntypedStorage) -> bool:
@@ -41,14 +51,33 @@ def is_foreign(storage: torch.UntypedStorage) -> bool:
     return storage.device.type == "cpu" and storage.is_shared()
 
 
-def _references(holder: _Holder) -> tuple[int, int]:
-    source = holder.source
-    return (0, 0) if source is None else (_use_count(source._cdata), sys.getrefcount(source))
+def _references(source: torch.UntypedStorage) -> tuple[int, int]:
+    return _use_count(source._cdata), sys.getrefcount(source)
+
+
+def _leaf_references(leaf: torch.Tensor) -> tuple[int, int]:
+    return leaf._use_count(), sys.getrefcount(leaf)  # type: ignore[attr-defined]  # torch's gap
 
 
 class _Example:
     def __init__(self) -> None:
-        self.source: torch.UntypedStorage | None = torch.empty(1).untyped_storage()
+        tensor = torch.empty(1)
+        self.source = tensor.untyped_storage()
+        self.leaves = {0: tensor}
 
 
-_UNSHARED = _references(_Example())
+def _unshared() -> tuple[dict[bool, tuple[int, int]], tuple[int, int]]:
+    """Return what is counted for a storage without and with leaves in it, and for a leaf."""
+    example, found = _Example(), {}
+    for leaf in example.leaves.values():
+        leaf_references = _leaf_references(leaf)
+    del leaf
+    source = example.source
+    uses, references = _references(source)
+    found[True] = uses - 1, references
+    example.leaves.clear()
+    found[False] = _references(source)
+    return found, leaf_references
+
+
+_UNSHARED, _UNSHARED_LEAF = _unshared()

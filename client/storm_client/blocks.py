@@ -1,0 +1,154 @@
+"""The `with` blocks of an Offload: hooks that are on PyTorch's stack for as long as a block lasts.
+
+What stays true: whatever ends a block, an interrupt in the midst of entering or leaving it too,
+its hooks are gone with it. Python looks for signals when a function written in Python begins, so
+an `__exit__` may raise before its first line. But the interpreter holds what `__exit__` was looked
+up as, from before `__enter__` is called until the block is left, and drops it in any case. So that
+object is one of its own for each block, and hooks that are still on go with its death, by a
+callback in which no Python code runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from operator import methodcaller
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+__all__ = ["Blocks", "Entered", "Leaving", "untraced"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def untraced(function: Function) -> Function:
+    """Have torch.compile run a function, and all that it calls, as they are.
+
+    A compiled module runs its backward, and what lies between its graphs, with Dynamo looking at
+    every frame; one that asks for a whole graph around a block is told that this cannot be.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    function.__dict__["_torchdynamo_disable"] = True
+    return function
+
+
+class Entered(Protocol):
+    """What a block is for."""
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd is to hold instead of a tensor."""
+        ...
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor."""
+        ...
+
+    def end(self) -> None:
+        """Note that the block has ended, and by no exception."""
+        ...
+
+
+class _Guard(weakref.ref["partial[None]"]):
+    """Of what ends a block: takes the hooks off if that dies first. Drop the guard to disarm it."""
+
+    __slots__ = ()
+    pop = _pop_hooks
+
+
+class _Block:
+    """One entry, from before its hooks are on until they are off."""
+
+    __slots__ = ("entered", "guard")
+
+    def __init__(self, entered: Entered) -> None:
+        self.entered = entered
+        self.guard: _Guard | None = None
+
+
+class Blocks(threading.local):
+    """The blocks of one context manager in each thread."""
+
+    def __init__(self) -> None:
+        """Begin outside of all."""
+        self._leaving: weakref.ref[partial[None]] | None = None
+        self._unguarded: list[_Block] = []
+        """Those entered by a plain call of `__enter__`, which a plain call has to leave."""
+
+    def leaving(self, leave: partial[None]) -> None:
+        """Note what will end the block that is entered next."""
+        self._leaving = weakref.ref(leave)
+
+    def enter(self, entered: Entered) -> None:
+        """Put the hooks of `entered` on."""
+        block = _Block(entered)
+        hooks = entered.pack, entered.unpack
+        leave = None if self._leaving is None else self._leaving()
+        self._leaving = None
+        try:
+            _push_hooks(*hooks)
+            if leave is None:
+                self._unguarded.append(block)
+            else:
+                leave.args[1].append(block)
+                block.guard = _Guard(leave, _TAKE_OFF)
+        except BaseException:
+            block.guard = None
+            top = _top_hooks(True)
+            if top is not None and top[0] is hooks[0]:
+                _pop_hooks()
+            raise
+
+    def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
+        """Take the hooks of the block off, and tell it unless an exception has ended it."""
+        block = (blocks or self._unguarded).pop()
+        block.guard = None  # no signal is looked for between this and the next call's end
+        _pop_hooks()
+        if kind is None:
+            block.entered.end()
+
+
+_TAKE_OFF = methodcaller("pop")
+
+
+class HasBlocks(Protocol):
+    """A context manager whose `__enter__` calls `blocks.enter`."""
+
+    blocks: Blocks
+
+
+Manager = TypeVar("Manager", bound=HasBlocks)
+
+
+class Leaving(Generic[Manager]):
+    """The `__exit__` of a context manager: each look-up makes an object of its own."""
+
+    def __get__(self, manager: Manager | None, owner: type[Manager]) -> Callable[..., None]:
+        """Return what ends the block that is entered next."""
+        if manager is None:
+            return _leave_unguarded
+        leave = partial(_leave, manager, [])
+        manager.blocks.leaving(leave)
+        return leave
+
+
+@untraced
+def _leave(
+    manager: HasBlocks, blocks: list[_Block], kind: type[BaseException] | None, *_: object
+) -> None:
+    manager.blocks.leave(blocks, kind)
+
+
+@untraced
+def _leave_unguarded(
+    manager: HasBlocks, kind: type[BaseException] | None = None, *_: object
+) -> None:
+    manager.blocks.leave([], kind)
