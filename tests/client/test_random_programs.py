@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import storm_client as storm
+import torch.distributed as dist
+from support.daemon_process import DaemonProcess
 from support.devices import DEVICES
-from support.random_programs import run
+from support.random_programs import compare_freely, process_group, run
 from support.training import assert_identical
 
 PROGRAMS = 40
+BATCH = 10
+"""Free programs that share a test, and the names of those that follow each other."""
+BATCHES = 8
+SLOW_BATCHES = 200
+PROCESSES = 2
+PROCESSES_SECONDS = 120.0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -20,3 +33,50 @@ def test_a_random_program(seed: int, device: str, client: storm.Client) -> None:
     expected = run(seed, device, nullcontext)
     for _ in range(2):
         assert_identical(run(seed, device, lambda: offload), expected)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    with process_group(dist.HashStore()):
+        yield
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "batch",
+    [
+        *range(BATCHES),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(BATCHES, SLOW_BATCHES)),
+    ],
+)
+def test_free_programs(batch: int, device: str, client: storm.Client) -> None:
+    compare_freely(range(batch * BATCH, (batch + 1) * BATCH), device, client)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_free_programs_of_two_processes(device: str, daemon: DaemonProcess, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "support.random_programs"),
+                *(daemon.address, device, str(tmp_path / "store")),
+                *(str(rank), str(PROCESSES), str(BATCH)),
+            ],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(PROCESSES)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=PROCESSES_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
