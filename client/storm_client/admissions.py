@@ -27,6 +27,8 @@ class Admission:
     nbytes: int
     dtype: torch.dtype
     outstanding: int
+    admitted: set[int] = field(default_factory=set)
+    """Entries of the parts that were: an answer may be handled twice."""
     in_place: bool = False
     refused: bool = False
     early: list[Stored] = field(default_factory=list)

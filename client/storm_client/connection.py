@@ -27,6 +27,7 @@ import zmq
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
 from storm_client.lanes import LaneHello
+from storm_client.waiting import Changes
 from storm_client.wakeup import Wakeup
 from stormd.protocol import (
     Envelope,
@@ -82,7 +83,7 @@ class Connection:
         """
         self.address = address
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = Changes(self.lock)
         """Notified whenever something that waits may look for has changed."""
         self.numbers = count(FIRST_NUMBER)
         """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
@@ -197,6 +198,10 @@ class Connection:
         finally:
             self._draining = False
 
+    def again(self, request: int, message: Message) -> None:
+        """Have a reply handled once more, before all others; call with the lock held."""
+        self._inbox.appendleft(Envelope(request, message))
+
     def notify(self) -> None:
         """Have every wait look again; call with the lock held."""
         if self._waiting:
@@ -298,7 +303,7 @@ class Connection:
     def forked(self) -> None:
         """Make the lock anew in a forked child, where whoever held it does not live."""
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = Changes(self.lock)
 
     # --- the listening thread ---------------------------------------------------------------
 

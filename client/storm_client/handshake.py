@@ -90,7 +90,7 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
         ProtocolMismatch: the daemon speaks another version.
     """
     _check_listening(address)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context = _Context()
     try:
         control = _connect(context, address)
         welcome = _introduce(control, address, lane, timeout)
@@ -99,6 +99,19 @@ def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
         context.destroy(linger=0)
         raise
     return Channel(context, control, lifeline, descriptors, welcome)
+
+
+class _Socket(zmq.Socket[bytes]):
+    """A socket that its connection closes. Without a destructor in Python: it would lose Ctrl-C."""
+
+    __del__ = object  # type: ignore[assignment]  # called without arguments, and by no Python code
+
+
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """The same for its context."""
+
+    _socket_class = _Socket
+    __del__ = object  # type: ignore[assignment]
 
 
 def _check_listening(address: str) -> None:

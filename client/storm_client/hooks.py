@@ -21,6 +21,7 @@ import torch
 
 from storm_client import ranges
 from storm_client.blocks import Blocks, Leaving, untraced
+from storm_client.compiled import CompiledModels
 from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_in_forward
 from storm_client.little_saved import FirstSteps, advice
 from storm_client.policy import Policy
@@ -73,6 +74,7 @@ class Offload:
         self._recorder = StatsRecorder()
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
+        self._compiled = CompiledModels()
         self.blocks = Blocks()
 
     @untraced
@@ -88,6 +90,7 @@ class Offload:
         sessions = supply.current()
         sessions.sweep()
         self._policy.refresh()
+        self._compiled.look(self._policy.modules)
         step = _StepHooks(
             sessions,
             self._policy,

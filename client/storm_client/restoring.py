@@ -281,10 +281,11 @@ class Restorer:
         ticket = next(self._connection.numbers)
         sequence = self._lane.publish(slot)
         restore = Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
-        self._tickets[ticket] = retrieval.fetches[index] = _Fetch(slot)
+        fetch = _Fetch(slot)
+        self._connection.post(ticket, restore)  # first: nobody waits for what was never asked for
+        self._tickets[ticket] = retrieval.fetches[index] = fetch
         self._in_use += slot.nbytes
         self._slots += 1
-        self._connection.post(ticket, restore)
 
     def _drop(self, retrieval: _Retrieval, index: int) -> None:
         """Give a part's slot up, at once or as soon as the daemon no longer writes to it."""

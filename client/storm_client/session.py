@@ -412,6 +412,14 @@ class Session:
     # --- replies, with the lock held --------------------------------------------------------
 
     def _on_message(self, request: int, message: Message) -> None:
+        try:
+            self._handle(request, message)
+        except KeyboardInterrupt:
+            self.connection.again(request, message)
+            raise
+
+    def _handle(self, request: int, message: Message) -> None:
+        """Do what a reply asks for; doing it twice is the same."""
         match message:
             case Admitted():
                 self._storer.admitted(message)

@@ -44,7 +44,7 @@ class Sessions:
         self._sessions: dict[torch.device, Session | None] = {}
         self.control = Session(address, CpuLane(), timeout)
         self._sessions[CPU] = self.control
-        abandon_with(self, self._sessions)
+        self._abandons = abandon_with(self, self._sessions)
 
     def check(self) -> None:
         """Raise what keeps the sessions from being used: closed, forked, daemon lost by now."""
@@ -90,6 +90,7 @@ class Sessions:
             self._closed = True
         for session in self._open_sessions():
             session.close()
+        self._abandons.detach()
 
     def _open(self, device: torch.device) -> Session | None:
         with self._lock:
@@ -114,12 +115,16 @@ class _Abandoned(Protocol):
     def abandon(self) -> None: ...
 
 
-def abandon_with(owner: object, sessions: Mapping[torch.device, _Abandoned | None]) -> None:
+def abandon_with(
+    owner: object, sessions: Mapping[torch.device, _Abandoned | None]
+) -> weakref.finalize[..., object]:
     """Have sessions end by themselves when `owner` dies, through which alone they are used.
 
     Those count that are among `sessions` then.
     """
-    weakref.finalize(owner, _abandon, sessions).atexit = False
+    finalizer = weakref.finalize(owner, _abandon, sessions)
+    finalizer.atexit = False
+    return finalizer
 
 
 def _abandon(sessions: Mapping[torch.device, _Abandoned | None]) -> None:

@@ -142,6 +142,9 @@ class Storer:
         if storing is None or storing.admission.refused:
             return
         admission = storing.admission
+        if message.entry in admission.admitted:
+            return
+        admission.admitted.add(message.entry)
         admission.outstanding -= 1
         if admission.outstanding:
             return
@@ -238,10 +241,12 @@ class Storer:
             piece.sequence,
             result or 0,
         )
-        piece.record.parts.append(Part(entry, part.start, part.stop))
         is_staged = result is not None or not admission.in_place
-        self._under_way[entry] = _Storing(admission, slot if is_staged else None, result)
+        storing = _Storing(admission, slot if is_staged else None, result)
+        # In this order: what an interrupt leaves half done is released, and waited for by nobody.
+        piece.record.parts.append(Part(entry, part.start, part.stop))
         self._connection.defer(entry, store)
+        self._under_way[entry] = storing
         self._unsent += len(part)
         self._flush_if_due()
 

@@ -7,7 +7,7 @@ signal never lands in a descriptor that was opened since.
 from __future__ import annotations
 
 import os
-import weakref
+import select
 
 __all__ = ["Wakeup"]
 
@@ -18,7 +18,9 @@ class Wakeup:
     def __init__(self) -> None:
         """Start unsignalled."""
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        # Of what Python's own types close when they die, the one that does it without a warning,
+        # and without code in Python: that would lose an interrupt.
+        self._owner = select.epoll.fromfd(self._descriptor)
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""

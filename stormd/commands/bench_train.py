@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,6 +23,7 @@ import psutil
 from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.bench_train_picture import draw
+from stormd.commands.interrupts import noted_interrupts
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
 from stormd.errors import ChildFailed
@@ -113,13 +112,14 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     figures |= {"interrupted": False, "workloads": rows}
     try:
         with (
-            _sigterm_interrupts(),
+            noted_interrupts() as interrupts,
             ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
         ):
             bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
             for name, method in product(rows, args.methods):
                 row = rows[name][method] = bench.row(name, method)
                 sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
+                interrupts.check()
     except KeyboardInterrupt:
         figures["interrupted"] = True
     if args.image:
@@ -198,8 +198,9 @@ class _Bench:
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Return what a child has measured; it lives on until its standard input ends."""
     timer = threading.Timer(_CHILD_SECONDS, process.kill)
-    timer.start()
+    timer.daemon = True  # an interrupt right behind its start leaves it
     try:
+        timer.start()
         assert process.stdout is not None
         line = process.stdout.readline()
         if line:
@@ -220,16 +221,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.communicate(timeout=_CHILD_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Have SIGTERM do what SIGINT does: KeyboardInterrupt."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _device(wanted: str) -> str:

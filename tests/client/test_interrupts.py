@@ -1,0 +1,205 @@
+"""Ctrl-C at any moment ends in KeyboardInterrupt, and leaves everything as it should be."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.waiting import Changes
+from support.daemon_process import DaemonProcess
+from support.training import assert_identical, seeded, trained
+from support.waiting import wait_until
+
+INTERRUPTS = 2000
+IN_ONE_TEST = 500
+
+EXAMPLE = """
+import signal
+import sys
+import torch
+import storm_client as storm
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
+torch.set_num_threads(1)
+net = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(6)])
+with storm.connect(sys.argv[1], embedded="never") as client:
+    offload = client.offload(net, min_bytes=1)
+    for step in range(1000000):
+        with offload:
+            loss = net(torch.ones(256, 256)).square().sum()
+        loss.backward()
+        if step == 5:
+            print("training", flush=True)
+"""
+
+
+def hooks_are_on() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def for_ever(function: Callable[[], object]) -> None:
+    while True:
+        function()
+
+
+@contextmanager
+def interrupted_after(seconds: float, fired: list[int]) -> Iterator[None]:
+    """Raise KeyboardInterrupt in what is inside, whatever runs after so much processor time."""
+
+    def interrupt(number: int, frame: object) -> None:
+        fired.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads of torch's would wait for each other where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("seed", range(INTERRUPTS // IN_ONE_TEST))
+@pytest.mark.usefixtures("one_thread")
+def test_no_interrupt_is_lost(seed: int, daemon: DaemonProcess) -> None:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        interrupt_often(seed, client)
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+        assert client.status().pool.used_bytes == 0
+
+
+def interrupt_often(seed: int, client: storm.Client) -> None:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Tanh()) for _ in range(4)]
+    net = torch.nn.Sequential(*[m for block in blocks for m in (block, torch.nn.Linear(96, 48))])
+    x = seeded("cpu", 32, 48)
+
+    def step() -> list[torch.Tensor]:
+        net.zero_grad()
+        return trained(net, x, lambda: offload)
+
+    net.zero_grad()
+    expected = [value.clone() for value in trained(net, x, nullcontext)]
+    offload = client.offload(net, min_bytes=1)
+    began = time.perf_counter()
+    for _ in range(10):
+        step()
+    seconds = (time.perf_counter() - began) / 10
+    chance, fired = random.Random(seed), []
+    for number in range(IN_ONE_TEST):
+        with pytest.raises(KeyboardInterrupt), interrupted_after(chance.random() * seconds, fired):
+            for_ever(step)
+        assert len(fired) == number + 1
+        assert not hooks_are_on()
+        if number % 20 == 0:
+            assert_identical(step(), expected)
+    gc.collect()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_interrupted_close_is_finished_by_the_next(daemon: DaemonProcess) -> None:
+    chance, fired = random.Random(3), []
+    for number in range(60):
+        client = storm.connect(daemon.address, embedded="never", timeout=30)
+        net = torch.nn.Linear(32, 32)
+        with client.offload(net, min_bytes=1):
+            loss = net(torch.ones(32, 32)).exp().sum()
+        with pytest.raises(KeyboardInterrupt), interrupted_after(chance.random() * 0.004, fired):
+            for_ever(client.close)
+        assert len(fired) == number + 1
+        client.close()
+        del loss
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        wait_until(lambda: len(client.status().sessions) == 1, 30, client.status)
+        assert client.status().pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "attempt", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 20))]
+)
+def test_a_script_ends_at_the_first_sigint(
+    attempt: int, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(EXAMPLE)
+    process = subprocess.Popen(
+        [sys.executable, script, daemon.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training\n"
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGINT
+    assert "ignored" not in errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_block_left_by_an_interrupt_before_its_exit_has_begun(client: storm.Client) -> None:
+    """Python may raise when it calls `__exit__`, before the first line of that."""
+    offload = client.offload(min_bytes=1)
+
+    def interrupt(frame: object, event: str, argument: object) -> None:
+        if event == "call":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def step() -> None:
+        with offload:
+            torch.ones(8, requires_grad=True).exp()
+            sys.setprofile(interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert not hooks_are_on()
+
+
+def test_blocks_may_be_left_by_plain_calls(client: storm.Client) -> None:
+    one, two = client.offload(min_bytes=1), client.offload(min_bytes=1)
+    one.__enter__()
+    leave = two.__exit__
+    two.__enter__()
+    torch.ones(8, requires_grad=True).exp()
+    leave(None, None, None)
+    assert hooks_are_on()
+    one.__exit__(None, None, None)
+    assert not hooks_are_on()
+    assert two.stats().saved_bytes == 32
+
+
+def test_who_waits_has_the_lock_afterwards() -> None:
+    from threading import RLock
+
+    lock = RLock()
+    changes, fired = Changes(lock), []
+    for _ in range(20):
+        with pytest.raises(KeyboardInterrupt), lock, interrupted_after(0.002, fired):
+            for_ever(lambda: changes.wait(1e-6))
+        assert lock.acquire(blocking=False)
+        lock.release()
+    assert len(fired) == 20
