@@ -101,7 +101,10 @@ class Connection:
         self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
         self._waiting = 0
-        self._needed = threading.Event()  # set while somebody waits, or when all is over
+        # Held but for ending the listener's pause. No Event: its methods take a lock in Python, and
+        # who is interrupted there keeps it.
+        self._pause = threading.Lock()
+        self._pause.acquire()
         self._draining = False
         self._is_abandoned = False
         self._thread: threading.Thread | None = None
@@ -245,7 +248,7 @@ class Connection:
         deadline = time.monotonic() + timeout
         self._waiting += 1
         try:
-            self._needed.set()
+            self._end_pause()
             while not ready():
                 self.check()
                 left = deadline - time.monotonic()
@@ -255,8 +258,6 @@ class Connection:
             return True
         finally:
             self._waiting -= 1
-            if not self._waiting:
-                self._needed.clear()
 
     def wake(self) -> None:
         """Have the listening thread call `on_wake`. Takes no lock: destructors may call it."""
@@ -333,7 +334,8 @@ class Connection:
             if self._is_abandoned:
                 self.on_abandoned()
                 return
-            self._needed.wait(QUIET_SECONDS)
+            if not self._waiting:
+                self._pause.acquire(timeout=QUIET_SECONDS)
             ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
             if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
                 self._fail(self._ended)
@@ -406,9 +408,14 @@ class Connection:
 
     def _lose(self, reason: str, kind: type[DaemonLost] = DaemonLost) -> None:
         self._lost = kind(reason)
-        self._needed.set()
+        self._end_pause()
         self.changed.notify_all()
         self.wake()
+
+    def _end_pause(self) -> None:
+        """Have the listener look for replies without a pause, now and while somebody waits."""
+        if self._pause.locked():
+            self._pause.release()
 
     def _wait_for_the_end(self) -> None:
         """Wait for the daemon to close the lifeline; the listener is kept out by the lock."""

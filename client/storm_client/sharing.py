@@ -13,7 +13,7 @@ versions of either.
 
 from __future__ import annotations
 
-import sys
+from sys import getrefcount
 from typing import Protocol
 
 import torch
@@ -32,16 +32,16 @@ class _Holder(Protocol):
 
 def is_unshared(holder: _Holder) -> bool:
     """Tell whether nothing but `holder` keeps the storage, nor a leaf that could be given other."""
-    source = holder.source
-    if source is None:
+    if holder.source is None:
         return False
-    for leaf in holder.leaves.values():
-        if _leaf_references(leaf) != _UNSHARED_LEAF:
+    leaves, address = holder.leaves, holder.source._cdata
+    for key in leaves:
+        if (leaves[key]._use_count(), getrefcount(leaves[key])) != _UNSHARED_LEAF:  # type: ignore[attr-defined]  # torch's gap
             return False
-        if leaf.untyped_storage()._cdata != source._cdata:
+        if leaves[key].untyped_storage()._cdata != address:
             return False  # it was given other data, which its handles will find
-    uses, references = _references(source)
-    return (uses - len(holder.leaves), references) == _UNSHARED[bool(holder.leaves)]
+    counted = _use_count(address) - len(leaves), getrefcount(holder.source)
+    return counted == _UNSHARED[bool(leaves)]
 
 
 def is_foreign(storage: torch.UntypedStorage) -> bool:
@@ -49,14 +49,6 @@ def is_foreign(storage: torch.UntypedStorage) -> bool:
     if not storage.resizable():  # what was only lent to PyTorch
         return True
     return storage.device.type == "cpu" and storage.is_shared()
-
-
-def _references(source: torch.UntypedStorage) -> tuple[int, int]:
-    return _use_count(source._cdata), sys.getrefcount(source)
-
-
-def _leaf_references(leaf: torch.Tensor) -> tuple[int, int]:
-    return leaf._use_count(), sys.getrefcount(leaf)  # type: ignore[attr-defined]  # torch's gap
 
 
 class _Example:
@@ -67,17 +59,18 @@ class _Example:
 
 
 def _unshared() -> tuple[dict[bool, tuple[int, int]], tuple[int, int]]:
-    """Return what is counted for a storage without and with leaves in it, and for a leaf."""
-    example, found = _Example(), {}
-    for leaf in example.leaves.values():
-        leaf_references = _leaf_references(leaf)
-    del leaf
-    source = example.source
-    uses, references = _references(source)
-    found[True] = uses - 1, references
-    example.leaves.clear()
-    found[False] = _references(source)
-    return found, leaf_references
+    """Return what is counted for a storage without and with leaves in it, and for a leaf.
+
+    Python's count is taken of what was just looked up, never of a variable: whether an argument is
+    counted once or twice depends on who evaluates the frame, which torch.compile changes.
+    """
+    example = _Example()
+    address, leaves = example.source._cdata, example.leaves
+    leaf = leaves[0]._use_count(), getrefcount(leaves[0])  # type: ignore[attr-defined]
+    found = {True: (_use_count(address) - 1, getrefcount(example.source))}
+    leaves.clear()
+    found[False] = _use_count(address), getrefcount(example.source)
+    return found, leaf
 
 
 _UNSHARED, _UNSHARED_LEAF = _unshared()

@@ -26,6 +26,14 @@ def program(function: Program) -> Program:
     return function
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """Have PyTorch start what it keeps for the life of the process, once and before each test."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net, x = perceptron(device), seeded(device, 16, 32, grad=True)
+    torch.compile(net)(x).sum().backward()
+
+
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
