@@ -109,8 +109,11 @@ class Blocks(threading.local):
 
     def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
         """Take the hooks of the block off, and tell it unless an exception has ended it."""
-        block = (blocks or self._unguarded).pop()
-        block.guard = None  # no signal is looked for between this and the next call's end
+        entered = blocks or self._unguarded
+        block = entered[-1]
+        # No signal is looked for between these, which call nothing, and the end of the call.
+        block.guard = None
+        del entered[-1]
         _pop_hooks()
         if kind is None:
             block.entered.end()
