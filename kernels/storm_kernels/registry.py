@@ -1,6 +1,6 @@
 """Which module implements an operation on a backend, and whether that works on this machine.
 
-Operations such as `ancf` stand beside each other here, each with up to three backends: "cuda",
+Operations such as `ancf` and `scan` stand beside each other here, each with up to three backends: "cuda",
 "cpu" and "numpy", the reference, which is always there. A module that implements one of the first
 two has `probe() -> (available, detail)`. Nothing is loaded before it is asked for.
 """
@@ -28,6 +28,11 @@ _MODULES: Final[dict[str, dict[BackendName, str]]] = {
         "cuda": "storm_kernels.ancf.cuda",
         "cpu": "storm_kernels.ancf.cpu",
         "numpy": "storm_kernels.ancf.reference",
+    },
+    "scan": {
+        "cuda": "storm_kernels.scan.cuda",
+        "cpu": "storm_kernels.scan.cpu",
+        "numpy": "storm_kernels.scan.reference",
     },
 }
 

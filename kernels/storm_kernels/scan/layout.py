@@ -1,0 +1,102 @@
+"""Any strided tensors as three sizes: what lies outside the scanned dimension, it, what lies inside.
+
+Every backend works on (outer, length, inner) alone. The result's memory decides which dimensions
+are which: those that change more slowly than the scanned one are outer, the faster ones inner. A
+result is dense, so that each group of its dimensions is one stride. A source whose own strides do
+not follow is copied; slices, transposed and broadcast tensors mostly do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Arrangement", "Strides", "arrange"]
+
+Strides: TypeAlias = tuple[int, int, int]
+"""Of outer, length and inner, in elements."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The sizes, and the dimensions that make up outer and inner, the slowest first."""
+
+    outer: int
+    length: int
+    inner: int
+    outer_dims: tuple[int, ...]
+    inner_dims: tuple[int, ...]
+    dim: int
+
+    def place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Strides]:
+        """Return `tensor`, or a copy of it, with its strides; it has the result's shape."""
+        strides = self._strides(tensor)
+        if strides is None:
+            tensor = self.copy(tensor)
+            strides = self._strides(tensor)
+            assert strides is not None
+        return tensor, strides
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a dense copy with the dimensions in the result's order."""
+        order = (*self.outer_dims, self.dim, *self.inner_dims)
+        dense = torch.empty(
+            [tensor.shape[one] for one in order], dtype=tensor.dtype, device=tensor.device
+        )
+        return dense.permute([order.index(one) for one in range(tensor.dim())]).copy_(tensor)
+
+    def place_state(self, state: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return the state of every sequence (the shape without the dimension) with two strides."""
+        widened, (outer, _, inner) = self.place(state.unsqueeze(self.dim))
+        return widened, (outer, inner)
+
+    def _strides(self, tensor: torch.Tensor) -> Strides | None:
+        outer = _collapsed(tensor, self.outer_dims)
+        inner = _collapsed(tensor, self.inner_dims)
+        if outer is None or inner is None:
+            return None
+        return outer, tensor.stride(self.dim), inner
+
+
+def arrange(result: torch.Tensor, dim: int) -> Arrangement:
+    """Return how `result`, dense and of at least one dimension, is scanned along `dim` >= 0."""
+    step = result.stride(dim)
+    order = sorted(
+        (one for one in range(result.dim()) if one != dim and result.shape[one] != 1),
+        key=lambda one: -result.stride(one),
+    )
+    outer_dims = tuple(one for one in order if result.stride(one) > step)
+    inner_dims = tuple(one for one in order if result.stride(one) <= step)
+    single = tuple(one for one in range(result.dim()) if one != dim and result.shape[one] == 1)
+    return Arrangement(
+        outer=_size(result, outer_dims),
+        length=result.shape[dim],
+        inner=_size(result, inner_dims),
+        outer_dims=single + outer_dims,
+        inner_dims=inner_dims,
+        dim=dim,
+    )
+
+
+def _size(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    size = 1
+    for one in dims:
+        size *= tensor.shape[one]
+    return size
+
+
+def _collapsed(tensor: torch.Tensor, dims: Sequence[int]) -> int | None:
+    """Return the one stride that walks through `dims` in order, None where there is none.
+
+    Of no dimensions, or single elements, it is 1: nobody walks.
+    """
+    walked = [one for one in dims if tensor.shape[one] != 1]
+    for slow, fast in zip(walked, walked[1:], strict=False):
+        if tensor.stride(slow) != tensor.stride(fast) * tensor.shape[fast]:
+            return None
+    return tensor.stride(walked[-1]) if walked else 1
