@@ -147,7 +147,7 @@ def _mul_gradient(
     grad: Tensor, x: Tensor, y: Tensor, dim: int, reverse: bool, backend: str
 ) -> Tensor:
     """A product is the recurrence y = x*y, from one on; so zeros need no care."""
-    one = torch.ones_like(x.select(dim, 0))
+    one = torch.ones_like(_first(x, dim, reverse))
     return linear_scan_gradient(grad, x, y, one, dim, reverse, backend)[0]
 
 
@@ -325,13 +325,18 @@ def _batched(tensor: Any, at: int | None, size: int) -> Any:
 
 
 def _first(tensor: Tensor, dim: int, reverse: bool) -> Tensor:
+    """Return what is scanned first; of nothing, zeros."""
+    if tensor.shape[dim] == 0:
+        return tensor.sum(dim)
     return tensor.select(dim, tensor.shape[dim] - 1 if reverse else 0)
 
 
 def _entered(h: Tensor, initial: Tensor | None, dim: int, reverse: bool) -> Tensor:
     """Return at each place the state before it: h moved on by one, `initial` (or zero) first."""
-    before = torch.zeros_like(h.select(dim, 0)) if initial is None else initial
     length = h.shape[dim]
+    if length == 0:
+        return h
+    before = torch.zeros_like(h.select(dim, 0)) if initial is None else initial
     if reverse:
         return torch.cat([h.narrow(dim, 1, length - 1), before.unsqueeze(dim)], dim)
     return torch.cat([before.unsqueeze(dim), h.narrow(dim, 0, length - 1)], dim)
