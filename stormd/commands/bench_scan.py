@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -99,17 +100,23 @@ def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
             "backends": _backends(),
             "peers": package_versions(_PACKAGES),
             "accuracy": _accuracy(device),
-            "cases": {
-                case.name: _Bench(case, device, args.rounds).figures()
-                for case in CASES[device]
-                if args.cases is None or case.name in args.cases
-            },
+            "cases": dict(_measured(device, args.cases, args.rounds)),
         }
     finally:
         torch.set_num_threads(threads)
     if args.image:
         draw(figures, Path(args.image))
     return figures
+
+
+def _measured(
+    device: str, wanted: list[str] | None, rounds: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the figures of each case wanted, and say on standard error that it is done."""
+    for case in CASES[device]:
+        if wanted is None or case.name in wanted:
+            yield case.name, _Bench(case, device, rounds).figures()
+            sys.stderr.write(f"{case.name} measured\n")
 
 
 def _backends() -> dict[str, str]:
@@ -239,9 +246,10 @@ class _Bench:
 def _cuda_seconds(work: Callable[[], object], rounds: int) -> Iterator[float]:
     import torch
 
+    event: Any = torch.cuda.Event
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (event(enable_timing=True) for _ in range(2))
         flushed.zero_()
         begin.record()
         work()

@@ -43,8 +43,8 @@ class Diagnostics(TypedDict):
     Attributes:
         used_fused_scan: whether the scan was one of storm_kernels.scan's.
         mean_rank: ranks in use, on average over positions; a number without gradient.
-        gate_penalty: the mean share of ranks that are open, with gradient: add it to a loss, scaled,
-            to lower the rank in use.
+        gate_penalty: the mean share of ranks that are open, with gradient: added to a loss, scaled,
+            it lowers the rank in use.
     """
 
     used_fused_scan: bool
@@ -101,7 +101,7 @@ class AdaptiveRankSemiseparable(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Begin as a mean over T's span, with most ranks open and a range of rates of decay."""
+        """Draw all weights anew: most ranks open, decay at rates from fast to hardly any."""
         with torch.no_grad():
             nn.init.uniform_(self.taps, -(self.conv_size**-0.5), self.conv_size**-0.5)
             self.project.reset_parameters()

@@ -52,7 +52,8 @@ def cumsum(
         )  # fmt: skip
         return one[0]
     dim = _dimension(x, dim)
-    return operators.cumsum(x, dim, reverse, exclusive, compensated, dtype, backend)
+    sums: Tensor = operators.cumsum(x, dim, reverse, exclusive, compensated, dtype, backend)
+    return sums
 
 
 def fused_associative_scan(x: Tensor, dim: int = 1, reverse: bool = False) -> Tensor:
@@ -74,9 +75,8 @@ def associative_scan(
         raise UsageError(f"op {op!r} is unknown; choose one of {', '.join(OPERATIONS)}")
     _check_tensor("x", x, _FLOATS if op == "logaddexp" else (*_FLOATS, *_INTEGERS))
     dim = _dimension(x, dim)
-    if x.dim() == 0:
-        return operators.fold(x[None], op, 0, reverse, backend)[0]
-    return operators.fold(x, op, dim, reverse, backend)
+    results: Tensor = operators.fold(x if x.dim() else x[None], op, dim, reverse, backend)
+    return results if x.dim() else results[0]
 
 
 def linear_scan(
@@ -105,7 +105,7 @@ def linear_scan(
     _check_tensor("b", b, kinds)
     dtype = torch.promote_types(a.dtype, b.dtype)
     try:
-        shape = torch.broadcast_shapes(a.shape, b.shape)
+        shape: torch.Size = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call] # torch has no annotation
     except RuntimeError:
         raise UsageError(
             f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}: they cannot be broadcast"

@@ -79,21 +79,20 @@ def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr, REVERSE: tl.constexpr):
     """Return the inclusive scan of a tuple of tensors along an axis, backwards if REVERSE."""
     if OP == "add":
         return tl.associative_scan(maps, AXIS, _add, reverse=REVERSE)
-    elif OP == "mul":
+    if OP == "mul":
         return tl.associative_scan(maps, AXIS, _mul, reverse=REVERSE)
-    elif OP == "max":
+    if OP == "max":
         return tl.associative_scan(maps, AXIS, _max, reverse=REVERSE)
-    elif OP == "min":
+    if OP == "min":
         return tl.associative_scan(maps, AXIS, _min, reverse=REVERSE)
-    elif OP == "logaddexp":
+    if OP == "logaddexp":
         return tl.associative_scan(maps, AXIS, _logaddexp, reverse=REVERSE)
-    elif OP == "compensated":
+    if OP == "compensated":
         return tl.associative_scan(maps, AXIS, _two_sum, reverse=REVERSE)
-    elif OP == "linear":
+    if OP == "linear":
         return tl.associative_scan(maps, AXIS, _linear, reverse=REVERSE)
-    else:
-        tl.static_assert(OP == "complex_linear")
-        return tl.associative_scan(maps, AXIS, _complex_linear, reverse=REVERSE)
+    tl.static_assert(OP == "complex_linear")
+    return tl.associative_scan(maps, AXIS, _complex_linear, reverse=REVERSE)
 
 
 @triton.jit
@@ -101,17 +100,16 @@ def combine(left, right, OP: tl.constexpr):
     """Return what `left` and then `right` do."""
     if OP == "add":
         return (_add(left[0], right[0]),)
-    elif OP == "mul":
+    if OP == "mul":
         return (_mul(left[0], right[0]),)
-    elif OP == "max":
+    if OP == "max":
         return (_max(left[0], right[0]),)
-    elif OP == "min":
+    if OP == "min":
         return (_min(left[0], right[0]),)
-    elif OP == "logaddexp":
+    if OP == "logaddexp":
         return (_logaddexp(left[0], right[0]),)
-    else:
-        tl.static_assert(OP == "compensated")
-        return _two_sum(left[0], left[1], right[0], right[1])
+    tl.static_assert(OP == "compensated")
+    return _two_sum(left[0], left[1], right[0], right[1])
 
 
 @triton.jit
@@ -119,13 +117,12 @@ def apply(state, maps, OP: tl.constexpr):
     """Return the state that leaves a stretch which `state` entered."""
     if OP == "linear":
         return (maps[0] * state[0] + maps[1],)
-    elif OP == "complex_linear":
+    if OP == "complex_linear":
         return (
             maps[0] * state[0] - maps[1] * state[1] + maps[2],
             maps[0] * state[1] + maps[1] * state[0] + maps[3],
         )
-    else:
-        return combine(state, maps, OP)
+    return combine(state, maps, OP)
 
 
 @triton.jit
@@ -134,12 +131,11 @@ def identity(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
     none = tl.zeros_like(like)
     if OP == "linear":
         return (none + 1, none)
-    elif OP == "complex_linear":
+    if OP == "complex_linear":
         return (none + 1, none, none, none)
-    elif OP == "compensated":
+    if OP == "compensated":
         return (none, none)
-    else:
-        return (tl.full(like.shape, NEUTRAL, like.dtype),)
+    return (tl.full(like.shape, NEUTRAL, like.dtype),)
 
 
 @triton.jit
@@ -147,10 +143,9 @@ def seed(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
     """Return the state before the first element where the caller gives none."""
     if OP == "linear":
         return (tl.zeros_like(like),)
-    elif OP == "complex_linear":
+    if OP == "complex_linear":
         return (tl.zeros_like(like), tl.zeros_like(like))
-    else:
-        return identity(like, OP, NEUTRAL)
+    return identity(like, OP, NEUTRAL)
 
 
 @triton.jit
@@ -158,8 +153,7 @@ def lift(value, OP: tl.constexpr):
     """Return an element of a sum, product or the like as a map."""
     if OP == "compensated":
         return (value, tl.zeros_like(value))
-    else:
-        return (value,)
+    return (value,)
 
 
 @triton.jit
@@ -167,8 +161,7 @@ def read(state, OP: tl.constexpr):
     """Return the number that a state of a sum, product or the like stands for."""
     if OP == "compensated":
         return state[0] + state[1]
-    else:
-        return state[0]
+    return state[0]
 
 
 @triton.jit
@@ -176,15 +169,14 @@ def edge(maps, chosen, AXIS: tl.constexpr):
     """Return the components at the one place along AXIS where `chosen` is true."""
     if len(maps) == 1:
         return (_pick(maps[0], chosen, AXIS),)
-    elif len(maps) == 2:
+    if len(maps) == 2:
         return (_pick(maps[0], chosen, AXIS), _pick(maps[1], chosen, AXIS))
-    else:
-        return (
-            _pick(maps[0], chosen, AXIS),
-            _pick(maps[1], chosen, AXIS),
-            _pick(maps[2], chosen, AXIS),
-            _pick(maps[3], chosen, AXIS),
-        )
+    return (
+        _pick(maps[0], chosen, AXIS),
+        _pick(maps[1], chosen, AXIS),
+        _pick(maps[2], chosen, AXIS),
+        _pick(maps[3], chosen, AXIS),
+    )
 
 
 @triton.jit

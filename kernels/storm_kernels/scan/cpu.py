@@ -66,8 +66,7 @@ class _Options(ctypes.Structure):
     """`struct storm_scan_options` in scan.h."""
 
     _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("dtype", "op", "reverse", "exclusive", "threads", "isa")
+        (name, ctypes.c_int32) for name in ("dtype", "op", "reverse", "exclusive", "threads", "isa")
     )
 
 

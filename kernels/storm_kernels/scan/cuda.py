@@ -7,6 +7,7 @@ the first call with new types or options. Triton is loaded only when something h
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
@@ -14,8 +15,8 @@ from typing import Any, Final
 import torch
 
 from ..errors import BackendUnavailable
-from .layout import Arrangement, Strides, arrange
 from .launches import Columns, Rows, columns_for, cut, rows_for
+from .layout import Arrangement, Strides, arrange
 
 __all__ = ["fold", "linear", "linear_gradient", "load_kernels", "probe"]
 
@@ -23,7 +24,20 @@ _NEUTRAL: Final = {"add": 0, "mul": 1, "max": float("-inf"), "min": float("inf")
 _NEUTRAL_INTEGER: Final = {"max": -(1 << 63), "min": (1 << 63) - 1}
 _PIPELINE_STAGES: Final = 3
 
+_TRITON_TYPES: Final = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+}
 
+
+@lru_cache(maxsize=1)
 def probe() -> tuple[bool, str]:
     """Return whether a device can be used, and its name or why not."""
     if not torch.cuda.is_available():
@@ -146,7 +160,9 @@ def _linear(
         "MAPS": 2 * words,
         "STATES": words,
     }
-    tile = tile or _tile(space, accumulator.itemsize if is_complex else h.itemsize, 2 * words, gradient=gradient)
+    tile = tile or _tile(
+        space, accumulator.itemsize if is_complex else h.itemsize, 2 * words, gradient=gradient
+    )
     pointers = [arrays[0][0], arrays[1][0], state[0], *(one for one, _ in arrays[2:])]
     kernel, used = kernels.linear_columns, 3
     if isinstance(tile, Rows):
@@ -183,7 +199,7 @@ class _Launch:
         else:
             shape["N"] = tile.elements
         scratch = self._scratch(device) if look_back else _as_pointer(tensors[0])
-        with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        with _current(device):
             kernel[(programs,)](
                 *(_as_pointer(one) for one in tensors),
                 scratch,
@@ -195,7 +211,6 @@ class _Launch:
                 **shape,
                 STAGES=1 if look_back else _PIPELINE_STAGES,
                 num_warps=tile.warps,
-                **({"maxnreg": tile.registers} if tile.registers else {}),
             )
 
     def _scratch(self, device: torch.device) -> torch.Tensor:
@@ -204,6 +219,13 @@ class _Launch:
         states = cut(self._tiles, self._tile.window) * self._options["STATES"]
         words = 2 + self._chains * self._channels * (maps + states)
         return torch.zeros(words, dtype=torch.int64, device=device)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Return what makes `device` the one that Triton launches on; mostly it is already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _tile(
@@ -236,7 +258,7 @@ def _as_pointer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    if dtype in (torch.float64, torch.complex128):
+    if dtype == torch.float64:
         return torch.float64
     if dtype.is_floating_point or dtype.is_complex:
         return torch.float32
@@ -249,11 +271,8 @@ def _neutral(op: str, accumulator: torch.dtype) -> float:
     return _NEUTRAL[op] if op in _NEUTRAL else float("-inf")
 
 
+@lru_cache(maxsize=32)
 def _triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
-    names = {torch.float64: "float64", torch.float32: "float32", torch.bfloat16: "bfloat16"}
-    names |= {torch.float16: "float16", torch.complex64: "float32", torch.complex128: "float64"}
-    names |= {torch.int64: "int64", torch.int32: "int32", torch.int16: "int16"}
-    names |= {torch.int8: "int8", torch.uint8: "uint8"}
-    return getattr(tl, names[dtype])
+    return getattr(tl, _TRITON_TYPES[dtype])

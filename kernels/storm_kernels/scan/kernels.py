@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .combine import apply, combine, edge, identity, lift, read, scan, seed
+from .combine import apply, combine, edge, lift, read, scan, seed
 from .look_back import entering_state, publish_map, publish_state
 
 __all__ = ["fold_columns", "fold_rows", "linear_columns", "linear_rows"]
@@ -81,16 +81,15 @@ def _spread(state, before, OP: tl.constexpr, REVERSE: tl.constexpr, G: tl.conste
         outer = (tl.broadcast_to(before[0][None, :], state[0].shape),)
         inner = apply(outer, maps, OP)
         return (tl.where(group == begin, outer[0], inner[0]),)
-    else:
-        outer = (
-            tl.broadcast_to(before[0][None, :], state[0].shape),
-            tl.broadcast_to(before[1][None, :], state[0].shape),
-        )
-        inner = apply(outer, maps, OP)
-        return (
-            tl.where(group == begin, outer[0], inner[0]),
-            tl.where(group == begin, outer[1], inner[1]),
-        )
+    outer = (
+        tl.broadcast_to(before[0][None, :], state[0].shape),
+        tl.broadcast_to(before[1][None, :], state[0].shape),
+    )
+    inner = apply(outer, maps, OP)
+    return (
+        tl.where(group == begin, outer[0], inner[0]),
+        tl.where(group == begin, outer[1], inner[1]),
+    )
 
 
 @triton.jit
@@ -217,9 +216,8 @@ def _behind(entering, local, OP: tl.constexpr):
     """Return the numbers (G, R, N) of scans that a state (G, N) enters."""
     if len(local) == 1:
         return read(combine((entering[0][:, None, :],), local, OP), OP)
-    else:
-        left = (entering[0][:, None, :], entering[1][:, None, :])
-        return read(combine(left, local, OP), OP)
+    left = (entering[0][:, None, :], entering[1][:, None, :])
+    return read(combine(left, local, OP), OP)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -271,12 +269,11 @@ def _one(parts):
     """Return scalars as tensors of one element, as states have them."""
     if len(parts) == 1:
         return (parts[0] + tl.zeros([1], parts[0].dtype),)
-    elif len(parts) == 2:
+    if len(parts) == 2:
         none = tl.zeros([1], parts[0].dtype)
         return (parts[0] + none, parts[1] + none)
-    else:
-        none = tl.zeros([1], parts[0].dtype)
-        return (parts[0] + none, parts[1] + none, parts[2] + none, parts[3] + none)
+    none = tl.zeros([1], parts[0].dtype)
+    return (parts[0] + none, parts[1] + none, parts[2] + none, parts[3] + none)
 
 
 # --- h = a*h + b, forwards, and its gradient ------------------------------------------------
@@ -308,27 +305,21 @@ def _load_linear(
             factor_i = -factor_i
         term_i = tl.load(b + row * b_length + 1, mask=mask, other=0).to(ACC)
         return (factor, factor_i, term, term_i)
-    else:
-        return (factor, term)
+    return (factor, term)
 
 
 @triton.jit
-def _load_state(
-    address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr, GIVEN: tl.constexpr
-):
+def _load_state(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr, GIVEN: tl.constexpr):
     """Return the state at an address, zero where none is GIVEN."""
     if GIVEN:
         state = tl.load(address, mask=mask, other=0).to(ACC)
         if COMPLEX:
             return (state, tl.load(address + 1, mask=mask, other=0).to(ACC))
-        else:
-            return (state,)
-    else:
-        none = tl.zeros(mask.shape, ACC)
-        if COMPLEX:
-            return (none, none)
-        else:
-            return (none,)
+        return (state,)
+    none = tl.zeros(mask.shape, ACC)
+    if COMPLEX:
+        return (none, none)
+    return (none,)
 
 
 @triton.jit
@@ -372,7 +363,7 @@ def linear_columns(
     R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
     WINDOW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h = a*h + b along (outer, length, inner); or with GRADIENT, from the gradient b of h, those
+    """H = a*h + b along (outer, length, inner); or with GRADIENT, from the gradient b of h, those
     of b and a, scanning the other way round.
     """
     begin, chain = _take_work(scratch, chains, LOOK_BACK)

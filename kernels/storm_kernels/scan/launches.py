@@ -8,6 +8,7 @@ the figures were measured with.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 __all__ = ["Columns", "Rows", "columns_for", "cut", "rows_for"]
@@ -18,6 +19,9 @@ _VECTOR_BYTES: Final = 16
 
 _ENOUGH_PROGRAMS: Final = 128
 """So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
+
+_LONG: Final = 1 << 16
+"""From here on tiles look back to so many others that small ones, more at a time, are faster."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,7 @@ class Columns:
     channels: int
     warps: int
     look_back: bool
-    window: int = 16
-    registers: int = 0
-    """Of a thread, at most; 0 leaves it to the compiler."""
+    window: int = 8
 
     @property
     def length(self) -> int:
@@ -50,7 +52,6 @@ class Rows:
     warps: int
     look_back: bool
     window: int = 128
-    registers: int = 0
 
     @property
     def length(self) -> int:
@@ -63,6 +64,7 @@ def cut(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
+@lru_cache(maxsize=1024)
 def columns_for(
     outer: int, length: int, inner: int, itemsize: int, *, words: int, gradient: bool = False
 ) -> Columns:
@@ -82,23 +84,21 @@ def columns_for(
         while stretches > 1 and rows * stretches // 2 >= length:
             stretches //= 2
         return Columns(rows, stretches, channels, warps, look_back=False)
-    registers = 128 if gradient and words == 2 else 0
-    if outer == 1 and words == 1:
-        channels = widest
-    else:
-        channels = min(widest, 8 * vector)
+    channels = min(widest, 8 * vector)
     stretches = _stretches(channels, vector, warps)
-    return Columns(rows, stretches, channels, warps, look_back=True, registers=registers)
+    return Columns(rows, stretches, channels, warps, look_back=True)
 
 
+@lru_cache(maxsize=1024)
 def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> Rows:
     """Return the tile for sequences whose elements lie side by side."""
-    if gradient and outer >= 8 * _ENOUGH_PROGRAMS:
-        elements, warps = 1024 // words, 1
-    elif outer >= 8 * _ENOUGH_PROGRAMS:
-        elements, warps = 2048 // words, 2
+    if outer >= 8 * _ENOUGH_PROGRAMS:
+        elements, warps = (1024, 1) if gradient else (2048, 2)
+    elif outer < _ENOUGH_PROGRAMS and length >= _LONG:
+        elements, warps = 2048, 2
     else:
-        elements, warps = 4096 // words, 4
+        elements, warps = 4096, 4
+    elements //= words
     elements = max(_WARP, min(elements, _power_of_two(length)))
     look_back = outer < _ENOUGH_PROGRAMS and length > 2 * elements
     return Rows(elements, warps, look_back=look_back)

@@ -1,4 +1,4 @@
-"""Any strided tensors as three sizes: what lies outside the scanned dimension, it, what lies inside.
+"""Strided tensors as three sizes: what lies outside the scanned dimension, it, what lies inside.
 
 Every backend works on (outer, length, inner) alone. The result's memory decides which dimensions
 are which: those that change more slowly than the scanned one are outer, the faster ones inner. A
@@ -9,12 +9,12 @@ not follow is copied; slices, transposed and broadcast tensors mostly do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from functools import lru_cache
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Arrangement", "Strides", "arrange"]
 
@@ -56,47 +56,46 @@ class Arrangement:
         return widened, (outer, inner)
 
     def _strides(self, tensor: torch.Tensor) -> Strides | None:
-        outer = _collapsed(tensor, self.outer_dims)
-        inner = _collapsed(tensor, self.inner_dims)
+        shape, strides = tensor.shape, tensor.stride()
+        outer = _collapsed(shape, strides, self.outer_dims)
+        inner = _collapsed(shape, strides, self.inner_dims)
         if outer is None or inner is None:
             return None
-        return outer, tensor.stride(self.dim), inner
+        return outer, strides[self.dim], inner
 
 
 def arrange(result: torch.Tensor, dim: int) -> Arrangement:
     """Return how `result`, dense and of at least one dimension, is scanned along `dim` >= 0."""
-    step = result.stride(dim)
-    order = sorted(
-        (one for one in range(result.dim()) if one != dim and result.shape[one] != 1),
-        key=lambda one: -result.stride(one),
-    )
-    outer_dims = tuple(one for one in order if result.stride(one) > step)
-    inner_dims = tuple(one for one in order if result.stride(one) <= step)
-    single = tuple(one for one in range(result.dim()) if one != dim and result.shape[one] == 1)
+    return _arranged(result.shape, result.stride(), dim)
+
+
+@lru_cache(maxsize=1024)
+def _arranged(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> Arrangement:
+    others = [one for one in range(len(shape)) if one != dim]
+    order = sorted((one for one in others if shape[one] != 1), key=lambda one: -strides[one])
+    outer_dims = tuple(one for one in order if strides[one] > strides[dim])
+    inner_dims = tuple(one for one in order if strides[one] <= strides[dim])
+    single = tuple(one for one in others if shape[one] == 1)
     return Arrangement(
-        outer=_size(result, outer_dims),
-        length=result.shape[dim],
-        inner=_size(result, inner_dims),
+        outer=prod(shape[one] for one in outer_dims),
+        length=shape[dim],
+        inner=prod(shape[one] for one in inner_dims),
         outer_dims=single + outer_dims,
         inner_dims=inner_dims,
         dim=dim,
     )
 
 
-def _size(tensor: torch.Tensor, dims: Sequence[int]) -> int:
-    size = 1
-    for one in dims:
-        size *= tensor.shape[one]
-    return size
-
-
-def _collapsed(tensor: torch.Tensor, dims: Sequence[int]) -> int | None:
+@lru_cache(maxsize=1024)
+def _collapsed(
+    shape: tuple[int, ...], strides: tuple[int, ...], dims: tuple[int, ...]
+) -> int | None:
     """Return the one stride that walks through `dims` in order, None where there is none.
 
     Of no dimensions, or single elements, it is 1: nobody walks.
     """
-    walked = [one for one in dims if tensor.shape[one] != 1]
-    for slow, fast in zip(walked, walked[1:], strict=False):
-        if tensor.stride(slow) != tensor.stride(fast) * tensor.shape[fast]:
+    walked = [one for one in dims if shape[one] != 1]
+    for slow, fast in pairwise(walked):
+        if strides[slow] != strides[fast] * shape[fast]:
             return None
-    return tensor.stride(walked[-1]) if walked else 1
+    return strides[walked[-1]] if walked else 1

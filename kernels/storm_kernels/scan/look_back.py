@@ -131,11 +131,10 @@ def _take_state(address, LIKE, OP: tl.constexpr, NEUTRAL: tl.constexpr, N: tl.co
     wide: tl.constexpr = LIKE.dtype.primitive_bitwidth // 32
     if len(none) == 1:
         return (_take(address, known, none[0], N),)
-    else:
-        return (
-            _take(address, known, none[0], N),
-            _take(address + wide * N, known, none[1], N),
-        )
+    return (
+        _take(address, known, none[0], N),
+        _take(address + wide * N, known, none[1], N),
+    )
 
 
 @triton.jit

@@ -90,7 +90,7 @@ def _(
     return torch.empty_like(x, dtype=dtype or sum_dtype(x.dtype))
 
 
-def _cumsum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _cumsum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch's signature)
     x, *ctx.options = inputs
     ctx.dtype = x.dtype
 
@@ -105,7 +105,7 @@ cumsum.register_autograd(_cumsum_backward, setup_context=_cumsum_setup)
 
 
 @cumsum.register_vmap
-def _(_info: Any, in_dims: tuple[int | None, ...], x: Tensor, dim: int, *rest: Any) -> Any:
+def _(_info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, *rest: Any) -> Any:
     return cumsum(x.movedim(in_dims[0], 0), dim + 1, *rest), 0
 
 
@@ -140,7 +140,8 @@ def _fold_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _add_gradient(
     grad: Tensor, _x: Tensor, _y: Tensor, dim: int, reverse: bool, backend: str
 ) -> Tensor:
-    return fold(grad, "add", dim, not reverse, backend)
+    back: Tensor = fold(grad, "add", dim, not reverse, backend)
+    return back
 
 
 def _mul_gradient(
@@ -148,7 +149,8 @@ def _mul_gradient(
 ) -> Tensor:
     """A product is the recurrence y = x*y, from one on; so zeros need no care."""
     one = torch.ones_like(_first(x, dim, reverse))
-    return linear_scan_gradient(grad, x, y, one, dim, reverse, backend)[0]
+    back: Tensor = linear_scan_gradient(grad, x, y, one, dim, reverse, backend)[0]
+    return back
 
 
 def _extremum_gradient(
@@ -159,7 +161,8 @@ def _extremum_gradient(
     """
     reigns = (x == y) | x.isnan()
     lasts = _following((~reigns).to(grad.dtype), dim, reverse)
-    return reigns.to(grad.dtype) * linear_scan(lasts, grad, None, dim, not reverse, backend)
+    gathered: Tensor = linear_scan(lasts, grad, None, dim, not reverse, backend)
+    return reigns.to(grad.dtype) * gathered
 
 
 def _logaddexp_gradient(
@@ -168,7 +171,7 @@ def _logaddexp_gradient(
     """An element's share of a later result is exp(x - y), y growing: no exponent is above 0."""
     later = _entered(y, _first(y, dim, not reverse), dim, not reverse)
     fades = torch.where(y == later, 0, y - later).exp()
-    gathered = linear_scan(fades, grad, None, dim, not reverse, backend)
+    gathered: Tensor = linear_scan(fades, grad, None, dim, not reverse, backend)
     return torch.where(x == y, 0, x - y).exp() * gathered
 
 
@@ -184,7 +187,7 @@ fold.register_autograd(_fold_backward, setup_context=_fold_setup)
 
 
 @fold.register_vmap
-def _(_info: Any, in_dims: tuple[int | None, ...], x: Tensor, op: str, dim: int, *rest: Any) -> Any:
+def _(_info: Any, in_dims: tuple[Any, ...], x: Tensor, op: str, dim: int, *rest: Any) -> Any:
     return fold(x.movedim(in_dims[0], 0), op, dim + 1, *rest), 0
 
 

@@ -8,6 +8,7 @@ and `db` are filled in place, whatever their strides.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,10 +42,8 @@ def fold(
     """Write the scan of `x`, as y's type, with `op` along `dim` to `y`."""
     values = _sequence(x.to(y.dtype), dim, reverse)
     with np.errstate(all="ignore"):
-        if compensated:
-            results = _neumaier(values)
-        else:
-            results = _STEPS[op].accumulate(values, axis=0)
+        add_up = _neumaier if compensated else partial(_STEPS[op].accumulate, axis=0)
+        results = add_up(values)
     if exclusive and len(values):
         first = np.full_like(results[:1], _neutral(op, results.dtype))
         results = np.concatenate([first, results[:-1]])

@@ -22,7 +22,7 @@ COLUMNS = (
     None,
 )
 ROWS = (Rows(8, 1, look_back=True, window=2), Rows(16, 1, look_back=False), None)
-SHAPES = (((2, 29, 6), COLUMNS), ((2, 45), ROWS))
+SHAPES = (((1, 29, 5), COLUMNS), ((2, 45), ROWS))
 FOLDS = (*((op, False) for op in ("add", "mul", "max", "min", "logaddexp")), ("add", True))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
 
@@ -43,7 +43,7 @@ def folds() -> Iterator[tuple[object, Callable[[object], tuple[torch.Tensor, ...
         if dtype == torch.int32 and (compensated or op == "logaddexp"):
             continue
         for tile, reverse, exclusive in product(tiles, (False, True), (False, True)):
-            if tile is None and dtype != torch.float32:
+            if dtype != torch.float32 and (tile is None or exclusive or op not in ("add", "max")):
                 continue
             x = torch.randint(-3, 4, shape).to(dtype) if dtype == torch.int32 else (
                 torch.randn(shape).to(dtype)
@@ -60,9 +60,9 @@ def folds() -> Iterator[tuple[object, Callable[[object], tuple[torch.Tensor, ...
 
 
 def recurrences() -> Iterator[tuple[object, Callable[[object], tuple[torch.Tensor, ...]]]]:
-    dtypes = (torch.float32, torch.bfloat16, torch.complex64)
+    dtypes = (torch.float32, torch.complex64)
     for dtype, (shape, tiles), reverse, state in product(dtypes, SHAPES, (0, 1), (0, 1)):
-        for tile in tiles:
+        for tile in tiles[: 2 if dtype.is_complex else None]:
             a, b, g = (torch.randn(shape).mul(0.6).to(dtype) for _ in range(3))
             initial = torch.randn(shape[:1] + shape[2:]).to(dtype) if state else None
 

@@ -15,7 +15,10 @@ def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
 
 
-@given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]), st.booleans())
+WORDS = st.sampled_from([1, 2, 4])
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), WORDS, st.booleans())
 def test_columns(outer, length, inner, itemsize, words, gradient):
     tile = columns_for(outer, length, inner, itemsize, words=words, gradient=gradient)
     for size in (tile.rows, tile.stretches, tile.channels, tile.warps, tile.window):
@@ -25,7 +28,7 @@ def test_columns(outer, length, inner, itemsize, words, gradient):
     assert tile.look_back or tile.length < 2 * length or tile.length == 1
 
 
-@given(SIZES, SIZES, st.sampled_from([1, 2, 4]), st.booleans())
+@given(SIZES, SIZES, WORDS, st.booleans())
 def test_rows(outer, length, words, gradient):
     tile = rows_for(outer, length, words=words, gradient=gradient)
     assert _is_power_of_two(tile.elements)

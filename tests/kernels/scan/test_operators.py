@@ -73,9 +73,7 @@ def test_first_and_second_gradients_are_a_loops(backend, device, dtype, reverse)
         second = grad(sum(one.abs().square().sum() for one in first), sources)
         return (*first, *second)
 
-    ours = gradients(
-        lambda a, b, i: scan.linear_scan(a, b, i, 1, reverse, backend=backend)[0]
-    )
+    ours = gradients(lambda a, b, i: scan.linear_scan(a, b, i, 1, reverse, backend=backend)[0])
     theirs = gradients(lambda a, b, i: recurrence(a, b, i, 1, reverse))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
@@ -141,7 +139,9 @@ def test_the_operators_keep_torchs_rules(backend, device, shape):
     opcheck(operators.cumsum, (x.transpose(0, 1), 0, True, False, False, torch.float64, backend))
     opcheck(operators.fold, (x, "mul", 1, False, backend))
     opcheck(operators.linear_scan, (x, leaf(*shape), state, 1, True, backend))
-    opcheck(operators.linear_scan_gradient, (x, leaf(*shape), leaf(*shape), None, 1, False, backend))
+    opcheck(
+        operators.linear_scan_gradient, (x, leaf(*shape), leaf(*shape), None, 1, False, backend)
+    )
 
 
 def test_compiles_without_a_graph_break(backend, device):
@@ -166,7 +166,9 @@ def test_vmap_scans_each_by_itself(backend, device):
         return scan.linear_scan(a, b, initial, dim=0, backend=backend)[0]
 
     together = torch.func.vmap(function, in_dims=(0, 0))(a, b)
-    torch.testing.assert_close(together, torch.stack([function(*one) for one in zip(a, b)]))
+    torch.testing.assert_close(
+        together, torch.stack([function(*one) for one in zip(a, b, strict=True)])
+    )
     along = torch.func.vmap(function, in_dims=(None, 1), out_dims=1)(a[0], b.transpose(0, 1))
     torch.testing.assert_close(along, torch.stack([function(a[0], one) for one in b], 1))
     for way in (
