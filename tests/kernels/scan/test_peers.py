@@ -1,9 +1,8 @@
 """What other scans are tested with, in cases of our own: the same shapes and kinds of numbers.
 
 accelerated-scan: channels before length, powers of two and awkward lengths. HGRN, as in
-flash-linear-attention: gates close to one from log-sigmoids, an initial state. Mamba: a
-HGRN: gates close to one from log-sigmoids, an initial state. Mamba: a recurrence per channel and
-state, discretised by a positive step, read out by a product.
+flash-linear-attention: gates close to one from log-sigmoids, an initial state. Mamba: a recurrence
+per channel and state, discretised by a positive step, read out by a product.
 """
 
 from __future__ import annotations
@@ -42,8 +41,11 @@ def _by_numpy(a, b, grad):
     return (h, *torch.autograd.grad(h, (a, b), grad.cpu().double()))
 
 
-@pytest.mark.parametrize("length", _LENGTHS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(length, torch.float32) for length in _LENGTHS]
+    + [(length, dtype) for length in (64, 8000) for dtype in (torch.bfloat16, torch.float16)],
+)
 def test_channels_before_length(device, length, dtype):
     shape = (1, 3, length) if length > 1 << 14 else (2, 5, length)
     a = (0.999 - 0.5 * torch.rand(shape, device=device)).to(dtype).requires_grad_()
