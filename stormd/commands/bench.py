@@ -1,7 +1,7 @@
 """`stormd bench`: measures the daemon on this machine.
 
 What stays true: a figure comes with the machine, the versions, the date and the command that
-gave it, and from a daemon and a client in processes of their own.
+gave it, and those of the daemon from a daemon and a client in processes of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Final
 from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
+from stormd.commands.bench_scan import add_scan_arguments, measure_scan, print_scan
 from stormd.commands.bench_train import add_train_arguments, measure_train, print_train
 from stormd.commands.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
@@ -25,7 +26,7 @@ from stormd.sizes import format_size, parse_size
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure this machine: the way through the daemon, the codec, a training step by method"
+HELP = "measure this machine: the way through the daemon, the codec, scans, a training step"
 
 _SECONDS: Final = 300.0
 
@@ -63,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a training step's time and peak memory without offload, with this one, and with others'"
     train = benchmarks.add_parser("train", help=text, description=text)
     add_train_arguments(train)
-    for benchmark in (link, codec, train):
+    text = "associative scans beside PyTorch's and others', and a copy of the same bytes"
+    scan = benchmarks.add_parser("scan", help=text, description=text)
+    add_scan_arguments(scan)
+    for benchmark in (link, codec, train, scan):
         benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -144,5 +148,6 @@ _BENCHMARKS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable
     "link": (_measure_link, _print_link),
     "codec": (_measure_codec, _print_codec),
     "train": (measure_train, print_train),
+    "scan": (measure_scan, print_scan),
 }
 """Each benchmark's measurement, and how its figures are shown to people."""

@@ -15,10 +15,10 @@ from stormd.child_daemon import ChildDaemon
 EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 
 
-def _losses(script: str, **environ: str) -> list[str]:
+def _losses(script: str, *arguments: str, **environ: str) -> list[str]:
     # one thread: sums in another order would differ in their last bits
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script)],
+        [sys.executable, str(EXAMPLES / script), *arguments],
         capture_output=True,
         text=True,
         timeout=250,
@@ -44,6 +44,22 @@ def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
     counters = daemon.status()["cache"]["counters"]
     assert counters["hits"] + counters["misses"] == 48
     assert counters["hits"] >= 32, "each student finds everything from its second epoch on"
+
+
+def test_layers_with_decay_copy_selectively_and_plain_sums_do_not() -> None:
+    short = ("copy", "--length=128", "--steps=250")
+    share = [_losses("ar_ssm.py", *short, *more)[-1] for more in ((), ("--plain",))]
+    with_decay, plain = (float(line.removeprefix("right: ")) for line in share)
+    assert with_decay >= 0.99
+    assert plain < 0.9
+
+
+def test_ar_ssm_has_the_same_losses_with_offload(daemon: ChildDaemon) -> None:
+    few = ("bytes", "--length=128", "--steps=4")
+    plain = _losses("ar_ssm.py", *few)
+    assert len(plain) == 5
+    assert _losses("ar_ssm.py", *few, "--offload", STORMD_ADDRESS=daemon.address) == plain
+    assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
 def test_the_change_is_an_import_and_two_lines() -> None:

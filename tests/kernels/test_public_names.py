@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import storm_kernels
-from storm_kernels import ancf
+from storm_kernels import ancf, nn, scan
 
 
 def test_names_of_the_package():
@@ -31,3 +31,36 @@ def test_arguments_of_encode_and_decode():
 def test_properties_of_blobs():
     for name in ("nbytes", "raw_nbytes", "ratio", "mode", "dtype", "shape"):
         assert isinstance(getattr(ancf.Blob, name), property)
+
+
+def test_names_of_the_scans():
+    assert set(scan.__all__) == {
+        "OPERATIONS",
+        "associative_scan",
+        "cumsum",
+        "fused_associative_scan",
+        "linear_scan",
+    }
+    for name in set(scan.__all__) - {"OPERATIONS"}:
+        assert getattr(scan, name).__doc__
+
+
+def test_arguments_of_the_scans():
+    taken = {
+        name: list(inspect.signature(getattr(scan, name)).parameters)
+        for name in ("cumsum", "linear_scan", "associative_scan", "fused_associative_scan")
+    }
+    assert taken["cumsum"][:5] == ["x", "dim", "reverse", "exclusive", "dtype"]
+    assert taken["linear_scan"][:5] == ["a", "b", "initial", "dim", "reverse"]
+    assert taken["associative_scan"][:4] == ["op", "x", "dim", "reverse"]
+    assert taken["fused_associative_scan"] == ["x", "dim", "reverse"]
+
+
+def test_arguments_of_the_layer():
+    layer = inspect.signature(nn.AdaptiveRankSemiseparable).parameters
+    assert {name: one.default for name, one in layer.items() if name != "d_model"} == {
+        "max_rank": 32,
+        "conv_size": 4,
+        "decay": False,
+        "use_fused_scan": True,
+    }

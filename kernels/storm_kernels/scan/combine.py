@@ -1,0 +1,184 @@
+"""The operations that the Triton kernels scan with, each on a tuple of components.
+
+A *map* says what a stretch of a sequence does to the state that enters it, a *state* is what
+leaves it. For sums and their like both are one number, with its rounding error beside it where the
+sum is compensated. For h = a*h + b a map is (a, b) and a state (h,), complex numbers being two
+components each. Combining maps keeps the order: the left one comes first in the sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["apply", "combine", "edge", "identity", "lift", "read", "scan", "seed"]
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _add(x, y):
+    return x + y
+
+
+@triton.jit
+def _mul(x, y):
+    return x * y
+
+
+@triton.jit
+def _max(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _min(x, y):
+    return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _log1p(x):
+    """Kahan's: the error of 1 + x cancels in the quotient."""
+    one_more = 1.0 + x
+    return tl.where(one_more == 1.0, x, tl.log(one_more) * (x / (one_more - 1.0)))
+
+
+@triton.jit
+def _logaddexp(x, y):
+    larger = _max(x, y)
+    return tl.where(x == y, x + LN2, larger + _log1p(tl.exp(-tl.abs(x - y))))
+
+
+@triton.jit
+def _two_sum(sum1, error1, sum2, error2):
+    """Knuth's: `total` and what rounding took from it; an infinite total has no error."""
+    total = sum1 + sum2
+    back = total - sum1
+    lost = (sum1 - (total - back)) + (sum2 - back)
+    error = error1 + error2 + lost
+    return total, tl.where(tl.abs(total) < float("inf"), error, 0.0)
+
+
+@triton.jit
+def _linear(a1, b1, a2, b2):
+    return a1 * a2, a2 * b1 + b2
+
+
+@triton.jit
+def _complex_linear(a1r, a1i, b1r, b1i, a2r, a2i, b2r, b2i):
+    return (
+        a1r * a2r - a1i * a2i,
+        a1r * a2i + a1i * a2r,
+        a2r * b1r - a2i * b1i + b2r,
+        a2r * b1i + a2i * b1r + b2i,
+    )
+
+
+@triton.jit
+def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the inclusive scan of a tuple of tensors along an axis, backwards if REVERSE."""
+    if OP == "add":
+        return tl.associative_scan(maps, AXIS, _add, reverse=REVERSE)
+    if OP == "mul":
+        return tl.associative_scan(maps, AXIS, _mul, reverse=REVERSE)
+    if OP == "max":
+        return tl.associative_scan(maps, AXIS, _max, reverse=REVERSE)
+    if OP == "min":
+        return tl.associative_scan(maps, AXIS, _min, reverse=REVERSE)
+    if OP == "logaddexp":
+        return tl.associative_scan(maps, AXIS, _logaddexp, reverse=REVERSE)
+    if OP == "compensated":
+        return tl.associative_scan(maps, AXIS, _two_sum, reverse=REVERSE)
+    if OP == "linear":
+        return tl.associative_scan(maps, AXIS, _linear, reverse=REVERSE)
+    tl.static_assert(OP == "complex_linear")
+    return tl.associative_scan(maps, AXIS, _complex_linear, reverse=REVERSE)
+
+
+@triton.jit
+def combine(left, right, OP: tl.constexpr):
+    """Return what `left` and then `right` do."""
+    if OP == "add":
+        return (_add(left[0], right[0]),)
+    if OP == "mul":
+        return (_mul(left[0], right[0]),)
+    if OP == "max":
+        return (_max(left[0], right[0]),)
+    if OP == "min":
+        return (_min(left[0], right[0]),)
+    if OP == "logaddexp":
+        return (_logaddexp(left[0], right[0]),)
+    tl.static_assert(OP == "compensated")
+    return _two_sum(left[0], left[1], right[0], right[1])
+
+
+@triton.jit
+def apply(state, maps, OP: tl.constexpr):
+    """Return the state that leaves a stretch which `state` entered."""
+    if OP == "linear":
+        return (maps[0] * state[0] + maps[1],)
+    if OP == "complex_linear":
+        return (
+            maps[0] * state[0] - maps[1] * state[1] + maps[2],
+            maps[0] * state[1] + maps[1] * state[0] + maps[3],
+        )
+    return combine(state, maps, OP)
+
+
+@triton.jit
+def identity(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
+    """Return the map that changes nothing; NEUTRAL is the operation's own where it has one part."""
+    none = tl.zeros_like(like)
+    if OP == "linear":
+        return (none + 1, none)
+    if OP == "complex_linear":
+        return (none + 1, none, none, none)
+    if OP == "compensated":
+        return (none, none)
+    return (tl.full(like.shape, NEUTRAL, like.dtype),)
+
+
+@triton.jit
+def seed(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
+    """Return the state before the first element where the caller gives none."""
+    if OP == "linear":
+        return (tl.zeros_like(like),)
+    if OP == "complex_linear":
+        return (tl.zeros_like(like), tl.zeros_like(like))
+    return identity(like, OP, NEUTRAL)
+
+
+@triton.jit
+def lift(value, OP: tl.constexpr):
+    """Return an element of a sum, product or the like as a map."""
+    if OP == "compensated":
+        return (value, tl.zeros_like(value))
+    return (value,)
+
+
+@triton.jit
+def read(state, OP: tl.constexpr):
+    """Return the number that a state of a sum, product or the like stands for."""
+    if OP == "compensated":
+        return state[0] + state[1]
+    return state[0]
+
+
+@triton.jit
+def edge(maps, chosen, AXIS: tl.constexpr):
+    """Return the components at the one place along AXIS where `chosen` is true."""
+    if len(maps) == 1:
+        return (_pick(maps[0], chosen, AXIS),)
+    if len(maps) == 2:
+        return (_pick(maps[0], chosen, AXIS), _pick(maps[1], chosen, AXIS))
+    return (
+        _pick(maps[0], chosen, AXIS),
+        _pick(maps[1], chosen, AXIS),
+        _pick(maps[2], chosen, AXIS),
+        _pick(maps[3], chosen, AXIS),
+    )
+
+
+@triton.jit
+def _pick(component, chosen, AXIS: tl.constexpr):
+    return tl.sum(tl.where(chosen, component, 0), AXIS)

@@ -1,0 +1,487 @@
+"""The Triton kernels: one tile of a sequence at a time, in either of two shapes.
+
+Columns (channels lie side by side, as in batch, length, channels): a tile is R * G rows of N
+channels, held as (G, R, N) so that a thread has R consecutive rows of its channels in registers
+and scans them without talking to others; only G sums a channel are exchanged. Rows (the length is
+contiguous): a tile is N consecutive elements of one sequence.
+
+A tile reads its elements once and writes its results once. Who gives it the state that enters is
+the only difference between the two ways through a sequence: the tile before it in the same program
+(LOOK_BACK false), or look_back.py. Tiles lie at multiples of their size from the sequence's
+beginning also when it is scanned backwards; what is past its end changes no state.
+
+Offsets are 64-bit. Argument names: `x_outer`, `x_length`, `x_inner` are strides in elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .combine import apply, combine, edge, lift, read, scan, seed
+from .look_back import entering_state, publish_map, publish_state
+
+__all__ = ["fold_columns", "fold_rows", "linear_columns", "linear_rows"]
+
+COUNTS = ["chunks", "chains", "tiles"]
+"""Arguments that must stay numbers of the machine also where they are 1."""
+
+
+@triton.jit
+def _take_work(counter, chains, LOOK_BACK: tl.constexpr):
+    """Return this program's first tile and its chain; who looks back to others knows them begun."""
+    if LOOK_BACK:
+        ticket = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32)
+    else:
+        ticket = tl.program_id(0)
+    return ticket // chains, ticket % chains
+
+
+@triton.jit
+def _tile_columns(tile, tiles, REVERSE: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
+    """Return the rows, as (G, R, 1), of the tile that is scanned as number `tile`."""
+    place = tile
+    if REVERSE:
+        place = tiles - 1 - tile
+    within = tl.arange(0, G)[:, None, None] * R + tl.arange(0, R)[None, :, None]
+    return place.to(tl.int64) * (R * G) + within
+
+
+@triton.jit
+def _tile_rows(tile, tiles, REVERSE: tl.constexpr, N: tl.constexpr):
+    """Return the elements, as (N,), of the tile that is scanned as number `tile`."""
+    place = tile
+    if REVERSE:
+        place = tiles - 1 - tile
+    return place.to(tl.int64) * N + tl.arange(0, N)
+
+
+@triton.jit
+def _spread(state, before, OP: tl.constexpr, REVERSE: tl.constexpr, G: tl.constexpr):
+    """Return the state (G, N) that enters each of a tile's G stretches.
+
+    `before` (N) enters the tile; `state` are the maps (G, N) up to and including each stretch.
+    """
+    group = tl.arange(0, G)[:, None]
+    begin: tl.constexpr = G - 1 if REVERSE else 0
+    index = tl.minimum(group + 1, G - 1) if REVERSE else tl.maximum(group - 1, 0)
+    index = tl.broadcast_to(index, state[0].shape)
+    if len(state) == 1:
+        maps = (tl.gather(state[0], index, 0),)
+    elif len(state) == 2:
+        maps = (tl.gather(state[0], index, 0), tl.gather(state[1], index, 0))
+    else:
+        maps = (
+            tl.gather(state[0], index, 0),
+            tl.gather(state[1], index, 0),
+            tl.gather(state[2], index, 0),
+            tl.gather(state[3], index, 0),
+        )
+    if len(before) == 1:
+        outer = (tl.broadcast_to(before[0][None, :], state[0].shape),)
+        inner = apply(outer, maps, OP)
+        return (tl.where(group == begin, outer[0], inner[0]),)
+    outer = (
+        tl.broadcast_to(before[0][None, :], state[0].shape),
+        tl.broadcast_to(before[1][None, :], state[0].shape),
+    )
+    inner = apply(outer, maps, OP)
+    return (
+        tl.where(group == begin, outer[0], inner[0]),
+        tl.where(group == begin, outer[1], inner[1]),
+    )
+
+
+@triton.jit
+def _totals(local, OP: tl.constexpr, REVERSE: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
+    """Return the maps (G, N) up to each stretch and the tile's (N), from its scans (G, R, N)."""
+    last: tl.constexpr = 0 if REVERSE else R - 1
+    end: tl.constexpr = 0 if REVERSE else G - 1
+    stretches = edge(local, tl.arange(0, R)[None, :, None] == last, 1)
+    running = scan(stretches, 0, OP, REVERSE)
+    return running, edge(running, tl.arange(0, G)[:, None] == end, 0)
+
+
+@triton.jit
+def _reach(
+    words,
+    states,
+    first,
+    own,
+    tile,
+    chain,
+    chains,
+    like,
+    OP: tl.constexpr,
+    NEUTRAL: tl.constexpr,
+    N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAPS: tl.constexpr,
+    STATES: tl.constexpr,
+):
+    """Publish a tile's map `own`, and return the state that enters the tile."""
+    publish_map(words, own, tile, chain, chains, N, MAPS)
+    before = entering_state(
+        words, states, first, tile, chain, chains, like, OP, NEUTRAL, N, WINDOW, MAPS, STATES
+    )
+    if tile % WINDOW == WINDOW - 1:
+        after = apply(before, own, OP)
+        publish_state(states, after, tile, chain, chains, N, WINDOW, STATES)
+    return before
+
+
+# --- sums, products, maxima, minima, logaddexp ----------------------------------------------
+
+
+@triton.jit
+def _load_fold(
+    address, mask, CAST: tl.constexpr, ACC: tl.constexpr, OP: tl.constexpr, NEUTRAL: tl.constexpr
+):
+    value = tl.load(address, mask=mask, other=0).to(CAST).to(ACC)
+    return lift(tl.where(mask, value, tl.full([1], NEUTRAL, ACC)), OP)
+
+
+@triton.jit
+def _store_fold(
+    y, value, row, length, mask, y_length, EXCLUSIVE: tl.constexpr, REVERSE: tl.constexpr
+):
+    """Store a tile; an exclusive scan is the inclusive one, each result one place further."""
+    if EXCLUSIVE:
+        row = row - 1 if REVERSE else row + 1
+        mask = mask & (row >= 0) & (row < length)
+    tl.store(y + row * y_length, value, mask=mask)
+
+
+@triton.jit
+def _begin_exclusive(
+    y, tile, length, y_length, mask, LIKE, OP: tl.constexpr, NEUTRAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Store the first result of an exclusive scan, which is what enters the sequence."""
+    if tile == 0:
+        row = length - 1 if REVERSE else length * 0
+        tl.store(y + row * y_length, read(seed(LIKE, OP, NEUTRAL), OP), mask=mask)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def fold_columns(
+    x, y, scratch, length, inner, chunks, chains, tiles,
+    x_outer, x_length, x_inner, y_outer, y_length, y_inner,
+    OP: tl.constexpr, NEUTRAL: tl.constexpr, CAST: tl.constexpr, ACC: tl.constexpr,
+    REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, LOOK_BACK: tl.constexpr,
+    MAPS: tl.constexpr, STATES: tl.constexpr,
+    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scan x to y, both (outer, length, inner); `chunks` of N channels make up the inner size."""
+    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    count = 1 if LOOK_BACK else tiles
+    channel = (chain % chunks) * N + tl.arange(0, N)
+    inside = channel < inner
+    outer = (chain // chunks).to(tl.int64)
+    x += outer * x_outer + channel.to(tl.int64)[None, None, :] * x_inner
+    y += outer * y_outer + channel.to(tl.int64)[None, None, :] * y_inner
+    like = tl.zeros([N], ACC)
+    words = scratch + 2
+    states = words + tiles.to(tl.int64) * chains * (MAPS * N)
+    before = seed(like, OP, NEUTRAL)
+    for turn in tl.range(0, count, num_stages=STAGES):
+        tile = begin + turn
+        row = _tile_columns(tile, tiles, REVERSE, R, G)
+        mask = (row < length) & inside[None, None, :]
+        elements = _load_fold(x + row * x_length, mask, CAST, ACC, OP, NEUTRAL)
+        local = scan(elements, 1, OP, REVERSE)
+        running, own = _totals(local, OP, REVERSE, R, G)
+        if LOOK_BACK:
+            before = _reach(
+                words, states, before, own, tile, chain, chains, like,
+                OP, NEUTRAL, N, WINDOW, MAPS, STATES,
+            )  # fmt: skip
+        entering = _spread(running, before, OP, REVERSE, G)
+        result = _behind(entering, local, OP)
+        _store_fold(
+            y, result.to(y.dtype.element_ty), row, length, mask, y_length, EXCLUSIVE, REVERSE
+        )
+        before = apply(before, own, OP)
+    if EXCLUSIVE:
+        address = y + tl.zeros([1, 1, 1], tl.int64)
+        _begin_exclusive(
+            address, begin, tl.cast(length, tl.int64), y_length, inside[None, None, :],
+            like[None, None, :], OP, NEUTRAL, REVERSE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _behind(entering, local, OP: tl.constexpr):
+    """Return the numbers (G, R, N) of scans that a state (G, N) enters."""
+    if len(local) == 1:
+        return read(combine((entering[0][:, None, :],), local, OP), OP)
+    left = (entering[0][:, None, :], entering[1][:, None, :])
+    return read(combine(left, local, OP), OP)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def fold_rows(
+    x, y, scratch, length, chains, tiles,
+    x_outer, x_length, y_outer, y_length,
+    OP: tl.constexpr, NEUTRAL: tl.constexpr, CAST: tl.constexpr, ACC: tl.constexpr,
+    REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, LOOK_BACK: tl.constexpr,
+    MAPS: tl.constexpr, STATES: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Scan x to y, both (outer, length)."""
+    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    count = 1 if LOOK_BACK else tiles
+    x += chain.to(tl.int64) * x_outer
+    y += chain.to(tl.int64) * y_outer
+    like = tl.zeros([1], ACC)
+    words = scratch + 2
+    states = words + tiles.to(tl.int64) * chains * MAPS
+    before = seed(like, OP, NEUTRAL)
+    last: tl.constexpr = 0 if REVERSE else N - 1
+    for turn in tl.range(0, count, num_stages=STAGES):
+        tile = begin + turn
+        row = _tile_rows(tile, tiles, REVERSE, N)
+        mask = row < length
+        elements = _load_fold(x + row * x_length, mask, CAST, ACC, OP, NEUTRAL)
+        local = scan(elements, 0, OP, REVERSE)
+        own = _one(edge(local, tl.arange(0, N) == last, 0))
+        if LOOK_BACK:
+            before = _reach(
+                words, states, before, own, tile, chain, chains, like,
+                OP, NEUTRAL, 1, WINDOW, MAPS, STATES,
+            )  # fmt: skip
+        result = read(combine(before, local, OP), OP)
+        _store_fold(
+            y, result.to(y.dtype.element_ty), row, length, mask, y_length, EXCLUSIVE, REVERSE
+        )
+        before = apply(before, own, OP)
+    if EXCLUSIVE:
+        address = y + tl.zeros([1], tl.int64)
+        always = tl.arange(0, 1) == 0
+        _begin_exclusive(
+            address, begin, tl.cast(length, tl.int64), y_length, always, like, OP, NEUTRAL, REVERSE
+        )
+
+
+@triton.jit
+def _one(parts):
+    """Return scalars as tensors of one element, as states have them."""
+    if len(parts) == 1:
+        return (parts[0] + tl.zeros([1], parts[0].dtype),)
+    if len(parts) == 2:
+        none = tl.zeros([1], parts[0].dtype)
+        return (parts[0] + none, parts[1] + none)
+    none = tl.zeros([1], parts[0].dtype)
+    return (parts[0] + none, parts[1] + none, parts[2] + none, parts[3] + none)
+
+
+# --- h = a*h + b, forwards, and its gradient ------------------------------------------------
+
+
+@triton.jit
+def _load_linear(
+    a, b, row, length, mask, a_length, b_length,
+    ACC: tl.constexpr, COMPLEX: tl.constexpr, GRADIENT: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Return the maps of a tile's elements, those past the sequence's end changing nothing.
+
+    In the gradient's recurrence an element's factor is that of the element scanned before it,
+    conjugated; the first has none.
+    """
+    known = mask
+    if GRADIENT:
+        one: tl.constexpr = 1 if REVERSE else -1
+        factor_row = row + one
+        known = mask & (factor_row >= 0) & (factor_row < length)
+    else:
+        factor_row = row
+    factor = tl.load(a + factor_row * a_length, mask=known, other=0).to(ACC)
+    factor = tl.where(mask, factor, tl.full([1], 1, ACC))
+    term = tl.load(b + row * b_length, mask=mask, other=0).to(ACC)
+    if COMPLEX:
+        factor_i = tl.load(a + factor_row * a_length + 1, mask=known, other=0).to(ACC)
+        if GRADIENT:
+            factor_i = -factor_i
+        term_i = tl.load(b + row * b_length + 1, mask=mask, other=0).to(ACC)
+        return (factor, factor_i, term, term_i)
+    return (factor, term)
+
+
+@triton.jit
+def _load_state(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr, GIVEN: tl.constexpr):
+    """Return the state at an address, zero where none is GIVEN."""
+    if GIVEN:
+        state = tl.load(address, mask=mask, other=0).to(ACC)
+        if COMPLEX:
+            return (state, tl.load(address + 1, mask=mask, other=0).to(ACC))
+        return (state,)
+    none = tl.zeros(mask.shape, ACC)
+    if COMPLEX:
+        return (none, none)
+    return (none,)
+
+
+@triton.jit
+def _store_linear(address, state, mask, COMPLEX: tl.constexpr):
+    tl.store(address, state[0].to(address.dtype.element_ty), mask=mask)
+    if COMPLEX:
+        tl.store(address + 1, state[1].to(address.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_factor_gradient(
+    da, h, h0, g, row, length, mask, da_length, h_length,
+    ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Store g times the conjugate of the state that entered the element; `h0` the first of all."""
+    one: tl.constexpr = -1 if REVERSE else 1
+    entered = row + one
+    known = mask & (entered >= 0) & (entered < length)
+    state = tl.load(h + entered * h_length, mask=known, other=0).to(ACC)
+    if INITIAL:
+        state = tl.where(known, state, h0[0])
+    if COMPLEX:
+        state_i = tl.load(h + entered * h_length + 1, mask=known, other=0).to(ACC)
+        if INITIAL:
+            state_i = tl.where(known, state_i, h0[1])
+        real = g[0] * state + g[1] * state_i
+        imaginary = g[1] * state - g[0] * state_i
+        _store_linear(da + row * da_length, (real, imaginary), mask, COMPLEX)
+    else:
+        _store_linear(da + row * da_length, (g[0] * state,), mask, COMPLEX)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def linear_columns(
+    a, b, initial, h, db, da, scratch, length, inner, chunks, chains, tiles,
+    a_outer, a_length, a_inner, b_outer, b_length, b_inner, initial_outer, initial_inner,
+    h_outer, h_length, h_inner, db_outer, db_length, db_inner, da_outer, da_length, da_inner,
+    OP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr,
+    GRADIENT: tl.constexpr, REVERSE: tl.constexpr, LOOK_BACK: tl.constexpr,
+    MAPS: tl.constexpr, STATES: tl.constexpr,
+    R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """H = a*h + b along (outer, length, inner); or with GRADIENT, from the gradient b of h, those
+    of b and a, scanning the other way round.
+    """
+    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    count = 1 if LOOK_BACK else tiles
+    channel = (chain % chunks) * N + tl.arange(0, N)
+    inside = channel < inner
+    outer = (chain // chunks).to(tl.int64)
+    channel = channel.to(tl.int64)
+    a += outer * a_outer + channel[None, None, :] * a_inner
+    b += outer * b_outer + channel[None, None, :] * b_inner
+    h += outer * h_outer + channel[None, None, :] * h_inner
+    initial += outer * initial_outer + channel * initial_inner
+    like = tl.zeros([N], ACC)
+    words = scratch + 2
+    states = words + tiles.to(tl.int64) * chains * (MAPS * N)
+    first = _load_state(initial, inside, ACC, COMPLEX, INITIAL)
+    if GRADIENT:
+        db += outer * db_outer + channel[None, None, :] * db_inner
+        da += outer * da_outer + channel[None, None, :] * da_inner
+        before = seed(like, OP, 0)
+    else:
+        before = first
+    nearest: tl.constexpr = R - 1 if REVERSE else 0
+    for turn in tl.range(0, count, num_stages=STAGES):
+        tile = begin + turn
+        row = _tile_columns(tile, tiles, REVERSE, R, G)
+        mask = (row < length) & inside[None, None, :]
+        maps = _load_linear(
+            a, b, row, length, mask, a_length, b_length, ACC, COMPLEX, GRADIENT, REVERSE
+        )
+        running, own = _totals(scan(maps, 1, OP, REVERSE), OP, REVERSE, R, G)
+        if LOOK_BACK:
+            before = _reach(
+                words, states, before, own, tile, chain, chains, like,
+                OP, 0, N, WINDOW, MAPS, STATES,
+            )  # fmt: skip
+        entering = _spread(running, before, OP, REVERSE, G)
+        # the recurrence itself again, from the state that enters each thread's rows
+        begins = tl.arange(0, R)[None, :, None] == nearest
+        if COMPLEX:
+            inner_state = apply((entering[0][:, None, :], entering[1][:, None, :]), maps, OP)
+            fed = (
+                maps[0],
+                maps[1],
+                tl.where(begins, inner_state[0], maps[2]),
+                tl.where(begins, inner_state[1], maps[3]),
+            )
+            scanned = scan(fed, 1, OP, REVERSE)
+            state = (scanned[2], scanned[3])
+        else:
+            inner_state = apply((entering[0][:, None, :],), maps, OP)
+            fed = (maps[0], tl.where(begins, inner_state[0], maps[1]))
+            state = (scan(fed, 1, OP, REVERSE)[1],)
+        if GRADIENT:
+            _store_linear(db + row * db_length, state, mask, COMPLEX)
+            if COMPLEX:
+                h0 = (first[0][None, None, :], first[1][None, None, :])
+            else:
+                h0 = (first[0][None, None, :],)
+            _store_factor_gradient(
+                da, h, h0, state, row, length, mask, da_length, h_length,
+                ACC, COMPLEX, INITIAL, REVERSE,
+            )  # fmt: skip
+        else:
+            _store_linear(h + row * h_length, state, mask, COMPLEX)
+        before = apply(before, own, OP)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def linear_rows(
+    a, b, initial, h, db, da, scratch, length, chains, tiles,
+    a_outer, a_length, b_outer, b_length, initial_outer,
+    h_outer, h_length, db_outer, db_length, da_outer, da_length,
+    OP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr,
+    GRADIENT: tl.constexpr, REVERSE: tl.constexpr, LOOK_BACK: tl.constexpr,
+    MAPS: tl.constexpr, STATES: tl.constexpr,
+    N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same along (outer, length)."""
+    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    count = 1 if LOOK_BACK else tiles
+    outer = chain.to(tl.int64)
+    a += outer * a_outer
+    b += outer * b_outer
+    h += outer * h_outer
+    like = tl.zeros([1], ACC)
+    words = scratch + 2
+    states = words + tiles.to(tl.int64) * chains * MAPS
+    initial += outer * initial_outer + tl.zeros([1], tl.int64)
+    first = _load_state(initial, tl.arange(0, 1) == 0, ACC, COMPLEX, INITIAL)
+    if GRADIENT:
+        db += outer * db_outer
+        da += outer * da_outer
+        before = seed(like, OP, 0)
+    else:
+        before = first
+    last: tl.constexpr = 0 if REVERSE else N - 1
+    for turn in tl.range(0, count, num_stages=STAGES):
+        tile = begin + turn
+        row = _tile_rows(tile, tiles, REVERSE, N)
+        mask = row < length
+        maps = _load_linear(
+            a, b, row, length, mask, a_length, b_length, ACC, COMPLEX, GRADIENT, REVERSE
+        )
+        local = scan(maps, 0, OP, REVERSE)
+        own = _one(edge(local, tl.arange(0, N) == last, 0))
+        if LOOK_BACK:
+            before = _reach(
+                words, states, before, own, tile, chain, chains, like,
+                OP, 0, 1, WINDOW, MAPS, STATES,
+            )  # fmt: skip
+        state = apply(before, local, OP)
+        if GRADIENT:
+            _store_linear(db + row * db_length, state, mask, COMPLEX)
+            _store_factor_gradient(
+                da, h, first, state, row, length, mask, da_length, h_length,
+                ACC, COMPLEX, INITIAL, REVERSE,
+            )  # fmt: skip
+        else:
+            _store_linear(h + row * h_length, state, mask, COMPLEX)
+        before = apply(before, own, OP)

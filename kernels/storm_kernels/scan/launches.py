@@ -1,0 +1,114 @@
+"""Which tiles a scan on a GPU is cut into: a small table, no measuring at first use.
+
+What stays true: the tiles, and with them the order in which numbers are combined, follow from the
+shape, the strides and the type alone, not from the GPU or what runs beside. DESIGN.md says what
+the figures were measured with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+__all__ = ["Columns", "Rows", "columns_for", "cut", "rows_for"]
+
+_WARP: Final = 32
+_VECTOR_BYTES: Final = 16
+"""What a thread loads at once."""
+
+_ENOUGH_PROGRAMS: Final = 128
+"""So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
+
+_LONG: Final = 1 << 16
+"""From here on tiles look back to so many others that small ones, more at a time, are faster."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A tile of `stretches` times `rows` rows of `channels` channels.
+
+    With `look_back` each program scans one tile; otherwise all tiles of a sequence, in turn.
+    """
+
+    rows: int
+    stretches: int
+    channels: int
+    warps: int
+    look_back: bool
+    window: int = 8
+
+    @property
+    def length(self) -> int:
+        """How many elements of a sequence a tile has."""
+        return self.rows * self.stretches
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tile of `elements` neighbours of one sequence; `look_back` as for columns."""
+
+    elements: int
+    warps: int
+    look_back: bool
+    window: int = 128
+
+    @property
+    def length(self) -> int:
+        """How many elements of a sequence a tile has."""
+        return self.elements
+
+
+def cut(length: int, tile: int) -> int:
+    """Return how many tiles of length `tile` a sequence is cut into."""
+    return -(-length // tile)
+
+
+@lru_cache(maxsize=1024)
+def columns_for(
+    outer: int, length: int, inner: int, itemsize: int, *, words: int, gradient: bool = False
+) -> Columns:
+    """Return the tile for channels that lie side by side; `words` are a map's 32-bit parts."""
+    vector = max(1, _VECTOR_BYTES // itemsize)
+    widest = min(_power_of_two(inner), vector * _WARP)
+    narrowest = min(widest, 4 * vector)
+    rows, warps = max(2, 16 // words), 4
+    channels = widest
+    while channels > narrowest and outer * cut(inner, channels) < _ENOUGH_PROGRAMS:
+        channels //= 2
+    stretches = _stretches(channels, vector, warps)
+    enough = outer * cut(inner, channels) >= (_ENOUGH_PROGRAMS << gradient)
+    if enough or length <= 4 * rows * stretches:
+        while rows > 1 and rows * stretches // 2 >= length:
+            rows //= 2
+        while stretches > 1 and rows * stretches // 2 >= length:
+            stretches //= 2
+        return Columns(rows, stretches, channels, warps, look_back=False)
+    channels = min(widest, 8 * vector)
+    stretches = _stretches(channels, vector, warps)
+    return Columns(rows, stretches, channels, warps, look_back=True)
+
+
+@lru_cache(maxsize=1024)
+def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> Rows:
+    """Return the tile for sequences whose elements lie side by side."""
+    if outer >= 8 * _ENOUGH_PROGRAMS:
+        elements, warps = (1024, 1) if gradient else (2048, 2)
+    elif outer < _ENOUGH_PROGRAMS and length >= _LONG:
+        elements, warps = 2048, 2
+    else:
+        elements, warps = 4096, 4
+    elements //= words
+    elements = max(_WARP, min(elements, _power_of_two(length)))
+    look_back = outer < _ENOUGH_PROGRAMS and length > 2 * elements
+    return Rows(elements, warps, look_back=look_back)
+
+
+def _stretches(channels: int, vector: int, warps: int) -> int:
+    """Return how many threads a channel has: each scans a stretch of its own."""
+    return warps * _WARP // max(1, channels // vector)
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()

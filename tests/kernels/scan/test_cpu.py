@@ -1,0 +1,161 @@
+"""cpu.py and csrc/: every instruction set agrees, nothing outside the output is written."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from storm_kernels import BackendUnavailable, UsageError, backends
+from storm_kernels.cpu import InstructionSet, available_sets
+from storm_kernels.scan import cpu, reference
+from storm_kernels.scan.cpu import CpuScans
+from support.guarded_tensors import Guarded
+
+SOURCES = Path(__file__).parents[3] / "kernels" / "storm_kernels" / "scan" / "csrc"
+HEADER = (SOURCES / "scan.h").read_text()  # a wheel has no headers
+
+pytestmark = pytest.mark.skipif(
+    not backends("scan")["cpu"].available, reason=backends("scan")["cpu"].detail
+)
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+SHAPES = (((2, 37, 600), 1), ((7, 700), 1), ((3, 5, 1), 1), ((1, 1), 0))
+
+
+def _numbers(name: str) -> dict[str, int]:
+    body = re.search(rf"enum {name} \{{(.*?)\}};", HEADER, re.DOTALL)
+    assert body is not None
+    return {key: int(value) for key, value in re.findall(r"(STORM_SCAN_\w+) = (\d+)", body[1])}
+
+
+def _fields(name: str) -> list[str]:
+    body = re.search(rf"struct {name} \{{(.*?)\}};", HEADER, re.DOTALL)
+    assert body is not None
+    declared = re.sub(r"/\*.*?\*/", "", body[1], flags=re.DOTALL)
+    return [one.strip(" *") for line in re.findall(r"\w+_t ([^;]*);|void \*(\w+);", declared)
+            for part in line if part for one in part.split(",")]  # fmt: skip
+
+
+def test_the_headers_numbers_and_fields_are_ours():
+    assert list(_numbers("storm_scan_dtype").values()) == list(cpu._DTYPES.values())
+    assert {f"STORM_SCAN_{name.upper()}": at for name, at in cpu._OPS.items()} == _numbers(
+        "storm_scan_op"
+    )
+    for name, ours in (("shape", cpu._Shape), ("array", cpu._Array), ("options", cpu._Options)):
+        assert _fields(f"storm_scan_{name}") == [field[0] for field in ours._fields_]
+    assert ctypes.sizeof(cpu._Options) == 4 * len(cpu._Options._fields_)
+
+
+@pytest.fixture(params=list(available_sets()) if backends("scan")["cpu"].available else [])
+def scans(request) -> CpuScans:
+    return CpuScans(request.param)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("op", ["add", "mul", "max", "min", "logaddexp", "compensated"])
+def test_every_instruction_set_writes_the_references_results(scans, dtype, offset, op):
+    if dtype == torch.int64 and op in ("logaddexp", "compensated"):
+        return
+    options = {"op": "add" if op == "compensated" else op, "compensated": op == "compensated"}
+    for shape, dim in SHAPES:
+        x = torch.randint(1, 3, shape) if dtype == torch.int64 else torch.rand(shape).to(dtype)
+        for reverse, exclusive in ((False, False), (True, False), (False, True), (True, True)):
+            options |= {"reverse": reverse, "exclusive": exclusive}
+            result, expected = Guarded(x, offset), torch.empty_like(x)
+            scans.fold(x, result.tensor, dim, **options)
+            reference.fold(x, expected, dim, **options)
+            result.check()
+            torch.testing.assert_close(result.tensor, expected, rtol=1e-2 if x.itemsize == 2
+                                       else 1e-6, atol=0 if x.itemsize > 2 else 1e-2)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES[:4], torch.complex64])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_instruction_set_computes_the_recurrence(scans, dtype, reverse):
+    for (shape, dim), offset in zip(SHAPES, (0, 1, 2, 3), strict=True):
+        a, b, g = (torch.randn(shape).mul(0.7).to(dtype) for _ in range(3))
+        initial = torch.randn([s for at, s in enumerate(shape) if at != dim]).to(dtype)
+        h, expected = Guarded(b, offset), torch.empty_like(b)
+        scans.linear(a, b, initial, h.tensor, dim, reverse=reverse)
+        reference.linear(a, b, initial, expected, dim, reverse=reverse)
+        h.check()
+        _assert_near(h.tensor, expected)
+        results = [Guarded(b, offset) for _ in range(2)]
+        wanted = [torch.empty_like(b) for _ in range(2)]
+        ours = [one.tensor for one in results]
+        scans.linear_gradient(g, a, expected, initial, *ours, dim, reverse=reverse)
+        reference.linear_gradient(g, a, expected, initial, *wanted, dim, reverse=reverse)
+        for one, other in zip(results, wanted, strict=True):
+            one.check()
+            _assert_near(one.tensor, other)
+
+
+def _assert_near(result: torch.Tensor, expected: torch.Tensor) -> None:
+    coarse = expected.itemsize == 2
+    torch.testing.assert_close(
+        result, expected, rtol=2e-2 if coarse else 1e-4, atol=2e-2 if coarse else 1e-5
+    )
+
+
+def test_large_results_are_streamed_and_right(scans):
+    x = torch.randn(3, 900, 999)
+    y = Guarded(x, 3)
+    scans.fold(x, y.tensor, 1, op="add", reverse=False, exclusive=False, compensated=False)
+    y.check()
+    torch.testing.assert_close(y.tensor, x.cumsum(1))
+
+
+def test_all_half_precision_numbers_pass_unchanged(scans):
+    bits = torch.arange(-(1 << 15), 1 << 15).short()
+    for dtype in (torch.float16, torch.bfloat16):
+        x = bits.view(dtype).unsqueeze(0).contiguous()
+        y = torch.empty_like(x)
+        options = {"op": "max", "reverse": False, "exclusive": False, "compensated": False}
+        scans.fold(x, y, 0, **options)
+        number = ~x.isnan()
+        assert torch.equal(y[number], x[number])
+        assert y[~number].isnan().all()
+
+
+def test_rounding_to_half_precision_is_torchs(scans):
+    x = torch.randn(200_000) * torch.logspace(-9, 5, 200_000)
+    for dtype in (torch.float16, torch.bfloat16):
+        pair = torch.stack([x.to(dtype), (x * 1e-3).to(dtype)])
+        y = torch.empty_like(pair)
+        scans.fold(pair, y, 0, op="add", reverse=False, exclusive=False, compensated=False)
+        assert torch.equal(y[1], (pair[0].float() + pair[1].float()).to(dtype))
+
+
+def test_threads_do_not_show_in_the_bits():
+    x = torch.randn(8, 1000, 300)
+    found = []
+    threads = torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        try:
+            y = torch.empty_like(x)
+            cpu.linear(x.sigmoid(), x, None, y, 1, reverse=False)
+        finally:
+            torch.set_num_threads(threads)
+        found.append(y)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_missing_instruction_set_is_named():
+    there = (InstructionSet.BEST, *available_sets())
+    missing = next((one for one in InstructionSet if one not in there), None)
+    assert missing is not None, "no processor has the vectors of two architectures"
+    x = torch.ones(3)
+    with pytest.raises(BackendUnavailable, match=missing.name.lower()):
+        CpuScans(missing).linear(x, x, None, x.clone(), 0, reverse=False)
+
+
+def test_what_the_library_refuses_is_a_usage_error():
+    x = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(UsageError, match="BAD_ARGUMENT"):
+        cpu.linear(x, x, None, x.clone(), 0, reverse=False)

@@ -1,0 +1,48 @@
+"""launches.py: tiles that cover any shape, within what a block and a tile of Triton may have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from storm_kernels.scan.launches import columns_for, cut, rows_for
+
+SIZES = st.integers(1, 1 << 22)
+MOST_ELEMENTS = 1 << 16
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+WORDS = st.sampled_from([1, 2, 4])
+
+
+@given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), WORDS, st.booleans())
+def test_columns(outer, length, inner, itemsize, words, gradient):
+    tile = columns_for(outer, length, inner, itemsize, words=words, gradient=gradient)
+    for size in (tile.rows, tile.stretches, tile.channels, tile.warps, tile.window):
+        assert _is_power_of_two(size)
+    assert tile.length * tile.channels <= MOST_ELEMENTS
+    assert tile.channels < 2 * inner
+    assert tile.look_back or tile.length < 2 * length or tile.length == 1
+
+
+@given(SIZES, SIZES, WORDS, st.booleans())
+def test_rows(outer, length, words, gradient):
+    tile = rows_for(outer, length, words=words, gradient=gradient)
+    assert _is_power_of_two(tile.elements)
+    assert _is_power_of_two(tile.window)
+    assert tile.elements <= MOST_ELEMENTS
+
+
+def test_few_long_sequences_look_back_and_many_do_not():
+    assert columns_for(1, 65536, 512, 4, words=1).look_back
+    assert not columns_for(8, 4096, 2048, 4, words=1).look_back
+    assert rows_for(1, 1 << 24, words=1).look_back
+    assert not rows_for(4096, 4096, words=1).look_back
+
+
+@pytest.mark.parametrize(("length", "tile", "count"), [(1, 8, 1), (8, 8, 1), (9, 8, 2)])
+def test_cut(length, tile, count):
+    assert cut(length, tile) == count

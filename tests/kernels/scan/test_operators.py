@@ -1,0 +1,213 @@
+"""operators.py: gradients of every order, torch.compile, vmap, autocast, whatever the strides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from storm_kernels import scan
+from storm_kernels.scan import operators
+from support.recurrences import recurrence
+from torch.autograd import grad, gradcheck, gradgradcheck
+from torch.library import opcheck
+
+SHAPE = (2, 6, 3)
+
+
+def _leaf(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, device=device).requires_grad_()
+
+
+def _check_gradients(function, *sources) -> None:
+    assert gradcheck(function, sources)
+    assert gradgradcheck(function, sources)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("exclusive", [False, True])
+@pytest.mark.parametrize("compensated", [False, True])
+def test_gradients_of_sums(backend, device, reverse, exclusive, compensated):
+    options = {"compensated": compensated, "backend": backend}
+    for dim in range(3):
+        _check_gradients(
+            lambda x, dim=dim: scan.cumsum(x, dim, reverse, exclusive, **options),
+            _leaf(*SHAPE, device=device),
+        )
+
+
+@pytest.mark.parametrize("op", scan.OPERATIONS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_of_associative_operations(backend, device, op, reverse):
+    _check_gradients(
+        lambda x: scan.associative_scan(op, x, 1, reverse, backend=backend),
+        _leaf(*SHAPE, device=device),
+    )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64])
+def test_gradients_of_the_recurrence(backend, device, reverse, dim, given_state, dtype):
+    sources = [_leaf(*SHAPE, dtype=dtype, device=device) for _ in range(2)]
+    if given_state:
+        states = [size for at, size in enumerate(SHAPE) if at != dim]
+        sources.append(_leaf(*states, dtype=dtype, device=device))
+
+    def function(a, b, initial=None):
+        return scan.linear_scan(a, b, initial, dim, reverse, backend=backend)
+
+    _check_gradients(function, *sources)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_first_and_second_gradients_are_a_loops(backend, device, dtype, reverse):
+    sources = [_leaf(2, 40, 3, dtype=dtype, device=device) for _ in range(2)]
+    sources.append(_leaf(2, 3, dtype=dtype, device=device))
+    weight = torch.randn(2, 40, 3, dtype=dtype, device=device)
+
+    def gradients(function):
+        a, b, initial = sources
+        first = grad((function(0.5 * a, b, initial) * weight).abs().sum(), sources,
+                     create_graph=True)  # fmt: skip
+        second = grad(sum(one.abs().square().sum() for one in first), sources)
+        return (*first, *second)
+
+    ours = gradients(lambda a, b, i: scan.linear_scan(a, b, i, 1, reverse, backend=backend)[0])
+    theirs = gradients(lambda a, b, i: recurrence(a, b, i, 1, reverse))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * other.abs().max().item())
+
+
+def test_products_with_zeros_have_gradients(backend, device):
+    x = torch.tensor([2.0, 0.0, 3.0, 0.0, 4.0], dtype=torch.float64, device=device)
+    _check_gradients(
+        lambda x: scan.associative_scan("mul", x, 0, backend=backend), x.requires_grad_()
+    )
+
+
+def test_equal_extrema_give_the_last_its_gradient(backend, device):
+    x = torch.tensor([1.0, 3.0, 3.0, 2.0, 3.0], device=device, requires_grad=True)
+    ours = grad(scan.associative_scan("max", x, 0, backend=backend).sum(), x)[0]
+    theirs = grad(x.cummax(0).values.sum(), x)[0]
+    assert torch.equal(ours, theirs)
+
+
+def test_minus_infinity_in_logaddexp_has_no_gradient(backend, device):
+    x = torch.tensor([-float("inf"), 1.0, 2.0], device=device, requires_grad=True)
+    ours = grad(scan.associative_scan("logaddexp", x, 0, backend=backend)[2], x)[0]
+    assert ours[0] == 0
+    torch.testing.assert_close(ours[1:], x[1:].detach().softmax(0))
+
+
+def test_gradients_of_any_strides(backend, device):
+    a, b = (torch.randn(2, 3, 37, device=device).sigmoid().requires_grad_() for _ in range(2))
+    incoming = torch.randn(37, 2, 3, device=device).permute(1, 0, 2)
+
+    def gradients(function):
+        h = function(a.transpose(1, 2), b.transpose(1, 2))
+        return grad(h, (a, b), incoming)
+
+    ours = gradients(lambda a, b: scan.linear_scan(a, b, backend=backend)[0])
+    for one, other in zip(ours, gradients(recurrence), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    x = torch.randn(3, 20, device=device, requires_grad=True)
+    one = torch.ones((), device=device).expand(3, 20)
+    assert torch.equal(
+        grad(scan.cumsum(x, 1, backend=backend), x, one)[0],
+        torch.arange(20.0, 0, -1, device=device).expand(3, 20),
+    )
+
+
+def test_half_precision_gradients_have_their_inputs_types(backend, device):
+    a, b = (_leaf(2, 9, 4, dtype=torch.bfloat16, device=device) for _ in range(2))
+    h, _ = scan.linear_scan(a.sigmoid(), b, backend=backend)
+    for one in grad(h.float().sum(), (a, b)):
+        assert one.dtype == torch.bfloat16
+    x = _leaf(2, 9, dtype=torch.bfloat16, device=device)
+    sums = scan.cumsum(x, 1, dtype=torch.float32, backend=backend)
+    assert grad(sums.sum(), x)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 0, 3), (1, 1, 1), (5, 2, 3)])
+def test_the_operators_keep_torchs_rules(backend, device, shape):
+    def leaf(*sizes):
+        return torch.randn(sizes, device=device, requires_grad=True)
+
+    x, state = leaf(*shape), leaf(shape[0], shape[2])
+    opcheck(operators.cumsum, (x, 1, False, True, False, None, backend))
+    opcheck(operators.cumsum, (x.transpose(0, 1), 0, True, False, False, torch.float64, backend))
+    opcheck(operators.fold, (x, "mul", 1, False, backend))
+    opcheck(operators.linear_scan, (x, leaf(*shape), state, 1, True, backend))
+    opcheck(
+        operators.linear_scan_gradient, (x, leaf(*shape), leaf(*shape), None, 1, False, backend)
+    )
+
+
+def test_compiles_without_a_graph_break(backend, device):
+    def function(a, b):
+        h, last = scan.linear_scan(a, b, dim=-2, backend=backend)
+        sums = scan.cumsum(h.transpose(0, 1), 1, reverse=True, backend=backend)
+        top = scan.associative_scan("max", sums, 0, backend=backend)
+        return (top.square().sum() + last.sum()) * h.mean()
+
+    sources = [torch.rand(2, 30, 4, device=device, requires_grad=True) for _ in range(2)]
+    expected = grad(function(*sources), sources)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for one, other in zip(grad(compiled(*sources), sources), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_vmap_scans_each_by_itself(backend, device):
+    a, b = (torch.rand(4, 7, 3, device=device) for _ in range(2))
+    initial = torch.rand(3, device=device)
+
+    def function(a, b):
+        return scan.linear_scan(a, b, initial, dim=0, backend=backend)[0]
+
+    together = torch.func.vmap(function, in_dims=(0, 0))(a, b)
+    torch.testing.assert_close(
+        together, torch.stack([function(*one) for one in zip(a, b, strict=True)])
+    )
+    along = torch.func.vmap(function, in_dims=(None, 1), out_dims=1)(a[0], b.transpose(0, 1))
+    torch.testing.assert_close(along, torch.stack([function(a[0], one) for one in b], 1))
+    for way in (
+        lambda x: scan.cumsum(x, -1, True, backend=backend),
+        lambda x: scan.associative_scan("max", x, 0, backend=backend),
+    ):
+        torch.testing.assert_close(
+            torch.func.vmap(way, in_dims=1)(b), torch.stack([way(one) for one in b.unbind(1)])
+        )
+
+
+def test_many_gradients_at_once(backend, device):
+    a, b = (torch.rand(5, 3, device=device, requires_grad=True) for _ in range(2))
+    h = scan.linear_scan(a, b, dim=0, backend=backend)[0]
+    every = torch.eye(15, device=device).view(15, 5, 3)
+    together = grad(h, (a, b), every, is_grads_batched=True, retain_graph=True)
+    for at in range(15):
+        single = grad(h, (a, b), every[at], retain_graph=True)
+        for one, other in zip(together, single, strict=True):
+            torch.testing.assert_close(one[at], other)
+
+
+def test_autocast_makes_sums_in_float32(backend, device):
+    x = torch.randn(2, 9, 4, device=device).bfloat16()
+    with torch.autocast(device, torch.bfloat16):
+        assert scan.cumsum(x, backend=backend).dtype == torch.float32
+        assert scan.linear_scan(x, x, backend=backend)[0].dtype == torch.float32
+        assert scan.associative_scan("max", x, backend=backend).dtype == torch.float32
+        assert scan.cumsum(x.double(), backend=backend).dtype == torch.float64
+        assert scan.cumsum(x.long(), backend=backend).dtype == torch.int64
+    assert scan.cumsum(x, backend=backend).dtype == torch.bfloat16
+
+
+def test_deterministic_mode_is_no_obstacle(backend, device):
+    x = torch.randn(2, 99, 4, device=device, requires_grad=True)
+    expected = scan.cumsum(x, backend=backend)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(scan.cumsum(x, backend=backend), expected)
+        scan.linear_scan(x, x, backend=backend)[0].sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
