@@ -6,13 +6,13 @@ other results: all of them write the same bytes.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast
 
 import numpy as np
 
 from ..backends import BackendName, resolve
 from ..errors import UsageError
+from ..registry import implementation
 from .blob import Blob
 from .dtypes import DType, dtype_of
 from .lossy import quantize
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["HostBackend", "decode", "encode", "host_backend"]
 
 _CENTRES = {"conservative": 126, "adaptive": 254, "aggressive": 510}  # and zero
-_HOST_MODULES = {"cpu": "storm_kernels.ancf.cpu", "numpy": "storm_kernels.ancf.reference"}
 
 
 class _Options(TypedDict):
@@ -68,7 +67,7 @@ def host_backend(name: str = "auto") -> HostBackend:
     found = resolve(name, "cpu")
     if found == "cuda":
         raise UsageError("backend 'cuda' has no functions for host memory; choose 'cpu' or 'auto'")
-    return cast("HostBackend", import_module(_HOST_MODULES[found]))
+    return cast("HostBackend", implementation("ancf", found))
 
 
 def encode(

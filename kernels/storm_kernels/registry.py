@@ -1,0 +1,78 @@
+"""Which module implements an operation on a backend, and whether that works on this machine.
+
+Operations such as `ancf` stand beside each other here, each with up to three backends: "cuda",
+"cpu" and "numpy", the reference, which is always there. A module that implements one of the first
+two has `probe() -> (available, detail)`. Nothing is loaded before it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["BACKENDS", "BackendInfo", "BackendName", "implementation", "operations", "probe"]
+
+BackendName: TypeAlias = Literal["cuda", "cpu", "numpy"]
+
+BACKENDS: Final[tuple[BackendName, ...]] = ("cuda", "cpu", "numpy")
+"""The fastest first."""
+
+_MODULES: Final[dict[str, dict[BackendName, str]]] = {
+    "ancf": {
+        "cuda": "storm_kernels.ancf.cuda",
+        "cpu": "storm_kernels.ancf.cpu",
+        "numpy": "storm_kernels.ancf.reference",
+    },
+}
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """Whether a backend works here; `detail` is its variant, or why it is missing."""
+
+    name: BackendName
+    available: bool
+    detail: str
+
+
+def operations() -> tuple[str, ...]:
+    """Return the names of all operations."""
+    return tuple(_MODULES)
+
+
+def implementation(operation: str, backend: str) -> ModuleType:
+    """Load and return the module that implements `operation` on `backend`.
+
+    Raises UsageError for unknown names, ImportError where what the module needs is missing.
+    """
+    return import_module(_module_name(operation, backend))
+
+
+def probe(operation: str, backend: str) -> BackendInfo:
+    """Return whether `backend` works for `operation` here; raises UsageError for unknown names."""
+    module = _module_name(operation, backend)
+    name = next(one for one in BACKENDS if one == backend)
+    if name == "numpy":
+        return BackendInfo(name, available=True, detail="reference")
+    try:
+        available, detail = import_module(module).probe()
+    except ImportError as missing:
+        return BackendInfo(name, available=False, detail=str(missing))
+    return BackendInfo(name, available=available, detail=detail)
+
+
+def _module_name(operation: str, backend: str) -> str:
+    modules = _MODULES.get(operation)
+    if modules is None:
+        known = ", ".join(map(repr, _MODULES))
+        raise UsageError(f"operation {operation!r} is unknown; choose one of {known}")
+    for name, module in modules.items():
+        if name == backend:
+            return module
+    raise UsageError(f"backend {backend!r} is unknown; choose 'auto', 'cuda', 'cpu' or 'numpy'")
