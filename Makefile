@@ -14,7 +14,7 @@ VENV ?= .venv
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(if $(INSTALLED),$(PYTHON),$(VENV)/bin/python) -m
 ready = $(if $(INSTALLED),,$(VENV)/.installed$(1))
-C_SOURCES := $(shell find kernels/storm_kernels/cpu -name "*.[ch]" -o -name CMakeLists.txt)
+C_SOURCES := $(shell find kernels/storm_kernels -name "*.[ch]" -o -name CMakeLists.txt)
 
 .PHONY: demo test lint test-gpu bench bench-codec-gpu clean
 

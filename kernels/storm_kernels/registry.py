@@ -29,6 +29,11 @@ _MODULES: Final[dict[str, dict[BackendName, str]]] = {
         "cpu": "storm_kernels.ancf.cpu",
         "numpy": "storm_kernels.ancf.reference",
     },
+    "ternary": {
+        "cuda": "storm_kernels.ternary.cuda",
+        "cpu": "storm_kernels.ternary.cpu",
+        "numpy": "storm_kernels.ternary.reference",
+    },
 }
 
 
