@@ -7,12 +7,13 @@ are integers on CUDA; floats there follow DESIGN.md, "Order of summation".
 from __future__ import annotations
 
 import math
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends import resolve
+from ..backends import resolve, setting
 from ..errors import UsageError
 from ..registry import implementation
 from .arrays import as_given, bytes_of, device_type, floats_of, is_tensor, kind_of, placed
@@ -48,21 +49,23 @@ def encode(
     (the threshold is rounded to float32 first, except for float64). On CUDA the call waits for
     the device, to learn whether all values are fit.
 
-    Raises UsageError for the first value that cannot be encoded, naming it, and for a bad threshold.
+    Raises UsageError for the first value that cannot be encoded, naming it, or a bad threshold.
     """
     limit = check_threshold(threshold)
     array = values if is_tensor(values) else np.asarray(values)
     if array.ndim < 1:
         raise UsageError("values is a single number; give an array of at least one dimension")
-    name = resolve(backend, device_type(array), "ternary")
-    ops = implementation("ternary", name)
+    name, ops = _backend(backend, device_type(array))
     shape = tuple(int(one) for one in array.shape)
     kind = kind_of(array)
     data = placed(array, name)
     if kind is None:
         data, kind, limit = _signs(data, limit), Kind.INT8, None
-    rows = math.prod(shape[:-1])
-    bit0, bit1 = _of_shape(ops.encode, data, (rows, shape[-1]), shape, kind, limit)
+    try:
+        bit0, bit1 = ops.encode(data.reshape((math.prod(shape[:-1]), shape[-1])), kind, limit)
+    except UsageError:
+        _name_refused(data, kind, shape, limit)
+        raise
     out = (*shape[:-1], row_bytes(shape[-1]))
     return as_given(bit0.reshape(out), array), as_given(bit1.reshape(out), array)
 
@@ -82,15 +85,12 @@ def decode(
 
     Raises UsageError where planes and shape do not fit, CorruptBlob where bit1 is set without bit0.
     """
-    name = resolve(backend, device_type(bit0), "ternary")
+    name, ops = _backend(backend, device_type(bit0))
     plane0, plane1 = _planes(bit0, bit1, name, "bit")
     full = _values_shape(tuple(plane0.shape), shape)
-    flat = (-1 if plane0.size else 0, plane0.shape[-1]) if name != "cuda" else None
-    rows = math.prod(full[:-1])
-    if flat is None or plane0.size == 0:
-        flat = (rows, int(plane0.shape[-1]))
+    flat = (math.prod(full[:-1]), int(plane0.shape[-1]))
     is_float = dtype is not None and str(dtype).endswith(("float32", "float32'>"))
-    values = implementation("ternary", name).decode(
+    values = ops.decode(
         plane0.reshape(flat), plane1.reshape(flat), full[-1],
         Kind.FLOAT32 if is_float else Kind.INT8,
     ).reshape(full)  # fmt: skip
@@ -107,14 +107,14 @@ def dot(a0: Array, a1: Array, b0: Array, b1: Array, *, backend: str = "auto") ->
     where shapes differ; CorruptBlob where bit1 is set without bit0, except on CUDA, where such a
     value counts as 0.
     """
-    name = resolve(backend, device_type(a0), "ternary")
+    name, ops = _backend(backend, device_type(a0))
     first = _planes(a0, a1, name, "a")
     second = _planes(b0, b1, name, "b")
     if first[0].shape != second[0].shape:
         raise UsageError(
             f"a has planes of shape {tuple(first[0].shape)}, b of {tuple(second[0].shape)}"
         )
-    total = implementation("ternary", name).dot(*first, *second)
+    total = ops.dot(*first, *second)
     if not is_tensor(a0) or is_tensor(total):
         return total
     import torch
@@ -161,19 +161,21 @@ def matmul(
     Raises UsageError for arguments that do not fit, CorruptBlob for planes of no values (not on
     CUDA), BackendUnavailable for a missing backend.
     """
-    name = resolve(backend, device_type(w0), "ternary")
+    name, ops = _backend(backend, device_type(w0))
     plane0, plane1 = _planes(w0, w1, name, "w")
     if plane0.ndim != 2:
         raise UsageError(f"w has planes of {plane0.ndim} dimensions; give (rows, bytes)")
     values, values1, kind, columns, leading = _operand(x, name, int(plane0.shape[1]))
     _check_width(int(plane0.shape[1]), columns)
-    scales, group_columns = checked_scale(scale, group, int(plane0.shape[0]), columns, name, plane0)
+    scales, group_columns = checked_scale(
+        scale, group, (int(plane0.shape[0]), columns), name, plane0
+    )
     if threads < 1:
         raise UsageError(f"threads is {threads}; it must be at least 1")
     product = Product(
         plane0, plane1, columns, values, kind, values1, scales, group_columns, threads
     )
-    out = implementation("ternary", name).multiply(product)
+    out = ops.multiply(product)
     return as_given(out.reshape((*leading, product.rows)), w0)
 
 
@@ -182,11 +184,11 @@ def pack(bit0: Array, bit1: Array, count: int, *, backend: str = "auto") -> Arra
 
     Raises UsageError where the planes are shorter, CorruptBlob where bit1 is set without bit0.
     """
-    name = _host(resolve(backend, "cpu", "ternary"))
+    name, ops = _host_backend(backend)
     plane0, plane1 = _planes(bit0, bit1, name, "bit")
     if plane0.ndim != 1 or not 0 <= count <= 8 * plane0.size:
         raise UsageError(f"{count} values do not lie in planes of shape {tuple(plane0.shape)}")
-    return as_given(implementation("ternary", name).pack(plane0, plane1, count), bit0)
+    return as_given(ops.pack(plane0, plane1, count), bit0)
 
 
 def unpack(packed: Array, count: int, *, backend: str = "auto") -> tuple[Array, Array]:
@@ -194,19 +196,18 @@ def unpack(packed: Array, count: int, *, backend: str = "auto") -> tuple[Array, 
 
     Raises CorruptBlob for bytes that no values give, or for another number of them.
     """
-    name = _host(resolve(backend, "cpu", "ternary"))
+    name, ops = _host_backend(backend)
     data = bytes_of(packed, name, "packed")
     if data.ndim != 1 or count < 0 or data.size != packed_bytes(count):
         raise UsageError(f"{count} values are {packed_bytes(max(count, 0))} bytes, not {data.size}")
-    bit0, bit1 = implementation("ternary", name).unpack(data, count)
+    bit0, bit1 = ops.unpack(data, count)
     return as_given(bit0[0], packed), as_given(bit1[0], packed)
 
 
 def checked_scale(
     scale: Array | float | None,
     group: int | None,
-    rows: int,
-    columns: int,
+    matrix: tuple[int, int],
     backend: str,
     like: Array,
 ) -> tuple[Array | None, int]:
@@ -221,6 +222,7 @@ def checked_scale(
         if group is not None:
             raise UsageError(f"group is {group}, and there is no scale; give scale (rows, groups)")
         return None, 0
+    rows, columns = matrix
     found = floats_of(scale, backend, like)
     width = group_count(columns, group or 0)
     if group is None and found.ndim == 0:
@@ -234,10 +236,22 @@ def checked_scale(
 # --- helpers ------------------------------------------------------------------------------------
 
 
-def _host(backend: str) -> str:
-    if backend == "cuda":
+def _backend(asked: str, device: str) -> tuple[str, ModuleType]:
+    """Return the backend's name and module; what the machine has is looked up once."""
+    return _resolved(setting() if asked == "auto" else asked, device)
+
+
+@cache
+def _resolved(asked: str, device: str) -> tuple[str, ModuleType]:
+    name = resolve(asked, device, "ternary")
+    return name, implementation("ternary", name)
+
+
+def _host_backend(asked: str) -> tuple[str, ModuleType]:
+    name, ops = _backend(asked, "cpu")
+    if name == "cuda":
         raise UsageError("packing is for storage on the host; choose backend 'cpu' or 'auto'")
-    return backend
+    return name, ops
 
 
 def _signs(values: NDArray[Any] | Array, threshold: float | None) -> Array:
@@ -270,24 +284,9 @@ def _signs_of_tensor(values: Array, threshold: float | None) -> Array:
     return signs
 
 
-def _of_shape(
-    run: Any, data: Array, flat: Shape, shape: Shape, kind: Kind, threshold: float | None
-) -> tuple[Array, Array]:
-    """Encode rows; a refused value is named by its place in the caller's own shape."""
-    try:
-        planes: tuple[Array, Array] = run(data.reshape(flat), kind, threshold)
-    except UsageError:
-        if flat == shape:
-            raise
-        # Again over one row of all values: the message then has the place, as a single number.
-        wide = data.reshape(1, -1)
-        _refuse_in(wide, kind, shape, threshold)
-        raise
-    return planes
-
-
-def _refuse_in(wide: Array, kind: Kind, shape: Shape, threshold: float | None) -> None:
-    host = placed(wide, "numpy") if is_tensor(wide) else wide
+def _name_refused(data: Array, kind: Kind, shape: Shape, threshold: float | None) -> None:
+    """Raise UsageError about the first refused value, by its place in the caller's own shape."""
+    host = placed(data, "numpy") if is_tensor(data) else data
     if kind is Kind.BFLOAT16:
         host = (host.astype(np.uint32) << 16).view(np.float32)
     _signs(host.reshape(shape), threshold)

@@ -16,7 +16,15 @@ import numpy as np
 
 from ..cpu import Status, load
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
-from .planes import Kind, Product, packed_bytes, refuse_pair, refuse_value, row_bytes
+from .planes import (
+    ROW_ALIGN,
+    Kind,
+    Product,
+    aligned_plane,
+    packed_bytes,
+    refuse_pair,
+    refuse_value,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -101,24 +109,23 @@ class CpuTernary:
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return the planes of (rows, columns) values; see reference.encode."""
         rows, columns = values.shape
-        bit0 = np.empty((rows, row_bytes(columns)), np.uint8)
-        bit1 = np.empty_like(bit0)
+        bit0, bit1 = aligned_plane(rows, columns), aligned_plane(rows, columns)
         if kind is Kind.INT8 and threshold is not None:
             values, kind = values.astype(np.float32), Kind.FLOAT32
         refused = ctypes.c_uint64()
         status = _library().storm_ternary_encode(
-            values.ctypes.data,
+            _address(values),
             kind,
             rows,
             columns,
             -1.0 if threshold is None else threshold,
-            bit0.ctypes.data,
-            bit1.ctypes.data,
+            _address(bit0),
+            _address(bit1),
             bit0.shape[1],
             self.variant,
             ctypes.byref(refused),
         )
-        if status == Status.CORRUPT:
+        if status == _CORRUPT:
             place = int(refused.value)
             value = values.reshape(-1)[place : place + 1]
             if kind is Kind.BFLOAT16:
@@ -135,17 +142,17 @@ class CpuTernary:
         values = np.empty((rows, columns), np.int8 if kind is Kind.INT8 else np.float32)
         refused = ctypes.c_uint64()
         status = _library().storm_ternary_decode(
-            bit0.ctypes.data,
-            bit1.ctypes.data,
+            _address(bit0),
+            _address(bit1),
             bit0.shape[1],
             rows,
             columns,
-            values.ctypes.data,
+            _address(values),
             kind,
             self.variant,
             ctypes.byref(refused),
         )
-        if status == Status.CORRUPT:
+        if status == _CORRUPT:
             refuse_pair(int(refused.value), values.shape)
         self._check(status)
         return values
@@ -160,43 +167,44 @@ class CpuTernary:
         """Return the sum of a * b over all bits; raises CorruptBlob."""
         total = ctypes.c_int64()
         status = _library().storm_ternary_dot(
-            a0.ctypes.data,
-            a1.ctypes.data,
-            b0.ctypes.data,
-            b1.ctypes.data,
+            _address(a0),
+            _address(a1),
+            _address(b0),
+            _address(b1),
             a0.size,
             self.variant,
             ctypes.byref(total),
         )
-        if status == Status.CORRUPT:
+        if status == _CORRUPT:
             refuse_pair()
         self._check(status)
         return total.value
 
     def multiply(self, product: Product) -> NDArray[Any]:
         """Return (batch, rows) results; see reference.multiply. Raises CorruptBlob."""
-        out = np.empty((product.batch, product.rows), _DTYPES[product.out_kind])
-        x, x1, scale = product.x, product.x1, product.scale
+        x, x1, scale, out_kind = product.x, product.x1, product.scale, product.out_kind
+        rows, batch = product.bit0.shape[0], x.shape[0]
+        out = np.empty((batch, rows), _DTYPES[out_kind])
         asked = _Product(
-            product.bit0.ctypes.data,
-            product.bit1.ctypes.data,
+            _address(product.bit0),
+            _address(product.bit1),
             product.bit0.shape[1],
-            product.rows,
+            rows,
             product.columns,
-            product.batch,
-            x.ctypes.data,
-            None if x1 is None else x1.ctypes.data,
+            batch,
+            _address(x),
+            None if x1 is None else _address(x1),
             x.shape[1] * x.itemsize,
-            None if scale is None else scale.ctypes.data,
+            None if scale is None else _address(scale),
             product.group,
-            out.ctypes.data,
+            _address(out),
             product.kind,
-            product.out_kind,
+            out_kind,
             product.threads,
             self.variant,
         )
         status = _library().storm_ternary_multiply(ctypes.byref(asked))
-        if status == Status.CORRUPT:
+        if status == _CORRUPT:
             refuse_pair()
         self._check(status)
         return out
@@ -207,9 +215,9 @@ class CpuTernary:
         """Return `count` values of one row, five a byte."""
         packed = np.empty(packed_bytes(count), np.uint8)
         status = _library().storm_ternary_pack(
-            bit0.ctypes.data, bit1.ctypes.data, count, packed.ctypes.data, self.variant
+            _address(bit0), _address(bit1), count, _address(packed), self.variant
         )
-        if status == Status.CORRUPT:
+        if status == _CORRUPT:
             refuse_pair()
         self._check(status)
         return packed
@@ -218,12 +226,15 @@ class CpuTernary:
         self, packed: NDArray[np.uint8], count: int
     ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return the planes of `count` packed values, as one row; raises CorruptBlob."""
-        bit0 = np.zeros((1, row_bytes(count)), np.uint8)
-        bit1 = np.zeros_like(bit0)
+        bit0, bit1 = aligned_plane(1, count), aligned_plane(1, count)
+        bit0[:, -ROW_ALIGN:], bit1[:, -ROW_ALIGN:] = (
+            0,
+            0,
+        )  # what is written ends with the last value
         status = _library().storm_ternary_unpack(
-            packed.ctypes.data, count, bit0.ctypes.data, bit1.ctypes.data, self.variant
+            _address(packed), count, _address(bit0), _address(bit1), self.variant
         )
-        if status == Status.CORRUPT:
+        if status == _CORRUPT:
             raise CorruptBlob(
                 f"of {packed.size} packed bytes one stands for no five values, or for one beyond "
                 f"the last of {count}"
@@ -270,6 +281,16 @@ def _library() -> ctypes.CDLL:
     library.storm_ternary_pack.argtypes = [address, address, size, address, number]
     library.storm_ternary_unpack.argtypes = [address, size, address, address, number]
     return library
+
+
+_CORRUPT: Final = int(Status.CORRUPT)
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Return where the array lies; `array.ctypes.data` takes three times as long."""
+    if array.flags.writeable and array.size:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    return int(array.ctypes.data)
 
 
 _DEFAULT: Final = CpuTernary()

@@ -165,7 +165,7 @@ def _multiplied(
     product: Product, w: NDArray[np.int8], scale: NDArray[np.float32] | None
 ) -> NDArray[Any]:
     x = product.x
-    if product.kind is Kind.PLANES:
+    if product.x1 is not None:
         x = decode(x, product.x1, product.columns, Kind.INT8)
     x = _widened(x, product.kind)
     step = product.group or max(1, product.columns)
@@ -182,7 +182,7 @@ def _multiplied(
 
 def _integer_sums(w: NDArray[np.int8], x: NDArray[np.int8]) -> NDArray[np.int64]:
     """Return exact sums, by a product of floats in which every integer on the way is exact."""
-    wide = np.float32 if w.shape[1] <= EXACT_IN_FLOAT32 else np.float64
+    wide: Any = np.float32 if w.shape[1] <= EXACT_IN_FLOAT32 else np.float64
     sums: NDArray[np.int64] = (x.astype(wide) @ w.astype(wide).T).astype(np.int64)
     return sums
 

@@ -52,8 +52,8 @@ class TernaryTensor:
             if tuple(plane.shape) != wanted:
                 raise UsageError(f"{name} has shape {tuple(plane.shape)}; {shape} takes {wanted}")
             object.__setattr__(self, name, as_given(plane, getattr(self, name)))
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        scale, _ = checked_scale(self.scale, self.group, rows, columns, place, self.bit0)
+        matrix = math.prod(shape[:-1]), shape[-1]
+        scale, _ = checked_scale(self.scale, self.group, matrix, place, self.bit0)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "scale", None if scale is None else as_given(scale, self.bit0))
 
@@ -229,9 +229,9 @@ def _scales(values: Array, threshold: float, group: int | None) -> Array:
         kept = torch.nn.functional.pad(kept, (0, width * step - columns))
         kept = kept.reshape(rows, width, step)
         return kept.sum(-1) / (kept > 0).sum(-1).clamp(min=1)
-    kept = np.where(sizes > limit, sizes, np.float32(0))
-    kept = np.pad(kept, ((0, 0), (0, width * step - columns))).reshape(rows, width, step)
-    return (kept.sum(-1) / np.maximum((kept > 0).sum(-1), 1)).astype(np.float32)
+    some = np.where(sizes > limit, sizes, np.float32(0))
+    some = np.pad(some, ((0, 0), (0, width * step - columns))).reshape(rows, width, step)
+    return (some.sum(-1) / np.maximum((some > 0).sum(-1), 1)).astype(np.float32)
 
 
 def _packed(tensor: TernaryTensor) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@
  *                        is column 8 j + 2 k in `even`, 8 j + 2 k + 1 in `odd`
  *   sums, zero_sums, add_products, lanes_of_sums
  *                        int32 sums; lane l has the columns [32 l, 32 l + 32) of a block
- *   total_of_sums        all lanes
+ *   total_of_sums        all lanes; of SEGMENT_BLOCKS blocks they fit into 32 bits
  *   counts, zero_counts, count_products, total_of_counts
  *   floats, zero_floats, add_signed, total_of_floats
  *                        32 float32 sums, one for each column modulo 32
@@ -24,7 +24,8 @@
 #define BLOCK_COLUMNS (8 * VECTOR_BYTES)
 #define BLOCK_LANES (BLOCK_COLUMNS / LANE_COLUMNS)
 
-/* Blocks after which int32 sums go to 64 bits: a lane of add_products may gain 2^18 in each. */
+/* Blocks after which int32 sums go to 64 bits: a lane of add_products may gain 2^18 in each, and all
+ * lanes of so many blocks of at most 512 columns stay below 2^30. */
 #define SEGMENT_BLOCKS 4096
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))

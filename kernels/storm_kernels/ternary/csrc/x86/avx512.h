@@ -43,12 +43,7 @@ static inline void split_codes(bits bit0, bits bit1, bits *even, bits *odd)
     *odd = _mm512_ternarylogic_epi64(_mm512_srli_epi64(bit0, 1), plus, low, TABLE_NOT_A_OR_B);
 }
 
-static inline int64_t total_of_lanes(__m512i lanes)
-{
-    __m512i wide = _mm512_add_epi64(_mm512_cvtepi32_epi64(_mm512_castsi512_si256(lanes)),
-                                    _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(lanes, 1)));
-    return _mm512_reduce_add_epi64(wide);
-}
+static inline int64_t total_of_lanes(__m512i lanes) { return _mm512_reduce_add_epi32(lanes); }
 
 static inline counts zero_counts(void)
 {

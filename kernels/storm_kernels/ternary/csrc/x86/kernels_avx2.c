@@ -82,10 +82,10 @@ static inline void lanes_of_sums(const sums *all, int32_t *lanes)
 
 static inline int64_t total_of_sums(const sums *all)
 {
-    __m256i wide = _mm256_add_epi64(_mm256_cvtepi32_epi64(_mm256_castsi256_si128(*all)),
-                                    _mm256_cvtepi32_epi64(_mm256_extracti128_si256(*all, 1)));
-    __m128i two = _mm_add_epi64(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-    return _mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1);
+    __m128i four =
+        _mm_add_epi32(_mm256_castsi256_si128(*all), _mm256_extracti128_si256(*all, 1));
+    __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(two) + _mm_extract_epi32(two, 1);
 }
 
 static inline counts zero_counts(void)
