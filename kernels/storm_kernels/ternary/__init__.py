@@ -1,8 +1,8 @@
 """Ternary tensors that compute: values of -1, 0 and 1 on two bit planes.
 
 `encode` and `decode` make planes and read them; `dot`, `matvec` and `matmul` compute on them;
-`TernaryTensor` keeps planes with a shape and scales. All take NumPy arrays and torch tensors, on the
-CPU and on CUDA. `storm_kernels.ternary.nn`, which needs torch, has the layers. DESIGN.md says what
+`TernaryTensor` keeps planes with a shape and scales. All take NumPy arrays and torch tensors, on
+the CPU and on CUDA. `storm_kernels.ternary.nn`, which needs torch, has the layers. DESIGN.md says what
 a plane's bits mean, in which order floats are added, and what was measured.
 """
 
