@@ -23,6 +23,12 @@ from storm_kernels.ternary.planes import Kind
 
 SHAPES = [(2048, 2048), (8192, 8192), (13824, 2560), (16384, 16384)]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+WAYS = {
+    8: ((1, 1, 1, 8), (1, 1, 2, 4)),
+    16: ((1, 2, 1, 8), (1, 2, 2, 4), (1, 2, 4, 2)),
+    32: ((1, 4, 2, 4), (1, 4, 4, 2)),
+    64: ((1, 8, 2, 4), (1, 8, 4, 2), (2, 8, 2, 4), (2, 8, 4, 2)),
+}
 COLD_BYTES = 192 << 20
 REPLAYS = 15
 NEVER = 1 << 30
@@ -105,27 +111,17 @@ def variants() -> None:
         w = planes(rows, columns)
         x = operand(1, columns, "int8")
         usual = cuda.MATVEC
-        for one in ((4, 4), (8, 4), (8, 8), (16, 4), (32, 4), (32, 8)):
+        for one in ((8, 2), (8, 4), (16, 2), (16, 4), (32, 2), (32, 4)):
             cuda.MATVEC = one
             print("matvec", rows, columns, one, timed(lambda i: w[i].matmul(x), len(w)), flush=True)
         cuda.MATVEC = usual
-        if rows == 2048:
-            continue
-        for batch, (kind, ways) in product(
-            (16, 64),
-            (
-                (Kind.INT8, ((1, 2), (1, 4), (2, 4), (2, 8))),
-                (Kind.BFLOAT16, ((1, 2), (1, 4), (2, 4), (1, 8))),
-            ),
-        ):
+        for batch, kind in product((8, 16, 32, 64), (Kind.INT8, Kind.BFLOAT16)):
             x = operand(batch, columns, kind.name.lower())
             before = cuda.MATMUL[kind]
-            for one in ways:
+            for one in WAYS[batch]:
                 cuda.MATMUL[kind] = {1: one}
-                print(
-                    "matmul", rows, columns, batch, kind.name, one,
-                    timed(lambda i: w[i].matmul(x), len(w)), flush=True,
-                )  # fmt: skip
+                took = timed(lambda i: w[i].matmul(x), len(w))
+                print("matmul", rows, columns, batch, kind.name, one, took, flush=True)
             cuda.MATMUL[kind] = before
 
 

@@ -2,8 +2,8 @@
 
 `encode` and `decode` make planes and read them; `dot`, `matvec` and `matmul` compute on them;
 `TernaryTensor` keeps planes with a shape and scales. All take NumPy arrays and torch tensors, on
-the CPU and on CUDA. `storm_kernels.ternary.nn`, which needs torch, has the layers. DESIGN.md says what
-a plane's bits mean, in which order floats are added, and what was measured.
+the CPU and on CUDA. `storm_kernels.ternary.nn`, which needs torch, has the layers. DESIGN.md says
+what a plane's bits mean, in which order floats are added, and what was measured.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ternary tensors on a CUDA device: torch tensors in, torch tensors out, on torch's current stream.
 
 Nothing is copied to the host, except that `encode` and `decode` wait to learn whether every value
-was fit. Integers are exactly those of reference.py. Floats are too, with one x of bfloat16 and with
-few of float32; `multiply` says where the order of summation is another. The kernels are the
-`ternary*.cu*` files beside this module, compiled by CuPy at first use and kept in its cache.
+was fit. Integers are exactly those of reference.py. Few x of float32 are too; `multiply` says
+where floats are summed in another order. The kernels are the `ternary*.cu*` files beside this
+module, compiled by CuPy at first use and kept in its cache.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ VALUES_THREADS: Final = 256  # kValuesThreads
 DOT_THREADS: Final = 256
 DOT_BLOCKS: Final = 1024
 ORDER_THREADS: Final = 256
-PLANE_LANES: Final = 8  # kPlaneLanes
+PLANE_LANES: Final = 16  # kPlaneLanes
 SPAN_COLUMNS: Final = 512  # kSpan
-MATMUL_THREADS: Final = 128  # kMatmulWarps warps
+MATMUL_THREADS: Final = 256  # kRowWarps * kSplits warps
+FLOAT_THREADS: Final = 128  # kFloatWarps warps
 FLOAT_ROWS: Final = 16  # kFloatWarps * kFloatRows: of a block
 ROWS_OF_TILE: Final = 16
 
@@ -41,13 +42,17 @@ MATVEC: Final = (8, 4)
 """Threads that share a row, and units that each loads at once."""
 
 MATMUL: Final = {
-    Kind.INT8: {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (2, 8)},
-    Kind.BFLOAT16: {1: (1, 1), 2: (1, 2), 4: (1, 4), 8: (1, 8)},
+    Kind.INT8: {1: (1, 1, 2, 4), 2: (1, 2, 2, 4), 4: (1, 4, 4, 2), 8: (1, 8, 4, 2)},
+    Kind.BFLOAT16: {1: (1, 1, 2, 4), 2: (1, 2, 2, 4), 4: (1, 4, 4, 2), 8: (1, 8, 4, 2)},
 }
-"""Tiles of 16 rows and eights of x of a warp, by the least eights that they are meant for."""
+"""Tiles of 16 rows and eights of x of a warp, warps with rows of their own, and warps that share
+rows, by the least eights that they are meant for."""
 
 DENSE_FROM: Final = {Kind.INT8: 257, Kind.BFLOAT16: 129, Kind.FLOAT32: 9}
 """x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured")."""
+
+EARLY_CAPABILITY: Final = (9, 0)
+"""From here on a kernel can begin while the one before it still runs."""
 
 MATMUL_COLUMNS: Final = 1 << 22
 """Below it the int32 sums of tensor cores, of up to 2 * 128 a column, cannot overflow."""
@@ -125,10 +130,10 @@ def dot(a0: torch.Tensor, a1: torch.Tensor, b0: torch.Tensor, b1: torch.Tensor) 
 def multiply(product: Product) -> torch.Tensor:
     """Return (batch, rows) results.
 
-    Integers are exact, and float32 of them times a scale is what reference.py computes. Floats are
-    summed in its order by one x of bfloat16 and fewer than DENSE_FROM of float32; several x of
-    bfloat16 by tensor cores, and more of either by torch's dense product, both in float32 but in an
-    order of their own, and with NaN where w is 0 and x is not finite.
+    Integers are exact, and float32 of them times a scale is what reference.py computes. Fewer than
+    DENSE_FROM x of float32, or of any float with groups, are summed in its order. bfloat16 is
+    summed by tensor cores, and more x by torch's dense product: both in float32 but in an order of
+    their own, and with NaN where w is 0 and x is not finite.
     """
     bit0, bit1 = _words(product.bit0), _words(product.bit1)
     if not product.rows or not product.batch:
@@ -216,12 +221,13 @@ def _dense_integers(
 def _floats(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
     if product.batch >= DENSE_FROM[product.kind]:
         return _dense_floats(product, bit0, bit1)
-    if product.kind is Kind.BFLOAT16 and product.batch > 1 and not product.group:
+    if product.kind is Kind.BFLOAT16 and not product.group:
         return _matmul(product, bit0, bit1, product.x, Kind.BFLOAT16)
     out, x, scale = _empty(product), product.x.float(), product.scale
     blocks = -(-product.rows // FLOAT_ROWS) * product.batch
     _launch(
-        "ternary_multiply_f32", "ternary_multiply_f32", blocks, MATMUL_THREADS, out,
+        "ternary_multiply_f32", "ternary_grouped_f32" if product.group else "ternary_multiply_f32",
+        blocks, FLOAT_THREADS, out,
         *_matrix(product, bit0, bit1), x.data_ptr(), x.shape[1], _address(scale),
         1 if scale is None else scale.shape[1], product.group // LANE_COLUMNS or 1,
         out.data_ptr(),
@@ -260,16 +266,19 @@ def _matmul(
     ordered = torch.empty(
         spans * eights * 8 * SPAN_COLUMNS * item, dtype=torch.uint8, device=x.device
     )
-    sums = torch.zeros(batch, dtype=torch.int32, device=x.device) if kind is Kind.INT8 else None
+    sums = None
+    if kind is Kind.INT8:
+        sums = torch.empty(spans * eights * 8, dtype=torch.int32, device=x.device)
     order = f"ternary_order_{_LETTERS[kind]}"
     blocks = -(-spans * eights * 4 * 32 // ORDER_THREADS)
     taken = (x.data_ptr(), x.shape[1], columns, batch, eights, ordered.data_ptr())
     more = () if sums is None else (sums.data_ptr(),)
     _launch(order, order, blocks, ORDER_THREADS, out, *taken, *more)
-    tiles, width = MATMUL[kind][max(one for one in MATMUL[kind] if one <= _rounded(eights))]
-    blocks = -(-product.rows // (ROWS_OF_TILE * tiles)) * -(-eights // width)
+    way = MATMUL[kind][max(one for one in MATMUL[kind] if one <= _rounded(eights))]
+    tiles, width, row_warps, _ = way
+    blocks = -(-product.rows // (ROWS_OF_TILE * tiles * row_warps)) * -(-eights // width)
     _launch(
-        "ternary_matmul", f"ternary_matmul_{_LETTERS[kind]}_{tiles}_{width}", blocks,
+        "ternary_matmul", "_".join(map(str, ("ternary_matmul", _LETTERS[kind], *way))), blocks,
         MATMUL_THREADS, out,
         *_matrix(product, bit0, bit1), ordered.data_ptr(), eights, batch, _address(sums),
         _address(product.scale), out.data_ptr(), product.out_kind,
@@ -348,14 +357,24 @@ def _launch(
 
     if not blocks:
         return
-    from ..cuda_driver.launch import launch
+    from ..cuda_driver.launch import launch, launch_early
 
     index = like.get_device()
     arguments, taken = _arguments(family)
     arguments.pack(*values)  # type: ignore[arg-type] # a threshold is a float
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(index).cuda_stream
-        launch(_function(index, kernel), blocks, threads, stream, taken)
+        # Tensor cores' kernels await what brings x into order themselves.
+        early = family == "ternary_matmul" and _capability(index) >= EARLY_CAPABILITY
+        put = launch_early if early else launch
+        put(_function(index, kernel), blocks, threads, stream, taken)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(device)
 
 
 _threads = threading.local()  # each thread packs arguments of its own

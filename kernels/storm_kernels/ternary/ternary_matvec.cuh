@@ -50,14 +50,45 @@ __device__ __forceinline__ void add_word(int (&sums)[4], u32 bit0, u32 bit1, uin
     sums[3] = dot4(odd & 0xc0c0c0c0u, high.w, dot4(even & 0xc0c0c0c0u, high.z, sums[3]));
 }
 
-// kLanes threads share a row, each with every kLanes-th unit of 64 columns; kUnroll units are
-// loaded before the first is used. A tile adds at most 256 / kLanes * 2^18 to a sum of 32 bits.
+// The units of a thread that are loaded together, before the first of them is used.
+template <u32 kLanes, u32 kUnroll>
+struct Units {
+    uint2 p[kUnroll], s[kUnroll];
+
+    __device__ __forceinline__ void load(const uint2* row0, const uint2* row1, u32 at, u32 count)
+    {
+#pragma unroll
+        for (u32 i = 0; i < kUnroll; i++) {
+            const u32 unit = at + i * kLanes;
+            p[i] = unit < count ? __ldcs(row0 + unit) : make_uint2(0, 0);
+            s[i] = unit < count ? __ldcs(row1 + unit) : make_uint2(0, 0);
+        }
+    }
+
+    __device__ __forceinline__ void multiply(const TileOfX& tile, u32 at, u32 count,
+                                             int (&sums)[4]) const
+    {
+#pragma unroll
+        for (u32 i = 0; i < kUnroll; i++) {
+            const u32 unit = at + i * kLanes;
+            if (unit >= count)
+                break;
+            add_word(sums, p[i].x, s[i].x, tile.part[0][unit], tile.part[1][unit]);
+            add_word(sums, p[i].y, s[i].y, tile.part[2][unit], tile.part[3][unit]);
+        }
+    }
+};
+
+// kLanes threads share a row, each with every kLanes-th unit of 64 columns. The next kUnroll units
+// are on their way while some are multiplied, and the first while x is brought in. A tile adds at
+// most 256 / kLanes * 2^18 to a sum of 32 bits.
 template <u32 kLanes, u32 kUnroll>
 __device__ __forceinline__ void matvec_i8(const u8* bit0, const u8* bit1, u64 pitch, u64 rows,
                                           u64 columns, const u8* x, const float* scale, void* out,
                                           int out_kind)
 {
     __shared__ TileOfX tile;
+    constexpr u32 kStep = kLanes * kUnroll;
     const u32 lane = threadIdx.x % kLanes;
     const u64 row = (static_cast<u64>(blockIdx.x) * kMatvecThreads + threadIdx.x) / kLanes;
     const u64 mine = row < rows ? row : rows - 1;  // the last block's spare threads read along
@@ -67,24 +98,15 @@ __device__ __forceinline__ void matvec_i8(const u8* bit0, const u8* bit1, u64 pi
     i64 total = 0;
     for (u64 begin = 0; begin < units; begin += kTileUnits) {
         const u32 count = units - begin < kTileUnits ? units - begin : kTileUnits;
+        Units<kLanes, kUnroll> one, two;
+        one.load(row0 + begin, row1 + begin, lane, count);
         load_tile(tile, x, 64 * begin, columns);
         int sums[4] = {0, 0, 0, 0};
-        for (u32 at = lane; at < count; at += kLanes * kUnroll) {
-            uint2 p[kUnroll], s[kUnroll];
-#pragma unroll
-            for (u32 i = 0; i < kUnroll; i++) {
-                const u32 unit = at + i * kLanes;
-                p[i] = unit < count ? __ldcs(row0 + begin + unit) : make_uint2(0, 0);
-                s[i] = unit < count ? __ldcs(row1 + begin + unit) : make_uint2(0, 0);
-            }
-#pragma unroll
-            for (u32 i = 0; i < kUnroll; i++) {
-                const u32 unit = at + i * kLanes;
-                if (unit >= count)
-                    break;
-                add_word(sums, p[i].x, s[i].x, tile.part[0][unit], tile.part[1][unit]);
-                add_word(sums, p[i].y, s[i].y, tile.part[2][unit], tile.part[3][unit]);
-            }
+        for (u32 at = lane; at < count; at += 2 * kStep) {
+            two.load(row0 + begin, row1 + begin, at + kStep, count);
+            one.multiply(tile, at, count, sums);
+            one.load(row0 + begin, row1 + begin, at + 2 * kStep, count);
+            two.multiply(tile, at + kStep, count, sums);
         }
         total += sums[0] + (sums[1] >> 2) + (sums[2] >> 4) + (sums[3] >> 6);
         if (lane == 0)
@@ -105,12 +127,12 @@ __device__ __forceinline__ void matvec_i8(const u8* bit0, const u8* bit1, u64 pi
     {                                                                                              \
         matvec_i8<lanes, unroll>(bit0, bit1, pitch, rows, columns, x, scale, out, out_kind);       \
     }
-MATVEC(4, 4)
+MATVEC(8, 2)
 MATVEC(8, 4)
-MATVEC(8, 8)
+MATVEC(16, 2)
 MATVEC(16, 4)
+MATVEC(32, 2)
 MATVEC(32, 4)
-MATVEC(32, 8)
 
 // One scale for `group` columns: a warp a row, lane by lane a word of 32 columns, whose sum waits in
 // shared memory until its group is whole. Terms are added by one thread, in ascending order.
@@ -161,8 +183,9 @@ extern "C" __global__ void __launch_bounds__(kWarp)
         out[b * rows + row] = total;
 }
 
-// x as planes: eight threads a row, a unit of 64 columns at a time.
-constexpr u32 kPlaneLanes = 8;
+// x as planes: sixteen threads a row, a unit of 64 columns at a time.
+constexpr u32 kPlaneLanes = 16;
+constexpr u32 kPlaneUnroll = 4;
 
 extern "C" __global__ void __launch_bounds__(kMatvecThreads)
     ternary_matvec_planes(const u8* bit0, const u8* bit1, u64 pitch, u64 rows, u64 columns,
@@ -174,11 +197,23 @@ extern "C" __global__ void __launch_bounds__(kMatvecThreads)
     const u64* row0 = reinterpret_cast<const u64*>(bit0 + mine * pitch);
     const u64* row1 = reinterpret_cast<const u64*>(bit1 + mine * pitch);
     i64 total = 0;
-#pragma unroll 4
-    for (u64 unit = lane; unit < (columns + 63) / 64; unit += kPlaneLanes) {
-        const u64 product = row0[unit] & reinterpret_cast<const u64*>(x0)[unit];
-        const u64 negative = product & (row1[unit] ^ reinterpret_cast<const u64*>(x1)[unit]);
-        total += __popcll(product) - 2 * __popcll(negative);
+    const u64 units = (columns + 63) / 64;
+    for (u64 at = lane; at < units; at += kPlaneLanes * kPlaneUnroll) {
+        u64 w0[kPlaneUnroll], w1[kPlaneUnroll], some0[kPlaneUnroll], some1[kPlaneUnroll];
+#pragma unroll
+        for (u32 i = 0; i < kPlaneUnroll; i++) {
+            const u64 unit = at + i * kPlaneLanes;
+            const bool there = unit < units;
+            w0[i] = there ? __ldcs(row0 + unit) : 0;
+            w1[i] = there ? __ldcs(row1 + unit) : 0;
+            some0[i] = there ? __ldg(reinterpret_cast<const u64*>(x0) + unit) : 0;
+            some1[i] = there ? __ldg(reinterpret_cast<const u64*>(x1) + unit) : 0;
+        }
+#pragma unroll
+        for (u32 i = 0; i < kPlaneUnroll; i++) {
+            const u64 product = w0[i] & some0[i], negative = product & (w1[i] ^ some1[i]);
+            total += __popcll(product) - 2 * __popcll(negative);
+        }
     }
 #pragma unroll
     for (u32 step = kPlaneLanes / 2; step; step /= 2)

@@ -33,6 +33,12 @@ __device__ __forceinline__ int dot4(u32 codes, u32 x, int sum)
     return result;
 }
 
+// Word number `i` of four; `i` is a constant where this is expanded.
+__device__ __forceinline__ u32 word_of(uint4 four, u32 i)
+{
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
+
 // 32 bytes of x, turned so that word i holds columns i, 8 + i, 16 + i and 24 + i.
 __device__ __forceinline__ void transpose_x(const u32 (&x)[8], u32 (&turned)[8])
 {
@@ -70,13 +76,35 @@ __device__ __forceinline__ void load_x(const u8* x, u64 first, u64 columns, u32 
     }
 }
 
+// A kernel that lets the next one on the stream begin, and that one, which awaits its end where it
+// needs its results. Both do nothing on devices without it.
+__device__ __forceinline__ void let_next_begin()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void await_previous()
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// A scaled result is a sum of one term: 0 + term, which is +0 where the term is -0.
+__device__ __forceinline__ float scaled(float sum, float scale)
+{
+    return __fadd_rn(0.0f, __fmul_rn(sum, scale));
+}
+
 // Writes one result; `scale` is that of the row where results are floats.
 __device__ __forceinline__ void put_total(void* out, int kind, u64 place, i64 total, float scale)
 {
     if (kind == kInt32)
         static_cast<int*>(out)[place] = static_cast<int>(total);
     else if (kind == kFloat32)
-        static_cast<float*>(out)[place] = __fmul_rn(static_cast<float>(total), scale);
+        static_cast<float*>(out)[place] = scaled(static_cast<float>(total), scale);
     else
         static_cast<i64*>(out)[place] = total;
 }

@@ -118,11 +118,9 @@ def test_float32_keeps_the_order_of_summation(rows, columns, batch):
     scale = rng.random(rows).astype(np.float32)
     expected = matmul(*host, x, scale=scale, backend="numpy")
     same(matmul(*planes, on_device(x), scale=on_device(scale)), expected)
-    narrow = torch.from_numpy(x[0]).bfloat16()
-    same(matvec(*planes, narrow.cuda()), matvec(*host, narrow.float().numpy(), backend="numpy"))
 
 
-@pytest.mark.parametrize("batch", [2, 8, 33, 64, 200])
+@pytest.mark.parametrize("batch", [1, 2, 8, 33, 64, 200])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_tensor_cores_stay_within_what_any_order_allows(rows, columns, batch):
     """A sum of n floats differs from the exact one by at most n * 2^-23 of the sum of sizes.

@@ -90,7 +90,8 @@ static inline uint64_t load_word(const uint8_t *bytes, uint64_t count)
     return word;
 }
 
-/* Writes a row's result in the kind that was asked for, without scales. */
+/* Writes a row's result in the kind that was asked for. A scaled one is a sum of one term: 0 + term,
+ * which is +0 where the term is -0. */
 static inline void put_total(const struct storm_ternary_product *asked, uint64_t row, uint64_t b,
                              int64_t total)
 {
@@ -100,7 +101,7 @@ static inline void put_total(const struct storm_ternary_product *asked, uint64_t
     else if (asked->out_kind == STORM_TERNARY_INT64)
         ((int64_t *)asked->out)[place] = total;
     else
-        ((float *)asked->out)[place] = (float)total * asked->scale[row];
+        ((float *)asked->out)[place] = 0.0f + (float)total * asked->scale[row];
 }
 
 #endif
