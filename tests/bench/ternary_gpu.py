@@ -1,9 +1,9 @@
 """Ternary products on a GPU beside torch's bfloat16, from memory that no cache holds.
 
-    PYTHONPATH=kernels:tests python tests/bench/ternary_gpu.py --json FILE [--variants]
+    PYTHONPATH=kernels:tests python tests/bench/ternary_gpu.py --json FILE
 
 Each figure is the median over replays of a CUDA graph that goes through as many copies of w as
-exceed the second-level cache, so host time is not in it. `--variants` times every launch variant.
+exceed the second-level cache, so host time is not in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,12 +22,6 @@ from storm_kernels.ternary.planes import Kind
 
 SHAPES = [(2048, 2048), (8192, 8192), (13824, 2560), (16384, 16384)]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-WAYS = {
-    8: ((1, 1, 1, 8), (1, 1, 2, 4)),
-    16: ((1, 2, 1, 8), (1, 2, 2, 4), (1, 2, 4, 2)),
-    32: ((1, 4, 2, 4), (1, 4, 4, 2)),
-    64: ((1, 8, 2, 4), (1, 8, 4, 2), (2, 8, 2, 4), (2, 8, 4, 2)),
-}
 COLD_BYTES = 192 << 20
 REPLAYS = 15
 NEVER = 1 << 30
@@ -106,25 +99,6 @@ def rows_of(rows: int, columns: int) -> list[dict[str, object]]:
     return found
 
 
-def variants() -> None:
-    for rows, columns in ((13824, 2560), (16384, 16384), (2048, 2048)):
-        w = planes(rows, columns)
-        x = operand(1, columns, "int8")
-        usual = cuda.MATVEC
-        for one in ((8, 2), (8, 4), (16, 2), (16, 4), (32, 2), (32, 4)):
-            cuda.MATVEC = one
-            print("matvec", rows, columns, one, timed(lambda i: w[i].matmul(x), len(w)), flush=True)
-        cuda.MATVEC = usual
-        for batch, kind in product((8, 16, 32, 64), (Kind.INT8, Kind.BFLOAT16)):
-            x = operand(batch, columns, kind.name.lower())
-            before = cuda.MATMUL[kind]
-            for one in WAYS[batch]:
-                cuda.MATMUL[kind] = {1: one}
-                took = timed(lambda i: w[i].matmul(x), len(w))
-                print("matmul", rows, columns, batch, kind.name, one, took, flush=True)
-            cuda.MATMUL[kind] = before
-
-
 def others() -> dict[str, float]:
     """Return encode, decode and dot of 2^26 values, in microseconds."""
     values = torch.randint(-1, 2, (1, 1 << 26), dtype=torch.int8).cuda()
@@ -140,10 +114,7 @@ def others() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--variants", action="store_true")
     args = parser.parse_args()
-    if args.variants:
-        variants()
     figures = {"others_us": others(), "microseconds": [r for s in SHAPES for r in rows_of(*s)]}
     if args.json:
         about = {

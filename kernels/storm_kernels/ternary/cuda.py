@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["decode", "dot", "encode", "multiply", "probe"]
 
 MATVEC_THREADS: Final = 256  # kMatvecThreads
+MATVEC_LANES: Final = 8  # kMatvecLanes
 VALUES_THREADS: Final = 256  # kValuesThreads
 DOT_THREADS: Final = 256
 DOT_BLOCKS: Final = 1024
@@ -38,17 +39,14 @@ FLOAT_THREADS: Final = 128  # kFloatWarps warps
 FLOAT_ROWS: Final = 16  # kFloatWarps * kFloatRows: of a block
 ROWS_OF_TILE: Final = 16
 
-MATVEC: Final = (8, 4)
-"""Threads that share a row, and units that each loads at once."""
-
 MATMUL: Final = {
-    Kind.INT8: {1: (1, 1, 2, 4), 2: (1, 2, 2, 4), 4: (1, 4, 4, 2), 8: (1, 8, 4, 2)},
-    Kind.BFLOAT16: {1: (1, 1, 2, 4), 2: (1, 2, 2, 4), 4: (1, 4, 4, 2), 8: (1, 8, 4, 2)},
+    Kind.INT8: {1: (1, 1, 1, 8), 2: (1, 2, 1, 8), 4: (2, 4, 2, 4)},
+    Kind.BFLOAT16: {1: (1, 1, 1, 8), 2: (1, 2, 1, 8), 4: (1, 4, 2, 4)},
 }
-"""Tiles of 16 rows and eights of x of a warp, warps with rows of their own, and warps that share
-rows, by the least eights that they are meant for."""
+"""By the eights of x that a warp takes: its tiles of 16 rows, its eights, and how many warps of a
+block have rows of their own and how many share rows. ternary_matmul.cuh has these."""
 
-DENSE_FROM: Final = {Kind.INT8: 257, Kind.BFLOAT16: 129, Kind.FLOAT32: 9}
+DENSE_FROM: Final = {Kind.INT8: 97, Kind.BFLOAT16: 97, Kind.FLOAT32: 17}
 """x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured")."""
 
 EARLY_CAPABILITY: Final = (9, 0)
@@ -166,11 +164,11 @@ def _integers(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch
 def _matvecs(
     product: Product, bit0: torch.Tensor, bit1: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    out, (lanes, unroll) = _empty(product), MATVEC
-    blocks = -(-product.rows * lanes // MATVEC_THREADS)
+    out = _empty(product)
+    blocks = -(-product.rows * MATVEC_LANES // MATVEC_THREADS)
     for b in range(product.batch):
         _launch(
-            "ternary_matvec_i8", f"ternary_matvec_i8_{lanes}_{unroll}", blocks, MATVEC_THREADS, out,
+            "ternary_matvec_i8", "ternary_matvec_i8", blocks, MATVEC_THREADS, out,
             *_matrix(product, bit0, bit1), x[b].data_ptr(), _address(product.scale),
             out[b].data_ptr(), product.out_kind,
         )  # fmt: skip
@@ -261,7 +259,9 @@ def _matmul(
     import torch
 
     out, columns, batch = _empty(product), product.columns, product.batch
-    spans, eights = -(-columns // SPAN_COLUMNS), -(-batch // 8)
+    ways = MATMUL[kind]
+    tiles, width, row_warps, splits = ways[min(_rounded(-(-batch // 8)), max(ways))]
+    spans, eights = -(-columns // SPAN_COLUMNS), -(-batch // (8 * width)) * width
     item = 1 if kind is Kind.INT8 else 2
     ordered = torch.empty(
         spans * eights * 8 * SPAN_COLUMNS * item, dtype=torch.uint8, device=x.device
@@ -274,11 +274,10 @@ def _matmul(
     taken = (x.data_ptr(), x.shape[1], columns, batch, eights, ordered.data_ptr())
     more = () if sums is None else (sums.data_ptr(),)
     _launch(order, order, blocks, ORDER_THREADS, out, *taken, *more)
-    way = MATMUL[kind][max(one for one in MATMUL[kind] if one <= _rounded(eights))]
-    tiles, width, row_warps, _ = way
-    blocks = -(-product.rows // (ROWS_OF_TILE * tiles * row_warps)) * -(-eights // width)
     _launch(
-        "ternary_matmul", "_".join(map(str, ("ternary_matmul", _LETTERS[kind], *way))), blocks,
+        "ternary_matmul",
+        f"ternary_matmul_{_LETTERS[kind]}_{tiles}_{width}_{row_warps}_{splits}",
+        -(-product.rows // (ROWS_OF_TILE * tiles * row_warps)) * (eights // width),
         MATMUL_THREADS, out,
         *_matrix(product, bit0, bit1), ordered.data_ptr(), eights, batch, _address(sums),
         _address(product.scale), out.data_ptr(), product.out_kind,

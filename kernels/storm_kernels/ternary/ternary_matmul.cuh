@@ -3,7 +3,8 @@
 // A warp has 16 rows of w (times kTiles) and up to 64 x. Of a matrix instruction thread t of four
 // holds the same columns of w and of x, so their order within a row is free: thread t takes the
 // 16 bytes of planes number t of a span of 512 columns as they lie in memory. x is brought into the
-// order of the instructions' registers once, by the kernels with "order" in their names. Of a
+// order of the instructions' registers once, by the kernels with "order" in their names, with zeros
+// up to as many x as the warps of a block take. Of a
 // block's warps kRowWarps have rows side by side, and read the same x out of the first-level cache
 // (else reading x from the second level is what takes the time); kSplits of them share rows and
 // take spans in turn, and their sums meet in shared memory.
@@ -154,6 +155,7 @@ __device__ __forceinline__ void matmul(const u8* bit0, const u8* bit1, u64 pitch
                                        int out_kind)
 {
     constexpr u32 kRows = 16 * kTiles * kRowWarps, kThreads = kRowWarps * kSplits * kWarp;
+    constexpr u32 kSteps = 4 * Math::kParts;  // of a span
     __shared__ typename Math::Sum meeting[kSplits][8][kRows + 4];
     __shared__ int x_total[8 * kEights];
     const u32 lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, g = lane / 4, t = lane % 4;
@@ -181,41 +183,46 @@ __device__ __forceinline__ void matmul(const u8* bit0, const u8* bit1, u64 pitch
         for (u32 i = 0; i < 2 * kTiles; i++)
             p[i] = next0[i], s[i] = next1[i];
         fetch(span + kSplits);
-        const uint4* x = ordered + (span * eights + first_eight) * (4 * Math::kParts * kWarp) + lane;
+        const uint4* x = ordered + (span * eights + first_eight) * (kSteps * kWarp) + lane;
+        // x of the next step is on its way while one step is multiplied: a load takes as long as
+        // all of a step's products.
+        uint4 now[kEights], later[kEights];
 #pragma unroll
-        for (u32 q = 0; q < 4; q++) {
+        for (u32 n = 0; n < kEights; n++)
+            now[n] = x[n * kSteps * kWarp];
 #pragma unroll
-            for (u32 part = 0; part < Math::kParts; part++) {
-                u32 a[2 * kTiles][4];
+        for (u32 step = 0; step < kSteps; step++) {
+            if (step + 1 < kSteps)
 #pragma unroll
-                for (u32 i = 0; i < 2 * kTiles; i++)
-                    Math::expand(word_of(p[i], q), word_of(s[i], q), part, a[i]);
+                for (u32 n = 0; n < kEights; n++)
+                    later[n] = x[(n * kSteps + step + 1) * kWarp];
+            u32 a[2 * kTiles][4];
 #pragma unroll
-                for (u32 n = 0; n < kEights; n++) {
-                    if (first_eight + n >= eights)
-                        break;
-                    const uint4 b = x[((n * 4 + q) * Math::kParts + part) * kWarp];
+            for (u32 i = 0; i < 2 * kTiles; i++)
+                Math::expand(word_of(p[i], step / Math::kParts), word_of(s[i], step / Math::kParts),
+                             step % Math::kParts, a[i]);
 #pragma unroll
-                    for (u32 m = 0; m < kTiles; m++) {
-                        Math::multiply(sums[m][n], a[2 * m][0], a[2 * m + 1][0], a[2 * m][1],
-                                       a[2 * m + 1][1], b.x, b.y);
-                        Math::multiply(sums[m][n], a[2 * m][2], a[2 * m + 1][2], a[2 * m][3],
-                                       a[2 * m + 1][3], b.z, b.w);
-                    }
+            for (u32 n = 0; n < kEights; n++)
+#pragma unroll
+                for (u32 m = 0; m < kTiles; m++) {
+                    Math::multiply(sums[m][n], a[2 * m][0], a[2 * m + 1][0], a[2 * m][1],
+                                   a[2 * m + 1][1], now[n].x, now[n].y);
+                    Math::multiply(sums[m][n], a[2 * m][2], a[2 * m + 1][2], a[2 * m][3],
+                                   a[2 * m + 1][3], now[n].z, now[n].w);
                 }
-            }
+#pragma unroll
+            for (u32 n = 0; n < kEights; n++)
+                now[n] = later[n];
         }
     }
     if (sums_of_x)
         for (u32 i = threadIdx.x; i < 8 * kEights; i += kThreads) {
             x_total[i] = 0;
-            for (u64 span = 0; span < spans && first_eight + i / 8 < eights; span++)
+            for (u64 span = 0; span < spans; span++)
                 x_total[i] += sums_of_x[(span * eights + first_eight) * 8 + i];
         }
 #pragma unroll
     for (u32 n = 0; n < kEights; n++) {
-        if (first_eight + n >= eights)
-            break;
         __syncthreads();
 #pragma unroll
         for (u32 m = 0; m < kTiles; m++)
@@ -255,17 +262,9 @@ __device__ __forceinline__ void matmul(const u8* bit0, const u8* bit1, u64 pitch
                                                        eight_count, batch, sums_of_x, scale, out,  \
                                                        out_kind);                                  \
     }
-#define MATMULS(name, math)                                                                        \
-    MATMUL(name, math, 1, 1, 1, 8)                                                                 \
-    MATMUL(name, math, 1, 1, 2, 4)                                                                 \
-    MATMUL(name, math, 1, 2, 1, 8)                                                                 \
-    MATMUL(name, math, 1, 2, 2, 4)                                                                 \
-    MATMUL(name, math, 1, 2, 4, 2)                                                                 \
-    MATMUL(name, math, 1, 4, 2, 4)                                                                 \
-    MATMUL(name, math, 1, 4, 4, 2)                                                                 \
-    MATMUL(name, math, 1, 8, 2, 4)                                                                 \
-    MATMUL(name, math, 1, 8, 4, 2)                                                                 \
-    MATMUL(name, math, 2, 8, 2, 4)                                                                 \
-    MATMUL(name, math, 2, 8, 4, 2)
-MATMULS(i8, Int8)
-MATMULS(bf16, Bfloat16)
+MATMUL(i8, Int8, 1, 1, 1, 8)
+MATMUL(i8, Int8, 1, 2, 1, 8)
+MATMUL(i8, Int8, 2, 4, 2, 4)
+MATMUL(bf16, Bfloat16, 1, 1, 1, 8)
+MATMUL(bf16, Bfloat16, 1, 2, 1, 8)
+MATMUL(bf16, Bfloat16, 1, 4, 2, 4)

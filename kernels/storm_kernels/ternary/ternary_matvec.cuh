@@ -4,6 +4,7 @@
 #include "ternary_planes.cuh"
 
 constexpr u32 kMatvecThreads = 256;
+constexpr u32 kMatvecLanes = 8;
 constexpr u32 kTileUnits = 256;  // of 64 columns: x of a tile takes 16 KiB of shared memory
 
 // x of a tile, turned. Part p of a unit is its words 4 p to 4 p + 3, so that neighbouring threads,
@@ -119,20 +120,12 @@ __device__ __forceinline__ void matvec_i8(const u8* bit0, const u8* bit1, u64 pi
         put_total(out, out_kind, row, total, scale ? scale[row] : 1.0f);
 }
 
-#define MATVEC(lanes, unroll)                                                                      \
-    extern "C" __global__ void __launch_bounds__(kMatvecThreads)                                   \
-        ternary_matvec_i8_##lanes##_##unroll(const u8* bit0, const u8* bit1, u64 pitch, u64 rows,  \
-                                             u64 columns, const u8* x, const float* scale,         \
-                                             void* out, int out_kind)                              \
-    {                                                                                              \
-        matvec_i8<lanes, unroll>(bit0, bit1, pitch, rows, columns, x, scale, out, out_kind);       \
-    }
-MATVEC(8, 2)
-MATVEC(8, 4)
-MATVEC(16, 2)
-MATVEC(16, 4)
-MATVEC(32, 2)
-MATVEC(32, 4)
+extern "C" __global__ void __launch_bounds__(kMatvecThreads)
+    ternary_matvec_i8(const u8* bit0, const u8* bit1, u64 pitch, u64 rows, u64 columns, const u8* x,
+                      const float* scale, void* out, int out_kind)
+{
+    matvec_i8<kMatvecLanes, 2>(bit0, bit1, pitch, rows, columns, x, scale, out, out_kind);
+}
 
 // One scale for `group` columns: a warp a row, lane by lane a word of 32 columns, whose sum waits in
 // shared memory until its group is whole. Terms are added by one thread, in ascending order.

@@ -7,6 +7,9 @@
 #include "../../cpu/parallel.h"
 #include "kernels.h"
 
+/* x as planes from which on decoding them pays: a row of w is then read once for several x. */
+#define DECODED_PLANES 4
+
 /* Products of a thread that are worth starting it: some hundred microseconds. */
 #define THREAD_PRODUCTS (UINT64_C(1) << 24)
 
@@ -265,7 +268,7 @@ static void prepare_floats(struct prepared *prepared)
     }
 }
 
-/* Planes with a scale for each group are multiplied as int8: the integers are the same. */
+/* Several x as planes, or a scale for each group, are multiplied as int8: the integers are the same. */
 static int prepare_planes(struct prepared *prepared, const struct ternary_kernels *kernels)
 {
     struct storm_ternary_product narrow = *prepared->product.asked;
@@ -334,6 +337,12 @@ static int multiply_planes(const struct ternary_kernels *kernels,
     return outcome;
 }
 
+static int stays_planes(const struct product *product)
+{
+    return product->asked->x_kind == STORM_TERNARY_PLANES && product->groups == 1 &&
+           product->asked->batch < DECODED_PLANES;
+}
+
 struct share {
     const struct ternary_kernels *kernels;
     const struct product *product;
@@ -346,7 +355,7 @@ static void multiply_share(void *item)
     struct share *share = item;
     const struct storm_ternary_product *asked = share->product->asked;
     int32_t *lanes = NULL;
-    if (asked->x_kind == STORM_TERNARY_PLANES && share->product->groups == 1) {
+    if (stays_planes(share->product)) {
         share->outcome = multiply_planes(share->kernels, asked, share->first, share->end);
         return;
     }
@@ -408,7 +417,7 @@ int storm_ternary_multiply(const struct storm_ternary_product *asked)
                     .groups = group ? (asked->columns + group - 1) / group : 1,
                     .group_columns = group ? group : up(asked->columns, LANE_COLUMNS)}};
     int outcome = STORM_OK;
-    if (asked->x_kind != STORM_TERNARY_PLANES || prepared.product.groups > 1)
+    if (!stays_planes(&prepared.product))
         outcome = prepare(&prepared, kernels);
     if (outcome == STORM_OK)
         outcome = multiply_rows(kernels, &prepared.product);
