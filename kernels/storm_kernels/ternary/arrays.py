@@ -105,7 +105,7 @@ def floats_of(values: Array, backend: str, like: Array) -> Array:
         return torch.as_tensor(values, dtype=torch.float32, device=like.device).contiguous()
     if is_tensor(values):
         values = values.detach().cpu().float().numpy()
-    return np.ascontiguousarray(values, dtype=np.float32)
+    return np.asarray(values, dtype=np.float32, order="C")
 
 
 def as_given(result: NDArray[Any] | Array, like: Array) -> Array:

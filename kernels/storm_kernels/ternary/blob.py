@@ -39,21 +39,21 @@ _CHECK: Final = struct.Struct("<I")
 
 @dataclass(frozen=True)
 class Parts:
-    """What the bytes hold; `scale` is empty where there are none."""
+    """What the bytes hold; `scale` is None where there are none."""
 
     form: int
     shape: Shape
     group: int
-    scale: memoryview | bytes
+    scale: memoryview | bytes | None
     payload: memoryview | bytes
 
 
 def join(parts: Parts) -> bytes:
     """Return the bytes of a tensor."""
-    flags = HAS_SCALE if len(parts.scale) else 0
+    flags = 0 if parts.scale is None else HAS_SCALE
     head = _HEAD.pack(MAGIC, VERSION, parts.form, len(parts.shape), flags, parts.group)
     shape = struct.pack(f"<{len(parts.shape)}Q", *parts.shape)
-    body = b"".join((head, shape, parts.scale, parts.payload))
+    body = b"".join((head, shape, parts.scale or b"", parts.payload))
     return body + _CHECK.pack(zlib.crc32(body))
 
 
@@ -76,7 +76,8 @@ def split(data: bytes | bytearray | memoryview) -> Parts:
         raise CorruptBlob(f"the {len(view)} bytes do not match their checksum")
     begin = _HEAD.size + 8 * dimensions
     fits = 1 <= dimensions <= MAX_DIMENSIONS and begin + _CHECK.size <= len(view)
-    if not fits or form > PACKED or flags > HAS_SCALE or group % LANE_COLUMNS:
+    lies = form > PACKED or flags > HAS_SCALE or group % LANE_COLUMNS or (group and not flags)
+    if not fits or lies:
         raise CorruptBlob(
             f"the header contradicts itself: form {form}, {dimensions} dimensions, flags {flags}, "
             f"group {group}, {len(view)} bytes"
@@ -87,7 +88,7 @@ def split(data: bytes | bytearray | memoryview) -> Parts:
     if begin + scales + payload + _CHECK.size != len(view):
         raise CorruptBlob(f"shape {shape} takes another number of bytes than {len(view)}")
     body = view[begin : -_CHECK.size]
-    return Parts(form, shape, group, body[:scales], body[scales:])
+    return Parts(form, shape, group, body[:scales] if flags else None, body[scales:])
 
 
 def payload_bytes(shape: Shape, form: int) -> int:

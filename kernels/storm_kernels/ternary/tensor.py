@@ -169,7 +169,7 @@ class TernaryTensor:
         `packed` and a pair of bits stands for no value.
         """
         host = self.numpy()
-        scale = b"" if host.scale is None else host.scale.tobytes()
+        scale = None if host.scale is None else host.scale.tobytes()
         payload = b"".join((host.bit0.tobytes(), host.bit1.tobytes()))
         if packed:
             payload = _packed(host).tobytes()
@@ -188,7 +188,7 @@ class TernaryTensor:
         rows, columns = math.prod(parts.shape[:-1]), parts.shape[-1]
         group = parts.group or None
         scale = None
-        if len(parts.scale):
+        if parts.scale is not None:
             flat = np.frombuffer(bytes(parts.scale), "<f4")
             scale = flat.reshape(rows, group_count(columns, parts.group))
         payload = np.frombuffer(parts.payload, np.uint8)

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 __all__ = ["SimpleRotorNet"]
 
 THRESHOLD: Final = 0.5
+
+_DAMAGE: Final = (ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile)
+"""What a damaged archive makes its readers raise."""
+
 _VECTORS: Final = ("mean", "size", "gain1", "shift1", "gain2", "shift2")
 
 
@@ -77,11 +81,10 @@ class SimpleRotorNet:
 
         def product(w: TernaryTensor, one: Array) -> Array:
             planes = encode(one, THRESHOLD, backend=backend)
-            return matmul(*w.planes, planes, threads=threads, backend=backend)
+            total = matmul(*w.planes, planes, threads=threads, backend=backend)
+            return total.float() if is_tensor(total) else total.astype(np.float32)
 
         hidden = product(w1, (values - mean) / size) * gain1 + shift1
-        if not is_tensor(hidden):
-            hidden = hidden.astype(np.float32, copy=False)
         return product(w2, hidden) * gain2 + shift2
 
     __call__ = forward
@@ -128,7 +131,7 @@ class SimpleRotorNet:
         try:
             with np.load(path, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in ("w1", "w2", *_VECTORS)}
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except _DAMAGE as error:
             raise CorruptBlob(f"{path} holds no network: {error}") from error
         w1 = TernaryTensor.from_bytes(arrays["w1"].tobytes())
         w2 = TernaryTensor.from_bytes(arrays["w2"].tobytes())
