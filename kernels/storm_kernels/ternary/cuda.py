@@ -46,7 +46,7 @@ MATMUL: Final = {
 """By the eights of x that a warp takes: its tiles of 16 rows, its eights, and how many warps of a
 block have rows of their own and how many share rows. ternary_matmul.cuh has these."""
 
-DENSE_FROM: Final = {Kind.INT8: 97, Kind.BFLOAT16: 97, Kind.FLOAT32: 17}
+DENSE_FROM: Final = {Kind.INT8: 129, Kind.BFLOAT16: 129, Kind.FLOAT32: 17}
 """x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured")."""
 
 EARLY_CAPABILITY: Final = (9, 0)

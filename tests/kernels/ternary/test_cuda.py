@@ -211,3 +211,28 @@ def test_nothing_beside_the_output_is_written():
         x = torch.randint(-128, 128, (batch, 100), dtype=torch.int8, device="cuda")
         same(matmul(*planes, x), x.cpu().numpy().astype(np.int32) @ w.T.astype(np.int32))
     assert all(bool((guard == 77).all()) for guard in guards)
+
+
+def test_layers_compute_on_the_device():
+    from storm_kernels.ternary.nn import SimpleRotorNet, TernaryLinear
+
+    linear = torch.nn.Linear(200, 70)
+    x = torch.randn(5, 200)
+    for activations in ("float", "int8", "ternary"):
+        layer = TernaryLinear.from_linear(linear, activations=activations)
+        expected = layer(x)
+        found = layer.cuda()(x.cuda())
+        assert found.is_cuda
+        assert torch.allclose(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+    net = SimpleRotorNet(64, 32, 10)
+    same(net(x[:, :64].cuda()), net(x[:, :64].numpy()))
+
+
+def test_layers_train_on_the_device():
+    from storm_kernels.ternary.nn import TernaryLinear
+
+    layer = TernaryLinear(64, 8, activations="ternary", device="cuda")
+    x = torch.randn(16, 64, device="cuda", requires_grad=True)
+    layer(x).square().sum().backward()
+    assert bool(layer.weight.grad.abs().sum() > 0)
+    assert bool(x.grad.abs().sum() > 0)

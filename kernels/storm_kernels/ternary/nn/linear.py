@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError
+from ..planes import group_count, row_bytes
 from ..tensor import TernaryTensor
 from .rounding import TernaryProduct, rounded_rows, rounded_signs
 
@@ -83,6 +84,30 @@ class TernaryLinear(nn.Module):
         layer.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().clone())
         layer._keep(TernaryTensor.from_float(linear.weight, threshold, group=group))
         return layer.train(linear.training)
+
+    @classmethod
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activations: Activations = "float",
+        group: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> TernaryLinear:
+        """Return a frozen layer whose weights are yet to be loaded, as from a state dict."""
+        layer = cls(
+            in_features, out_features, bias, activations=activations, group=group, device="meta"
+        )
+        shape = out_features, row_bytes(in_features)
+        layer.weight = None
+        layer.bit0 = torch.zeros(shape, dtype=torch.uint8, device=device)
+        layer.bit1 = torch.zeros(shape, dtype=torch.uint8, device=device)
+        layer.scale = torch.zeros(out_features, group_count(in_features, group or 0), device=device)
+        if bias:
+            layer.bias = nn.Parameter(torch.zeros(out_features, device=device))
+        return layer
 
     @property
     def frozen(self) -> bool:
