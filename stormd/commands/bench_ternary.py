@@ -207,12 +207,12 @@ def _timed(peers: _Peers, rounds: int) -> dict[str, dict[str, float]]:
             continue  # torch without that product on this processor
         cold[name], warm[name] = [], []
     for _ in range(rounds):
-        for name in cold:
-            cold[name].append(_seconds(peers[name]))
+        for name, times in cold.items():
+            times.append(_seconds(peers[name]))
             warm[name] += [_seconds(peers[name]) for _ in range(_WARM_CALLS)]
     return {
-        name: {"median": median(warm[name]), "best": min(warm[name]), "cold": median(cold[name])}
-        for name in cold
+        name: {"median": median(warm[name]), "best": min(warm[name]), "cold": median(times)}
+        for name, times in cold.items()
     }
 
 
