@@ -330,6 +330,8 @@ def _operand(
     x: Array | tuple[Array, Array] | TernaryTensor, backend: str, w_bytes: int
 ) -> tuple[Array, Array | None, Kind, int, Shape]:
     """Return x as (batch, columns) or planes, its bit1, kind, columns and leading dimensions."""
+    if type(x) is np.ndarray:
+        return _values_operand(x, backend)
     from .tensor import TernaryTensor
 
     if isinstance(x, TernaryTensor):
@@ -344,7 +346,10 @@ def _operand(
         if bit0.shape[-1] != w_bytes:
             raise UsageError(f"rows of w have {w_bytes} bytes, those of x {bit0.shape[-1]}")
         return _rows(bit0), _rows(bit1), Kind.PLANES, 8 * w_bytes, tuple(bit0.shape[:-1])
-    array = x if is_tensor(x) else np.asarray(x)
+    return _values_operand(x if is_tensor(x) else np.asarray(x), backend)
+
+
+def _values_operand(array: Array, backend: str) -> tuple[Array, None, Kind, int, Shape]:
     kind = kind_of(array)
     if kind is None or array.ndim < 1:
         raise UsageError(
