@@ -32,6 +32,7 @@ MAGIC: Final = b"STRN"
 VERSION: Final = 1
 HAS_SCALE: Final = 1
 MAX_DIMENSIONS: Final = 64
+MAX_VALUES: Final = 1 << 48  # an empty tensor's other dimensions count too: NumPy checks them
 
 _HEAD: Final = struct.Struct("<4sBBBBQ")
 _CHECK: Final = struct.Struct("<I")
@@ -83,6 +84,8 @@ def split(data: bytes | bytearray | memoryview) -> Parts:
             f"group {group}, {len(view)} bytes"
         )
     shape = struct.unpack_from(f"<{dimensions}Q", view, _HEAD.size)
+    if math.prod(max(1, one) for one in shape) > MAX_VALUES:
+        raise CorruptBlob(f"shape {shape} is larger than any tensor")
     scales = 4 * math.prod(shape[:-1]) * group_count(shape[-1], group) if flags else 0
     payload = payload_bytes(shape, form)
     if begin + scales + payload + _CHECK.size != len(view):

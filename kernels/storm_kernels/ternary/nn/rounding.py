@@ -51,7 +51,9 @@ class TernaryProduct(torch.autograd.Function):
         signs, x_scale = rounded_signs(x)
         w_signs, w_scale = rounded_rows(weight, group)
         w = _scaled(w_signs, w_scale, group).to(x.dtype)
-        ctx.save_for_backward(*encode(signs), x_scale, weight)
+        # In memory of torch's own: what shares NumPy's may change unseen, and offload leaves it be.
+        bit0, bit1 = (plane.clone() for plane in encode(signs))
+        ctx.save_for_backward(bit0, bit1, x_scale, weight)
         ctx.group = group
         return (signs.to(x.dtype) @ w.T) * x_scale.to(x.dtype)
 
