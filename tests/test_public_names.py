@@ -7,7 +7,8 @@ import inspect
 import storm_client
 import storm_kernels
 from storm_client import OffloadStats, errors
-from storm_kernels import ancf
+from storm_kernels import ancf, ternary
+from storm_kernels.ternary import nn as ternary_nn
 
 import stormd
 import stormd.protocol
@@ -75,8 +76,24 @@ def test_the_codec_offers_what_is_promised() -> None:
     assert set(storm_kernels.backends()) == {"cuda", "cpu", "numpy"}
 
 
+def test_ternary_tensors_offer_what_is_promised() -> None:
+    assert list(_parameters(ternary.encode))[:2] == ["values", "threshold"]
+    assert list(_parameters(ternary.dot))[:4] == ["a0", "a1", "b0", "b1"]
+    assert list(_parameters(ternary.matvec))[:3] == ["w0", "w1", "x"]
+    assert list(_parameters(ternary.matmul))[:3] == ["w0", "w1", "x"]
+    promised = {"planes", "nbytes", "to_bytes", "from_bytes", "from_float"}
+    assert promised <= set(dir(ternary.TernaryTensor))
+    fields = ternary.TernaryTensor.__dataclass_fields__
+    assert {"bit0", "bit1", "shape", "scale"} <= set(fields)
+    for name in ("SimpleRotorNet", "TernaryLinear", "convert"):
+        assert name in ternary_nn.__all__
+    for name in ("forward", "train", "save", "load"):
+        assert hasattr(ternary_nn.SimpleRotorNet, name)
+    assert list(_parameters(ternary_nn.SimpleRotorNet))[:3] == ["inputs", "hidden", "outputs"]
+
+
 def test_all_names_that_are_exported_exist() -> None:
-    for module in (storm_client, storm_kernels, ancf, stormd.protocol):
+    for module in (storm_client, storm_kernels, ancf, ternary, stormd.protocol):
         assert len(set(module.__all__)) == len(module.__all__)
         for name in module.__all__:
             assert hasattr(module, name), f"{module.__name__}.{name}"

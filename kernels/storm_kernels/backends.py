@@ -11,7 +11,7 @@ import os
 from .errors import BackendUnavailable
 from .registry import BACKENDS, BackendInfo, BackendName, probe
 
-__all__ = ["SETTING", "BackendInfo", "BackendName", "backends", "resolve"]
+__all__ = ["SETTING", "BackendInfo", "BackendName", "backends", "resolve", "setting"]
 
 SETTING = "STORM_KERNELS_BACKEND"
 
@@ -26,6 +26,11 @@ def backends(operation: str = "ancf") -> dict[str, BackendInfo]:
     return {name: probe(operation, name) for name in BACKENDS}
 
 
+def setting() -> str:
+    """Return what "auto" stands for: a backend's name, or "auto" where nobody says."""
+    return os.environ.get(SETTING, "auto")
+
+
 def resolve(asked: str, device_type: str, operation: str = "ancf") -> BackendName:
     """Return the backend for data on a device of `device_type` ("cpu" or "cuda").
 
@@ -33,7 +38,7 @@ def resolve(asked: str, device_type: str, operation: str = "ancf") -> BackendNam
     works. Raises UsageError for an unknown name and BackendUnavailable for one that is missing.
     """
     if asked == "auto":
-        asked = os.environ.get(SETTING, "auto")
+        asked = setting()
     if asked == "auto":
         order = _ORDER.get(device_type, _ORDER["cpu"])
         return next(name for name in order if probe(operation, name).available)

@@ -1,8 +1,8 @@
 """Which module implements an operation on a backend, and whether that works on this machine.
 
-Operations such as `ancf` and `scan` stand beside each other here, each with up to three backends:
-"cuda", "cpu" and "numpy", the reference, which is always there. A module that implements one of
-the first two has `probe() -> (available, detail)`. Nothing is loaded before it is asked for.
+Operations such as `ancf`, `scan` and `ternary` stand beside each other here, each with up to three
+backends: "cuda", "cpu" and "numpy", the reference, which is always there. A module that implements
+one of the first two has `probe() -> (available, detail)`. Nothing is loaded before it is asked for.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ _MODULES: Final[dict[str, dict[BackendName, str]]] = {
         "cuda": "storm_kernels.scan.cuda",
         "cpu": "storm_kernels.scan.cpu",
         "numpy": "storm_kernels.scan.reference",
+    },
+    "ternary": {
+        "cuda": "storm_kernels.ternary.cuda",
+        "cpu": "storm_kernels.ternary.cpu",
+        "numpy": "storm_kernels.ternary.reference",
     },
 }
 

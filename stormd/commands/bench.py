@@ -18,6 +18,11 @@ from stormd.child_daemon import ChildDaemon, tail
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
 from stormd.commands.bench_scan import add_scan_arguments, measure_scan, print_scan
+from stormd.commands.bench_ternary import (
+    add_ternary_arguments,
+    measure_ternary,
+    print_ternary,
+)
 from stormd.commands.bench_train import add_train_arguments, measure_train, print_train
 from stormd.commands.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
@@ -26,7 +31,7 @@ from stormd.sizes import format_size, parse_size
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure this machine: the way through the daemon, the codec, scans, a training step"
+HELP = "measure this machine: the daemon, the codec, scans, ternary products, a training step"
 
 _SECONDS: Final = 300.0
 
@@ -61,13 +66,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensors", action="store_true", help="tell of each captured tensor what each mode reaches"
     )
     codec.add_argument("--image", metavar="FILE", help="draw captured tensors' ratios (PNG, SVG)")
+    text = "ternary products beside NumPy, torch and bitblas, and what a model takes in memory"
+    ternary = benchmarks.add_parser("ternary", help=text, description=text)
+    add_ternary_arguments(ternary)
     text = "a training step's time and peak memory without offload, with this one, and with others'"
     train = benchmarks.add_parser("train", help=text, description=text)
     add_train_arguments(train)
     text = "associative scans beside PyTorch's and others', and a copy of the same bytes"
     scan = benchmarks.add_parser("scan", help=text, description=text)
     add_scan_arguments(scan)
-    for benchmark in (link, codec, train, scan):
+    for benchmark in (link, codec, ternary, train, scan):
         benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -147,6 +155,7 @@ def _print_link(figures: dict[str, Any]) -> None:
 _BENCHMARKS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]]] = {
     "link": (_measure_link, _print_link),
     "codec": (_measure_codec, _print_codec),
+    "ternary": (measure_ternary, print_ternary),
     "train": (measure_train, print_train),
     "scan": (measure_scan, print_scan),
 }

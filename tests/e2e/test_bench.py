@@ -60,3 +60,16 @@ def test_train_gives_both_sides_memory_on_a_gpu() -> None:
         assert row["process_device_bytes"] > row["peak_bytes"]
     assert rows["storm"]["daemon_device_bytes"] >= rows["none"]["daemon_device_bytes"] > 0
     assert rows["storm"]["offload"]["saved_bytes"] > 0
+
+
+def test_ternary_gives_its_figures_and_a_picture(tmp_path: Path) -> None:
+    image = tmp_path / "ternary.png"
+    result = _bench("ternary", "--sizes", "128", "--rounds=2", f"--image={image}")
+    figures = result["figures"]
+    assert image.read_bytes().startswith(b"\x89PNG")
+    mebibytes = {name: round(one / 2**20, 1) for name, one in figures["memory_bytes"].items()}
+    assert mebibytes == {"ternary": 23.8, "int8": 95.4, "float16": 190.7, "float32": 381.5}
+    product = figures["seconds"]["product 128 x 128"]
+    assert {"ours, int8 x", "ours, float32 x", "NumPy float32", "torch bfloat16"} <= set(product)
+    for peers in figures["seconds"].values():
+        assert all(0 < times["best"] <= times["median"] for times in peers.values())

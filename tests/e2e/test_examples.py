@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support.waiting import wait_until
 
 from stormd.child_daemon import ChildDaemon
@@ -73,3 +75,26 @@ def test_the_change_is_an_import_and_two_lines() -> None:
         "+ offload = storm.offload(model)",
         "+ with offload:",
     ]
+
+
+def test_digits_are_told_apart_by_ternary_values() -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    found = {}
+    for line in _losses("ternary_digits.py"):
+        kind, right, nbytes = re.fullmatch(r"(\w+): ([\d.]+)% right, ([\d,]+) bytes", line).groups()
+        found[kind] = float(right), int(nbytes.replace(",", ""))
+    assert found["ternary"][0] >= found["float32"][0] - 2
+    assert found["ternary"][1] <= found["float32"][1] / 8
+
+
+def test_a_llama_block_becomes_ternary() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    with_arguments = [str(EXAMPLES / "ternary_llama_block.py"), "--width", "128", "--rounds", "2"]
+    done = subprocess.run(
+        [sys.executable, *with_arguments], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *table, one, sixteen = done.stdout.splitlines()
+    assert len(table) == 1 + 7 + 1
+    assert one.startswith("1 tokens: float32")
+    assert sixteen.startswith("16 tokens: float32")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InstructionSet", "Options", "Status", "available_sets", "load"]
 
-ABI_VERSION = 1  # STORM_ABI_VERSION in ancf.h
+ABI_VERSION = 2  # STORM_ABI_VERSION in ancf.h
 FILE_NAME = "libstorm_kernels.so"
 
 

@@ -11,7 +11,7 @@
 #define STORM_API __attribute__((visibility("default")))
 
 /* Raised whenever a signature or the options' layout below changes; the loader compares it. */
-#define STORM_ABI_VERSION 1
+#define STORM_ABI_VERSION 2
 
 enum storm_status {
     STORM_OK = 0,

@@ -1,0 +1,425 @@
+"""Ternary tensors on a CUDA device: torch tensors in, torch tensors out, on torch's current stream.
+
+Nothing is copied to the host, except that `encode` and `decode` wait to learn whether every value
+was fit. Integers are exactly those of reference.py. Few x of float32 are too; `multiply` says
+where floats are summed in another order. The kernels are the `ternary*.cu*` files beside this
+module, compiled by CuPy at first use and kept in its cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..ancf.cuda import probe
+from ..ancf.cuda_modules import load_cupy
+from ..errors import BackendUnavailable, UsageError
+from .planes import LANE_COLUMNS, ROW_ALIGN, Kind, Product, refuse_pair, row_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..cuda_driver.launch import Arguments, Function
+
+__all__ = ["decode", "dot", "encode", "multiply", "probe"]
+
+MATVEC_THREADS: Final = 256  # kMatvecThreads
+MATVEC_LANES: Final = 8  # kMatvecLanes
+VALUES_THREADS: Final = 256  # kValuesThreads
+DOT_THREADS: Final = 256
+DOT_BLOCKS: Final = 1024
+ORDER_THREADS: Final = 256
+PLANE_LANES: Final = 16  # kPlaneLanes
+SPAN_COLUMNS: Final = 512  # kSpan
+MATMUL_THREADS: Final = 256  # kRowWarps * kSplits warps
+FLOAT_THREADS: Final = 128  # kFloatWarps warps
+FLOAT_ROWS: Final = 16  # kFloatWarps * kFloatRows: of a block
+ROWS_OF_TILE: Final = 16
+
+MATMUL: Final = {
+    Kind.INT8: {1: (1, 1, 1, 8), 2: (1, 2, 1, 8), 4: (2, 4, 2, 4)},
+    Kind.BFLOAT16: {1: (1, 1, 1, 8), 2: (1, 2, 1, 8), 4: (1, 4, 2, 4)},
+}
+"""By the eights of x that a warp takes: its tiles of 16 rows, its eights, and how many warps of a
+block have rows of their own and how many share rows. ternary_matmul.cuh has these."""
+
+DENSE_FROM: Final = {Kind.INT8: 129, Kind.BFLOAT16: 129, Kind.FLOAT32: 17}
+"""x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured")."""
+
+EARLY_CAPABILITY: Final = (9, 0)
+"""From here on a kernel can begin while the one before it still runs."""
+
+MATMUL_COLUMNS: Final = 1 << 22
+"""Below it the int32 sums of tensor cores, of up to 2 * 128 a column, cannot overflow."""
+
+_LETTERS: Final = {Kind.INT8: "i8", Kind.FLOAT32: "f32", Kind.BFLOAT16: "bf16"}
+_FOLDER: Final = Path(__file__).parent
+
+# Arguments of the kernels: P an address, Q a size, i and f numbers of 32 bits.
+_TAKEN: Final = {
+    "ternary_encode": "PQQfPPQP",
+    "ternary_decode": "PPQQQPP",
+    "ternary_dot": "PPPPQP",
+    "ternary_matvec_i8": "PPQQQPPPi",
+    "ternary_matvec_planes": "PPQQQPPPPi",
+    "ternary_grouped_i8": "PPQQQPQPQQP",
+    "ternary_multiply_f32": "PPQQQPQPQQP",
+    "ternary_order_i8": "PQQQQPP",
+    "ternary_order_bf16": "PQQQQP",
+    "ternary_matmul": "PPQQQPQQPPPi",
+}
+
+
+def encode(
+    values: torch.Tensor, kind: Kind, threshold: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the planes of (rows, columns) values; waits for the stream.
+
+    Raises UsageError where a value is not fit; api.encode names it.
+    """
+    import torch
+
+    rows, columns = values.shape
+    if kind is Kind.INT8 and threshold is not None:
+        values, kind = values.float(), Kind.FLOAT32
+    bit0 = torch.empty((rows, row_bytes(columns)), dtype=torch.uint8, device=values.device)
+    bit1 = torch.empty_like(bit0)
+    refused = _nothing_refused(values)
+    _launch(
+        "ternary_encode", f"ternary_encode_{_LETTERS[kind]}", -(-bit0.numel() // VALUES_THREADS),
+        VALUES_THREADS, values,
+        values.data_ptr(), rows, columns, -1.0 if threshold is None else threshold,
+        bit0.data_ptr(), bit1.data_ptr(), bit0.shape[1], refused.data_ptr(),
+    )  # fmt: skip
+    if (place := int(refused)) >= 0:
+        raise UsageError(f"value number {place} is none of -1, 0 and 1, or NaN")
+    return bit0, bit1
+
+
+def decode(bit0: torch.Tensor, bit1: torch.Tensor, columns: int, kind: Kind) -> torch.Tensor:
+    """Return (rows, columns) values as int8 or float32; waits for the stream.
+
+    Raises CorruptBlob for a pair of bits that stands for no value.
+    """
+    values, refused = _decoded(bit0, bit1, columns, kind)
+    if (place := int(refused)) >= 0:
+        refuse_pair(place, tuple(values.shape))
+    return values
+
+
+def dot(a0: torch.Tensor, a1: torch.Tensor, b0: torch.Tensor, b1: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a * b over all bits, an int64 tensor of no dimensions."""
+    import torch
+
+    planes = [_words(plane.reshape(1, -1)) for plane in (a0, a1, b0, b1)]
+    words = planes[0].shape[1] // ROW_ALIGN
+    total = torch.zeros((), dtype=torch.int64, device=a0.device)
+    blocks = min(DOT_BLOCKS, -(-words // DOT_THREADS))
+    _launch(
+        "ternary_dot", "ternary_dot", blocks, DOT_THREADS, total,
+        *(plane.data_ptr() for plane in planes), words, total.data_ptr(),
+    )  # fmt: skip
+    return total
+
+
+def multiply(product: Product) -> torch.Tensor:
+    """Return (batch, rows) results.
+
+    Integers are exact, and float32 of them times a scale is what reference.py computes. Fewer than
+    DENSE_FROM x of float32, or of any float with groups, are summed in its order. bfloat16 is
+    summed by tensor cores, and more x by torch's dense product: both in float32 but in an order of
+    their own, and with NaN where w is 0 and x is not finite.
+    """
+    bit0, bit1 = _words(product.bit0), _words(product.bit1)
+    if not product.rows or not product.batch:
+        return _empty(product)
+    if product.kind.is_float:
+        return _floats(product, bit0, bit1)
+    return _integers(product, bit0, bit1)
+
+
+# --- int8 and planes ----------------------------------------------------------------------------
+
+
+def _integers(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
+    if product.kind is Kind.PLANES:
+        if product.batch == 1 and not product.group:
+            return _matvec_planes(product, bit0, bit1)
+        assert product.x1 is not None
+        x, _ = _decoded(_words(product.x), _words(product.x1), product.columns, Kind.INT8)
+    else:
+        x = product.x
+    if product.group:
+        return _grouped(product, bit0, bit1, x)
+    if product.batch == 1 or product.columns >= MATMUL_COLUMNS:
+        return _matvecs(product, bit0, bit1, x)
+    if product.batch >= DENSE_FROM[Kind.INT8] and not (product.columns % 8 or product.rows % 8):
+        return _dense_integers(product, bit0, bit1, x)
+    return _matmul(product, bit0, bit1, x, Kind.INT8)
+
+
+def _matvecs(
+    product: Product, bit0: torch.Tensor, bit1: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    out = _empty(product)
+    blocks = -(-product.rows * MATVEC_LANES // MATVEC_THREADS)
+    for b in range(product.batch):
+        _launch(
+            "ternary_matvec_i8", "ternary_matvec_i8", blocks, MATVEC_THREADS, out,
+            *_matrix(product, bit0, bit1), x[b].data_ptr(), _address(product.scale),
+            out[b].data_ptr(), product.out_kind,
+        )  # fmt: skip
+    return out
+
+
+def _matvec_planes(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
+    assert product.x1 is not None
+    out, x0, x1 = _empty(product), _words(product.x), _words(product.x1)
+    blocks = -(-product.rows * PLANE_LANES // MATVEC_THREADS)
+    _launch(
+        "ternary_matvec_planes", "ternary_matvec_planes", blocks, MATVEC_THREADS, out,
+        *_matrix(product, bit0, bit1), x0.data_ptr(), x1.data_ptr(), _address(product.scale),
+        out.data_ptr(), product.out_kind,
+    )  # fmt: skip
+    return out
+
+
+def _grouped(
+    product: Product, bit0: torch.Tensor, bit1: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    assert product.scale is not None
+    out = _empty(product)
+    _launch(
+        "ternary_grouped_i8", "ternary_grouped_i8", product.rows * product.batch, LANE_COLUMNS, out,
+        *_matrix(product, bit0, bit1), x.data_ptr(), x.shape[1], product.scale.data_ptr(),
+        product.scale.shape[1], product.group // LANE_COLUMNS, out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _dense_integers(
+    product: Product, bit0: torch.Tensor, bit1: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    import torch
+
+    w, _ = _decoded(bit0, bit1, product.columns, Kind.INT8)
+    totals: torch.Tensor = torch._int_mm(x, w.T)
+    if product.scale is None:
+        return totals if product.out_kind is Kind.INT32 else totals.long()
+    scaled: torch.Tensor = totals.float() * product.scale[:, 0]
+    return scaled
+
+
+# --- floats -------------------------------------------------------------------------------------
+
+
+def _floats(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
+    if product.batch >= DENSE_FROM[product.kind]:
+        return _dense_floats(product, bit0, bit1)
+    if product.kind is Kind.BFLOAT16 and not product.group:
+        return _matmul(product, bit0, bit1, product.x, Kind.BFLOAT16)
+    out, x, scale = _empty(product), product.x.float(), product.scale
+    blocks = -(-product.rows // FLOAT_ROWS) * product.batch
+    _launch(
+        "ternary_multiply_f32", "ternary_grouped_f32" if product.group else "ternary_multiply_f32",
+        blocks, FLOAT_THREADS, out,
+        *_matrix(product, bit0, bit1), x.data_ptr(), x.shape[1], _address(scale),
+        1 if scale is None else scale.shape[1], product.group // LANE_COLUMNS or 1,
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _dense_floats(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    w, _ = _decoded(bit0, bit1, product.columns, product.kind)
+    if product.group:
+        assert product.scale is not None
+        w = w.float() * product.scale.repeat_interleave(product.group, 1)[:, : w.shape[1]]
+        grouped: torch.Tensor = product.x.float() @ w.T
+        return grouped
+    out: torch.Tensor
+    if product.kind is Kind.BFLOAT16:
+        out = torch.mm(product.x, w.T, out_dtype=torch.float32)
+    else:
+        out = product.x @ w.T
+    return out if product.scale is None else out * product.scale[:, 0]
+
+
+# --- tensor cores -------------------------------------------------------------------------------
+
+
+def _matmul(
+    product: Product, bit0: torch.Tensor, bit1: torch.Tensor, x: torch.Tensor, kind: Kind
+) -> torch.Tensor:
+    import torch
+
+    out, columns, batch = _empty(product), product.columns, product.batch
+    ways = MATMUL[kind]
+    tiles, width, row_warps, splits = ways[min(_rounded(-(-batch // 8)), max(ways))]
+    spans, eights = -(-columns // SPAN_COLUMNS), -(-batch // (8 * width)) * width
+    item = 1 if kind is Kind.INT8 else 2
+    ordered = torch.empty(
+        spans * eights * 8 * SPAN_COLUMNS * item, dtype=torch.uint8, device=x.device
+    )
+    sums = None
+    if kind is Kind.INT8:
+        sums = torch.empty(spans * eights * 8, dtype=torch.int32, device=x.device)
+    order = f"ternary_order_{_LETTERS[kind]}"
+    blocks = -(-spans * eights * 4 * 32 // ORDER_THREADS)
+    taken = (x.data_ptr(), x.shape[1], columns, batch, eights, ordered.data_ptr())
+    more = () if sums is None else (sums.data_ptr(),)
+    _launch(order, order, blocks, ORDER_THREADS, out, *taken, *more)
+    _launch(
+        "ternary_matmul",
+        f"ternary_matmul_{_LETTERS[kind]}_{tiles}_{width}_{row_warps}_{splits}",
+        -(-product.rows // (ROWS_OF_TILE * tiles * row_warps)) * (eights // width),
+        MATMUL_THREADS, out,
+        *_matrix(product, bit0, bit1), ordered.data_ptr(), eights, batch, _address(sums),
+        _address(product.scale), out.data_ptr(), product.out_kind,
+    )  # fmt: skip
+    return out
+
+
+def _rounded(eights: int) -> int:
+    """Return the least power of two that is not smaller."""
+    return 1 << (eights - 1).bit_length()
+
+
+# --- helpers ------------------------------------------------------------------------------------
+
+
+def _decoded(
+    bit0: torch.Tensor, bit1: torch.Tensor, columns: int, kind: Kind
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (rows, columns) values, and the place of a pair that is none: -1 where there is none.
+
+    Both are known once the stream has passed.
+    """
+    import torch
+
+    dtype = {Kind.INT8: torch.int8, Kind.FLOAT32: torch.float32, Kind.BFLOAT16: torch.bfloat16}
+    rows, pitch = bit0.shape
+    values = torch.empty((rows, columns), dtype=dtype[kind], device=bit0.device)
+    refused = _nothing_refused(bit0)
+    _launch(
+        "ternary_decode", f"ternary_decode_{_LETTERS[kind]}",
+        -(-rows * -(-columns // 8) // VALUES_THREADS), VALUES_THREADS, values,
+        bit0.data_ptr(), bit1.data_ptr(), pitch, rows, columns, values.data_ptr(),
+        refused.data_ptr(),
+    )  # fmt: skip
+    return values, refused
+
+
+def _nothing_refused(like: torch.Tensor) -> torch.Tensor:
+    """Return a place that no value has: all bits set, which is more than any other place."""
+    import torch
+
+    return torch.full((), -1, dtype=torch.int64, device=like.device)
+
+
+def _matrix(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> tuple[int, ...]:
+    return bit0.data_ptr(), bit1.data_ptr(), bit0.shape[1], product.rows, product.columns
+
+
+def _empty(product: Product) -> torch.Tensor:
+    import torch
+
+    dtypes = {Kind.FLOAT32: torch.float32, Kind.INT32: torch.int32, Kind.INT64: torch.int64}
+    shape = product.batch, product.rows
+    return torch.empty(shape, dtype=dtypes[product.out_kind], device=product.bit0.device)
+
+
+def _words(plane: torch.Tensor) -> torch.Tensor:
+    """Return the plane with rows of whole words of 8 bytes, the first at a multiple of 16."""
+    import torch
+
+    missing = -plane.shape[1] % ROW_ALIGN
+    if missing:
+        return torch.nn.functional.pad(plane, (0, missing))
+    return plane.clone() if plane.data_ptr() % 16 else plane
+
+
+def _address(array: torch.Tensor | None) -> int:
+    return 0 if array is None else int(array.data_ptr())
+
+
+def _launch(
+    family: str, kernel: str, blocks: int, threads: int, like: torch.Tensor, *values: float
+) -> None:
+    """Put a kernel on torch's current stream of `like`'s device, unless it has nothing to do."""
+    import torch
+
+    if not blocks:
+        return
+    from ..cuda_driver.launch import launch, launch_early
+
+    index = like.get_device()
+    arguments, taken = _arguments(family)
+    arguments.pack(*values)  # type: ignore[arg-type] # a threshold is a float
+    with torch.cuda.device(index):
+        stream = torch.cuda.current_stream(index).cuda_stream
+        # Tensor cores' kernels await what brings x into order themselves.
+        early = family == "ternary_matmul" and _capability(index) >= EARLY_CAPABILITY
+        put = launch_early if early else launch
+        put(_function(index, kernel), blocks, threads, stream, taken)
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    import torch
+
+    return torch.cuda.get_device_capability(device)
+
+
+_threads = threading.local()  # each thread packs arguments of its own
+
+
+def _arguments(family: str) -> tuple[Arguments, int]:
+    from ..cuda_driver.launch import Arguments
+
+    known: dict[str, tuple[Arguments, int]] = _threads.__dict__.setdefault("known", {})
+    if family not in known:
+        kinds = {str(number): kind for number, kind in enumerate(_TAKEN[family])}
+        arguments = Arguments(kinds)
+        known[family] = arguments, arguments.of_kernel(*kinds)
+    return known[family]
+
+
+@lru_cache(maxsize=512)
+def _function(device: int, kernel: str) -> Function:
+    from ..cuda_driver.launch import Function
+
+    with load_cupy().cuda.Device(device):
+        function = _module(device).get_function(kernel)
+        return Function(function.kernel.ptr, 0, function)
+
+
+_compiling: Final = threading.Lock()
+
+
+def _module(device: int) -> Any:
+    """Return the compiled kernels; of several threads that ask first one compiles."""
+    with _compiling:
+        return _compiled(device)
+
+
+@cache
+def _compiled(device: int) -> Any:
+    cupy = load_cupy()
+    digest = hashlib.sha256()
+    for path in sorted(_FOLDER.glob("ternary*.cu*")):
+        digest.update(path.read_bytes())
+    # CuPy's cache knows a module by this text, so the sources sign it.
+    text = f'#include "ternary.cu"\n// {digest.hexdigest()[:8]}\n'
+    try:
+        with cupy.cuda.Device(device):
+            module = cupy.RawModule(code=text, options=("-std=c++17", f"-I{_FOLDER}"))
+            module.compile()
+    except Exception as error:
+        raise BackendUnavailable(f"ternary.cu cannot be compiled: {error}") from error
+    return module

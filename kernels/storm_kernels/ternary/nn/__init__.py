@@ -1,0 +1,9 @@
+"""Layers on ternary tensors, for torch: trained with latent weights, used from two bit planes."""
+
+from __future__ import annotations
+
+from .convert import ConversionReport, LayerReport, convert
+from .linear import TernaryLinear
+from .rotor_net import SimpleRotorNet
+
+__all__ = ["ConversionReport", "LayerReport", "SimpleRotorNet", "TernaryLinear", "convert"]

@@ -1,0 +1,104 @@
+"""Turning the linear layers of a model into ternary ones, and what that costs each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from .linear import Activations, TernaryLinear
+
+__all__ = ["ConversionReport", "LayerReport", "convert"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One converted layer: bytes before and after, and |w - rounded| / |w| over all weights."""
+
+    name: str
+    shape: tuple[int, int]
+    bytes_before: int
+    bytes_after: int
+    error: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """All converted layers; `str` is a table."""
+
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the weights as they were."""
+        return sum(layer.bytes_before for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of planes and scales."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    def __str__(self) -> str:
+        """Return a line a layer and their sum."""
+        width = max([len("all"), *(len(layer.name) for layer in self.layers)])
+        lines = [f"{'layer':{width}}  {'shape':>13}  {'before':>12}  {'after':>12}  error"]
+        for layer in self.layers:
+            shape = "x".join(map(str, layer.shape))
+            lines.append(
+                f"{layer.name:{width}}  {shape:>13}  {layer.bytes_before:12,}  "
+                f"{layer.bytes_after:12,}  {layer.error:.3f}"
+            )
+        total = f"{'all':{width}}  {'':13}  {self.bytes_before:12,}  {self.bytes_after:12,}"
+        return "\n".join([*lines, total])
+
+
+def convert(
+    model: nn.Module,
+    *,
+    threshold: float | str = "absmean",
+    activations: Activations = "float",
+    group: int | None = None,
+    skip: Iterable[str] | Callable[[str], bool] = (),
+) -> ConversionReport:
+    """Replace every torch.nn.Linear inside `model` by a frozen TernaryLinear; report each.
+
+    `skip` names modules that stay, or tells of a name whether it does. Weights that several
+    layers share are converted in each of them. Raises UsageError where weights are not finite;
+    layers before that one are then converted already.
+    """
+    keeps = skip if callable(skip) else frozenset(skip).__contains__
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name and not keeps(name)
+    ]
+    return ConversionReport(
+        tuple(
+            _replaced(model, name, linear, threshold, activations, group) for name, linear in found
+        )
+    )
+
+
+def _replaced(  # noqa: PLR0917 (what convert was told)
+    model: nn.Module,
+    name: str,
+    linear: nn.Linear,
+    threshold: float | str,
+    activations: Activations,
+    group: int | None,
+) -> LayerReport:
+    layer = TernaryLinear.from_linear(
+        linear, threshold=threshold, activations=activations, group=group
+    )
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, layer)
+    weight = linear.weight.detach().float()
+    missed = (weight - layer.tensor.to_float()).norm() / weight.norm().clamp(min=1e-30)
+    return LayerReport(
+        name,
+        (linear.out_features, linear.in_features),
+        linear.weight.nbytes,
+        layer.tensor.nbytes,
+        float(missed),
+    )

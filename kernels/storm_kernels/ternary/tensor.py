@@ -1,0 +1,267 @@
+"""`TernaryTensor`: two planes with a shape and, where wanted, a scale a row or group."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ..errors import CorruptBlob, UsageError
+from . import blob
+from .api import checked_scale, decode, encode, matmul, matvec, pack, unpack
+from .arrays import as_given, bytes_of, device_type, is_tensor
+from .planes import ROW_ALIGN, Array, Shape, group_count, row_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["TernaryTensor"]
+
+ABSMEAN: Final = "absmean"
+
+
+@dataclass(frozen=True, eq=False)
+class TernaryTensor:
+    """Ternary values of any shape, in a sixteenth of float32, that compute as they are.
+
+    `bit0` and `bit1` are planes (..., bytes of a row), NumPy arrays or torch tensors of uint8.
+    `scale`, float32 (rows, groups), multiplies the values: each row's (the last dimension's) by
+    one number, or each `group` columns of it.
+
+    Raises UsageError where the parts do not fit each other. Whether every pair of bits stands for
+    a value is looked at when they are decoded or multiplied on the host, and by `check`.
+    """
+
+    bit0: Array
+    bit1: Array
+    shape: Shape
+    scale: Array | None = None
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the parts and bring them into their plain form."""
+        shape = tuple(int(one) for one in self.shape)
+        if not shape or min(shape) < 0:
+            raise UsageError(f"shape is {self.shape}; give at least one dimension")
+        wanted = (*shape[:-1], row_bytes(shape[-1]))
+        place = "cuda" if device_type(self.bit0) == "cuda" else "numpy"
+        for name in ("bit0", "bit1"):
+            plane = bytes_of(getattr(self, name), place, name)
+            if tuple(plane.shape) != wanted:
+                raise UsageError(f"{name} has shape {tuple(plane.shape)}; {shape} takes {wanted}")
+            object.__setattr__(self, name, as_given(plane, getattr(self, name)))
+        matrix = math.prod(shape[:-1]), shape[-1]
+        scale, _ = checked_scale(self.scale, self.group, matrix, place, self.bit0)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "scale", None if scale is None else as_given(scale, self.bit0))
+
+    @classmethod
+    def encode(cls, values: Array, *, backend: str = "auto") -> TernaryTensor:
+        """Return values of -1, 0 and 1 as they are; raises UsageError naming the first other."""
+        array = values if is_tensor(values) else np.asarray(values)
+        return cls(*encode(array, backend=backend), tuple(array.shape))
+
+    @classmethod
+    def from_float(
+        cls,
+        values: Array,
+        threshold: float | str = ABSMEAN,
+        *,
+        group: int | None = None,
+        backend: str = "auto",
+    ) -> TernaryTensor:
+        """Return `values` rounded to -1, 0 and 1 times a scale for each row, or `group` columns.
+
+        Those beyond +-threshold keep their sign, the others become 0. "absmean" is half the mean
+        of all sizes, which rounds values over that mean to the nearest of -1, 0 and 1 (Ma et al.,
+        "The Era of 1-bit LLMs", 2024). The scale is the mean size of what is not 0 in its group:
+        with these signs no other has a smaller squared error.
+
+        Raises UsageError for NaN, infinities and a bad threshold.
+        """
+        array = _floats(values)
+        if isinstance(threshold, str):
+            if threshold != ABSMEAN:
+                raise UsageError(f"threshold is {threshold!r}; give a number or {ABSMEAN!r}")
+            threshold = 0.5 * float(abs(array).mean()) if math.prod(array.shape) else 0.0
+        if not math.isfinite(float(abs(array).max()) if math.prod(array.shape) else 0.0):
+            raise UsageError("values holds NaN or an infinity, which no scale brings back")
+        bit0, bit1 = encode(array, threshold, backend=backend)
+        shape = tuple(int(one) for one in array.shape)
+        return cls(bit0, bit1, shape, _scales(array, threshold, group), group)
+
+    @property
+    def planes(self) -> tuple[Array, Array]:
+        """bit0 and bit1."""
+        return self.bit0, self.bit1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of planes and scales."""
+        scale = 0 if self.scale is None else self.scale.nbytes
+        return int(self.bit0.nbytes + self.bit1.nbytes + scale)
+
+    def check(self) -> None:
+        """Raise CorruptBlob where a pair of bits stands for no value; waits for a CUDA device."""
+        self.decode()
+
+    def decode(self, dtype: Any = None, *, backend: str = "auto") -> Array:
+        """Return the values without scales, as int8 or `dtype`; raises CorruptBlob."""
+        return decode(self.bit0, self.bit1, self.shape, dtype, backend=backend)
+
+    def to_float(self, *, backend: str = "auto") -> Array:
+        """Return the values times their scales, as float32; raises CorruptBlob."""
+        dtype: Any = np.float32
+        if is_tensor(self.bit0):
+            import torch
+
+            dtype = torch.float32
+        values = self.decode(dtype, backend=backend)
+        if self.scale is None:
+            return values
+        rows, columns = math.prod(self.shape[:-1]), self.shape[-1]
+        repeats = self.group or max(1, columns)
+        wide = (
+            self.scale.repeat_interleave(repeats, 1)
+            if is_tensor(self.scale)
+            else np.repeat(self.scale, repeats, axis=1)
+        )
+        return (values.reshape((rows, columns)) * wide[:, :columns]).reshape(self.shape)
+
+    def matvec(self, x: Any, *, threads: int = 1, backend: str = "auto") -> Array:
+        """Return self @ x for a vector; see `storm_kernels.ternary.matvec`."""
+        return matvec(
+            *self._matrix(), x, scale=self.scale, group=self.group, threads=threads, backend=backend
+        )
+
+    def matmul(self, x: Any, *, threads: int = 1, backend: str = "auto") -> Array:
+        """Return x @ self.T for x of (..., columns); see `storm_kernels.ternary.matmul`."""
+        return matmul(
+            *self._matrix(), x, scale=self.scale, group=self.group, threads=threads, backend=backend
+        )
+
+    def to(self, device: Any) -> TernaryTensor:
+        """Return the tensor on a torch device; planes that are there already are shared."""
+        import torch
+
+        def moved(array: Array) -> Any:
+            return torch.as_tensor(array).to(device)
+
+        scale = None if self.scale is None else moved(self.scale)
+        return TernaryTensor(moved(self.bit0), moved(self.bit1), self.shape, scale, self.group)
+
+    def numpy(self) -> TernaryTensor:
+        """Return the tensor on NumPy arrays; memory on the host is shared."""
+
+        def host(array: Array) -> NDArray[Any]:
+            found: NDArray[Any] = array.cpu().numpy() if is_tensor(array) else array
+            return found
+
+        scale = None if self.scale is None else host(self.scale)
+        return TernaryTensor(host(self.bit0), host(self.bit1), self.shape, scale, self.group)
+
+    def to_bytes(self, *, packed: bool = False) -> bytes:
+        """Return the tensor as bytes, self-describing and checked (blob.py has their layout).
+
+        Plain, the planes as they are: 2 bits a value. `packed`: 1.6. Raises CorruptBlob where
+        `packed` and a pair of bits stands for no value.
+        """
+        host = self.numpy()
+        scale = None if host.scale is None else host.scale.tobytes()
+        payload = b"".join((host.bit0.tobytes(), host.bit1.tobytes()))
+        if packed:
+            payload = _packed(host).tobytes()
+        form = blob.PACKED if packed else blob.PLANES
+        return blob.join(blob.Parts(form, self.shape, self.group or 0, scale, payload))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> TernaryTensor:
+        """Return what `to_bytes` has stored, on NumPy arrays.
+
+        Planes are not copied: they are views of `data`, and as writable as it is.
+
+        Raises CorruptBlob for anything else than a whole, undamaged tensor.
+        """
+        parts = blob.split(data)
+        rows, columns = math.prod(parts.shape[:-1]), parts.shape[-1]
+        group = parts.group or None
+        scale = None
+        if parts.scale is not None:
+            flat = np.frombuffer(bytes(parts.scale), "<f4")
+            scale = flat.reshape(rows, group_count(columns, parts.group))
+        payload = np.frombuffer(parts.payload, np.uint8)
+        if parts.form == blob.PACKED:
+            planes = _unpacked(payload, rows, columns)
+        else:
+            planes = payload[: payload.size // 2], payload[payload.size // 2 :]
+            _check_planes(*planes, rows, columns)
+        shape = (*parts.shape[:-1], row_bytes(columns))
+        return cls(planes[0].reshape(shape), planes[1].reshape(shape), parts.shape, scale, group)
+
+    def _matrix(self) -> tuple[Array, Array]:
+        if len(self.shape) != 2:
+            raise UsageError(f"a tensor of shape {self.shape} is no matrix of (rows, columns)")
+        return self.bit0, self.bit1
+
+
+# --- helpers ------------------------------------------------------------------------------------
+
+
+def _floats(values: Array) -> Array:
+    if is_tensor(values):
+        return values.detach().float()
+    return np.asarray(values, dtype=np.float32)
+
+
+def _scales(values: Array, threshold: float, group: int | None) -> Array:
+    """Return the mean size of what is beyond the threshold, (rows, groups), 0 where nothing is."""
+    rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
+    step = group or max(1, columns)
+    width = group_count(columns, group or 0)
+    sizes = abs(values.reshape((rows, columns)))
+    limit = float(np.float32(threshold))
+    if is_tensor(values):
+        import torch
+
+        kept = torch.where(sizes > limit, sizes, 0.0)
+        kept = torch.nn.functional.pad(kept, (0, width * step - columns))
+        kept = kept.reshape(rows, width, step)
+        return kept.sum(-1) / (kept > 0).sum(-1).clamp(min=1)
+    some = np.where(sizes > limit, sizes, np.float32(0))
+    some = np.pad(some, ((0, 0), (0, width * step - columns))).reshape(rows, width, step)
+    return (some.sum(-1) / np.maximum((some > 0).sum(-1), 1)).astype(np.float32)
+
+
+def _packed(tensor: TernaryTensor) -> NDArray[np.uint8]:
+    """Return all values as one packed row; rows of whole words lie so already."""
+    count = math.prod(tensor.shape)
+    planes = tensor.planes
+    if tensor.shape[-1] % (8 * ROW_ALIGN):
+        planes = encode(tensor.decode().reshape(-1))
+    packed: NDArray[np.uint8] = pack(planes[0].reshape(-1), planes[1].reshape(-1), count)
+    return packed
+
+
+def _unpacked(
+    payload: NDArray[np.uint8], rows: int, columns: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    planes: tuple[NDArray[np.uint8], NDArray[np.uint8]] = unpack(payload, rows * columns)
+    if columns % (8 * ROW_ALIGN) == 0:
+        return planes
+    return encode(decode(*planes, rows * columns).reshape(rows, columns))
+
+
+def _check_planes(
+    bit0: NDArray[np.uint8], bit1: NDArray[np.uint8], rows: int, columns: int
+) -> None:
+    """Raise CorruptBlob for a pair that stands for no value, or bits behind a row's last column."""
+    whole0 = bit0.reshape(rows, row_bytes(columns))
+    if (bit1 & ~bit0).any():
+        raise CorruptBlob("the planes hold bit0 = 0 with bit1 = 1, which stands for no value")
+    tail = whole0[:, columns // 8 :].copy()
+    if tail.size:
+        tail[:, 0] &= np.uint8(0xFF << columns % 8 & 0xFF)
+    if tail.any():
+        raise CorruptBlob(f"the planes hold values behind column {columns}")
