@@ -20,7 +20,6 @@ import numpy as np
 import storm_client as storm
 import torch
 from bench.lane_cost import MIB, WARM_UPS, TimedHooks, spread, timed_wait
-from storm_client import hooks
 from storm_client.connection import Connection
 from torch import Tensor
 
@@ -89,7 +88,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hooks.saved_tensors_hooks = ColdHooks
+    ColdHooks.install()
     Connection.wait = timed_wait
     ColdHooks.seconds = {name: [] for name in ("pack", "pack_wait", "unpack", "unpack_wait")}
     flags = ["--device=cpu", "--pool-bytes=256MiB"]

@@ -97,6 +97,17 @@ class TimedHooks(saved_tensors_hooks):
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         super().__init__(self._timed("pack", pack), self._timed("unpack", unpack))
 
+    @classmethod
+    def install(cls) -> None:
+        """Have blocks put these on PyTorch's stack, around what they would put there."""
+        push = blocks._push_hooks
+
+        def push_timed(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+            timed = cls(pack, unpack)
+            push(timed.pack_hook, timed.unpack_hook)
+
+        blocks._push_hooks = push_timed
+
     def _timed(self, name: str, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
         working, waiting = self.seconds[name], self.seconds[f"{name}_wait"]
 
@@ -249,7 +260,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="some cases")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hooks.saved_tensors_hooks = TimedHooks
+    TimedHooks.install()
     Connection.wait = timed_wait
     found: dict[str, Any] = {"machine": machine(device), "cases": []}
     if device.type == "cuda":
