@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 import storm_client as storm
 import torch
-from storm_client import hooks, window
+from storm_client import blocks, hooks, window
 from storm_client.connection import Connection
 from storm_kernels.ancf import DType
 from torch import Tensor
