@@ -163,10 +163,9 @@ def test_a_full_cache_never_touches_activations(daemon: ChildDaemon) -> None:
 def test_a_full_pool_never_touches_the_cache(daemon: ChildDaemon) -> None:
     with storm.connect(daemon.address, timeout=30.0) as client:
         offload = client.offload([])
-        saved = []
         with offload:
-            for _ in range(100):
-                saved.append(torch.randn(2 * MIB, requires_grad=True).sin().square())
+            leaves = (torch.randn(2 * MIB, requires_grad=True) for _ in range(12))
+            saved = [leaf.sin().square() for leaf in leaves]
         assert offload.stats().kept
         client.cache.put("a", torch.arange(MIB))
         found = client.cache.get("a")
