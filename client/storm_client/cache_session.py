@@ -1,68 +1,50 @@
 """A session for the shared cache: tensors out and back, in parts through its own staging area.
 
-What stays true: a slot is given back as soon as the daemon no longer uses it, whoever waits; a
-put is committed whole or cancelled; what a get was lent is released; and no wait goes on for more
-than STALL_SECONDS without a part arriving.
+It moves its parts as every session does (`transfers`, `outbound`, `inbound`); here is what a put
+and a get are beyond that. A put is committed whole or cancelled, and what a get was lent is
+released.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
 
 from storm_client.connection import Connection
-from storm_client.dtypes import codec_name, dtype_name
+from storm_client.dtypes import dtype_name
 from storm_client.errors import (
     DaemonLost,
     ProtocolMismatch,
     QuotaExceeded,
     StormError,
     UsageError,
-    named,
 )
-from storm_client.lanes import Lane, Slot
-from storm_client.staging import ALIGNMENT
+from storm_client.inbound import STALL_SECONDS, Inbound
+from storm_client.lanes import Lane
+from storm_client.outbound import Outbound
+from storm_client.plan import DeviceWindow
+from storm_client.saved import Part
+from storm_client.transfers import Outgoing, Transfers
 from stormd.protocol import (
     CACHE_FEATURE,
     CacheCancel,
     CacheCommit,
     CachePut,
     CacheTensor,
-    Failed,
     Message,
     ProtocolError,
-    Refused,
-    Rejected,
     Release,
-    Restore,
-    Restored,
-    Store,
-    Stored,
+    Welcome,
 )
 
 __all__ = ["CacheSession"]
 
 STAGING_BYTES: Final = 64 << 20
 """Asked for: a few parts under way each way, and little of a GPU's memory."""
-
-STALL_SECONDS: Final = 60.0
-"""How long a part may take, and how long room for one may be waited for."""
-
-
-@dataclass(eq=False, slots=True)
-class _Part:
-    """One part under way. Its slot is taken back when it is settled, unless `kept` to be read."""
-
-    slot: Slot
-    kept: bool
-    settled: bool = False
-    error: StormError | None = None
 
 
 class CacheSession:
@@ -79,20 +61,25 @@ class CacheSession:
         self._lane = lane
         self._timeout = timeout
         self._putting = threading.Lock()  # one put is open in a session at a time
-        self._parts: dict[int, _Part] = {}  # by entry or ticket; the connection's lock protects it
         hello = replace(lane.hello, features=(CACHE_FEATURE,), staging_bytes=STAGING_BYTES)
         self._connection = Connection(address, hello, timeout)
-        self._connection.on_message = self._on_message
-        self._connection.on_lost = lane.poison
-        self._connection.on_abandoned = self.close
-        self._connection.start()
+        self._transfers: Transfers | None = None
+        self._connection.start(self)
         try:
-            self._attach()
+            _check_cache(address, self._connection.welcome)
+            self._connection.attach(lane, timeout)
         except BaseException:
             self.close()
             raise
-        welcome = self._connection.welcome
-        self._part_bytes = max(welcome.part_bytes - welcome.part_bytes % ALIGNMENT, 1)
+        transfers = self._transfers = Transfers(
+            self._connection.numbers,
+            staging_bytes=lane.staging_bytes,
+            part_bytes=self._connection.welcome.part_bytes,
+            window=DeviceWindow(0),
+        )
+        self._part_bytes = transfers.part_bytes
+        self._outbound = Outbound(self._connection, lane, transfers, STALL_SECONDS)
+        self._inbound = Inbound(self._connection, lane, transfers)
 
     @property
     def device(self) -> torch.device:
@@ -130,15 +117,15 @@ class CacheSession:
             QuotaExceeded: the cache has no room for it.
             DaemonLost: the daemon is gone or hangs. After any error there is no put.
         """
+        kind, nbytes = dtype_name(dtype), data.numel()
         try:
-            part_bytes, kind = self._part_bytes, dtype_name(dtype)
-            begin = CachePut(name, kind, shape, data.numel(), part_bytes, ttl_seconds)
+            begin = CachePut(name, kind, shape, nbytes, self._part_bytes, ttl_seconds)
         except ProtocolError as error:
             raise UsageError(str(error)) from error
         with self._putting:
             self.ask(begin)
             try:
-                self.ask(CacheCommit(self._store(data, codec_name(dtype))))
+                self.ask(CacheCommit(self._store(data, dtype)))
             except BaseException:
                 with suppress(StormError):  # where even that fails, the session's end cancels it
                     self.ask(CacheCancel())
@@ -151,12 +138,17 @@ class CacheSession:
             CorruptBlob, ActivationLost: the daemon cannot give them back.
             DaemonLost: it is gone or hangs.
         """
-        parts = -(-found.nbytes // found.part_bytes)
+        size = found.part_bytes
+        begins = range(0, found.nbytes, size)
+        parts = [
+            Part(entry, begin, min(begin + size, found.nbytes))
+            for entry, begin in enumerate(begins, start=found.first_entry)
+        ]
         try:
             data = self._lane.allocate(found.nbytes)
-            self._restore(found.first_entry, _pieces(data, found.part_bytes))
+            self._inbound.fill(data, found.first_entry, parts)
         finally:
-            entries = list(range(found.first_entry, found.first_entry + parts))
+            entries = [part.entry for part in parts]
             with self._connection.lock, suppress(StormError):  # its loss has released them
                 self._connection.send(0, Release(entries))
         self._lane.use(data.untyped_storage())
@@ -171,109 +163,54 @@ class CacheSession:
         self._connection.close()
         self._lane.close()
 
-    # --- out --------------------------------------------------------------------------------
+    # --- what the connection tells of ---------------------------------------------------------
 
-    def _store(self, data: torch.Tensor, dtype: str) -> list[int]:
-        """Store the parts and return their entries once all have arrived."""
-        stored: dict[int, _Part] = {}
-        for piece in _pieces(data, self._part_bytes):
-            slot = self._reserve(piece.numel())
-            try:
-                self._lane.stage(piece, slot)
-            except BaseException:
-                self._free(slot)
-                raise
-            with self._connection.lock:
-                entry, part = self._begin(slot, kept=False)
-                stored[entry] = part
-                sequence = self._lane.publish(slot)
-                self._connection.send(
-                    entry,
-                    Store(entry, slot.segment, slot.offset, slot.nbytes, dtype, "ancf", sequence),
-                )
-        for part in stored.values():
-            self._await(part)
-        return list(stored)
+    def on_message(self, request: int, message: Message) -> None:
+        """Handle a reply."""
+        if self._transfers is not None:
+            self._transfers.reply(request, message)
 
-    def _reserve(self, nbytes: int) -> Slot:
-        """Return a slot once there is room.
+    def on_wake(self) -> None:
+        """Send what was posted."""
+        self._connection.flush()
 
-        Raises:
-            DaemonLost: there was none for too long.
-        """
-        slot: Slot | None = None
+    def on_lost(self) -> None:
+        """Release the streams that wait for the daemon."""
+        self._lane.poison()
 
-        def reserved() -> bool:
-            nonlocal slot
-            slot = self._lane.reserve(nbytes)
-            return slot is not None
+    def on_abandoned(self) -> None:
+        """End, for nobody else can have it end."""
+        self.close()
 
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _store(self, data: torch.Tensor, dtype: torch.dtype) -> list[int]:
+        """Store the parts and return their entries, in order, once all have arrived."""
+        count = -(-data.numel() // self._part_bytes)
+        out = Outgoing(0, data.numel(), dtype, "ancf", count)
+        self._outbound.copy(out, data)
         with self._connection.lock:
-            self._connection.drain()
-            if not self._connection.wait(reserved, STALL_SECONDS):
-                raise DaemonLost(self._stalled("frees no room in the staging area"))
-        assert slot is not None
-        return slot
+            self._connection.flush()
+            while not out.is_over:
+                left = len(out.arrived)
+                if not self._connection.wait(
+                    lambda left=left: out.is_over or len(out.arrived) > left,  # type: ignore[misc]
+                    STALL_SECONDS,
+                ):
+                    raise DaemonLost(self._stalled("does not answer"))
+        if out.error is not None:
+            raise out.error
+        if out.refusal is not None:
+            raise self._refusal(*out.refusal)
+        return sorted(out.arrived)
 
-    # --- back -------------------------------------------------------------------------------
-
-    def _restore(self, first_entry: int, pieces: list[torch.Tensor]) -> None:
-        """Fill the pieces from consecutive entries, several under way at a time."""
-        waiting = deque(enumerate((piece.numel() for piece in pieces), start=first_entry))
-        under_way: deque[_Part] = deque()
-        try:
-            for piece in pieces:
-                self._request_more(waiting, under_way)
-                self._await(under_way[0])
-                self._lane.unstage(under_way[0].slot, piece)
-                self._free(under_way.popleft().slot)
-        finally:
-            with self._connection.lock:
-                for part in under_way:
-                    self._abandon(part)
-
-    def _request_more(self, waiting: deque[tuple[int, int]], under_way: deque[_Part]) -> None:
-        """Request what waits while there is room, and wait for it where none is under way."""
-        while waiting:
-            entry, nbytes = waiting[0]
-            with self._connection.lock:
-                slot = self._lane.reserve(nbytes)
-            if slot is None and under_way:
-                return
-            waiting.popleft()
-            under_way.append(self._request(entry, slot or self._reserve(nbytes)))
-
-    def _request(self, entry: int, slot: Slot) -> _Part:
-        with self._connection.lock:
-            ticket, part = self._begin(slot, kept=True)
-            sequence = self._lane.publish(slot)
-            self._connection.send(
-                ticket, Restore(ticket, entry, slot.segment, slot.offset, slot.nbytes, sequence)
-            )
-        return part
-
-    def _abandon(self, part: _Part) -> None:
-        """Give the slot up, at once or when the daemon is done with it; with the lock held."""
-        part.kept = False
-        if part.settled:
-            self._lane.free(part.slot)
-            self._connection.notify()
-
-    # --- either way -------------------------------------------------------------------------
-
-    def _begin(self, slot: Slot, *, kept: bool) -> tuple[int, _Part]:
-        """Return a new part and its number, right before its message; with the lock held."""
-        number = next(self._connection.numbers)
-        part = self._parts[number] = _Part(slot, kept)
-        return number, part
-
-    def _await(self, part: _Part) -> None:
-        """Wait until the daemon is done with the part, and raise what it says of it."""
-        with self._connection.lock:
-            if not self._connection.wait(lambda: part.settled, STALL_SECONDS):
-                raise DaemonLost(self._stalled("does not answer"))
-        if part.error is not None:
-            raise part.error
+    def _refusal(self, reason: str, detail: str) -> StormError:
+        """Return the error for a put of which a part was not admitted."""
+        if reason == "daemon_slow":
+            return DaemonLost(self._stalled("frees no room in the staging area"))
+        if reason == "draining":
+            return DaemonLost(f"{detail}; what was put is not kept")
+        return (UsageError if reason == "invalid" else QuotaExceeded)(detail)
 
     def _stalled(self, what: str) -> str:
         return (
@@ -281,56 +218,9 @@ class CacheSession:
             "`stormd status` and its log"
         )
 
-    def _free(self, slot: Slot) -> None:
-        with self._connection.lock:
-            self._lane.free(slot)
-            self._connection.notify()
 
-    def _attach(self) -> None:
-        connection = self._connection
-        try:
-            if CACHE_FEATURE not in connection.welcome.features:
-                raise ProtocolMismatch(
-                    f"the daemon at {connection.address} knows no cache; install the client's "
-                    "version of stormd there"
-                )
-            self._lane.attach(connection.welcome, connection.descriptors, self.ask)
-        finally:
-            for descriptor in connection.descriptors:
-                os.close(descriptor)
-
-    # --- replies, with the lock held --------------------------------------------------------
-
-    def _on_message(self, request: int, message: Message) -> None:
-        match message:
-            case Stored():
-                self._settle(message.entry, None)
-            case Restored():
-                self._settle(message.ticket, None)
-            case Rejected():
-                self._settle(message.entry, _rejection(message))
-            case Failed():
-                self._settle(message.ticket or message.entry, named(message.kind, message.detail))
-            case Refused():
-                self._settle(request, named(message.kind, message.detail))
-
-    def _settle(self, number: int, error: StormError | None) -> None:
-        """Note that the daemon is done with a part, and take its slot unless somebody reads it."""
-        part = self._parts.pop(number, None)
-        if part is None:
-            return
-        part.settled, part.error = True, error
-        if not part.kept:
-            self._lane.free(part.slot)
-
-
-def _pieces(data: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
-    """Return views of `data`, `nbytes` each, the last of what is left."""
-    return [data[begin : begin + nbytes] for begin in range(0, data.numel(), nbytes)]
-
-
-def _rejection(message: Rejected) -> StormError:
-    """Return the error for a part that was not admitted."""
-    if message.reason == "draining":
-        return DaemonLost(f"{message.detail}; what was put is not kept")
-    return (UsageError if message.reason == "invalid" else QuotaExceeded)(message.detail)
+def _check_cache(address: str, welcome: Welcome) -> None:
+    if CACHE_FEATURE not in welcome.features:
+        raise ProtocolMismatch(
+            f"the daemon at {address} knows no cache; install the client's version of stormd there"
+        )

@@ -21,12 +21,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 import zmq
 
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
-from storm_client.lanes import LaneHello
+from storm_client.lanes import Lane, LaneHello
 from storm_client.waiting import Changes
 from storm_client.wakeup import Wakeup
 from stormd.protocol import (
@@ -41,7 +42,7 @@ from stormd.protocol import (
     encode,
 )
 
-__all__ = ["IDS_PER_RELEASE", "Connection"]
+__all__ = ["IDS_PER_RELEASE", "Connection", "Listener"]
 
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
@@ -62,16 +63,29 @@ READABLE = int(zmq.POLLIN)
 IDS_PER_RELEASE = 256
 """Entries given up in one message, of at most 9 bytes each."""
 
-OnMessage = Callable[[int, Message], None]
+
+class Listener(Protocol):
+    """Who is told of what comes: the session that is built on a connection."""
+
+    def on_message(self, request: int, message: Message) -> None:
+        """Handle a reply that no request waits for; with the lock held."""
+        ...
+
+    def on_wake(self) -> None:
+        """Send what is to be sent, after `wake` and with each heartbeat; with the lock held."""
+        ...
+
+    def on_lost(self) -> None:
+        """Release whoever waits for the daemon by other means; once, when all is over."""
+        ...
+
+    def on_abandoned(self) -> None:
+        """Close: nobody else can."""
+        ...
 
 
 class Connection:
-    """A session's control plane. `lock` and `changed` are shared with the session built on it.
-
-    `on_message` is called with the lock held for every reply that no request waits for;
-    `on_wake` with the lock held after `wake` and with each heartbeat, and has to flush; `on_lost`
-    without it, once, when all is over; `on_abandoned` without it after `abandon`, and has to close.
-    """
+    """A session's control plane. `lock` and `changed` are shared with the session built on it."""
 
     def __init__(self, address: str, hello: LaneHello, timeout: float) -> None:
         """Open a session at `address` within `timeout` seconds.
@@ -87,10 +101,6 @@ class Connection:
         """Notified whenever something that waits may look for has changed."""
         self.numbers = count(FIRST_NUMBER)
         """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
-        self.on_message: OnMessage = _ignore
-        self.on_wake: Callable[[], None] = self.flush
-        self.on_lost: Callable[[], None] = _nothing
-        self.on_abandoned: Callable[[], None] = _nothing
         self._pid = os.getpid()
         self._ended = f"the daemon at {address} ended, with all it held for us"
         self._lost: DaemonLost | None = None
@@ -107,7 +117,9 @@ class Connection:
         self._pause.acquire()
         self._draining = False
         self._is_abandoned = False
+        self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread: threading.Thread | None = None
+        self._listener: Listener
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
         self._context, self._socket = channel.context, channel.socket
@@ -117,11 +129,26 @@ class Connection:
         self._wakeup: Wakeup | None = Wakeup()
         _CONNECTIONS.add(self)
 
-    def start(self) -> None:
-        """Start listening; the callbacks are set."""
+    def start(self, listener: Listener) -> None:
+        """Start listening; `listener` may be told of something at once."""
+        self._listener = listener
         thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
         thread.start()
         self._thread = thread
+
+    def attach(self, lane: Lane, timeout: float) -> None:
+        """Have a lane map what the daemon shares with it.
+
+        Raises:
+            StormError: what the lane raises, or the daemon's refusal.
+        """
+        try:
+            lane.attach(
+                self.welcome, self.descriptors, lambda message: self.request(message, timeout)
+            )
+        finally:
+            for descriptor in self.descriptors:
+                os.close(descriptor)
 
     # --- for callers ------------------------------------------------------------------------
 
@@ -149,7 +176,7 @@ class Connection:
         with self.lock:
             self.check()
             if self.lifeline.ended:
-                self._lose(self._ended)
+                self._lose(DaemonLost(self._ended))
             self.check()
 
     @property
@@ -234,10 +261,11 @@ class Connection:
         assert answer is not None
         return answer
 
-    def wait(self, ready: Callable[[], bool], timeout: float) -> bool:
+    def wait(self, ready: Callable[[], bool], timeout: float, every: float | None = None) -> bool:
         """Wait until `ready()` or for `timeout` seconds; call with the lock held.
 
-        Returns whether it became ready.
+        It is asked after each batch of replies, and whatever else `notify` is called for; and
+        besides `every` so many seconds, for what nobody tells of. Returns whether it became ready.
 
         Raises:
             DaemonLost: the daemon died meanwhile and it is not ready.
@@ -254,7 +282,7 @@ class Connection:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
-                self.changed.wait(left)
+                self.changed.wait(left if every is None else min(left, every))
             return True
         finally:
             self._waiting -= 1
@@ -282,24 +310,37 @@ class Connection:
         if self.lifeline.inherited:
             return
         thread = self._thread if self._thread is not threading.current_thread() else None
+        if self._leave():
+            try:
+                self._wait_for_the_end()
+            finally:
+                self._is_leaving = False
         with self.lock:
-            if not self.lost:
-                with suppress(DaemonLost):  # it does not read: there is nobody to say goodbye to
-                    self.post(0, Goodbye())
-                    self._transmit()
-                    self._wait_for_the_end()
-                self._lose(
-                    f"the client's connection to {self.address} was closed, and what it held is "
-                    "gone; call storm_client.connect() for another",
-                    ConnectionClosed,
-                )
-            while thread is not None and not self._is_over:
+            self.changed.notify_all()
+            while self._is_leaving or (thread is not None and not self._is_over):
                 self.changed.wait()  # a join would keep the lock, if a destructor's thread has it
             self._wakeup = None
             self.lifeline.close()
             self._context.destroy(linger=0)
         if thread is not None:
             thread.join()
+
+    def _leave(self) -> bool:
+        """Say goodbye; False where nobody hears it, or it was said."""
+        with self.lock:
+            if self.lost:
+                return False
+            with suppress(DaemonLost):  # it does not read: there is nobody to say goodbye to
+                self.post(0, Goodbye())
+                self._transmit()
+                self._is_leaving = True
+            self._lose(
+                ConnectionClosed(
+                    f"the client's connection to {self.address} was closed, and what it held is "
+                    "gone; call storm_client.connect() for another"
+                )
+            )
+            return self._is_leaving
 
     def forked(self) -> None:
         """Make the lock anew in a forked child, where whoever held it does not live."""
@@ -312,11 +353,13 @@ class Connection:
         try:
             self._serve()
         except (StormError, zmq.ZMQError) as error:
-            self._fail(f"the connection to {self.address} broke: {error}")
+            self._fail(DaemonLost(f"the connection to {self.address} broke: {error}"))
         finally:
-            self._fail(f"the thread that listens to {self.address} ended; see its traceback")
+            self._fail(
+                DaemonLost(f"the thread that listens to {self.address} ended; see its traceback")
+            )
             try:
-                self.on_lost()
+                self._listener.on_lost()
             finally:
                 with self.lock:
                     self._is_over = True
@@ -332,13 +375,13 @@ class Connection:
         while not self.lost:
             next_ping = self._turn(next_ping, wakeup)
             if self._is_abandoned:
-                self.on_abandoned()
+                self._listener.on_abandoned()
                 return
             if not self._waiting:
                 self._pause.acquire(timeout=QUIET_SECONDS)
             ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
             if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
-                self._fail(self._ended)
+                self._fail(DaemonLost(self._ended))
 
     def _turn(self, next_ping: float, wakeup: Wakeup) -> float:
         """Handle what has come up, and return when the next heartbeat is due."""
@@ -351,13 +394,13 @@ class Connection:
                 self.post(0, Ping())
                 next_ping = time.monotonic() + PING_SECONDS
             if wakeup.clear() or is_due:
-                self.on_wake()
+                self._listener.on_wake()
             return next_ping
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, loss: DaemonLost) -> None:
         with self.lock:
             if not self.lost:
-                self._lose(reason)
+                self._lose(loss)
 
     # --- with the lock held -----------------------------------------------------------------
 
@@ -373,7 +416,9 @@ class Connection:
                 rest = self._outbox[self._leaving :]
                 self._outbox, self._sent = rest, []
         except zmq.Again:
-            self._lose(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
+            self._lose(
+                DaemonLost(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
+            )
             self.check()
 
     def _has_news(self) -> bool:
@@ -390,7 +435,9 @@ class Connection:
             self._inbox, self._frames = deque(decode(self._frames[0])), []
         except ProtocolError as error:
             self._lose(
-                f"the daemon at {self.address} sent what its version does not allow: {error}"
+                DaemonLost(
+                    f"the daemon at {self.address} sent what its version does not allow: {error}"
+                )
             )
             self.check()
 
@@ -402,12 +449,12 @@ class Connection:
                 if request in self._answers:
                     self._answers[request] = message
                 elif not isinstance(message, Pong):
-                    self.on_message(request, message)
+                    self._listener.on_message(request, message)
         finally:
             self.notify()
 
-    def _lose(self, reason: str, kind: type[DaemonLost] = DaemonLost) -> None:
-        self._lost = kind(reason)
+    def _lose(self, loss: DaemonLost) -> None:
+        self._lost = loss
         self._end_pause()
         self.changed.notify_all()
         self.wake()
@@ -418,7 +465,7 @@ class Connection:
             self._pause.release()
 
     def _wait_for_the_end(self) -> None:
-        """Wait for the daemon to close the lifeline; the listener is kept out by the lock."""
+        """Wait for the daemon to close the lifeline."""
         poller = select.poll()
         poller.register(self.lifeline, select.POLLIN)
         poller.poll(GOODBYE_SECONDS * 1000)
@@ -441,11 +488,3 @@ def _close_all() -> None:
 
 os.register_at_fork(after_in_child=_unlock_in_child)
 atexit.register(_close_all)
-
-
-def _ignore(request: int, message: Message) -> None:
-    """Pass over a reply that comes before the session is built."""
-
-
-def _nothing() -> None:
-    """Do nothing: no session is built yet."""

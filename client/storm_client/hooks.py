@@ -24,11 +24,10 @@ from storm_client.blocks import Blocks, Leaving, untraced
 from storm_client.compiled import CompiledModels
 from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_in_forward
 from storm_client.little_saved import FirstSteps, advice
+from storm_client.plan import Keep, OrderHistory, Step
 from storm_client.policy import Policy
-from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, SnapshotProof, StoredRange, View
+from storm_client.saved import Handle, SnapshotProof, StoredRange, View
 from storm_client.stats import OffloadStats, StatsRecorder
-from storm_client.steps import Step
 from storm_client.versions import KeptTensor, SavedVersion
 
 if TYPE_CHECKING:
@@ -197,9 +196,9 @@ class _StepHooks:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
-        reason = self._policy.reason(tensor)
-        if reason is not None:
-            return self._skip(tensor, reason)
+        decision = self._policy.decide(tensor)
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._skip(tensor, "capture")  # already opening a session would spoil the graph
         try:
@@ -258,9 +257,9 @@ class _StepHooks:
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:
-            reason = self._policy.storage_reason(storage)
-            if reason is not None:
-                return self._skip(tensor, reason)
+            decision = self._policy.decide_storage(storage)
+            if isinstance(decision, Keep):
+                return self._skip(tensor, decision.reason)
             record = self._hold(tensor, storage, session)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
             record.leaves[id(tensor)] = tensor
@@ -281,10 +280,9 @@ class _StepHooks:
                 tensor.dtype,
                 self._codec,
                 self._recorder,
-                from_result=_is_result(tensor),
                 soon=self._step.needed_at_once(nbytes),
             )
-            if record.from_result:
+            if _is_result(tensor):
                 record.proof = SnapshotProof(tensor)
                 self._results.append(weakref.ref(record))
         self._recorder.saved(tensor.nbytes, perf_counter() - began)

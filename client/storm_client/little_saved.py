@@ -87,7 +87,7 @@ def _pool_full(staying: Staying, steps: int) -> str:
     more = format_size(staying.kept_bytes["pool_full"] / steps / ratio)
     return (
         f"the daemon's pool was full: set pool_bytes larger by about {more}, in connect() for a "
-        "daemon that it starts, else with `stormd serve --pool-bytes`"
+        "daemon that it starts, else with `stormd serve --pool-bytes`" + _said(staying, "pool_full")
     )
 
 
@@ -95,8 +95,14 @@ def _quota(staying: Staying, steps: int) -> str:
     more = format_size(staying.kept_bytes["quota"] / steps)
     return (
         f"a quota of the daemon was reached: {more} more is wanted of its session_quota_bytes, "
-        "uid_quota_bytes or pool_bytes"
+        "uid_quota_bytes or pool_bytes" + _said(staying, "quota")
     )
+
+
+def _said(staying: Staying, reason: str) -> str:
+    """Return the daemon's own sentence about what it did not take last, if there is one."""
+    detail = staying.details.get(reason, "")
+    return f" (it said: {detail})" if detail else ""
 
 
 def _daemon_slow(staying: Staying, steps: int) -> str:  # noqa: ARG001 - as its neighbours

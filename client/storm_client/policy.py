@@ -1,8 +1,7 @@
-"""Which saved tensors stay where they are, and why. Pure: it looks, and changes nothing.
+"""Which saved tensors may be offloaded at all, and why the others stay. It changes nothing.
 
-What stays true: a tensor that passes is a plain strided tensor whose bytes are its storage's
-bytes, in memory that is PyTorch's alone. Whatever is doubtful is passed over, which costs memory
-and never a value.
+A tensor that may is a plain strided tensor whose bytes are its storage's bytes, in memory that is
+PyTorch's alone. Whatever is doubtful stays, which costs memory and never a value.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from storm_client.plan import OFFLOAD, Decision, Keep
 from storm_client.sharing import is_foreign
 
 __all__ = ["Policy"]
@@ -21,6 +21,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 """Also of tensors that are not quantized: bytes viewed as one of these."""
+
+_SMALL, _PARAMETER = Keep("small"), Keep("parameter")
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -43,40 +45,40 @@ class Policy:
                 owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
         self._owned = owned
 
-    def reason(self, tensor: torch.Tensor) -> str | None:
-        """Return why `tensor` stays with autograd, None where it may be offloaded.
+    def decide(self, tensor: torch.Tensor) -> Decision:
+        """Return what becomes of `tensor`, as far as it alone tells.
 
         Called for every saved tensor: what most of them are is looked at first. What is small may
         be a view of a large storage, which it keeps.
         """
         if type(tensor) not in _PLAIN or _is_wrapped(tensor):
-            return "subclass"
+            return Keep("subclass")
         if tensor.layout is not torch.strided or tensor.is_nested:
-            return _layout(tensor)
+            return Keep(_layout(tensor))
         nbytes = tensor.nbytes
         if not nbytes or (nbytes < self.min_bytes and not tensor._is_view()):
-            return "small"
+            return _SMALL
         if not (tensor.is_cuda or tensor.is_cpu):
-            return "meta" if tensor.is_meta else "device"
-        return self._less_common(tensor)
+            return Keep("meta" if tensor.is_meta else "device")
+        return self._decide_further(tensor)
 
-    def storage_reason(self, storage: torch.UntypedStorage) -> str | None:
-        """Return why a storage that a tensor passed with stays, None where it may be offloaded."""
+    def decide_storage(self, storage: torch.UntypedStorage) -> Decision:
+        """Return what becomes of a storage of which a tensor may be offloaded."""
         if storage.nbytes() < self.min_bytes:
-            return "small"
-        return "foreign" if is_foreign(storage) else None
+            return _SMALL
+        return Keep("foreign") if is_foreign(storage) else OFFLOAD
 
-    def _less_common(self, tensor: torch.Tensor) -> str | None:
+    def _decide_further(self, tensor: torch.Tensor) -> Decision:
         """Go on for a plain tensor that is large enough."""
         if tensor._is_zerotensor():
-            return "zero"  # as forward-mode differentiation makes them, without any memory
+            return Keep("zero")  # as forward-mode differentiation makes them, without any memory
         if type(tensor) is torch.nn.Parameter or self._is_owned(tensor):
-            return "parameter"
+            return _PARAMETER
         if tensor.requires_grad and tensor.grad_fn is None:
-            return "leaf"  # the graph itself holds it, to accumulate its gradient
+            return Keep("leaf")  # the graph itself holds it, to accumulate its gradient
         if tensor.is_quantized or tensor.dtype in _QUANTIZED:
-            return "quantized"
-        return "inference" if tensor.is_inference() else None
+            return Keep("quantized")
+        return Keep("inference") if tensor.is_inference() else OFFLOAD
 
     def _is_owned(self, tensor: torch.Tensor) -> bool:
         """Tell whether it is, or views, a parameter or buffer of the modules."""

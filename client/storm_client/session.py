@@ -1,13 +1,14 @@
-"""One device's session: stored ranges, what is known about them, and who may ask.
+"""One device's session: its connection, its lane, and the stored ranges that it holds.
 
-What stays true: every record is in the deduplication table and watched for its death from before
-its first byte leaves; when it dies its entries are released, whoever dropped it, at the latest
-with the next heartbeat; and no byte leaves before PyTorch could read no other in its place.
+Hooks find, hold and load stored ranges here. A range is in the table of storages, and watched for
+its death, from before its first byte leaves; when it dies its entries are released, whoever dropped
+it, at the latest with the next heartbeat. No byte leaves before PyTorch could read no other in its
+place. How a range travels is `outbound`'s and `inbound`'s business, what has become of each part
+is known by `transfers`.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
@@ -15,30 +16,26 @@ from itertools import islice
 
 import torch
 
-from storm_client.arriving import Arrivals
-from storm_client.connection import IDS_PER_RELEASE, Connection
-from storm_client.dedup import DedupTable
-from storm_client.errors import ActivationLost, DaemonLost, StormError, UsageError, named
+from storm_client.connection import Connection
+from storm_client.errors import ActivationLost, DaemonLost, StormError, UsageError
+from storm_client.inbound import STALL_SECONDS, Inbound
 from storm_client.lanes import InPlace, Lane
+from storm_client.lanes.segments import tell
 from storm_client.memory_pressure import watch
-from storm_client.records import Deaths, Handle, Located, StoredRange
-from storm_client.restoring import STALL_SECONDS, Restorer
+from storm_client.outbound import Outbound
+from storm_client.plan import DeviceWindow
+from storm_client.saved import (
+    Deaths,
+    Handle,
+    Located,
+    RangePhase,
+    SavedStorages,
+    StoredRange,
+)
 from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
-from storm_client.storing import Storer
-from storm_client.window import Window
-from stormd.protocol import (
-    Admitted,
-    Failed,
-    Mapped,
-    Message,
-    Refused,
-    Rejected,
-    Release,
-    Restored,
-    Stored,
-    UnmapSegment,
-)
+from storm_client.transfers import Transfers, releases
+from stormd.protocol import Mapped, Message, Refused, UnmapSegment
 
 __all__ = ["Session"]
 
@@ -60,38 +57,30 @@ class Session:
             StormError: as Connection, and what the lane raises; nothing stays open then.
         """
         self.lane = lane
-        self._in_place: InPlace | None = None
-        self._arrivals: Arrivals | None = None
+        self.deaths = Deaths()
+        self._known = SavedStorages()
+        self._shared: dict[int, weakref.ref[StoredRange]] = {}
+        """Records that stay as long as somebody else holds their storage, the oldest first."""
         self.connection = Connection(address, lane.hello, timeout)
-        self.connection.on_lost = lane.poison
-        self.connection.start()
+        self._in_place: InPlace | None = None
+        self._inbound: Inbound | None = None
+        self.connection.start(self)
         try:
-            self._attach(timeout)
+            self.connection.attach(lane, timeout)
         except BaseException:
             self.close()
             raise
-        self._in_place = lane.in_place
-        self._window = Window(0 if self._in_place is None else self._in_place.budget_bytes)
-        self._restorer = Restorer(self.connection, lane)
-        if self._in_place is not None and self._in_place.maps_new_memory:
-            self._arrivals = Arrivals(self.connection, lane, self._in_place, self._window)
-        self._storer = Storer(
-            self.connection,
-            lane,
-            self._restorer.reserve,
-            self._restorer.keep,
-            self.connection.welcome.part_bytes,
-            window=self._window,
+        self.transfers = Transfers(
+            self.connection.numbers,
+            staging_bytes=lane.staging_bytes,
+            part_bytes=self.connection.welcome.part_bytes,
+            window=DeviceWindow(lane.budget_bytes),
+            keeps_stored=lane.keeps_stored,
         )
-        self.deaths = Deaths()
-        self._known = DedupTable()
-        self._shared: dict[int, weakref.ref[StoredRange]] = {}
-        """Records that stay as long as somebody else holds their storage, the oldest first."""
-        self.connection.on_message = self._on_message
-        self.connection.on_wake = self._flush_dead
-        self.connection.on_abandoned = self.close
+        self._in_place = lane.in_place
+        self._outbound = Outbound(self.connection, lane, self.transfers)
+        self._inbound = Inbound(self.connection, lane, self.transfers)
         if self._in_place is not None:
-            self._in_place.segments.post = self._post_about_segments
             watch(self)
 
     # --- what the hooks ask for -------------------------------------------------------------
@@ -108,7 +97,7 @@ class Session:
         self.connection.check()
         with self.connection.lock:
             record = self._known.find(storage)
-            if record is None or record.key in self._shared:
+            if record is None or record.phase is RangePhase.IN_USE:
                 return record
             if record.error is not None or not record.is_whole(storage):
                 return None
@@ -121,12 +110,11 @@ class Session:
         codec: str,
         stats: StatsRecorder,
         *,
-        from_result: bool = False,
         soon: bool = False,
     ) -> StoredRange:
         """Return a new record of `storage`, which leaves when nobody else holds it; send others.
 
-        `from_result` says that all its changes are counted, `soon` that it will be needed at once.
+        `soon` says that it will be needed at once.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -134,16 +122,7 @@ class Session:
         self.connection.check()
         self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
-        record = StoredRange(
-            self,
-            storage,
-            dtype,
-            stats,
-            codec=codec,
-            from_result=from_result,
-            soon=soon,
-            stream=stream,
-        )
+        record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
         with self.connection.lock:
             self._known.add(self.deaths.watch(record))
             self._shared[record.key] = weakref.ref(record)
@@ -182,11 +161,12 @@ class Session:
             if self._shared.pop(record.key, None) is None:
                 return
             if record.source is None or not record.is_whole(record.source):
+                record.move_to(RangePhase.STAYING)
                 return  # its memory is another since: what may be had is what is here
             record.leaves.clear()
             record.stats.leaves(record.nbytes)
         with self.lane.on(record.stream):
-            self._storer.store(record)
+            self._outbound.store(record)
 
     def load(self, handle: Handle, *, is_first: bool = False) -> Located:
         """Return where the bytes of `handle` are in memory, restoring them if need be.
@@ -198,20 +178,21 @@ class Session:
             CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
             UsageError: they cannot be had while a CUDA graph is captured.
         """
-        record = handle.record
+        record, inbound = handle.record, self._inbound
+        assert inbound is not None
+        if is_first and self._shared:
+            self.send_unshared(but=[record, *handle.step.upcoming()[:LOOK_BACK]])
         with self.connection.lock:
             self._release_dead()
-            self._shared.pop(record.key, None)  # what is needed here has no reason to leave
-        if is_first and self._shared:
-            self.send_unshared(but=handle.step.upcoming()[:LOOK_BACK])
-        with self.connection.lock:
+            if self._shared.pop(record.key, None) is not None:
+                record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
             located = self._claim(record)
             if located is not None:
                 record.unpacked(handle)
         if located is None:
-            located = self._restore(record, handle)
+            located = self._restore(inbound, record, handle)
         elif not self.lane.is_capturing():
-            self._look_ahead(handle)
+            inbound.look_ahead(handle.step)
         if not located.is_original:
             self.lane.use(located.storage)
         return located
@@ -221,7 +202,7 @@ class Session:
         with suppress(DaemonLost):
             self.send_unshared()
         with self.connection.lock, suppress(DaemonLost):
-            self.connection.wait(lambda: not self._storer.under_way, timeout)
+            self.connection.wait(lambda: not self.transfers.is_storing, timeout)
 
     def sweep(self) -> None:
         """Give up what is not needed any more: entries of what died, mappings of freed memory.
@@ -231,21 +212,27 @@ class Session:
         with suppress(DaemonLost):
             self.send_unshared()
         with self.connection.lock, suppress(DaemonLost):
+            self.connection.check()
             is_due = self._release_dead()
             if self._in_place is not None:
                 is_due |= self._in_place.sweep()
+                tell(self.connection, self._in_place.segments)
             if is_due:
                 self.connection.flush()
 
     def give_back_memory(self) -> None:
         """Sweep, and return when the freed memory can be allocated again."""
-        if self._in_place is None or self.connection.lost:
+        in_place = self._in_place
+        if in_place is None:
             return
         with suppress(StormError):  # the allocation that asks for it fails in any case
             with self.connection.lock:
-                self._make_smaller()
-                is_given_back = self._in_place.sweep()
-                barrier = self._in_place.barrier()
+                self.connection.check()
+                self.transfers.window.shrink()
+                self.transfers.forget_early()
+                is_given_back = in_place.sweep()
+                tell(self.connection, in_place.segments)
+                barrier = in_place.barrier()
             if is_given_back:
                 self.connection.request(barrier, BARRIER_SECONDS)
                 with self.connection.lock:
@@ -258,40 +245,65 @@ class Session:
     def close(self) -> None:
         """End the session; what it stored is lost. Calling it twice is fine."""
         self.connection.close()
-        self._in_place = None
-        if self._arrivals is not None:
-            self._arrivals.close()
+        if self._inbound is not None:
+            self._inbound.close()
         self.lane.close()
 
-    # --- helpers ----------------------------------------------------------------------------
+    # --- what the connection tells of ---------------------------------------------------------
 
-    def _attach(self, timeout: float) -> None:
-        connection = self.connection
+    def on_message(self, request: int, message: Message) -> None:
+        """Handle a reply; one at which that is interrupted is handled again."""
         try:
-            self.lane.attach(
-                connection.welcome,
-                connection.descriptors,
-                lambda message: connection.request(message, timeout),
-            )
-        finally:
-            for descriptor in connection.descriptors:
-                os.close(descriptor)
+            self._handle(request, message)
+        except KeyboardInterrupt:
+            self.connection.again(request, message)
+            raise
+
+    def on_wake(self) -> None:
+        """Release what died meanwhile."""
+        self._release_dead()
+        self.connection.flush()
+
+    def on_lost(self) -> None:
+        """Release the streams that wait for the daemon."""
+        self.lane.poison()
+
+    def on_abandoned(self) -> None:
+        """End, for nobody else can have it end."""
+        self.close()
+
+    # --- helpers, with the lock held --------------------------------------------------------
+
+    def _handle(self, request: int, message: Message) -> None:
+        in_place = self._in_place
+        if isinstance(message, Mapped | Refused) and in_place is not None:
+            segments = in_place.segments
+            if segments.concerns(request):
+                segments.answered(request, mapped=isinstance(message, Mapped))
+                tell(self.connection, segments)
+                return
+        if self._inbound is None:
+            return  # nothing has been asked for before all is built
+        actions = self.transfers.reply(request, message)
+        if actions:
+            self._outbound.perform(actions)
+        self._outbound.send_waiting()
 
     def _claim(self, record: StoredRange) -> Located | None:
         """Return the bytes if they are in memory, else take the duty to restore them."""
 
-        def free() -> bool:
-            return not record.being_restored
+        def is_free() -> bool:
+            return record.phase is not RangePhase.RETURNING
 
         patience = STALL_SECONDS * len(record.parts)  # what the other thread has at the most
-        if not free() and not self.connection.wait(free, patience):
+        if not is_free() and not self.connection.wait(is_free, patience):
             raise ActivationLost(
                 f"another thread has been restoring record {record.key} for {patience:g} s; "
                 "see `stormd status` and the daemon's log"
             )
         located = record.locate()
         if located is not None:
-            self._forget(record.key)
+            self.transfers.forget(record.key)
             return located
         self.connection.check()
         if record.error is not None:
@@ -301,11 +313,11 @@ class Session:
                 f"the {record.nbytes} bytes of a tensor that had stayed in memory are gone: its "
                 "storage was resized after the tensor was saved"
             )
-        self._storer.check_steady(record)
+        self._outbound.check_steady(record)
         if record.source is not None:
             self._await_admission(record)
             return self._claim(record)
-        record.being_restored = True
+        record.move_to(RangePhase.RETURNING)
         return None
 
     def _await_admission(self, record: StoredRange) -> None:
@@ -315,7 +327,7 @@ class Session:
         """
 
         def is_settled() -> bool:
-            return record.source is None or not record.parts or record.error is not None
+            return record.phase is not RangePhase.LEAVING
 
         if not self.connection.wait(is_settled, STALL_SECONDS):
             raise ActivationLost(
@@ -323,7 +335,8 @@ class Session:
                 f"it takes it, and it said nothing for {STALL_SECONDS:g} s; see `stormd status`"
             )
 
-    def _restore(self, record: StoredRange, handle: Handle) -> Located:
+    def _restore(self, inbound: Inbound, record: StoredRange, handle: Handle) -> Located:
+        """Bring the bytes back, which this thread has the duty to; without the lock held."""
         try:
             if self.lane.is_capturing():
                 raise UsageError(
@@ -331,135 +344,29 @@ class Session:
                     "captured are with the daemon, and needed in the capture: capture the forward "
                     "pass with its backward pass, or save what the capture needs without offload"
                 )
-            storage = self._fetch(record, handle)
+            storage = inbound.fetch(record, handle.step)
             with self.connection.lock:
-                record.hold(storage)
+                record.came_back(storage)
                 record.unpacked(handle)
         finally:
             with self.connection.lock:
-                record.being_restored = False
+                if record.phase is RangePhase.RETURNING:
+                    record.move_to(RangePhase.AWAY)
                 self.connection.notify()
         return Located(storage)
 
-    def _fetch(self, record: StoredRange, handle: Handle) -> torch.UntypedStorage:
-        """Return a record's bytes, in place where that is possible, and begin what follows it."""
-        if self._arrivals is None:
-            return self._restorer.fetch(record, handle.step.upcoming)
-        with self.connection.lock:
-            is_staged = record.key in self._restorer
-        in_place = not is_staged and self._arrivals.begin(record)
-        self._look_ahead(handle)
-        if in_place:
-            return self._arrivals.finish(record)
-        return self._restorer.fetch(record, lambda: self._staged_later(handle))
-
-    def _look_ahead(self, handle: Handle) -> None:
-        """Begin to fetch what follows."""
-        with suppress(DaemonLost):
-            arrivals = self._arrivals
-            if arrivals is not None and arrivals.ahead(handle.step, self._restorer):
-                return
-            with self.connection.lock:
-                self._restorer.fetch_ahead(lambda: self._staged_later(handle))
-
-    def _staged_later(self, handle: Handle) -> list[StoredRange]:
-        """Return what follows and has to take the staging area; with the lock held."""
-        arrivals = self._arrivals
-        if arrivals is None:
-            return handle.step.upcoming()
-        if arrivals.in_use:
-            return []  # what can come in place does, and the rest is fetched when it is needed
-        return [record for record in handle.step.upcoming() if record.key not in arrivals]
-
-    def _forget(self, key: int) -> None:
-        """Give up what is under way of a record; with the lock held."""
-        self._restorer.forget(key)
-        if self._arrivals is not None:
-            self._arrivals.forget(key)
-
-    def _make_smaller(self) -> None:
-        """Take less of the device's memory from now on; with the lock held."""
-        self._window.shrink()
-        if self._arrivals is not None:
-            self._arrivals.relent()
-
-    def _post_about_segments(self, message: Message) -> int:
-        number = next(self.connection.numbers)
-        self.connection.defer(number, message)
-        return number
-
-    def _flush_dead(self) -> None:
-        self._release_dead()
-        self.connection.flush()
-
     def _release_dead(self) -> bool:
-        """Post the releases of what dead records held; call with the lock held.
+        """Post the releases of what dead records held; tell whether there was any.
 
-        Returns whether there was any. One that is interrupted is done again, which does no harm.
+        One that is interrupted is done again, which does no harm.
         """
         if not self.deaths:
             return False
         for reference in self.deaths.records():
             self._known.remove(reference)
             self._shared.pop(reference.key, None)
-            self._forget(reference.key)
-            self._storer.forget(reference.key)
-            entries = [part.entry for part in reference.parts]
-            for begin in range(0, len(entries), IDS_PER_RELEASE):
-                self.connection.post(0, Release(entries[begin : begin + IDS_PER_RELEASE]))
+            self.transfers.forget(reference.key)
+            self.transfers.let_go(reference.key)
+            for action in releases([part.entry for part in reference.parts]):
+                self.connection.post(0, action.message)
         return True
-
-    # --- replies, with the lock held --------------------------------------------------------
-
-    def _on_message(self, request: int, message: Message) -> None:
-        try:
-            self._handle(request, message)
-        except KeyboardInterrupt:
-            self.connection.again(request, message)
-            raise
-
-    def _handle(self, request: int, message: Message) -> None:
-        """Do what a reply asks for; doing it twice is the same."""
-        match message:
-            case Admitted():
-                self._storer.admitted(message)
-            case Stored():
-                self._storer.stored(message)
-            case Restored():
-                self._restored(message.ticket, None)
-            case Rejected():
-                self._storer.rejected(message.entry, message.reason)
-            case Failed() if message.ticket:
-                self._restored(message.ticket, named(message.kind, message.detail))
-            case Failed():
-                self._storer.failed(message)
-            case Mapped():
-                self._segment_answered(request, mapped=True)
-            case Refused():
-                self._refused(request, message)
-
-    def _restored(self, ticket: int, error: StormError | None) -> None:
-        """A part is back, or cannot be had."""
-        if self._arrivals is not None and self._arrivals.concerns(ticket):
-            self._arrivals.settled(ticket, error)
-        else:
-            self._restorer.settled(ticket, error)
-
-    def _segment_answered(self, request: int, *, mapped: bool) -> None:
-        if self._in_place is not None and self._in_place.segments.concerns(request):
-            self._in_place.segments.answered(request, mapped=mapped)
-
-    def _restores(self, request: int) -> bool:
-        """Tell whether the number is that of a part on its way back."""
-        if self._arrivals is not None and self._arrivals.concerns(request):
-            return True
-        return self._restorer.concerns(request)
-
-    def _refused(self, request: int, message: Refused) -> None:
-        """A refusal of the message itself; one that answers no request is about the session."""
-        if self._storer.concerns(request):
-            self._storer.rejected(request, message.kind)
-        elif self._restores(request):
-            self._restored(request, named(message.kind, message.detail))
-        else:
-            self._segment_answered(request, mapped=False)

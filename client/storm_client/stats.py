@@ -107,6 +107,8 @@ class Staying(NamedTuple):
     kept_bytes: Mapping[str, int]
     skipped: Mapping[str, int]
     """Tensors passed over."""
+    details: Mapping[str, str]
+    """What the daemon said last about ranges that it did not take, by reason."""
 
 
 class StatsRecorder:
@@ -122,6 +124,7 @@ class StatsRecorder:
         self._kept_bytes: Counter[str] = Counter()
         self._dtypes: Counter[str] = Counter()
         self._modes: Counter[str] = Counter()
+        self._details: dict[str, str] = {}
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0}
 
     def skipped(self, nbytes: int, reason: str) -> None:
@@ -172,9 +175,10 @@ class StatsRecorder:
             self._bytes["stored"] += nbytes
             self._modes[mode] += nbytes
 
-    def kept(self, nbytes: int, reason: str) -> None:
-        """Count a range that stays with the client."""
+    def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
+        """Count a range that stays with the client; `detail` is what the daemon says of it."""
         with self._lock:
+            self._details[reason] = detail
             self._kept_bytes[reason] += nbytes
             self._kept[reason] += 1
 
@@ -189,6 +193,7 @@ class StatsRecorder:
                 skipped_bytes=dict(self._skipped_bytes),
                 kept_bytes=dict(self._kept_bytes),
                 skipped=dict(self._skipped),
+                details=dict(self._details),
             )
 
     def snapshot(self) -> OffloadStats:

@@ -71,6 +71,9 @@ def client(daemon: DaemonProcess) -> Iterator[storm.Client]:
         client._supply.sessions.settle(DEADLINE_SECONDS)  # what was saved last may not have left
         wait_until(lambda: client.status().entries == 0, DEADLINE_SECONDS, client.status)
         assert client.status().pool.used_bytes == 0
+        for session in client._supply.sessions._open_sessions():
+            with session.connection.lock:
+                session.transfers.assert_invariants()
 
 
 @pytest.fixture(autouse=True)

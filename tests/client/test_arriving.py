@@ -102,14 +102,13 @@ def test_as_much_comes_early_as_there_is_memory(
     client: storm.Client, way: FakeInPlace, daemon: DaemonThread, spare: int, ahead: int
 ) -> None:
     session = client._supply.sessions.control
-    session._window._ceiling = 32 * MIB
+    session.transfers.window._ceiling = 32 * MIB
     way.spare = spare
     x = leaf()
     thread, loss = paused(client.offload(min_bytes=1), x)
-    arrivals = session._arrivals
-    assert arrivals is not None
-    wait_until(lambda: not arrivals._tickets, 30, lambda: arrivals._tickets)
-    assert len(arrivals._arrivals) == ahead
+    transfers = session.transfers
+    wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
+    assert len(transfers._incoming) == ahead
     Pause.go_on.set()
     thread.join(30)
     assert x.grad is not None
@@ -120,7 +119,7 @@ def test_what_is_fetched_ahead_travels_together(
     client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = client._supply.sessions.control
-    session._window._ceiling, session._window.limit = 32 * MIB, MIB
+    session.transfers.window._ceiling, session.transfers.window.limit = 32 * MIB, MIB
     way.spare = 12 * MIB
     numbers: list[int] = []
     real = way.produced
@@ -148,7 +147,7 @@ def test_where_nothing_is_away_no_room_is_measured(
     measured: list[int] = []
     monkeypatch.setattr(way, "headroom", lambda: measured.append(1) or 0)
     session = client._supply.sessions.control
-    session._window._ceiling = session._window.limit = 64 * MIB
+    session.transfers.window._ceiling = session.transfers.window.limit = 64 * MIB
     x = leaf()
     offload = client.offload(min_bytes=1)
     with offload:
@@ -156,7 +155,7 @@ def test_where_nothing_is_away_no_room_is_measured(
     gradient(loss, x)
     assert not measured
     assert offload.stats().restore_wait_seconds == 0
-    session._window.limit = MIB
+    session.transfers.window.limit = MIB
     with offload:
         loss = chain(x, 8)
     gradient(loss, x)
@@ -168,17 +167,16 @@ def test_where_nothing_is_away_no_room_is_measured(
 def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     session = client._supply.sessions.control
-    arrivals = session._arrivals
-    assert arrivals is not None
+    transfers = session.transfers
     thread, loss = paused(client.offload(min_bytes=1), x)
     with session.connection.lock:
-        session._make_smaller()
-    wait_until(lambda: not arrivals._early, 30, lambda: arrivals._early)
+        transfers.forget_early()
+    wait_until(lambda: not transfers.early_bytes, 30, lambda: transfers.early_bytes)
     Pause.go_on.set()
     thread.join(30)
     assert x.grad is not None
     del loss
-    assert not arrivals._arrivals
+    assert not transfers._incoming
 
 
 def test_a_damaged_blob_is_an_error(
@@ -194,16 +192,15 @@ def test_a_damaged_blob_is_an_error(
     with pytest.raises(storm.CorruptBlob):
         loss.backward()
     assert x.grad is None
-    arrivals = client._supply.sessions.control._arrivals
-    assert arrivals is not None
+    transfers = client._supply.sessions.control.transfers
     del loss
-    wait_until(lambda: not arrivals._tickets, 30, lambda: arrivals._tickets)
+    wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
 
 
 def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     thread, loss = paused(client.offload(min_bytes=1), x)
-    client._supply.sessions.control.connection._fail("the daemon ended")
+    client._supply.sessions.control.connection._fail(storm.DaemonLost("the daemon ended"))
     failures: list[str] = []
     threading.excepthook, before = (
         (lambda args: failures.append(args.exc_type.__name__)),

@@ -54,8 +54,13 @@ def session(daemon: DaemonProcess, lane: CpuLane) -> Iterator[CacheSession]:
     """A session; after the test all of its staging area is free and it holds nothing."""
     session = CacheSession(daemon.address, lane, 10.0)
     yield session
-    wait_until(lambda: lane._space.free_bytes == STAGING, 10.0, lambda: lane._space.free_bytes)
-    assert not session._parts
+    transfers = session._transfers
+    assert transfers is not None
+    space = transfers._space
+    wait_until(lambda: space.free_bytes == STAGING, 10.0, lambda: space.free_bytes)
+    transfers.assert_invariants()
+    assert not transfers._pending
+    assert not transfers._incoming
     assert session.ask(CacheCancel()) == CacheFound(found=False)
     session.close()
 
@@ -127,17 +132,17 @@ def test_a_part_that_is_rejected_ends_the_put(
     reason: str,
     kind: type[StormError],
 ) -> None:
-    connection, send = session._connection, session._connection.send
+    connection, defer = session._connection, session._connection.defer
 
     def rejects(number: int, message: object) -> None:
         """Have the daemon not hear of the store, and answer it itself."""
         if type(message).__name__ == "Store":
-            connection.on_message(number, Rejected(number, reason, "because"))
+            connection.again(number, Rejected(number, reason, "because"))
         else:
-            send(number, message)  # type: ignore[arg-type]
+            defer(number, message)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(connection, "send", rejects)
+        patch.setattr(connection, "defer", rejects)
         with pytest.raises(kind, match="because"):
             put(session, "rejected", data(PART))
     assert session.ask(CacheFind("rejected")) == CacheFound(found=False)
@@ -147,7 +152,7 @@ def test_a_damaged_part_is_raised_and_nothing_returned(
     session: CacheSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(session, "a", data(6 * PART))
-    on_message = session._connection.on_message
+    on_message = session.on_message
     restored: list[int] = []
 
     def damages_the_second(request: int, message: object) -> None:
@@ -157,7 +162,7 @@ def test_a_damaged_part_is_raised_and_nothing_returned(
                 message = Failed(message.ticket, 1, "CorruptBlob", "damaged")
         on_message(request, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(session._connection, "on_message", damages_the_second)
+    monkeypatch.setattr(session, "on_message", damages_the_second)
     with pytest.raises(CorruptBlob, match="damaged"):
         fetch(session, "a")
 

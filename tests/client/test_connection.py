@@ -91,14 +91,50 @@ def error_of(use: Callable[[], object]) -> str:
     return ""
 
 
-@pytest.fixture
-def connection(daemon: DaemonProcess) -> Connection:
+class Told:
+    """Passes over what it is told; a test may set what else is done with a message."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.handle: Callable[[int, Message], object] = lambda request, message: None
+
+    def on_message(self, request: int, message: Message) -> None:
+        self.handle(request, message)
+
+    def on_wake(self) -> None:
+        self._connection.flush()
+
+    def on_lost(self) -> None:
+        pass
+
+    def on_abandoned(self) -> None:
+        self._connection.close()
+
+
+def started(daemon: DaemonProcess) -> tuple[Connection, Told]:
     connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
     for descriptor in connection.descriptors:
         os.close(descriptor)
-    connection.start()
-    yield connection
+    told = Told(connection)
+    connection.start(told)
+    return connection, told
+
+
+@pytest.fixture
+def both(daemon: DaemonProcess) -> Iterator[tuple[Connection, Told]]:
+    connection, told = started(daemon)
+    yield connection, told
     connection.close()
+
+
+@pytest.fixture
+def connection(both: tuple[Connection, Told]) -> Connection:
+    return both[0]
+
+
+@pytest.fixture
+def told(both: tuple[Connection, Told]) -> Told:
+    return both[1]
 
 
 def test_a_request_gets_its_answer(connection: Connection) -> None:
@@ -125,10 +161,9 @@ def test_an_answer_that_does_not_come(connection: Connection) -> None:
         connection.request(Release([]), 0.05)  # the protocol has no answer to it
 
 
-def test_a_deferred_message_leaves_by_itself(connection: Connection) -> None:
+def test_a_deferred_message_leaves_by_itself(connection: Connection, told: Told) -> None:
     seen = threading.Event()
-    connection.on_message = lambda request, message: seen.set()
-    connection.on_wake = connection.flush
+    told.handle = lambda request, message: seen.set()
     with connection.lock:
         connection.defer(next(connection.numbers), StatusRequest())
     assert seen.wait(30)
@@ -136,7 +171,7 @@ def test_a_deferred_message_leaves_by_itself(connection: Connection) -> None:
 
 @pytest.mark.parametrize("name", ["encode", "decode"])
 def test_an_interrupt_loses_no_message(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch, name: str
+    connection: Connection, told: Told, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Ctrl-C comes while a message is on its way out or in."""
     real = getattr(connection_module, name)
@@ -149,7 +184,7 @@ def test_an_interrupt_loses_no_message(
         return real(value)
 
     answers: list[Message] = []
-    connection.on_message = lambda request, message: answers.append(message)
+    told.handle = lambda request, message: answers.append(message)
     monkeypatch.setattr(connection_module, name, interrupted)
     with connection.lock:
         connection.post(next(connection.numbers), StatusRequest())
@@ -167,7 +202,7 @@ def exchange(connection: Connection) -> None:
 
 
 def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
-    connection: Connection,
+    connection: Connection, told: Told
 ) -> None:
     handled: list[int] = []
 
@@ -176,7 +211,7 @@ def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
         if len(handled) == 1:
             raise KeyboardInterrupt
 
-    connection.on_message = handle
+    told.handle = handle
     with connection.lock:
         numbers = [next(connection.numbers) for _ in range(3)]
         connection._inbox.extend(Envelope(number, Ping()) for number in numbers)
@@ -197,16 +232,16 @@ def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> No
 
     def wait() -> None:
         with connection.lock:
-            started.set()
+            waits.set()
             try:
                 connection.wait(lambda: False, 60)
             except storm.DaemonLost as error:
                 errors.append(str(error))
 
-    started = threading.Event()
+    waits = threading.Event()
     thread = threading.Thread(target=wait)
     thread.start()
-    assert started.wait(30)
+    assert waits.wait(30)
     connection.close()
     thread.join(30)
     (error,) = errors
@@ -226,15 +261,14 @@ def test_closing_where_the_lock_is_held(connection: Connection) -> None:
     assert not thread.is_alive()
 
 
-def test_closing_in_the_listening_thread(connection: Connection) -> None:
+def test_closing_in_the_listening_thread(connection: Connection, told: Told) -> None:
     closed = threading.Event()
 
     def close(request: int, message: Message) -> None:
         connection.close()
         closed.set()
 
-    connection.on_message = close
-    connection.on_wake = connection.flush
+    told.handle = close
     with connection.lock:
         connection.defer(next(connection.numbers), StatusRequest())
     assert closed.wait(30)
@@ -243,10 +277,7 @@ def test_closing_in_the_listening_thread(connection: Connection) -> None:
 
 def test_closing_in_several_threads(daemon: DaemonProcess) -> None:
     for _ in range(20):
-        connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
-        for descriptor in connection.descriptors:
-            os.close(descriptor)
-        connection.start()
+        connection, _ = started(daemon)
         threads = [threading.Thread(target=connection.close) for _ in range(3)]
         for thread in threads:
             thread.start()

@@ -1,25 +1,24 @@
 from __future__ import annotations
 
 import torch
-from storm_client.dedup import DedupTable
-from storm_client.records import Deaths, StoredRange
+from storm_client.saved import Deaths, SavedStorages, StoredRange
 from support.records import record_of
 from torch import Tensor
 
 
-def add(table: DedupTable, deaths: Deaths, tensor: Tensor) -> StoredRange:
+def add(table: SavedStorages, deaths: Deaths, tensor: Tensor) -> StoredRange:
     record = record_of(tensor)
     table.add(deaths.watch(record))
     return record
 
 
-def clean(table: DedupTable, deaths: Deaths) -> None:
+def clean(table: SavedStorages, deaths: Deaths) -> None:
     for reference in deaths.records():
         table.remove(reference)
 
 
 def test_the_record_of_the_storage_is_found() -> None:
-    table, deaths = DedupTable(), Deaths()
+    table, deaths = SavedStorages(), Deaths()
     tensor = torch.ones(64)
     record = add(table, deaths, tensor)
     assert table.find(tensor[3:].untyped_storage()) is record
@@ -27,7 +26,7 @@ def test_the_record_of_the_storage_is_found() -> None:
 
 
 def test_a_later_record_takes_the_place_and_keeps_it() -> None:
-    table, deaths = DedupTable(), Deaths()
+    table, deaths = SavedStorages(), Deaths()
     tensor = torch.ones(64)
     first = add(table, deaths, tensor)
     second = add(table, deaths, tensor)
@@ -37,7 +36,7 @@ def test_a_later_record_takes_the_place_and_keeps_it() -> None:
 
 
 def test_dead_records_are_removed() -> None:
-    table, deaths = DedupTable(), Deaths()
+    table, deaths = SavedStorages(), Deaths()
     tensor = torch.ones(64)
     record = add(table, deaths, tensor)
     del record
@@ -49,7 +48,7 @@ def test_dead_records_are_removed() -> None:
 
 def test_an_address_in_the_table_is_not_used_again() -> None:
     """The weak reference keeps it, so that another storage is never taken for the old one."""
-    table, deaths = DedupTable(), Deaths()
+    table, deaths = SavedStorages(), Deaths()
     tensor = torch.ones(64)
     address = tensor.untyped_storage()._cdata
     record = add(table, deaths, tensor)
@@ -60,7 +59,7 @@ def test_an_address_in_the_table_is_not_used_again() -> None:
 
 
 def test_a_record_whose_making_was_interrupted_may_be_unknown() -> None:
-    table, deaths = DedupTable(), Deaths()
+    table, deaths = SavedStorages(), Deaths()
     tensor = torch.ones(64)
     known = add(table, deaths, tensor)
     table.remove(deaths.watch(record_of(tensor)))

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
-from storm_client import window
-from storm_client.steps import Step
-from storm_client.storing import Storer
+from storm_client import plan
+from storm_client.outbound import Outbound
+from storm_client.plan import DeviceWindow, Step
 from support.cuda_only import cuda_only
 from support.random_programs import run
 from support.training import assert_identical
@@ -27,8 +27,8 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     from storm_client.lanes.cuda import CudaLane
 
     monkeypatch.setattr(CudaLane, "keeps_stored", False)
-    monkeypatch.setattr(window, "START_BYTES", 0)
-    monkeypatch.setattr(window.Window, "saw", lambda window, nbytes: None)
+    monkeypatch.setattr(plan, "START_BYTES", 0)
+    monkeypatch.setattr(DeviceWindow, "saw", lambda window, nbytes: None)
     monkeypatch.setattr(Step, "needed_at_once", lambda step, nbytes: False)
 
 
@@ -39,7 +39,8 @@ def test_a_random_program_of_which_nothing_stays(
     seed: int, is_staged: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_staged:
-        monkeypatch.setattr(Storer, "_departs", lambda storer, record: False)
+        monkeypatch.setattr(Outbound, "_coder", lambda outbound, out: None)
+        monkeypatch.setattr(Outbound, "_mapped", lambda outbound, source: None)
     offload = client.offload(min_bytes=1)
     expected = run(seed, "cuda", nullcontext)
     for _ in range(2):

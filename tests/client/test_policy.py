@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from storm_client.plan import OFFLOAD, Keep
 from storm_client.policy import Policy
 from torch import Tensor, nn
 
@@ -38,29 +39,29 @@ def quantized() -> Tensor:
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_each_reason(make: Callable[[], Tensor], reason: str | None) -> None:
-    assert Policy([], min_bytes=128).reason(make()) == reason
+    assert Policy([], min_bytes=128).decide(make()) == (OFFLOAD if reason is None else Keep(reason))
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated.*:UserWarning")
 def test_quantized() -> None:
-    assert Policy([], min_bytes=1).reason(quantized()) == "quantized"
+    assert Policy([], min_bytes=1).decide(quantized()) == Keep("quantized")
 
 
 def test_inference() -> None:
     with torch.inference_mode():
         tensor = torch.ones(64)
-    assert Policy([], min_bytes=1).reason(tensor) == "inference"
+    assert Policy([], min_bytes=1).decide(tensor) == Keep("inference")
 
 
 def test_a_tensor_inside_a_function_transform() -> None:
     reasons = []
 
     def function(x: Tensor) -> Tensor:
-        reasons.append(Policy([], min_bytes=1).reason(x))
+        reasons.append(Policy([], min_bytes=1).decide(x))
         return x.sum()
 
     torch.func.vmap(function)(torch.ones(4, 64))
-    assert reasons == ["subclass"]
+    assert reasons == [Keep("subclass")]
 
 
 def test_parameters_and_buffers_are_known_by_their_storage() -> None:
@@ -69,8 +70,8 @@ def test_parameters_and_buffers_are_known_by_their_storage() -> None:
     policy.refresh()
     weight, mean = net[0].weight, net[1].running_mean
     for tensor in (weight.detach(), weight.data.t(), weight.detach()[2:], mean, mean.view(4, 4)):
-        assert policy.reason(tensor) == "parameter"
-    assert policy.reason(weight.detach().clone()) is None
+        assert policy.decide(tensor) == Keep("parameter")
+    assert policy.decide(weight.detach().clone()) == OFFLOAD
 
 
 def test_a_module_that_moved_is_known_again_after_refresh() -> None:
@@ -79,7 +80,7 @@ def test_a_module_that_moved_is_known_again_after_refresh() -> None:
     policy.refresh()
     net.double()
     policy.refresh()
-    assert policy.reason(net.weight.detach()) == "parameter"
+    assert policy.decide(net.weight.detach()) == Keep("parameter")
 
 
 def test_tied_weights_are_one_storage() -> None:
@@ -87,4 +88,4 @@ def test_tied_weights_are_one_storage() -> None:
     head.weight = embedding.weight
     policy = Policy([embedding], min_bytes=1)
     policy.refresh()
-    assert policy.reason(head.weight.detach().t()) == "parameter"
+    assert policy.decide(head.weight.detach().t()) == Keep("parameter")

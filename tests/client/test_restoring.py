@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import pytest
 import storm_client as storm
 import torch
-from storm_client import restoring
+from storm_client import inbound
 from storm_client.lanes.cpu import CpuLane
-from storm_client.restoring import AHEAD_SHARE
 from storm_client.session import Session
+from storm_client.transfers import AHEAD_SHARE
 from support.daemon_thread import DaemonThread
 from support.devices import DEVICES
 from support.waiting import wait_until
@@ -164,13 +164,13 @@ def test_what_is_fetched_ahead_stays_in_the_staging_area(inner_daemon: DaemonThr
         thread = threading.Thread(target=loss.backward)
         thread.start()
         assert hold.wait(30)
-        restorer = client._supply.sessions.control._restorer
-        wait_until(lambda: not restorer._tickets, 30)
-        ahead = restorer.in_use
+        transfers = client._supply.sessions.control.transfers
+        wait_until(lambda: not transfers._pending, 30)
+        ahead = transfers._ahead_bytes
         go_on.set()
         thread.join(30)
         assert 0 < ahead <= AHEAD_SHARE * STAGING_BYTES
-        assert restorer.in_use == 0
+        assert transfers._ahead_bytes == 0
         del loss
 
 
@@ -216,10 +216,9 @@ def knows_nothing(session: Session) -> bool:
         return (
             not len(session.deaths)
             and not len(session._known)
-            and not session._storer.under_way
-            and not session._restorer.in_use
-            and not session._restorer._retrievals
-            and session.lane._space.free_bytes == session.lane._space.capacity
+            and not session.transfers._pending
+            and not session.transfers._incoming
+            and session.transfers._space.free_bytes == session.transfers._space.capacity
         )
 
 
@@ -272,7 +271,7 @@ def test_kept_parts_give_way_to_stores(
 def test_a_tensors_own_kept_parts_give_way_to_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of its four parts lie in an area of four with what is free on both sides of them."""
     monkeypatch.setattr(CpuLane, "keeps_stored", True)
-    monkeypatch.setattr(restoring, "STALL_SECONDS", 5.0)
+    monkeypatch.setattr(inbound, "STALL_SECONDS", 5.0)
     with (
         inner_daemons(staging_bytes=256 << 10, part_bytes=64 << 10) as daemon,
         storm.connect(daemon.address, timeout=30) as client,
@@ -297,7 +296,7 @@ def test_threads_share_a_small_area_that_keeps_parts(
 ) -> None:
     """Whatever lies where, and whoever waits: each thread's next part finds room."""
     monkeypatch.setattr(CpuLane, "keeps_stored", True)
-    monkeypatch.setattr(restoring, "STALL_SECONDS", 10.0)
+    monkeypatch.setattr(inbound, "STALL_SECONDS", 10.0)
     choice = random.Random(seed)
     sizes = [64, 300, 12 << 10, 16 << 10, 20 << 10, 64 << 10, 70 << 10, 100 << 10]
     with (

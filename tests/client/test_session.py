@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_client.inbound import Inbound
 from storm_client.lanes import Request
 from storm_client.lanes.cpu import CpuLane
-from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, SnapshotProof, StoredRange, View
+from storm_client.plan import OrderHistory, Step
+from storm_client.saved import Handle, SnapshotProof, StoredRange, View
 from storm_client.session import Session
 from storm_client.stats import StatsRecorder
-from storm_client.steps import Step
 from support.daemon_process import DaemonProcess
 from support.records import version_of
 from support.waiting import wait_until
@@ -134,8 +134,8 @@ def test_an_admitted_part_that_is_lost_raises_where_it_is_needed(
     with session.connection.lock:  # so the daemon's own answers come after these
         record = store(session, tensor, StatsRecorder())
         entry = record.parts[0].entry
-        session._on_message(0, Admitted(entry))
-        session._on_message(0, Failed(0, entry, kind, "the lane broke"))
+        session.on_message(0, Admitted(entry))
+        session.on_message(0, Failed(0, entry, kind, "the lane broke"))
     handle = handle_of(record, tensor)
     assert session.load(handle).storage.data_ptr() == tensor.data_ptr()  # it is still in memory
     del tensor
@@ -149,7 +149,7 @@ def test_a_store_that_is_refused_leaves_the_tensor_here(session: Session) -> Non
     tensor = torch.randn(1000)
     with session.connection.lock:  # so the daemon's own answer comes after this one
         record = store(session, tensor, recorder)
-        session._on_message(record.parts[0].entry, Refused("QuotaExceeded", "too much"))
+        session.on_message(record.parts[0].entry, Refused("QuotaExceeded", "too much"))
     handle = handle_of(record, tensor)
     expected = tensor.clone()
     del tensor
@@ -181,8 +181,8 @@ def test_nothing_is_fetched_ahead_in_a_capture(
     with offload:
         kept = x.exp()
         loss = kept.square().sum()  # needs what the script keeps, which is in memory
-    looks: list[Handle] = []
-    monkeypatch.setattr(Session, "_look_ahead", lambda session, handle: looks.append(handle))
+    looks: list[object] = []
+    monkeypatch.setattr(Inbound, "look_ahead", lambda inbound, uses: looks.append(uses))
     with monkeypatch.context() as capture:
         capture.setattr(CpuLane, "is_capturing", lambda lane: True)
         torch.autograd.grad(loss, kept, retain_graph=True)

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import torch
-from storm_client.prefetch import OrderHistory
-from storm_client.records import Handle, View
-from storm_client.steps import LOOKAHEAD, PASS_HANDLES, Step
+from storm_client.plan import LOOKAHEAD, PASS_HANDLES, OrderHistory, Step
+from storm_client.saved import Handle, View
 from support.records import record_of, version_of
 
 

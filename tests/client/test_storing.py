@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import pytest
 import storm_client as storm
 import torch
-from storm_client import hooks, storing
+from storm_client import hooks, outbound
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import Tensor
@@ -189,7 +189,7 @@ def test_a_daemon_that_does_not_read(
     """A stopped daemon costs one wait for room; then tensors stay, and come back all the same."""
     options = ("--staging-bytes-cpu", "2MiB", "--part-bytes-cpu", "1MiB")
     daemon = make_daemon("--pool-bytes", "64MiB", *options)
-    monkeypatch.setattr(storing, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(outbound, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(hooks, "SETTLE_SECONDS", 0.1)
     with connected(daemon) as client:
         offload = client.offload(min_bytes=1)

@@ -81,7 +81,7 @@ def test_no_more_than_may_be_held_is_let_go_unread(client: storm.Client, way: Fa
     """A host that ran on would have the pool promise room for all that its device has yet to do."""
     way.stands_still = True
     x = leaf()
-    most = way.budget_bytes // x.nbytes + 1
+    most = InPlaceCpuLane.budget_bytes // x.nbytes + 1
     offload = client.offload(min_bytes=1)
 
     def save() -> torch.Tensor:

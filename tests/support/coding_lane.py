@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import memmove
 
 import torch
-from storm_client.lanes import Encoded, Request, Slot
+from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from support.in_place_lane import FakeInPlace, FakeReader, InPlaceCpuLane
 
@@ -30,7 +30,7 @@ class CodingCpuLane(InPlaceCpuLane):
 class Mapping(FakeInPlace):
     """The daemon maps tensors only where this process cannot encode them."""
 
-    def find(self, address: int, nbytes: int) -> Slot | None:
+    def find(self, address: int, nbytes: int) -> Mapped | None:
         return None if self._lane.coder.able else super().find(address, nbytes)
 
 
@@ -60,7 +60,7 @@ class FakeCoder(FakeReader):
         dtype: str,
         codec: str,
         after: int,
-    ) -> Encoded | None:
+    ) -> tuple[int, int] | None:
         assert slot.nbytes == self.room(len(part))
         if not self.results:
             self.refused += 1
@@ -69,7 +69,7 @@ class FakeCoder(FakeReader):
         address = source.data_ptr() + part.start
         memmove(self._lane.address(slot), address, len(part))
         self.encoded.append(address)
-        return Encoded(self.next_number(), 0)
+        return self.next_number(), 0
 
     def take_back(self, result: int) -> None:
         self.results += 1

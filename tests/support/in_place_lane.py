@@ -7,9 +7,10 @@ from ctypes import memmove
 from itertools import count
 
 import torch
-from storm_client.lanes import Request, Slot
+from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
+from storm_client.staging import StagingSpace
 
 from stormd.protocol import MapSegment, Welcome
 
@@ -43,10 +44,18 @@ class InPlaceCpuLane(CpuLane):
     """
 
     in_place: FakeInPlace | None = None
+    budget_bytes = 2 << 20
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         super().attach(welcome, descriptors, request)
+        self.staging_bytes = welcome.staging_bytes // 2
+        self._memory = StagingSpace(welcome.staging_bytes - self.staging_bytes)
         self.in_place = FakeInPlace(self)
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Return a range of the area's other half, which stands for the device's memory."""
+        offset = self._memory.allocate(nbytes)
+        return None if offset is None else Slot(self.staging_bytes + offset, nbytes)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         slot = self.reserve(nbytes)
@@ -64,23 +73,24 @@ class FakeInPlace(FakeReader):
     def __init__(self, lane: InPlaceCpuLane) -> None:
         super().__init__()
         self.segments = Segments(None)
-        self.budget_bytes = 2 << 20
         self.maps_new_memory = True
         self.spare = 0
         self.found = 0
         self.came_back = 0
         self._lane = lane
 
-    def find(self, address: int, nbytes: int) -> Slot | None:
-        offset = address - self._lane._mapped().data_ptr()
-        if 0 <= offset < self._lane.staging_bytes:
+    def find(self, address: int, nbytes: int) -> Mapped | None:
+        area = self._lane._mapped()
+        offset = address - area.data_ptr()
+        if 0 <= offset < area.numel():
             self.came_back += 1
-            return Slot(0, offset, nbytes)
+            return Mapped(0, offset)
         slot = self._lane.reserve(nbytes)
-        if slot is not None:
-            memmove(self._lane.address(slot), address, nbytes)
-            self.found += 1
-        return slot
+        if slot is None:
+            return None
+        memmove(self._lane.address(slot), address, nbytes)
+        self.found += 1
+        return Mapped(0, slot.offset)
 
     def sweep(self) -> bool:
         return False

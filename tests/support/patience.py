@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from storm_client import departing, hooks, storing
+from storm_client import hooks, outbound
 
 PATIENCE_SECONDS = 30.0
 
@@ -15,7 +15,6 @@ PATIENCE_SECONDS = 30.0
 def patient_clients() -> Iterator[None]:
     """Have this process's clients keep nothing, and tell nothing too early, for a late daemon."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own patches still end first
-        patch.setattr(departing, "PATIENCE_SECONDS", PATIENCE_SECONDS)
-        patch.setattr(storing, "PATIENCE_SECONDS", PATIENCE_SECONDS)
+        patch.setattr(outbound, "PATIENCE_SECONDS", PATIENCE_SECONDS)
         patch.setattr(hooks, "SETTLE_SECONDS", PATIENCE_SECONDS)
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from storm_client.records import StoredRange
+from storm_client.saved import StoredRange
 from storm_client.stats import StatsRecorder
 from storm_client.versions import SavedVersion
 from torch import Tensor

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -24,16 +24,23 @@ if TYPE_CHECKING:
     from storm_client.lanes.segments import Segments
 
 __all__ = [
+    "STAGING",
     "Coder",
     "Encoded",
     "InPlace",
     "Lane",
     "LaneHello",
+    "Mapped",
     "Reader",
     "Request",
+    "Route",
     "Slot",
+    "Staged",
     "Stream",
 ]
+
+STAGING = 0
+"""The segment that is the staging area."""
 
 Stream: TypeAlias = torch.Stream | None
 """Of a device that works asynchronously: None for its default stream, or where it has none."""
@@ -55,11 +62,39 @@ class LaneHello:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A range of a segment in use for one part: of the staging area, or where a tensor lies."""
+    """A range of the staging area that one part has for itself."""
+
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """By a copy in the staging area, which holds the bytes themselves."""
+
+    offset: int
+    segment: ClassVar[int] = STAGING
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """In the tensor's own memory, where the daemon has mapped it."""
 
     segment: int
     offset: int
-    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """By a blob in the staging area that this process makes; its size will be at `result`."""
+
+    offset: int
+    result: int
+    segment: ClassVar[int] = STAGING
+
+
+Route: TypeAlias = Staged | Mapped | Encoded
+"""How a part's bytes go; decided once for each transfer."""
 
 
 class Reader(Protocol):
@@ -75,13 +110,6 @@ class Reader(Protocol):
     def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Let nothing reuse the memory of `source`, once dropped, before that is so."""
         ...
-
-
-class Encoded(NamedTuple):
-    """What a Store says of a blob: its sequence number, and where its size will be."""
-
-    sequence: int
-    result: int
 
 
 class Coder(Reader, Protocol):
@@ -108,10 +136,11 @@ class Coder(Reader, Protocol):
         dtype: str,
         codec: str,
         after: int,
-    ) -> Encoded | None:
+    ) -> tuple[int, int] | None:
         """Encode the bytes `part` of `source`, behind what `after` published.
 
-        Returns None where that cannot be begun now.
+        Returns the number that says the blob is there, and the result in which its size will be;
+        None where that cannot be begun now.
         """
         ...
 
@@ -132,11 +161,9 @@ class InPlace(Reader, Protocol):
     """The allocations that the daemon has mapped."""
     maps_new_memory: bool
     """Whether the daemon can map what PyTorch allocates now, and so restore into it."""
-    budget_bytes: int
-    """The most device memory that may wait for the link, on its way out or back early."""
 
-    def find(self, address: int, nbytes: int) -> Slot | None:
-        """Return the range as a part of a mapped segment, None where it is in none (yet)."""
+    def find(self, address: int, nbytes: int) -> Mapped | None:
+        """Return where the daemon has mapped the range, None where it has not (yet)."""
         ...
 
     def sweep(self) -> bool:
@@ -162,15 +189,16 @@ class Lane(Protocol):
     Bytes are passed as contiguous one-dimensional uint8 tensors on `device`. Methods marked
     "locked" are called with the session's lock held and must return at once.
 
-    Out: reserve -> stage -> publish, Store is sent -> Stored, Rejected or Failed -> free.
-    Back: reserve -> publish, Restore is sent -> Restored -> unstage -> free; free alone where
-    the part is not wanted any more.
+    Out: stage into a slot -> publish, Store is sent -> Stored, Rejected or Failed.
+    Back: publish, Restore into a slot is sent -> Restored -> unstage.
     """
 
     device: torch.device
     hello: LaneHello
     staging_bytes: int
     """Size of the staging area; known from attach on."""
+    budget_bytes: int
+    """The most device memory that may wait for the link, on its way out or back early."""
     keeps_stored: bool
     """Whether stored parts wait in the staging area while there is room: where the way from the
     arena is much slower than a copy."""
@@ -193,19 +221,11 @@ class Lane(Protocol):
         """
         ...
 
-    def reserve(self, nbytes: int) -> Slot | None:
-        """Return a slot of `nbytes`, None where there is no room now (locked)."""
-        ...
-
-    def free(self, slot: Slot) -> None:
-        """Take a slot back; it is not used again (locked)."""
-        ...
-
-    def publish(self, slot: Slot) -> int:
+    def publish(self) -> int:
         """Return the sequence number for the message about to be sent (locked).
 
-        For a Store it says that what was staged is there, for a Restore that the slot may be
-        overwritten. Messages are sent in the order of these calls.
+        It says that all copies so far are made: what was staged is there, and slots that were given
+        back may be overwritten. Messages are sent in the order of these calls.
         """
         ...
 

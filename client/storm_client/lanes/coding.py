@@ -23,7 +23,7 @@ from storm_kernels.ancf.prepared import PreparedCodec
 from storm_kernels.cuda_driver import DeviceBuffer, Event, Stream, wait_value
 from storm_kernels.errors import KernelsError
 
-from storm_client.lanes import Encoded, Slot
+from storm_client.lanes import Slot
 from stormd.protocol.timeline import PUBLISHED, RESULTS, Timelines, result_offset
 
 __all__ = ["CudaCoder"]
@@ -116,7 +116,7 @@ class CudaCoder:
         dtype: str,
         codec: str,
         after: int,
-    ) -> Encoded | None:
+    ) -> tuple[int, int] | None:
         """Put an encoder on the stream; None while there is no place for its result.
 
         Also where the device's codec turns out to be broken: `codes` says so from then on.
@@ -147,7 +147,7 @@ class CudaCoder:
             return None
         if self._keeps_sources:
             self._sources.append((sequence, source))
-        return Encoded(sequence, number)
+        return sequence, number
 
     def take_back(self, result: int) -> None:
         """Use a result again: its store has been answered."""

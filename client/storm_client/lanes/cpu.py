@@ -15,13 +15,9 @@ import torch
 
 from storm_client.errors import ConnectionClosed, DaemonUnavailable
 from storm_client.lanes import LaneHello, Request, Slot, Stream
-from storm_client.staging import StagingSpace
 from stormd.protocol import Welcome
 
 __all__ = ["CpuLane"]
-
-STAGING = 0
-"""The segment that is the staging area; it exists from Welcome on."""
 
 HUGE_BYTES = 4 << 20
 """From here on memory to restore into is asked for in huge pages: touching 32 MiB for the first
@@ -41,6 +37,7 @@ class CpuLane:
     """
 
     keeps_stored = False
+    budget_bytes = 0
     in_place = None
     coder = None
 
@@ -49,7 +46,6 @@ class CpuLane:
         self.device = torch.device("cpu")
         self.hello = LaneHello(device="cpu")
         self.staging_bytes = 0
-        self._space = StagingSpace(0)
         self._area: torch.Tensor | None = None
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:  # noqa: ARG002 - no message is needed here
@@ -68,18 +64,8 @@ class CpuLane:
         with suppress(OSError):  # a kernel without huge pages for shared memory: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._area = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
-        self._space = StagingSpace(welcome.staging_bytes)
 
-    def reserve(self, nbytes: int) -> Slot | None:
-        """Return a slot of `nbytes`, None where there is no room now."""
-        offset = self._space.allocate(nbytes)
-        return None if offset is None else Slot(STAGING, offset, nbytes)
-
-    def free(self, slot: Slot) -> None:
-        """Take a slot back."""
-        self._space.free(slot.offset)
-
-    def publish(self, slot: Slot) -> int:  # noqa: ARG002 - what was copied is there
+    def publish(self) -> int:
         """Return 0: the host's memory is in order by itself."""
         return 0
 

@@ -18,9 +18,8 @@ import torch
 from storm_kernels.errors import KernelsError
 
 from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.lanes import LaneHello, Request, Slot, Stream
+from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
-from storm_client.staging import StagingSpace
 from stormd.protocol import MapSegment, Welcome
 from stormd.protocol.timeline import RESTORED, STORED
 
@@ -30,7 +29,7 @@ try:
 
     from storm_client.lanes.coding import CudaCoder
     from storm_client.lanes.publishing import Publisher
-    from storm_client.lanes.shared import STAGING, Shared, closed, share
+    from storm_client.lanes.shared import Shared, closed, share
 except KernelsError as error:
     raise UsageError(f"tensors on a GPU stay there: {error}") from error
 
@@ -104,7 +103,7 @@ class CudaLane:
             staging_bytes=self._total_bytes // divisor,
         )
         self.staging_bytes = 0
-        self._space = StagingSpace(0)
+        self.budget_bytes = self._total_bytes // BUDGET_DIVISOR
         self._lock = threading.Lock()
         """Protects what is shared, and what streams wait for."""
         self._shared: Shared | None = None
@@ -140,11 +139,9 @@ class CudaLane:
             if self._may_code:
                 self._coder = self._own_codec(self._shared, welcome.part_bytes)
         self.staging_bytes = welcome.staging_bytes
-        self._space = StagingSpace(welcome.staging_bytes)
         if self._may_be_in_place:
             self._in_place = _InPlace(
                 self,
-                self._total_bytes // BUDGET_DIVISOR,
                 shared_by_mps=self._context.shared_by_mps(),
                 exports=self._exports,
             )
@@ -163,16 +160,7 @@ class CudaLane:
         """The codec of this process; None where the daemon codes, and once closed."""
         return self._coder
 
-    def reserve(self, nbytes: int) -> Slot | None:
-        """Return a slot of `nbytes`, None where there is no room now."""
-        offset = self._space.allocate(nbytes)
-        return None if offset is None else Slot(STAGING, offset, nbytes)
-
-    def free(self, slot: Slot) -> None:
-        """Take a slot back. Copies of it that streams have yet to make stay in order."""
-        self._space.free(slot.offset)
-
-    def publish(self, slot: Slot) -> int:  # noqa: ARG002 - it comes behind all copies so far
+    def publish(self) -> int:
         """Publish the next number, behind every copy that was staged or unstaged so far."""
         with self.entered():
             return self._numbers().publish(self._current_stream())
@@ -418,20 +406,17 @@ def _one_connection() -> bool:
 class _InPlace:
     """Stores and restores in the tensors' own memory; see lanes.InPlace."""
 
-    def __init__(
-        self, lane: CudaLane, budget_bytes: int, *, shared_by_mps: bool, exports: bool
-    ) -> None:
+    def __init__(self, lane: CudaLane, *, shared_by_mps: bool, exports: bool) -> None:
         self.segments = Segments(cuda_driver)
-        self.budget_bytes = budget_bytes
         self.waits_on_device = shared_by_mps
         self.maps_new_memory = exports
         self._lane = lane
 
-    def find(self, address: int, nbytes: int) -> Slot | None:
+    def find(self, address: int, nbytes: int) -> Mapped | None:  # noqa: ARG002 - an allocation is mapped as a whole
         if not self.maps_new_memory:
             return None
         with self._lane.entered():
-            return self.segments.find(address, nbytes)
+            return self.segments.find(address)
 
     def sweep(self) -> bool:
         with self._lane.entered():

@@ -11,8 +11,8 @@ lock protects a Segments.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
@@ -20,10 +20,10 @@ from typing import Protocol
 
 from storm_kernels.errors import CudaDriverError
 
-from storm_client.lanes import Slot
+from storm_client.lanes import Mapped
 from stormd.protocol import MapSegment, Message, UnmapSegment
 
-__all__ = ["Driver", "Segments"]
+__all__ = ["Driver", "Segments", "tell"]
 
 log = logging.getLogger(__name__)
 
@@ -70,17 +70,17 @@ class Segments:
     """The allocations seen so far, by buffer id."""
 
     def __init__(self, driver: Driver, known: int = KNOWN) -> None:
-        """Remember up to `known` allocations. `post` must be set before `find`."""
-        self.post: Callable[[Message], int] = _unset
-        """Sends a message and returns the number of the request."""
+        """Remember up to `known` allocations."""
+        self.outbox: deque[MapSegment | UnmapSegment] = deque()
+        """What the daemon has to be told; who takes an offer out says so to `asked`."""
         self._driver = driver
         self._limit = known
         self._numbers = count(1)  # 0 is the staging area
         self._known: OrderedDict[int, _Segment] = OrderedDict()  # used longest ago first
         self._offers: dict[int, _Segment] = {}  # by request
 
-    def find(self, address: int, nbytes: int) -> Slot | None:
-        """Return the range as a part of a mapped segment, None where it is in none (yet)."""
+    def find(self, address: int) -> Mapped | None:
+        """Return where the daemon has mapped the allocation at `address`, None where it has not."""
         buffer = self._driver.buffer_id(address)
         segment = self._known.get(buffer)
         if segment is None:
@@ -89,11 +89,16 @@ class Segments:
         self._known.move_to_end(buffer)
         if segment.state is not _State.MAPPED:
             return None
-        return Slot(segment.number, address - segment.base, nbytes)
+        return Mapped(segment.number, address - segment.base)
 
     def new_number(self) -> int:
         """Return a segment number that is used for nothing else."""
         return next(self._numbers)
+
+    def asked(self, request: int, offer: MapSegment) -> None:
+        """Note the number of the request that offers an allocation."""
+        segment = next((one for one in self._known.values() if one.number == offer.segment), None)
+        self._offers[request] = segment or _Segment(offer.segment, 0, _State.OFFERED)
 
     def concerns(self, request: int) -> bool:
         """Tell whether the number is that of an offer under way."""
@@ -104,7 +109,7 @@ class Segments:
         segment = self._offers.pop(request)
         forgotten = all(segment is not known for known in self._known.values())
         if forgotten and mapped:
-            self.post(UnmapSegment(segment.number))
+            self.outbox.append(UnmapSegment(segment.number))
         segment.state = _State.MAPPED if mapped else _State.REFUSED
 
     def sweep(self) -> bool:
@@ -124,7 +129,7 @@ class Segments:
         offer = self._offer(segment, buffer)
         if offer is not None:
             segment.state = _State.OFFERED
-            self._offers[self.post(offer)] = segment
+            self.outbox.append(offer)
         self._known[buffer] = segment
         if len(self._known) > self._limit:
             self._forget(next(iter(self._known)))
@@ -154,9 +159,26 @@ class Segments:
         segment = self._known.pop(buffer)
         if segment.state is not _State.MAPPED:
             return False
-        self.post(UnmapSegment(segment.number))
+        self.outbox.append(UnmapSegment(segment.number))
         return True
 
 
-def _unset(message: Message) -> int:
-    raise AssertionError(f"nobody sends {type(message).__name__} yet")
+class _Connection(Protocol):
+    @property
+    def numbers(self) -> Iterator[int]: ...
+
+    def defer(self, request: int, message: Message) -> None: ...
+
+
+def tell(connection: _Connection, segments: Segments) -> None:
+    """Tell the daemon what `segments` have to say; nobody waits for its answers.
+
+    Raises:
+        DaemonLost: it is gone.
+    """
+    while segments.outbox:
+        message = segments.outbox.popleft()
+        number = next(connection.numbers)
+        connection.defer(number, message)
+        if isinstance(message, MapSegment):
+            segments.asked(number, message)

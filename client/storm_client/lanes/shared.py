@@ -15,13 +15,11 @@ from storm_kernels.cuda_driver import DeviceBuffer, Event, RegisteredHost, Strea
 from storm_kernels.errors import CudaDriverError
 
 from storm_client.errors import DaemonLost
+from storm_client.lanes import STAGING
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
 
-__all__ = ["STAGING", "Shared", "closed", "share"]
-
-STAGING = 0
-"""The segment that is the staging area."""
+__all__ = ["Shared", "closed", "share"]
 
 
 class Shared:

@@ -41,9 +41,7 @@ def lane(memory: int) -> Iterator[CpuLane]:
 
 def test_bytes_go_out_and_come_back(lane: CpuLane, memory: int) -> None:
     source = torch.randint(0, 256, (1000,), dtype=torch.uint8)
-    lane.reserve(64)
-    slot = lane.reserve(1000)
-    assert slot is not None
+    slot = Slot(64, 1000)
     lane.stage(source, slot)
     assert os.pread(memory, 1000, slot.offset) == bytes(source.tolist())
     os.pwrite(memory, bytes(reversed(source.tolist())), slot.offset)
@@ -52,14 +50,6 @@ def test_bytes_go_out_and_come_back(lane: CpuLane, memory: int) -> None:
     assert torch.equal(destination[50:1050], source.flip(0))
     assert not destination[:50].any()
     assert not destination[1050:].any()
-
-
-def test_room_ends_and_comes_back(lane: CpuLane) -> None:
-    slot = lane.reserve(STAGING_BYTES)
-    assert slot is not None
-    assert lane.reserve(1) is None
-    lane.free(slot)
-    assert lane.reserve(STAGING_BYTES) is not None
 
 
 @pytest.mark.parametrize("nbytes", [1, 4097, HUGE_BYTES, HUGE_BYTES + 4097])
@@ -95,8 +85,7 @@ def unstage(lane: CpuLane, tensor: torch.Tensor, slot: Slot) -> None:
 def test_closing_while_another_thread_copies(
     lane: CpuLane, copy: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot = lane.reserve(64)
-    assert slot is not None
+    slot = Slot(0, 64)
     mapped: list[bool] = []
 
     def closing(target: int, source: int, nbytes: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.lanes.segments import Segments
-from storm_client.window import Window
+from storm_client.plan import DeviceWindow
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import Tensor, nn
@@ -166,7 +166,9 @@ def test_a_captured_graph_passes_through(client: storm.Client) -> None:
 def test_the_device_holds_less_while_the_tensors_are_away(
     client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Window, "limit", property(lambda _: 0, lambda *_: None), raising=False)
+    monkeypatch.setattr(
+        DeviceWindow, "limit", property(lambda _: 0, lambda *_: None), raising=False
+    )
     model, x = network(), batch()
     plain(model, x)
     before = torch.cuda.memory_allocated()

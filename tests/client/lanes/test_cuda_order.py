@@ -129,14 +129,13 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
     seen: list[int] = []
 
     def use() -> None:
-        lane.in_place.segments.post = lambda message: 1
         for call in (
             lane.in_place.sweep,
             lambda: lane.in_place.find(tensor.data_ptr(), PART),
             lane.in_place.barrier,
             lambda: lane.in_place.produced(1),
             lambda: lane.in_place.overtake(0, tensor),
-            lambda: lane.stage(tensor, lane.reserve(PART)),
+            lambda: lane.stage(tensor, Slot(0, PART)),
             lambda: lane.use(tensor),
         ):
             call()
@@ -159,18 +158,16 @@ def test_a_refused_blobs_slot_is_filled_behind_its_encoder(
     source, tensor = fake.tensor(PART), fake.tensor(PART)
     source.fill(1)
     tensor.fill(2)
-    slot, busy = lane.reserve(coder.room(PART)), threading.Event()
+    slot, busy = Slot(0, coder.room(PART)), threading.Event()
     coder._stream.put(busy.wait)
     encoded = coder.encode(
         source, range(PART), slot, dtype="uint8", codec="raw", after=lane.produced(1)[0]
     )
-    lane.free(slot)
-    coder.take_back(encoded.result)
-    again = lane.reserve(PART)
-    assert again.offset == slot.offset
+    coder.take_back(encoded[1])
+    again = Slot(slot.offset, PART)
     lane.stage(tensor, again)
     busy.set()
-    client.published(lane.publish(again))
+    client.published(lane.publish())
     assert client.area(again) == tensor.read()
 
 
@@ -273,7 +270,7 @@ def test_an_encoder_that_fails_after_it_has_begun_keeps_its_slot_to_the_end(
     client = bench(codec_in="client")
     lane, coder, busy = client.lane, client.lane.coder, threading.Event()
     source, whole = fake.tensor(PART), coder._codec.encode
-    slot = lane.reserve(coder.room(PART))
+    slot = Slot(0, coder.room(PART))
 
     def encode(*arguments: Any, **options: Any) -> None:
         whole(*arguments, **options)
@@ -299,7 +296,7 @@ def test_a_lane_that_another_thread_has_closed(
     fake: FakeTorch, bench: Callable[..., Bench]
 ) -> None:
     lane, tensor = bench().lane, fake.tensor(PART)
-    slot = lane.reserve(PART)
+    slot = Slot(0, PART)
     lane.close()
     for use in (lambda: lane.stage(tensor, slot), lambda: lane.produced(1)):
         with pytest.raises(DaemonLost, match="closed"):
@@ -312,7 +309,7 @@ def test_a_copy_that_comes_while_the_lane_is_closed_is_not_begun(
     """Another thread may close it between the look at what is open and the copy."""
     client, tensor = bench(), fake.tensor(PART)
     tensor.fill(5)
-    slot = client.lane.reserve(PART)
+    slot = Slot(0, PART)
     client.lane._publisher.end()
     with pytest.raises(DaemonLost, match="closed"):
         client.lane.stage(tensor, slot)
@@ -346,17 +343,17 @@ def test_a_source_whose_memory_may_be_unmapped_stays_until_it_is_read(
     encoded = coder.encode(
         source,
         range(PART),
-        lane.reserve(coder.room(PART)),
+        Slot(0, coder.room(PART)),
         dtype="uint8",
         codec="raw",
         after=lane.produced(1)[0],
     )
     del source
     try:
-        assert not coder.is_read(encoded.sequence)
+        assert not coder.is_read(encoded[0])
         assert (living() is None) == is_exported
     finally:
         busy.set()
-    client.published(encoded.sequence)
-    coder.take_back(encoded.result)
+    client.published(encoded[0])
+    coder.take_back(encoded[1])
     assert living() is None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
-from storm_client.lanes import Slot
-from storm_client.lanes.segments import Segments
+from storm_client.lanes import Mapped
+from storm_client.lanes.segments import Segments, tell
 from storm_kernels.errors import CudaDriverError
 
 from stormd.protocol import MapSegment, Message, UnmapSegment
@@ -51,12 +53,17 @@ class Daemon:
 
     def __init__(self, segments: Segments) -> None:
         self.segments = segments
-        self.posted: list[Message] = []
-        segments.post = self.post
+        self.numbers = count(1)
+        self._posted: list[Message] = []
 
-    def post(self, message: Message) -> int:
-        self.posted.append(message)
-        return len(self.posted)
+    def defer(self, request: int, message: Message) -> None:
+        self._posted.append(message)
+        assert len(self._posted) == request
+
+    @property
+    def posted(self) -> list[Message]:
+        tell(self, self.segments)
+        return self._posted
 
     def answer(self, *, mapped: bool = True) -> None:
         assert self.segments.concerns(len(self.posted))
@@ -80,23 +87,19 @@ def daemon(segments: Segments) -> Daemon:
     return Daemon(segments)
 
 
-def place(slot: Slot | None) -> tuple[int, int, int] | None:
-    return None if slot is None else (slot.segment, slot.offset, slot.nbytes)
-
-
 def test_a_range_is_found_from_the_daemons_answer_on(segments: Segments, daemon: Daemon) -> None:
-    assert segments.find(MIB + 64, 128) is None
-    assert segments.find(MIB + 64, 128) is None
+    assert segments.find(MIB + 64) is None
+    assert segments.find(MIB + 64) is None
     assert daemon.posted == [MapSegment(1, b"1", 1, MIB)]
     daemon.answer()
-    assert place(segments.find(MIB + 64, 128)) == (1, 64, 128)
+    assert segments.find(MIB + 64) == Mapped(1, 64)
     assert len(daemon.posted) == 1
 
 
 def test_what_the_daemon_refuses_is_not_offered_again(segments: Segments, daemon: Daemon) -> None:
-    segments.find(MIB, 1)
+    segments.find(MIB)
     daemon.answer(mapped=False)
-    assert segments.find(MIB, 1) is None
+    assert segments.find(MIB) is None
     assert len(daemon.posted) == 1
 
 
@@ -104,29 +107,29 @@ def test_what_cannot_be_exported_is_never_offered(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
     device.exports = False
-    assert segments.find(MIB, 1) is None
-    assert segments.find(MIB, 1) is None
+    assert segments.find(MIB) is None
+    assert segments.find(MIB) is None
     assert not daemon.posted
 
 
 def test_an_address_used_again_is_another_allocation(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(MIB, 1)
+    segments.find(MIB)
     daemon.answer()
     device.allocate(MIB)
-    assert segments.find(MIB, 1) is None
+    assert segments.find(MIB) is None
     daemon.answer()
-    assert place(segments.find(MIB, 1)) == (2, 0, 1)
+    assert segments.find(MIB) == Mapped(2, 0)
     assert segments.sweep()
     assert daemon.posted[-1] == UnmapSegment(1)
-    assert place(segments.find(MIB, 1)) == (2, 0, 1)
+    assert segments.find(MIB) == Mapped(2, 0)
 
 
 def test_what_was_freed_is_unmapped_once(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(MIB, 1)
+    segments.find(MIB)
     daemon.answer()
     assert not segments.sweep()
     del device.allocations[MIB]
@@ -139,7 +142,7 @@ def test_what_was_freed_is_unmapped_once(
 def test_what_is_freed_before_the_answer_is_unmapped_after_it(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
-    segments.find(MIB, 1)
+    segments.find(MIB)
     del device.allocations[MIB]
     assert not segments.sweep()
     daemon.answer()
@@ -151,20 +154,20 @@ def test_the_one_used_longest_ago_gives_way(
 ) -> None:
     for number in (1, 2, 3):
         device.allocate(number * MIB)
-        segments.find(number * MIB, 1)
+        segments.find(number * MIB)
         daemon.answer()
-    segments.find(MIB, 1)
+    segments.find(MIB)
     device.allocate(4 * MIB)
-    segments.find(4 * MIB, 1)
+    segments.find(4 * MIB)
     assert daemon.posted[-1] == UnmapSegment(2)
-    assert segments.find(MIB, 1) is not None
+    assert segments.find(MIB) is not None
     assert len(segments) == 3
 
 
 def test_another_error_of_the_driver_is_not_taken_for_a_freed_allocation(
     device: Device, segments: Segments, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    segments.find(MIB, 1)
+    segments.find(MIB)
     daemon.answer()
 
     def broken(address: int) -> int:
@@ -180,8 +183,8 @@ def test_memory_whose_export_fails_is_left_alone(
     device: Device, segments: Segments, daemon: Daemon
 ) -> None:
     device.is_imported = True
-    assert segments.find(MIB, 8) is None
-    assert segments.find(MIB + 64, 8) is None
+    assert segments.find(MIB) is None
+    assert segments.find(MIB + 64) is None
     assert not daemon.posted
     assert not segments.sweep()
     assert len(segments) == 1

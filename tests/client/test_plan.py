@@ -5,7 +5,7 @@ import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.prefetch import KNOWN_STEPS, LOOK_AGAIN, OrderHistory, StepPlan
+from storm_client.plan import KNOWN_STEPS, LOOK_AGAIN, OrderHistory, StepPlan
 
 
 def packed(history: OrderHistory, *sizes: int) -> StepPlan:

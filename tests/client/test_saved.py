@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.prefetch import OrderHistory
-from storm_client.records import (
+from storm_client.plan import OrderHistory, Step
+from storm_client.saved import (
     Deaths,
     Handle,
     Located,
@@ -17,7 +17,6 @@ from storm_client.records import (
     StoredRange,
     View,
 )
-from storm_client.steps import Step
 from support.records import record_of, version_of
 from torch import Tensor
 
@@ -151,7 +150,7 @@ def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
     one, two, three = (handle_of(record, tensor, deaths) for _ in range(3))
     record.source = None
     del tensor
-    record.hold(torch.ones(64).untyped_storage())
+    record.came_back(torch.ones(64).untyped_storage())
     record.unpacked(one)
     assert record.locate() is not None
     record.unpacked(two)
@@ -168,7 +167,7 @@ def test_what_was_restored_and_is_still_used_is_found_again() -> None:
     record.source = None
     del tensor
     restored = torch.ones(64).untyped_storage()
-    record.hold(restored)
+    record.came_back(restored)
     record.unpacked(handle)
     located = record.locate()
     assert located is not None

@@ -1,13 +1,12 @@
-"""What autograd holds instead of tensors, and what those share.
+"""What autograd holds instead of tensors, what those share, and how it is found again.
 
-What stays true: only handles keep a record alive, and only records keep stored bytes alive. When
-autograd drops the last handle of a record, in whatever way, the record dies with it and its
-entries are queued for release; nothing else has to happen, and nobody has to remember it.
+A **view** says how a tensor lies in its storage, a **stored range** is one whole storage, a
+**handle** is one saved tensor: a view of a stored range, at a version. All that is saved of a
+storage while it is held shares one stored range, as PyTorch would keep one storage: what aliases
+before aliases afterwards, at the same offsets.
 
-A **view** says how a tensor lies in its storage, a **record** is one storage, a **handle** is one
-saved tensor: a view of a record, at a version. All that is saved of a storage while it is held
-shares one record, as PyTorch would keep one storage: what aliases before aliases afterwards, at
-the same offsets.
+Ownership is the clean-up: autograd holds handles, handles hold the stored range, and everything
+else knows it weakly. When the last handle dies the range dies, and its death is queued.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -29,15 +29,17 @@ if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
 
 __all__ = [
-    "Course",
-    "DeadRecord",
+    "DeadRange",
     "Deaths",
     "Handle",
     "Holder",
     "Located",
     "Part",
+    "RangePhase",
+    "SavedStorages",
     "SnapshotProof",
     "StoredRange",
+    "UpcomingUses",
     "View",
 ]
 
@@ -124,7 +126,7 @@ class Holder(Protocol):
         ...
 
 
-class Course(Protocol):
+class UpcomingUses(Protocol):
     """What is expected to be asked for after a handle: its step knows."""
 
     def upcoming(self) -> list[StoredRange]:
@@ -154,6 +156,33 @@ class Part:
         return self.end - self.begin
 
 
+class RangePhase(Enum):
+    """Where the bytes of a stored range are, as far as its session has decided."""
+
+    IN_USE = auto()
+    """In its storage, which somebody else may hold: nothing has been sent."""
+    LEAVING = auto()
+    """On their way to the daemon, or held until there is a reason to send them."""
+    STAYING = auto()
+    """In its storage for good: the daemon does not take them, or they were needed first."""
+    AWAY = auto()
+    """With the daemon alone; or besides in memory that somebody has been given back."""
+    RETURNING = auto()
+    """A thread has the duty to bring them back; others wait for it."""
+    LOST = auto()
+    """The daemon has them no more: `error` says why."""
+
+
+_NEXT = {
+    RangePhase.IN_USE: {RangePhase.LEAVING, RangePhase.STAYING},
+    RangePhase.LEAVING: {RangePhase.AWAY, RangePhase.STAYING, RangePhase.LOST},
+    RangePhase.STAYING: set(),
+    RangePhase.AWAY: {RangePhase.RETURNING, RangePhase.LOST},
+    RangePhase.RETURNING: {RangePhase.AWAY, RangePhase.LOST},
+    RangePhase.LOST: set(),
+}
+
+
 class StoredRange:
     """The bytes of one storage: held here, on their way to the daemon, or there.
 
@@ -165,15 +194,14 @@ class StoredRange:
         "_handles",
         "_restored",
         "_waiting",
-        "being_restored",
         "codec",
         "dtype",
         "error",
-        "from_result",
         "key",
         "leaves",
         "nbytes",
         "parts",
+        "phase",
         "pointer",
         "proof",
         "session",
@@ -192,23 +220,21 @@ class StoredRange:
         stats: StatsRecorder,
         *,
         codec: str = "raw",
-        from_result: bool = False,
         soon: bool = False,
         stream: Stream = None,
     ) -> None:
         """Describe `storage`, whose elements are of `dtype`, and keep it until it is let go.
 
-        `session` is the one that holds its bytes and gives them back. `from_result` says that an
-        operation made the memory, whose changes are counted, `soon` that it will be needed at
-        once, and `stream` behind what work its bytes are there.
+        `session` is the one that holds its bytes and gives them back. `soon` says that it will be
+        needed at once, and `stream` behind what work its bytes are there.
         """
         self.key = next(_KEYS)
         self.session = session
+        self.phase = RangePhase.IN_USE
         self.nbytes = storage.nbytes()
         self.dtype = dtype
         self.stats = stats
         self.codec = codec
-        self.from_result = from_result
         self.soon = soon
         self.stream = stream
         self.source: torch.UntypedStorage | None = storage
@@ -222,21 +248,25 @@ class StoredRange:
         self.proof: SnapshotProof | None = None
         """Set while somebody else may hold the storage though its bytes have been sent."""
         self.error: StormError | None = None
-        self.being_restored = False
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._waiting: set[int] = set()
         self._restored: torch.UntypedStorage | None = None
 
+    def move_to(self, phase: RangePhase) -> None:
+        """Go on to the next phase, or stay in this one."""
+        assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
+        self.phase = phase
+
+    def lose(self, error: StormError) -> None:
+        """Note why the daemon can no longer give the bytes back, unless they never left."""
+        if self.phase not in (RangePhase.STAYING, RangePhase.LOST):
+            self.error = error
+            self.move_to(RangePhase.LOST)
+
     @property
-    def is_away(self) -> bool:
-        """Whether its bytes are only with the daemon, and nobody is fetching them."""
-        return (
-            self.source is None
-            and not self.being_restored
-            and self.error is None
-            and bool(self.parts)
-            and self.locate() is None
-        )
+    def is_wanted(self) -> bool:
+        """Whether it has to be fetched before it can be used, and nobody is doing that."""
+        return self.phase is RangePhase.AWAY and self.locate() is None
 
     def locate(self) -> Located | None:
         """Return the bytes if they are in memory: the original storage or a restored one.
@@ -254,7 +284,7 @@ class StoredRange:
             restored = self.weak[-1].storage()
         return None if restored is None else Located(restored)
 
-    def hold(self, storage: torch.UntypedStorage) -> None:
+    def came_back(self, storage: torch.UntypedStorage) -> None:
         """Keep what was restored for as long as a handle has not been unpacked since."""
         self.weak.append(WeakStorage(storage))
         while len(self.weak) > 2:
@@ -328,7 +358,12 @@ class Handle:
     __slots__ = ("__weakref__", "key", "number", "record", "step", "version", "view")
 
     def __init__(
-        self, record: StoredRange, view: View, version: SavedVersion, step: Course, number: int
+        self,
+        record: StoredRange,
+        view: View,
+        version: SavedVersion,
+        step: UpcomingUses,
+        number: int,
     ) -> None:
         """Keep `record` alive; `number` is the handle's place in the plan of `step`."""
         self.key = next(_KEYS)
@@ -353,12 +388,12 @@ class _HandleRef(weakref.ref[Handle]):
         self.record = weakref.ref(record)
 
 
-class DeadRecord(weakref.ref[StoredRange]):
+class DeadRange(weakref.ref[StoredRange]):
     """Outlives a record and knows what has to be cleaned up after it."""
 
     __slots__ = ("address", "key", "parts", "weak")
 
-    def __new__(cls, record: StoredRange, deaths: Deaths) -> DeadRecord:
+    def __new__(cls, record: StoredRange, deaths: Deaths) -> DeadRange:
         return super().__new__(cls, record, deaths.append)
 
     def __init__(self, record: StoredRange, deaths: Deaths) -> None:
@@ -367,6 +402,36 @@ class DeadRecord(weakref.ref[StoredRange]):
         self.parts = record.parts
         self.address = record.weak[0].address
         self.weak = record.weak  # keeps the storage's address from being used again
+
+
+class SavedStorages:
+    """Finds the latest stored range of a storage. The session's lock protects it.
+
+    A storage is known by the address of its implementation; the weak reference in DeadRange keeps
+    that address from being used for another one.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._records: dict[int, DeadRange] = {}
+
+    def find(self, storage: torch.UntypedStorage) -> StoredRange | None:
+        """Return the living record of `storage`."""
+        reference = self._records.get(storage._cdata)
+        return None if reference is None else reference()
+
+    def add(self, reference: DeadRange) -> None:
+        """Let the record be found until `remove`, or until its storage has another."""
+        self._records[reference.address] = reference
+
+    def remove(self, reference: DeadRange) -> None:
+        """Forget a record that died; another may have taken its place."""
+        if self._records.get(reference.address) is reference:
+            del self._records[reference.address]
+
+    def __len__(self) -> int:
+        """Return the number of storages known."""
+        return len(self._records)
 
 
 class Deaths:
@@ -381,26 +446,26 @@ class Deaths:
         """Start without any."""
         self._dead: deque[weakref.ref[Any]] = deque()
         self.append = self._dead.append
-        self._records: dict[int, DeadRecord] = {}
+        self._records: dict[int, DeadRange] = {}
 
     def watch_handle(self, handle: Handle) -> None:
         """Have the handle's record told of its death."""
         handle.record.add(handle, self)
 
-    def watch(self, record: StoredRange) -> DeadRecord:
+    def watch(self, record: StoredRange) -> DeadRange:
         """Return the reference that comes here when `record` dies."""
-        reference = DeadRecord(record, self)
+        reference = DeadRange(record, self)
         self._records[record.key] = reference
         return reference
 
-    def records(self) -> Iterator[DeadRecord]:
+    def records(self) -> Iterator[DeadRange]:
         """Yield the records that died; call with the session's lock held.
 
         One at which the loop is interrupted is yielded again the next time.
         """
         while self._dead:
             reference = self._dead[0]
-            if isinstance(reference, DeadRecord):
+            if isinstance(reference, DeadRange):
                 yield reference
                 self._records.pop(reference.key, None)
                 while reference.weak:

@@ -1,0 +1,347 @@
+"""Brings stored ranges back: on demand, and ahead of it.
+
+They come through the staging area, where what was fetched ahead waits and gives way to anything
+that is needed now; or into memory of their own that the daemon has mapped. Where that is so, memory
+that it may still write to is kept, whoever has lost interest in it, until it has answered for every
+part; and what is fetched ahead stays within the device window.
+
+A thread that fetches through the staging area copies each part out as it comes, and waits for one
+with no slot that it could give up, so a range of any size passes through an area of two parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import torch
+
+from storm_client.connection import Connection
+from storm_client.errors import ActivationLost, DaemonLost
+from storm_client.lanes import Lane, Mapped, Route, Slot, Staged
+from storm_client.lanes.segments import tell
+from storm_client.ranges import span
+from storm_client.saved import Part, StoredRange, UpcomingUses
+from storm_client.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Transfers
+
+__all__ = ["STALL_SECONDS", "Inbound"]
+
+STALL_SECONDS = 60.0
+"""How long a restore may make no progress before it is given up; disks are not in the way."""
+
+TOGETHER_BYTES = 8 << 20
+"""Of records fetched ahead: so many share an event on the stream and a frame to the daemon."""
+
+LAST_WRITES_SECONDS = 0.5
+"""How long the memory of restores that a dead daemon left under way is not given back: nothing
+tells when the device has ended a dead process's kernels, which takes milliseconds."""
+
+_Placed = tuple[StoredRange, torch.UntypedStorage, Mapped]
+
+
+class Inbound:
+    """Of one session, for any thread; methods marked "locked" are called with its lock held."""
+
+    def __init__(self, connection: Connection, lane: Lane, transfers: Transfers) -> None:
+        """Ask over `connection` for what `transfers` decide; `lane` is attached."""
+        self._connection = connection
+        self._lane = lane
+        self._transfers = transfers
+        in_place = lane.in_place
+        self._in_place = None if in_place is None or not in_place.maps_new_memory else in_place
+        self._is_mapped = False  # whether the daemon could map the memory that was allocated last
+        self._allowed = transfers.window.limit  # bytes that may be taken early, as last measured
+
+    def fetch(self, record: StoredRange, uses: UpcomingUses) -> torch.UntypedStorage:
+        """Return the record's bytes in new memory, and begin to fetch what is used next.
+
+        Raises:
+            CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
+            DaemonLost: it is gone.
+        """
+        incoming = self._begin(record)
+        if self._in_place is not None:
+            self.look_ahead(uses)
+        if incoming is not None:
+            return self._finish(incoming)
+        destination = self._lane.allocate(record.nbytes)
+        self.fill(destination, record.key, record.parts, uses)
+        return destination.untyped_storage()
+
+    def fill(
+        self,
+        destination: torch.Tensor,
+        key: int,
+        parts: list[Part],
+        uses: UpcomingUses | None = None,
+    ) -> None:
+        """Copy `parts` into `destination`, a uint8 tensor, through the staging area.
+
+        As slots come free they are used to fetch what is used next.
+
+        Raises:
+            CorruptBlob, ActivationLost, DaemonLost: as `fetch`.
+        """
+        transfers, lock = self._transfers, self._connection.lock
+        with lock:
+            incoming = transfers.demand(key, parts)
+        try:
+            for index, part in enumerate(parts):
+                with lock:
+                    slot = self._arrival(incoming, index)
+                self._lane.unstage(slot, destination[part.begin : part.end])
+                with lock:
+                    transfers.take(incoming, index)
+                    self._connection.notify()
+                    self._request_more(incoming, index + 1)
+                    self._stage_ahead(uses)
+        finally:
+            with lock:
+                transfers.forget(key)
+                self._connection.notify()
+
+    def look_ahead(self, uses: UpcomingUses) -> None:
+        """Begin to fetch what is used next, in this order, as far as there is room."""
+        with suppress(DaemonLost):
+            if self._in_place is not None and self._allocate_ahead(uses):
+                return
+            with self._connection.lock:
+                self._stage_ahead(uses)
+
+    def close(self) -> None:
+        """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
+        with self._connection.lock:
+            is_written = self._transfers.writes_to_memory()
+        if is_written:
+            time.sleep(LAST_WRITES_SECONDS)
+        with self._connection.lock:
+            self._transfers.end()
+
+    # --- through the staging area, with the lock held ---------------------------------------
+
+    def _stage_ahead(self, uses: UpcomingUses | None) -> None:
+        """Request what is used next, and send all requests that have been posted."""
+        if uses is not None and self._transfers.looks_ahead:
+            for record in self._staged_next(uses):
+                if record.is_wanted and not self._begin_staged(record):
+                    break
+        self._connection.flush()
+
+    def _staged_next(self, uses: UpcomingUses) -> list[StoredRange]:
+        """Return what is used next and has to take the staging area."""
+        if self._in_place is not None and self._is_mapped:
+            return []  # what can come in place does, and the rest is fetched when it is needed
+        return uses.upcoming()
+
+    def _begin_staged(self, record: StoredRange) -> bool:
+        """Request a record's parts; False where there is no room for all of them."""
+        incoming = self._transfers.fetching(record.key)
+        if incoming is not None and incoming.storage is not None:
+            return True
+        incoming = self._transfers.expect(record.key, record.parts)
+        with span("fetch ahead", record.nbytes, record.key):
+            return self._request_more(incoming, 0)
+
+    def _arrival(self, incoming: Incoming, index: int) -> Slot:
+        """Return the slot of a part once it is there, requesting it and those behind it."""
+        self._connection.drain()
+        while True:
+            transfer = incoming.transfers.get(index) or self._require(incoming, index)
+            if transfer is not None:
+                break
+            seen = self._transfers.freed
+            if not self._connection.wait(
+                lambda seen=seen: self._transfers.freed != seen,  # type: ignore[misc]
+                STALL_SECONDS,
+            ):
+                raise self._stalled(incoming, index)
+        if not self._connection.wait(lambda: transfer.phase is not Phase.REQUESTED, STALL_SECONDS):
+            raise self._stalled(incoming, index)
+        if transfer.error is not None:
+            raise transfer.error
+        assert transfer.slot is not None, transfer
+        return transfer.slot
+
+    def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
+        return ActivationLost(
+            f"the daemon did not restore entry {incoming.parts[index].entry} within "
+            f"{STALL_SECONDS:g} s; see `stormd status` and its log"
+        )
+
+    def _require(self, incoming: Incoming, index: int) -> Transfer | None:
+        """Request a part even where that takes the room of what waits; None if it cannot be yet."""
+        slot = self._transfers.reserve_for(incoming, incoming.parts[index].nbytes)
+        if slot is None:
+            return None
+        sequence = self._lane.publish()
+        transfer = self._request(incoming, index, Staged(slot.offset), sequence, slot)
+        self._request_more(incoming, index + 1)
+        self._connection.flush()
+        return transfer
+
+    def _request_more(self, incoming: Incoming, begin: int) -> bool:
+        """Request parts from `begin` on; False where there is no room for all of them."""
+        for index in self._transfers.missing(incoming, begin):
+            slot = self._transfers.reserve_ahead(incoming.parts[index].nbytes)
+            if slot is None:
+                return False
+            self._request(incoming, index, Staged(slot.offset), self._lane.publish(), slot)
+        return True
+
+    def _request(
+        self,
+        incoming: Incoming,
+        index: int,
+        route: Route,
+        sequence: int,
+        slot: Slot | None = None,
+    ) -> Transfer:
+        transfer, message = self._transfers.restore(incoming, index, route, sequence, slot)
+        self._connection.post(transfer.number, message)
+        self._transfers.begin(transfer)  # last: nobody waits for what was never asked for
+        return transfer
+
+    # --- into memory of its own -------------------------------------------------------------
+
+    def _begin(self, record: StoredRange) -> Incoming | None:
+        """Have a record fetched now; None where its bytes must take the staging area."""
+        if self._in_place is None:
+            return None
+        with self._connection.lock:
+            incoming = self._transfers.fetching(record.key)
+            if incoming is not None:
+                is_staged = incoming.storage is None
+                return None if is_staged else self._transfers.demand(record.key, record.parts)
+        self._open([record], is_demanded=True)
+        with self._connection.lock:
+            incoming = self._transfers.fetching(record.key)
+            return None if incoming is None or incoming.storage is None else incoming
+
+    def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
+        """Return the bytes once all parts are there; nothing is handed out before."""
+        connection = self._connection
+        with connection.lock:
+            try:
+                while left := incoming.left:
+                    if not connection.wait(lambda left=left: incoming.left < left, STALL_SECONDS):  # type: ignore[misc]
+                        raise ActivationLost(
+                            f"the daemon restored no part of record {incoming.key} for "
+                            f"{STALL_SECONDS:g} s; {left} of {len(incoming.parts)} are missing; "
+                            "see `stormd status` and its log"
+                        )
+                error = incoming.error()
+            finally:
+                self._transfers.forget(incoming.key)
+        if error is not None:
+            raise error
+        assert incoming.storage is not None
+        return incoming.storage
+
+    def _allocate_ahead(self, uses: UpcomingUses) -> bool:
+        """Request what is used next; False where the rest has to take the staging area."""
+        with self._connection.lock:
+            if self._transfers.early_bytes > self._allowed * REFILL_SHARE:
+                return True
+            wanted, seen = self._chosen(uses.unseen())
+        for records in _together(wanted):
+            nbytes = sum(record.nbytes for record in records)
+            with span("fetch ahead", nbytes, records[0].key):
+                if not self._open(records, is_demanded=False):
+                    return False
+        uses.saw(seen)
+        return True
+
+    def _open(self, records: list[StoredRange], *, is_demanded: bool) -> bool:
+        """Allocate records' memory and request their parts; False where the daemon cannot."""
+        storages = [self._allocate(record.nbytes, is_demanded=is_demanded) for record in records]
+        with self._connection.lock:
+            placed, can_all = self._placed(records, storages)
+            if placed:
+                self._request_placed(placed, is_demanded=is_demanded)
+        return can_all
+
+    def _request_placed(self, placed: list[_Placed], *, is_demanded: bool) -> None:
+        assert self._in_place is not None
+        sequence = self._in_place.produced(1)[0]  # behind whoever had the memory before
+        try:
+            for record, storage, place in placed:
+                incoming = self._transfers.expect_into(
+                    record.key, record.parts, storage, is_demanded=is_demanded
+                )
+                for index, part in enumerate(record.parts):
+                    route = Mapped(place.segment, place.offset + part.begin)
+                    self._request(incoming, index, route, sequence)
+            self._connection.flush()
+        except BaseException:
+            for record, _, _ in placed:  # nobody may wait for what has not all been asked for
+                self._transfers.forget(record.key)
+            raise
+
+    def _placed(
+        self, records: list[StoredRange], storages: list[torch.UntypedStorage | None]
+    ) -> tuple[list[_Placed], bool]:
+        """Return where the daemon can write each record; False with it if it cannot write all."""
+        assert self._in_place is not None
+        placed: list[_Placed] = []
+        for record, storage in zip(records, storages, strict=True):
+            if storage is None or self._transfers.fetching(record.key) is not None:
+                continue  # no memory for what nobody waits for; or another thread has begun it
+            place = self._in_place.find(storage.data_ptr(), record.nbytes)
+            tell(self._connection, self._in_place.segments)
+            self._is_mapped = place is not None
+            if place is None:
+                return placed, False
+            placed.append((record, storage, place))
+        return placed, True
+
+    def _allocate(self, nbytes: int, *, is_demanded: bool) -> torch.UntypedStorage | None:
+        """Return memory; None where there is none for what nobody waits for."""
+        try:
+            return self._lane.allocate(nbytes).untyped_storage()
+        except torch.OutOfMemoryError:  # the observer has had what was fetched ahead given up
+            if not is_demanded:
+                return None
+        with self._connection.lock:
+            self._connection.wait(lambda: not self._transfers.early_bytes, STALL_SECONDS)
+        return self._lane.allocate(nbytes).untyped_storage()
+
+    def _chosen(self, upcoming: Iterable[StoredRange | None]) -> tuple[list[StoredRange], int]:
+        """Return the next records to fetch, as many as there is room for, and how far that was.
+
+        Measuring the room costs as much as all the rest of a hook, so it is done where it counts.
+        """
+        chosen: dict[int, StoredRange] = {}  # each once, however many handles it has
+        room: int | None = None
+        count = 0
+        for count, record in enumerate(upcoming, 1):
+            if record is None or record.key in chosen or not self._is_wanted(record):
+                continue
+            if room is None:
+                room = self._room()
+            room -= record.nbytes
+            if room < 0:
+                return list(chosen.values()), count - 1
+            chosen[record.key] = record
+        return list(chosen.values()), count
+
+    def _is_wanted(self, record: StoredRange) -> bool:
+        return record.is_wanted and self._transfers.fetching(record.key) is None
+
+    def _room(self) -> int:
+        """Return how much more may be fetched early now."""
+        assert self._in_place is not None
+        self._allowed = self._transfers.window.ahead(self._in_place.headroom())
+        return self._allowed - self._transfers.early_bytes
+
+
+def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:
+    """Yield the records, those together that are so small that what each costs would count."""
+    group: list[StoredRange] = []
+    for record in records:
+        group.append(record)
+        if sum(one.nbytes for one in group) >= TOGETHER_BYTES:
+            yield group
+            group = []
+    if group:
+        yield group

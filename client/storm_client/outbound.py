@@ -1,0 +1,361 @@
+"""Sends stored ranges to the daemon: by copies in the staging area, or from where they lie.
+
+A source is kept until the daemon has admitted every part of it, so a tensor leaves memory only when
+nothing but a fault can lose it. What becomes of the parts is decided in `transfers`; here the lane
+copies or encodes, the connection sends, and threads wait, never for longer than their patience.
+
+Sources that are read or encoded where they lie are held back until memory is needed for others.
+Where this process encodes, blobs need room in the staging area: sources wait for it in their order,
+and whoever hears that there is some sends the next ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from storm_client.connection import Connection
+from storm_client.dtypes import codec_name
+from storm_client.errors import ActivationLost
+from storm_client.lanes import Coder, Encoded, Lane, Mapped, Reader, Route, Slot, Staged
+from storm_client.lanes.segments import tell
+from storm_client.saved import StoredRange
+from storm_client.transfers import Action, Outgoing, Post, Recycle, Transfers
+
+__all__ = ["Outbound", "flat_bytes"]
+
+PATIENCE_SECONDS = 2.0
+"""How long a training thread waits for the daemon before it keeps its tensor."""
+
+FLUSH_BYTES = 1 << 20
+"""Stores of smaller tensors travel together up to this, or until the listener sends them. More at
+once would only make the daemon start later, and read what has left the caches."""
+
+IN_PLACE_FLUSH_BYTES = 8 << 20
+"""The same for tensors that are read where they lie: no cache holds them, and what a store costs
+the daemon is mostly its frame."""
+
+COUNTER_SECONDS = 1e-4
+"""Between two looks at a counter, which nobody tells of."""
+
+_MOVED = (
+    "a storage was resized while {} bytes of it were read where they were; save a copy of what is "
+    "freed before the backward pass"
+)
+
+
+class _Unread(NamedTuple):
+    """A source that was given up before `reader` had read it, up to the number `sequence`."""
+
+    reader: Reader
+    sequence: int
+    nbytes: int
+
+
+class Outbound:
+    """Of one session, for any thread; methods marked "locked" are called with its lock held."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        lane: Lane,
+        transfers: Transfers,
+        patience: float | None = None,
+    ) -> None:
+        """Send over `connection` what `transfers` decide; `lane` is attached."""
+        self._connection = connection
+        self._lane = lane
+        self._transfers = transfers
+        self._patience = patience
+        self._in_place = lane.in_place
+        self._waiting: deque[Outgoing] = deque()
+        """Sources that wait for room in the staging area."""
+        self._unread: deque[_Unread] = deque()
+        together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
+        self._flush_bytes = min(together, transfers.part_bytes)
+        self._unsent_bytes = 0  # of stores deferred since the last flush here
+        self._slow_since = -1  # how much had been freed when a wait was in vain
+
+    def store(self, record: StoredRange) -> None:
+        """Hand a record's bytes over; it stays with the client where that is not possible.
+
+        Raises:
+            DaemonLost: the daemon is gone. The record keeps its storage.
+        """
+        source = record.source
+        assert source is not None
+        with self._connection.lock:
+            out = self._transfers.leave(record)
+            if self._in_place is not None:
+                way = self._coder(out) or self._mapped(source)
+                if way is not None:
+                    self._store_in_place(record, out, way)
+                    return
+        self.copy(out, flat_bytes(source))
+
+    def copy(self, out: Outgoing, source: torch.Tensor) -> None:
+        """Send the bytes of `source`, a uint8 tensor, through the staging area; or have it refused.
+
+        Raises:
+            DaemonLost: the daemon is gone.
+        """
+        for part in self._transfers.split(source.numel()):
+            slot = self._slot(len(part))
+            if slot is None:
+                with self._connection.lock:
+                    self.perform(self._transfers.refuse(out, "daemon_slow"))
+                return
+            try:
+                self._lane.stage(source[part.start : part.stop], slot)
+            except BaseException:
+                with self._connection.lock:
+                    self._transfers.free(slot)
+                raise
+            with self._connection.lock:
+                if out.refusal is not None:
+                    self._transfers.free(slot)
+                    return
+                self._send(out, part, Staged(slot.offset), self._lane.publish(), slot)
+                self._flush_if_due()
+
+    def perform(self, actions: Iterable[Action]) -> None:
+        """Do what the transfers ask for (locked)."""
+        for action in actions:
+            if isinstance(action, Recycle):
+                if self._lane.coder is not None:
+                    self._lane.coder.take_back(action.result)
+            else:
+                self._connection.post(0, action.message)
+        if any(isinstance(action, Post) for action in actions):
+            self._connection.flush()
+
+    def send_waiting(self) -> None:
+        """Send the sources that wait for room, in their order, as far as there is some (locked)."""
+        while self._waiting:
+            out = self._waiting[0]
+            record = out.living()
+            if record is not None and not self._send_source(record, out):
+                return
+            self._waiting.popleft()
+
+    def check_steady(self, record: StoredRange) -> None:
+        """Raise if the record's source is held, where it was not found whole (locked).
+
+        Raises:
+            ActivationLost: it cannot have been read for sure before it was resized.
+        """
+        if self._transfers.is_held(record.key):
+            raise ActivationLost(_MOVED.format(record.nbytes))
+
+    # --- through the staging area -----------------------------------------------------------
+
+    def _slot(self, nbytes: int) -> Slot | None:
+        """Return a slot, waiting a while for the daemon to free one."""
+        found: list[Slot] = []
+
+        def reserve() -> bool:
+            slot = self._transfers.reserve(nbytes)
+            if slot is not None:
+                found.append(slot)
+            return slot is not None
+
+        with self._connection.lock:
+            self._try(reserve)
+        return found[0] if found else None
+
+    def _send(
+        self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
+    ) -> None:
+        # In this order: what an interrupt leaves half done is released, and waited for by nobody.
+        transfer, message = self._transfers.store(out, part, route, sequence, slot)
+        self._connection.defer(transfer.number, message)
+        self._transfers.begin(transfer)
+        self._unsent_bytes += len(part)
+
+    def _flush_if_due(self) -> None:
+        if self._unsent_bytes >= self._flush_bytes:
+            self._unsent_bytes = 0
+            self._connection.flush()
+
+    # --- in place, with the lock held -------------------------------------------------------
+
+    def _store_in_place(self, record: StoredRange, out: Outgoing, way: Coder | Mapped) -> None:
+        """Hold a source, and send it unless it is needed soon."""
+        assert self._in_place is not None
+        if not isinstance(way, Mapped):
+            out.produced = self._in_place.produced(1)[0]
+        self._transfers.hold(out)
+        if not record.soon:
+            if isinstance(way, Mapped):
+                self._send_mapped(record, out, way)
+            else:
+                self._waiting.append(out)
+                self.send_waiting()
+        self._relieve()
+        self._flush_if_due()
+
+    def _send_source(self, record: StoredRange, out: Outgoing) -> bool:
+        """Send what is left of a source; False where there is no room for all of it now.
+
+        One that cannot be sent at all stays as it is.
+        """
+        if out.sequence is not None or not self._transfers.is_held(out.key):
+            return True
+        if self._is_moved(record) or record.source is None:
+            return True
+        coder = self._coder(out)
+        if coder is not None and out.reader in (None, coder):
+            return self._encode(coder, record.source, out)
+        place = self._mapped(record.source) if out.reader is None else None
+        if place is not None:
+            self._send_mapped(record, out, place)
+        return True
+
+    def _encode(self, coder: Coder, source: torch.UntypedStorage, out: Outgoing) -> bool:
+        """Encode the parts that are left into slots, as far as there are any."""
+        dtype, part_bytes = codec_name(out.dtype), self._transfers.part_bytes
+        while out.sent < out.nbytes and out.refusal is None:
+            part = range(out.sent, min(out.sent + part_bytes, out.nbytes))
+            slot = self._transfers.reserve(coder.room(len(part)))
+            if slot is None:
+                return False
+            encoded = coder.encode(
+                source, part, slot, dtype=dtype, codec=out.codec, after=out.produced
+            )
+            if encoded is None:
+                self._transfers.free(slot)
+                return False
+            sequence, result = encoded
+            out.reader = coder
+            out.sent = part.stop
+            if out.sent == out.nbytes:
+                out.sequence = sequence
+            self._send(out, part, Encoded(slot.offset, result), sequence, slot)
+        return True
+
+    def _send_mapped(self, record: StoredRange, out: Outgoing, place: Mapped) -> None:
+        """Have the daemon read a source, which lies at `place`."""
+        assert self._in_place is not None
+        out.reader = self._in_place
+        numbers = self._in_place.produced(out.count)
+        out.sequence = numbers[-1]
+        for part, sequence in zip(self._transfers.split(record.nbytes), numbers, strict=True):
+            route = Mapped(place.segment, place.offset + part.start)
+            self._send(out, part, route, sequence)
+
+    def _relieve(self) -> None:
+        """Let the oldest sources go while more is held than may be."""
+        while (out := self._transfers.excess()) is not None:
+            record = out.living()
+            if record is not None and not self._is_taken(record, out):
+                return  # the daemon is slow: memory is what that costs
+            self._transfers.let_go(out.key)
+            if record is not None and out.sequence is not None and out.refusal is None:
+                self._give_up(record, out, out.sequence)
+
+    def _is_taken(self, record: StoredRange, out: Outgoing) -> bool:
+        """Send what has not been sent yet and wait for the daemon's answer; False without one."""
+        if not self._try(lambda: self._send_source(record, out)):
+            return False
+        return out.sequence is None or self._wait(lambda: out.is_answered)
+
+    def _give_up(self, record: StoredRange, out: Outgoing, sequence: int) -> None:
+        """Give a source up, whose parts have all been admitted."""
+        if record.source is None or self._is_moved(record):
+            return  # what may be had is what is here
+        reader = out.reader
+        assert reader is not None
+        if not self._is_read(reader, sequence):
+            reader.overtake(sequence, record.source)
+            self._unread.append(_Unread(reader, sequence, out.nbytes))
+        self._transfers.gone(record)
+        # The pool promises room for the largest blob until a source is read; a host that ran ahead
+        # of its device would have it promise all of a step.
+        self._wait_for_counter(lambda: self._unread_bytes() <= self._transfers.window.limit)
+
+    def _unread_bytes(self) -> int:
+        """Return how much has been given up and not been read."""
+        unread = self._unread
+        while unread and unread[0].reader.is_read(unread[0].sequence):
+            unread.popleft()
+        return sum(one.nbytes for one in unread)
+
+    def _is_read(self, reader: Reader, sequence: int) -> bool:
+        """Tell whether all up to `sequence` has been read, waiting if that is best.
+
+        Two processes without MPS share the device by time slices, and a stream that waits wastes
+        its own: the daemon encodes faster while the host waits instead.
+        """
+        if reader.is_read(sequence) or reader.waits_on_device:
+            return reader.is_read(sequence)
+        return self._wait_for_counter(lambda: reader.is_read(sequence))
+
+    # --- helpers, with the lock held --------------------------------------------------------
+
+    def _coder(self, out: Outgoing) -> Coder | None:
+        """Return this process's codec if it can encode such elements."""
+        coder = self._lane.coder
+        if coder is None or not coder.codes(codec_name(out.dtype), out.codec):
+            return None
+        return coder
+
+    def _mapped(self, source: torch.UntypedStorage) -> Mapped | None:
+        """Return where the daemon can read a source, None where it cannot."""
+        assert self._in_place is not None
+        place = self._in_place.find(source.data_ptr(), source.nbytes())
+        tell(self._connection, self._in_place.segments)
+        return place
+
+    def _is_moved(self, record: StoredRange) -> bool:
+        """Tell whether a source has not kept its memory, which is an error; or had one before."""
+        assert record.source is not None
+        if not record.is_whole(record.source):
+            record.lose(ActivationLost(_MOVED.format(record.nbytes)))
+        return record.error is not None
+
+    def _try(self, attempt: Callable[[], bool]) -> bool:
+        """Attempt something whenever there is more room, until it works or patience ends."""
+        end = time.monotonic() + self._left()
+        while not attempt():
+            seen = self._transfers.freed
+            self._connection.drain()
+            if not self._connection.wait(
+                lambda seen=seen: self._transfers.freed != seen,  # type: ignore[misc]
+                max(0.0, end - time.monotonic()),
+            ):
+                self._slow_since = seen
+                return False
+        return True
+
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        """Wait a while for the daemon, but not while it is known to be slow."""
+        if ready():
+            return True
+        self._connection.drain()
+        if self._connection.wait(ready, self._left()):
+            return True
+        self._slow_since = self._transfers.freed
+        return False
+
+    def _left(self) -> float:
+        """Return the patience: none where a wait was in vain, and nothing has been freed since."""
+        if self._patience is not None:
+            return self._patience
+        return 0.0 if self._slow_since == self._transfers.freed else PATIENCE_SECONDS
+
+    def _wait_for_counter(self, ready: Callable[[], bool]) -> bool:
+        """Wait for the device, of which no message tells in time."""
+        if ready():
+            return True
+        self._connection.drain()
+        return self._connection.wait(ready, PATIENCE_SECONDS, COUNTER_SECONDS)
+
+
+def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as a uint8 tensor over them."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

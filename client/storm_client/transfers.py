@@ -1,0 +1,720 @@
+"""The ways of stored ranges to the daemon and back: a state machine without a socket or a device.
+
+A **transfer** is one part on its way. Its number is that of the request that asked for it, and one
+table finds it by that number when an answer comes. The transfers of one stored range on its way
+out are an `Outgoing`, those on its way back an `Incoming`.
+
+What happens comes in as calls, which sessions make with their lock held; what has to be done comes
+back as actions. Nothing here waits, sends, copies or looks at a clock. A call that an interrupt
+ended may be made again: phases are assigned before anything else, and a slot is given back once at
+the most.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from storm_client.connection import IDS_PER_RELEASE
+from storm_client.dtypes import codec_name
+from storm_client.errors import StormError, named
+from storm_client.lanes import Encoded, Reader, Route, Slot, Staged
+from storm_client.plan import DeviceWindow
+from storm_client.saved import Part, RangePhase, StoredRange
+from storm_client.staging import ALIGNMENT, StagingSpace
+from storm_client.stats import StatsRecorder
+from stormd.protocol import (
+    Admitted,
+    Failed,
+    Message,
+    Refused,
+    Rejected,
+    Release,
+    Restore,
+    Restored,
+    Store,
+    Stored,
+)
+
+__all__ = [
+    "Action",
+    "Incoming",
+    "Outgoing",
+    "Phase",
+    "Post",
+    "Recycle",
+    "Transfer",
+    "Transfers",
+    "releases",
+]
+
+AHEAD_SHARE = 0.75
+"""Of the staging area, for what was fetched ahead or is kept there; the rest is left to stores and
+to what is needed at once."""
+
+AHEAD_PARTS = 64
+"""Parts of that kind at most, however small they are."""
+
+REFILL_SHARE = 0.75
+"""Only when no more than this share of what may be fetched ahead is in use is more fetched: looking
+is not free of charge, and what is requested together travels together."""
+
+
+class Phase(Enum):
+    """How far a transfer has come."""
+
+    NEW = auto()
+    """Its message has not been posted yet."""
+    SENT = auto()
+    """Out: the daemon has been asked to take the part."""
+    ADMITTED = auto()
+    """Out: it has promised room."""
+    STORED = auto()
+    """Out: the bytes are in its arena. Final."""
+    REFUSED = auto()
+    """Out: it does not take the part. Final."""
+    REQUESTED = auto()
+    """Back: it may be writing the part."""
+    DROPPED = auto()
+    """Back: the same, but nobody wants the part any more."""
+    ARRIVED = auto()
+    """Back: the bytes are there."""
+    DONE = auto()
+    """Back: the bytes were used, or given up. Final."""
+    FAILED = auto()
+    """The daemon has lost the part, or cannot restore it: `error` says why. Final."""
+
+
+_NEXT = {
+    Phase.NEW: {Phase.SENT, Phase.REQUESTED, Phase.ARRIVED},
+    Phase.SENT: {Phase.ADMITTED, Phase.STORED, Phase.REFUSED, Phase.FAILED},
+    Phase.ADMITTED: {Phase.STORED, Phase.REFUSED, Phase.FAILED},
+    Phase.REQUESTED: {Phase.ARRIVED, Phase.FAILED, Phase.DROPPED},
+    Phase.DROPPED: {Phase.DONE},
+    Phase.ARRIVED: {Phase.DONE},
+    Phase.FAILED: {Phase.DONE},
+}
+_PENDING = {Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED}
+_ANSWERED = {Phase.ARRIVED, Phase.FAILED}
+
+
+class Post(NamedTuple):
+    """A message has to be sent that asks for no answer."""
+
+    message: Release
+
+
+class Recycle(NamedTuple):
+    """The encoder may use a result, the place where it writes a blob's size, again."""
+
+    result: int
+
+
+Action: TypeAlias = Post | Recycle
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One part, on its way out or back."""
+
+    number: int
+    nbytes: int
+    route: Route
+    slot: Slot | None
+    """The range of the staging area that it occupies, until that is given back."""
+    of: Outgoing | Incoming
+    index: int = 0
+    """On its way back: the part's place among those of its record."""
+    phase: Phase = Phase.NEW
+    error: StormError | None = None
+
+    def move_to(self, phase: Phase) -> None:
+        """Go on to the next phase, or stay in this one."""
+        assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
+        self.phase = phase
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """A stored range's way out; it outlives the range for the statistics' sake."""
+
+    key: int
+    nbytes: int
+    dtype: torch.dtype
+    codec: str
+    count: int
+    """Of its parts."""
+    record: weakref.ref[StoredRange] | None = None
+    """None for what is put into the cache."""
+    stats: StatsRecorder | None = None
+    refusal: tuple[str, str] | None = None
+    """The reason, and the daemon's sentence about it; then nothing of it is with the daemon."""
+    error: StormError | None = None
+    """Why a part that was admitted is lost."""
+    admitted: set[int] = field(default_factory=set)
+    arrived: dict[int, Stored] = field(default_factory=dict)
+    is_counted: bool = False
+
+    # Where the source is read, or encoded, in its own memory:
+    reader: Reader | None = None
+    """Who reads it, from its first part on."""
+    produced: int = 0
+    """The number that says its bytes are there, where this process encodes them."""
+    sent: int = 0
+    """Bytes of the parts that were sent."""
+    sequence: int | None = None
+    """The number of its last part; None until that was sent."""
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the daemon has promised room for all of it."""
+        return len(self.admitted) == self.count and self.refusal is None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the daemon has taken or refused it."""
+        return self.refusal is not None or len(self.admitted) == self.count
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come of it."""
+        ended = self.refusal is not None or self.error is not None
+        return ended or len(self.arrived) == self.count
+
+    def living(self) -> StoredRange | None:
+        """Return the stored range if somebody still holds it."""
+        return None if self.record is None else self.record()
+
+
+@dataclass(eq=False, slots=True)
+class Incoming:
+    """A stored range's way back: to the staging area, or into `storage`, which the daemon maps."""
+
+    key: int
+    parts: list[Part]
+    storage: torch.UntypedStorage | None = None
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    """By the part's place in `parts`."""
+    is_demanded: bool = False
+    """Whether a thread waits for it; what nobody waits for is fetched ahead, or kept."""
+    is_early: bool = False
+    """Whether its storage counts among the memory that was taken early."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the storage that it comes back into."""
+        return 0 if self.storage is None else int(self.storage.nbytes())
+
+    @property
+    def left(self) -> int:
+        """How many parts the daemon has yet to answer."""
+        return len(self.parts) - sum(one.phase in _ANSWERED for one in self.transfers.values())
+
+    def error(self) -> StormError | None:
+        """Return why it cannot be had, as far as is known."""
+        return next((one.error for one in self.transfers.values() if one.error), None)
+
+
+class Transfers:
+    """All transfers of one session; its lock protects them, and whatever they refer to."""
+
+    def __init__(
+        self,
+        numbers: Iterator[int],
+        *,
+        staging_bytes: int,
+        part_bytes: int,
+        window: DeviceWindow,
+        keeps_stored: bool = False,
+    ) -> None:
+        """Move parts of at most `part_bytes`, each numbered by `numbers`.
+
+        `keeps_stored` says that stored parts wait in the staging area while there is room: where
+        the way back is much slower than a copy.
+        """
+        self.part_bytes = max(part_bytes - part_bytes % ALIGNMENT, 1)
+        self.window = window
+        self.freed = 0
+        """Grows with whatever gives room to a thread that waits for some."""
+        self.early_bytes = 0
+        """Of memory that is being restored into, and that nobody waits for yet."""
+        self._numbers = numbers
+        self._keeps_stored = keeps_stored
+        self._space = StagingSpace(staging_bytes)
+        self._ahead_limit = int(staging_bytes * AHEAD_SHARE)
+        self._ahead_bytes = 0
+        self._ahead_parts = 0
+        self._pending: dict[int, Transfer] = {}
+        self._held: dict[int, Outgoing] = {}
+        """Whose sources wait in their own memory, the oldest first."""
+        self._held_bytes = 0
+        self._incoming: dict[int, Incoming] = {}
+        self._kept: dict[Transfer, Incoming] = {}
+        """Parts that were stored and lie in their slots still, the oldest first."""
+
+    def knows(self, number: int) -> bool:
+        """Tell whether the number is that of a transfer under way."""
+        return number in self._pending
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the daemon has yet to read or encode something."""
+        return any(isinstance(one.of, Outgoing) for one in self._pending.values())
+
+    # --- the staging area -------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Return a slot, giving up what waits to be needed where there is no other room.
+
+        The one that is needed last goes first: of what was fetched ahead the newest, else what has
+        been kept longest.
+        """
+        slot = self._reserve(nbytes)
+        while slot is None and (self._drop_newest_fetched() or self._drop_oldest_kept()):
+            slot = self._reserve(nbytes)
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back that no transfer occupies."""
+        self._space.free(slot.offset)
+        self.freed += 1
+
+    # --- out --------------------------------------------------------------------------------
+
+    def split(self, nbytes: int) -> Iterator[range]:
+        """Yield the parts that so many bytes travel in."""
+        for begin in range(0, nbytes, self.part_bytes):
+            yield range(begin, min(begin + self.part_bytes, nbytes))
+
+    def leave(self, record: StoredRange) -> Outgoing:
+        """Begin a record's way out; nothing is sent yet."""
+        record.move_to(RangePhase.LEAVING)
+        return Outgoing(
+            record.key,
+            record.nbytes,
+            record.dtype,
+            record.codec,
+            -(-record.nbytes // self.part_bytes),
+            weakref.ref(record),
+            record.stats,
+        )
+
+    def store(
+        self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
+    ) -> tuple[Transfer, Store]:
+        """Return a new transfer of a part, and the message to be posted before `begin`.
+
+        The part's bytes lie where `route` says, in `slot` if that is in the staging area.
+        """
+        entry = next(self._numbers)
+        transfer = Transfer(entry, len(part), route, slot, out)
+        record = out.living()
+        if record is not None:
+            record.parts.append(Part(entry, part.start, part.stop))
+        message = Store(
+            entry=entry,
+            segment=route.segment,
+            offset=route.offset,
+            nbytes=len(part),
+            dtype=codec_name(out.dtype),
+            codec=out.codec,
+            sequence=sequence,
+            result=route.result if isinstance(route, Encoded) else 0,
+        )
+        return transfer, message
+
+    def begin(self, transfer: Transfer) -> None:
+        """Note that the transfer's message has been posted."""
+        self._pending[transfer.number] = transfer
+        if isinstance(transfer.of, Outgoing):
+            transfer.move_to(Phase.SENT)
+        else:
+            transfer.move_to(Phase.REQUESTED)
+            self._put(transfer.of, transfer)
+
+    def refuse(self, out: Outgoing, reason: str, detail: str = "") -> list[Action]:
+        """Leave the bytes where they are; parts that did arrive are released."""
+        if out.refusal is not None:
+            return []
+        out.refusal = reason, detail
+        if out.stats is not None:
+            out.stats.kept(out.nbytes, reason, detail)
+        record = out.living()
+        if record is None:
+            return []
+        if record.phase is RangePhase.LEAVING:
+            record.move_to(RangePhase.STAYING)
+        entries = [part.entry for part in record.parts]
+        record.parts.clear()
+        return list(releases(entries))
+
+    # --- sources that wait in their own memory ----------------------------------------------
+
+    def hold(self, out: Outgoing) -> None:
+        """Hold a source back: what was saved last stays, as much of it as the window allows."""
+        self.window.saw(out.nbytes)
+        self._held[out.key] = out
+        self._held_bytes += out.nbytes
+
+    def excess(self) -> Outgoing | None:
+        """Return whose source has to go next, None where all may stay.
+
+        The oldest goes first, because a backward pass needs it last.
+        """
+        return next(iter(self._held.values())) if self._held_bytes > self.window.limit else None
+
+    def is_held(self, key: int) -> bool:
+        """Tell whether the source of the record of that key is held."""
+        return key in self._held
+
+    def let_go(self, key: int) -> None:
+        """Hold a source no longer: its record died, or its turn to go has come."""
+        out = self._held.pop(key, None)
+        if out is None:
+            return
+        self._held_bytes -= out.nbytes
+        if out.sequence is None and out.refusal is None and out.stats is not None:
+            out.stats.kept(out.nbytes, "needed_at_once")  # before there was a reason to send it
+
+    # --- back -------------------------------------------------------------------------------
+
+    def fetching(self, key: int) -> Incoming | None:
+        """Return the way back of the record of that key, where it has begun."""
+        return self._incoming.get(key)
+
+    def demand(self, key: int, parts: list[Part]) -> Incoming:
+        """Have a record fetched now: what a thread waits for is not given up."""
+        incoming = self._incoming.setdefault(key, Incoming(key, parts))
+        incoming.is_demanded = True
+        self._count_early(incoming)
+        return incoming
+
+    def expect(self, key: int, parts: list[Part]) -> Incoming:
+        """Begin to fetch a record ahead, through the staging area, or go on with it."""
+        return self._incoming.setdefault(key, Incoming(key, parts))
+
+    def expect_into(
+        self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
+    ) -> Incoming:
+        """Begin to fetch a record into memory of its own, which the daemon maps."""
+        incoming = Incoming(key, parts, storage, is_demanded=is_demanded)
+        self._incoming[key] = incoming
+        self._count_early(incoming)
+        return incoming
+
+    def restore(
+        self, incoming: Incoming, index: int, route: Route, sequence: int, slot: Slot | None = None
+    ) -> tuple[Transfer, Restore]:
+        """Return a new transfer of a part back, and the message to be posted before `begin`."""
+        part = incoming.parts[index]
+        transfer = Transfer(next(self._numbers), part.nbytes, route, slot, incoming, index)
+        message = Restore(
+            ticket=transfer.number,
+            entry=part.entry,
+            segment=route.segment,
+            offset=route.offset,
+            nbytes=part.nbytes,
+            sequence=sequence,
+        )
+        return transfer, message
+
+    def missing(self, incoming: Incoming, begin: int = 0) -> Iterator[int]:
+        """Yield the places of the parts from `begin` on that have not been asked for."""
+        for index in range(begin, len(incoming.parts)):
+            if index not in incoming.transfers:
+                yield index
+
+    def reserve_ahead(self, nbytes: int) -> Slot | None:
+        """Return a slot for what is fetched before it is needed, None where its share is used."""
+        return self._reserve(nbytes) if self._has_room_ahead(nbytes) else None
+
+    def reserve_for(self, incoming: Incoming, nbytes: int) -> Slot | None:
+        """Return a slot for its next part, giving up its own later ones where nothing else helps.
+
+        What is kept of a record may lie so that no free range is as long as a part.
+        """
+        slot = self.reserve(nbytes)
+        while slot is None and self._drop_last(incoming):
+            slot = self._reserve(nbytes)
+        return slot
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether enough of the staging area's share is free to be worth a look."""
+        is_free = self._ahead_bytes <= self._ahead_limit * REFILL_SHARE
+        return is_free and self._ahead_parts <= AHEAD_PARTS // 2
+
+    def take(self, incoming: Incoming, index: int) -> None:
+        """Note that a part's bytes have been used, or that nobody wants them."""
+        transfer = incoming.transfers.pop(index, None)
+        if transfer is None:
+            return
+        self._kept.pop(transfer, None)
+        if transfer.phase is Phase.REQUESTED:
+            transfer.move_to(Phase.DROPPED)  # the daemon may be writing it
+        else:
+            transfer.move_to(Phase.DONE)
+            self._give_back(transfer)
+
+    def forget(self, key: int) -> None:
+        """Give up what is left of a record's way back."""
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None:
+            for index in list(incoming.transfers):
+                self.take(incoming, index)
+            self._count_early(incoming)
+
+    def forget_early(self) -> None:
+        """Give up all memory that was taken early: there is none left."""
+        for key in [key for key, one in self._incoming.items() if one.is_early]:
+            self.forget(key)
+
+    def writes_to_memory(self) -> bool:
+        """Tell whether the daemon may be writing to memory that was allocated for that."""
+        pending = self._pending.values()
+        return any(isinstance(one.of, Incoming) and one.slot is None for one in pending)
+
+    def end(self) -> None:
+        """Let all memory go: no answer will come any more."""
+        self._pending.clear()
+        self._incoming.clear()
+        self._held.clear()
+        self._kept.clear()
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def reply(self, request: int, message: Message) -> list[Action]:
+        """Handle the daemon's answer about a transfer; about anything else, do nothing."""
+        match message:
+            case Admitted():
+                self.admitted(message.entry)
+            case Stored():
+                return self.stored(message)
+            case Restored():
+                self.arrived(message.ticket)
+            case Rejected():
+                return self.refused(message.entry, message.reason, message.detail)
+            case Failed():
+                error = named(message.kind, message.detail)
+                return self.failed(message.ticket or message.entry, error)
+            case Refused() if request in self._pending:
+                return self._not_understood(request, message)
+        return []
+
+    def admitted(self, number: int) -> None:
+        """The daemon has promised room: let the record's storage go once it has for all parts."""
+        transfer = self._pending.get(number)
+        if transfer is None or not isinstance(transfer.of, Outgoing):
+            return
+        if transfer.phase is Phase.SENT:
+            transfer.move_to(Phase.ADMITTED)
+        out = transfer.of
+        out.admitted.add(number)
+        if not out.is_admitted or out.is_counted:
+            return
+        out.is_counted = True
+        if out.stats is not None:
+            out.stats.offloaded(out.nbytes, out.dtype)
+            for part in out.arrived.values():
+                out.stats.stored(part.stored_bytes, part.mode)
+        record = out.living()
+        if record is not None and record.phase is RangePhase.LEAVING and out.reader is None:
+            self.gone(record)
+
+    def gone(self, record: StoredRange) -> None:
+        """Give a record's storage up: its bytes are the daemon's."""
+        record.move_to(RangePhase.AWAY)
+        record.source = None
+
+    def stored(self, message: Stored) -> list[Action]:
+        """The bytes of a part are in the arena, and its source is not needed any more."""
+        transfer = self._pending.get(message.entry)
+        if transfer is None or not isinstance(transfer.of, Outgoing):
+            return []
+        out = transfer.of
+        transfer.move_to(Phase.STORED)
+        is_new = message.entry not in out.arrived
+        out.arrived[message.entry] = message
+        if is_new and out.is_counted and out.refusal is None and out.stats is not None:
+            out.stats.stored(message.stored_bytes, message.mode)
+        if not self._keep(transfer, out):
+            self._give_back(transfer)
+        return self._end(transfer)
+
+    def refused(self, number: int, reason: str, detail: str) -> list[Action]:
+        """The daemon does not take a part, and so none of its record's."""
+        transfer = self._pending.get(number)
+        if transfer is None or not isinstance(transfer.of, Outgoing):
+            return []
+        transfer.move_to(Phase.REFUSED)
+        self._give_back(transfer)
+        return [*self.refuse(transfer.of, reason, detail), *self._end(transfer)]
+
+    def arrived(self, number: int) -> None:
+        """A part is back."""
+        self._answered(number, None)
+
+    def failed(self, number: int, error: StormError) -> list[Action]:
+        """A part that was admitted is lost, or cannot be restored; who needs it gets the error."""
+        transfer = self._pending.get(number)
+        if transfer is None or isinstance(transfer.of, Incoming):
+            self._answered(number, error)
+            return []
+        transfer.move_to(Phase.FAILED)
+        transfer.error = transfer.of.error = error
+        record = transfer.of.living()
+        if record is not None:
+            record.lose(error)
+        self._give_back(transfer)
+        return self._end(transfer)
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _not_understood(self, number: int, refused: Refused) -> list[Action]:
+        """A message was refused for itself; what it asked for will not be done."""
+        if isinstance(self._pending[number].of, Outgoing):
+            return self.refused(number, refused.kind, refused.detail)
+        return self.failed(number, named(refused.kind, refused.detail))
+
+    def _answered(self, number: int, error: StormError | None) -> None:
+        transfer = self._pending.get(number)
+        if transfer is None or not isinstance(transfer.of, Incoming):
+            return
+        if transfer.phase is Phase.DROPPED:
+            transfer.move_to(Phase.DONE)
+            self._give_back(transfer)
+        elif transfer.phase is Phase.REQUESTED:
+            transfer.error = error
+            transfer.move_to(Phase.ARRIVED if error is None else Phase.FAILED)
+        self._end(transfer)
+        self._count_early(transfer.of)
+
+    def _end(self, transfer: Transfer) -> list[Action]:
+        """Forget a transfer whose answer has come."""
+        ended = self._pending.pop(transfer.number, None)
+        self.freed += 1
+        if ended is not None and isinstance(transfer.route, Encoded):
+            return [Recycle(transfer.route.result)]
+        return []
+
+    def _reserve(self, nbytes: int) -> Slot | None:
+        offset = self._space.allocate(nbytes)
+        return None if offset is None else Slot(offset, nbytes)
+
+    def _give_back(self, transfer: Transfer) -> None:
+        """Give a transfer's slot back, if it has one."""
+        is_back = isinstance(transfer.of, Incoming)
+        slot, transfer.slot = transfer.slot, None
+        if slot is None:
+            return
+        if is_back:
+            self._ahead_bytes -= slot.nbytes
+            self._ahead_parts -= 1
+        self.free(slot)
+
+    def _put(self, incoming: Incoming, transfer: Transfer) -> None:
+        incoming.transfers[transfer.index] = transfer
+        if transfer.slot is not None:
+            self._ahead_bytes += transfer.slot.nbytes
+            self._ahead_parts += 1
+
+    def _keep(self, transfer: Transfer, out: Outgoing) -> bool:
+        """Leave a stored part in its slot as one that has come back already, if there is room."""
+        record, slot = out.living(), transfer.slot
+        if not self._keeps_stored or record is None or slot is None or out.refusal is not None:
+            return False
+        if not isinstance(transfer.route, Staged) or record.phase not in _FETCHABLE:
+            return False
+        while not self._has_room_ahead(slot.nbytes):
+            if not self._drop_oldest_kept():
+                return False
+        incoming = self.expect(record.key, record.parts)
+        index = next(i for i, part in enumerate(record.parts) if part.entry == transfer.number)
+        if index in incoming.transfers or incoming.storage is not None:
+            return False
+        transfer.slot = None
+        kept = Transfer(transfer.number, slot.nbytes, transfer.route, slot, incoming, index)
+        kept.move_to(Phase.ARRIVED)
+        self._put(incoming, kept)
+        self._kept[kept] = incoming
+        return True
+
+    def _has_room_ahead(self, nbytes: int) -> bool:
+        return self._ahead_bytes + nbytes <= self._ahead_limit and self._ahead_parts < AHEAD_PARTS
+
+    def _drop_oldest_kept(self) -> bool:
+        for kept, incoming in self._kept.items():
+            if not incoming.is_demanded:
+                self.take(incoming, kept.index)
+                return True
+        return False
+
+    def _drop_newest_fetched(self) -> bool:
+        if self._ahead_parts == len(self._kept):
+            return False
+        for incoming in reversed(self._incoming.values()):
+            if incoming.is_demanded or incoming.storage is not None:
+                continue
+            for transfer in reversed(incoming.transfers.values()):
+                if transfer.phase in _ANSWERED and transfer not in self._kept:
+                    self.take(incoming, transfer.index)
+                    return True
+        return False
+
+    def _drop_last(self, incoming: Incoming) -> bool:
+        for index in sorted(incoming.transfers, reverse=True):
+            if incoming.transfers[index].phase in _ANSWERED:
+                self.take(incoming, index)
+                return True
+        return False
+
+    def _count_early(self, incoming: Incoming) -> None:
+        """Count a storage as early while nobody waits for it and it is wanted, or written to."""
+        is_early = incoming.storage is not None and not incoming.is_demanded
+        if is_early and self._incoming.get(incoming.key) is not incoming:
+            is_early = any(one.of is incoming for one in self._pending.values())
+        if is_early != incoming.is_early:
+            more = incoming.nbytes if is_early else -incoming.nbytes
+            incoming.is_early = is_early
+            self.early_bytes += more
+
+    # --- what holds between any two calls ---------------------------------------------------
+
+    def assert_invariants(self) -> None:
+        """Check the tables against each other, and every count against what it counts."""
+        self._space.assert_invariants()
+        for number, transfer in self._pending.items():
+            assert transfer.number == number
+            assert transfer.phase in _PENDING, transfer
+        for key, incoming in self._incoming.items():
+            assert incoming.key == key
+            for transfer in incoming.transfers.values():
+                assert transfer.of is incoming
+                assert transfer.phase is Phase.REQUESTED or transfer.phase in _ANSWERED, transfer
+                assert (transfer.phase is Phase.REQUESTED) == self.knows(transfer.number)
+        back = {one for way in self._incoming.values() for one in way.transfers.values()}
+        back |= {one for one in self._pending.values() if isinstance(one.of, Incoming)}
+        slots = [one.slot for one in back if one.slot is not None]
+        assert self._ahead_bytes == sum(slot.nbytes for slot in slots)
+        assert self._ahead_parts == len(slots)
+        early = {one.of for one in back if isinstance(one.of, Incoming) and one.of.is_early}
+        early |= {one for one in self._incoming.values() if one.is_early}
+        assert self.early_bytes == sum(one.nbytes for one in early)
+        assert self._held_bytes == sum(out.nbytes for out in self._held.values())
+        for kept, incoming in self._kept.items():
+            assert kept.phase is Phase.ARRIVED
+            assert kept in incoming.transfers.values()
+
+
+_FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
+
+
+def releases(entries: list[int]) -> Iterator[Post]:
+    """Yield what gives entries up, as many as fit in a message at a time."""
+    for begin in range(0, len(entries), IDS_PER_RELEASE):
+        yield Post(Release(entries[begin : begin + IDS_PER_RELEASE]))
