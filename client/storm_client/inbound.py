@@ -147,8 +147,10 @@ class Inbound:
         """Return the slot of a part once it is there, requesting it and those behind it."""
         self._connection.drain()
         while True:
-            transfer = incoming.transfers.get(index) or self._require(incoming, index)
-            if transfer is not None:
+            transfer = incoming.transfers.get(index)
+            if transfer is not None and not transfer.is_wanted:
+                self._transfers.take(incoming, index)  # giving it up was interrupted
+            elif transfer is not None or (transfer := self._require(incoming, index)) is not None:
                 break
             seen = self._transfers.freed
             if not self._connection.wait(

@@ -133,6 +133,11 @@ class Transfer:
     phase: Phase = Phase.NEW
     error: StormError | None = None
 
+    @property
+    def is_wanted(self) -> bool:
+        """On its way back: whether its bytes are there, or will be, or cannot be had."""
+        return self.phase is Phase.REQUESTED or self.phase in _ANSWERED
+
     def move_to(self, phase: Phase) -> None:
         """Go on to the next phase, or stay in this one."""
         assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
@@ -330,12 +335,11 @@ class Transfers:
 
     def begin(self, transfer: Transfer) -> None:
         """Note that the transfer's message has been posted."""
+        incoming = transfer.of if isinstance(transfer.of, Incoming) else None
+        transfer.move_to(Phase.SENT if incoming is None else Phase.REQUESTED)
         self._pending[transfer.number] = transfer
-        if isinstance(transfer.of, Outgoing):
-            transfer.move_to(Phase.SENT)
-        else:
-            transfer.move_to(Phase.REQUESTED)
-            self._put(transfer.of, transfer)
+        if incoming is not None:
+            self._put(incoming, transfer)
 
     def refuse(self, out: Outgoing, reason: str, detail: str = "") -> list[Action]:
         """Leave the bytes where they are; parts that did arrive are released."""
@@ -451,15 +455,16 @@ class Transfers:
 
     def take(self, incoming: Incoming, index: int) -> None:
         """Note that a part's bytes have been used, or that nobody wants them."""
-        transfer = incoming.transfers.pop(index, None)
+        transfer = incoming.transfers.get(index)
         if transfer is None:
             return
-        self._kept.pop(transfer, None)
         if transfer.phase is Phase.REQUESTED:
             transfer.move_to(Phase.DROPPED)  # the daemon may be writing it
-        else:
+        elif transfer.phase is not Phase.DROPPED:
             transfer.move_to(Phase.DONE)
             self._give_back(transfer)
+        self._kept.pop(transfer, None)
+        incoming.transfers.pop(index, None)
 
     def forget(self, key: int) -> None:
         """Give up what is left of a record's way back."""
