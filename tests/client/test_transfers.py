@@ -293,6 +293,17 @@ class TransfersMachine(RuleBasedStateMachine):
             self.asked[transfer.number] = transfer
         return one
 
+    @rule(target=records, parts=st.integers(1, 3))
+    def sends_and_is_answered(self, parts: int) -> StoredRange:
+        one = record(parts * PART)
+        self.living.append(one)
+        out = self.transfers.leave(one)
+        for part in self.transfers.split(one.nbytes):
+            transfer = send(self.transfers, out, part, Mapped(1, part.start))
+            self.transfers.reply(0, Admitted(transfer.number))
+            self.transfers.reply(0, stored(transfer))
+        return one
+
     @rule(target=records, nbytes=st.integers(1, 3 * PART))
     def sends_from_where_it_lies(self, nbytes: int) -> StoredRange:
         one = record(nbytes)
@@ -365,6 +376,13 @@ class TransfersMachine(RuleBasedStateMachine):
         for index in range(len(one.parts)):
             self._request(incoming, index, Mapped(2, 0), None)
 
+    @rule(one=records)
+    def comes_back(self, one: StoredRange) -> None:
+        incoming = self.transfers.fetching(one.key)
+        for transfer in list(incoming.transfers.values()) if incoming is not None else ():
+            if transfer.phase is Phase.REQUESTED:
+                self._restored(transfer, is_there=True)
+
     def _request(self, incoming: Incoming, index: int, route: Route, slot: Slot | None) -> None:
         transfer, _ = self.transfers.restore(incoming, index, route, 0, slot)
         self.transfers.begin(transfer)
@@ -419,4 +437,4 @@ class TransfersMachine(RuleBasedStateMachine):
 
 
 TestTransfersMachine = TransfersMachine.TestCase
-TestTransfersMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestTransfersMachine.settings = settings(max_examples=200, stateful_step_count=50)
