@@ -1,8 +1,8 @@
 """The saved-tensor hooks: what autograd calls when it saves a tensor and when it wants it back.
 
-What stays true: what unpack returns has the bits, shape, strides and dtype that PyTorch's own
-saved tensor would have at that moment, or an exception is raised. A tensor that is not offloaded
-stays, and gets the version check that PyTorch leaves out for hooked tensors.
+Unpack returns what PyTorch's own saved tensor would be at that moment, in bits, shape, strides and
+dtype, or raises. A tensor that is not offloaded stays, and gets the version check that PyTorch
+leaves out for hooked tensors.
 
 An Offload may be entered in several threads at once and inside itself: every `with` block is a
 step of its own, and PyTorch applies the innermost pair of hooks of the thread.
@@ -26,7 +26,7 @@ from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_i
 from storm_client.little_saved import FirstSteps, advice
 from storm_client.plan import Keep, OrderHistory, Step
 from storm_client.policy import Policy
-from storm_client.saved import Handle, SnapshotProof, StoredRange, View
+from storm_client.saved import Handle, RangePhase, SnapshotProof, StoredRange, View
 from storm_client.stats import OffloadStats, StatsRecorder
 from storm_client.versions import KeptTensor, SavedVersion
 
@@ -188,7 +188,8 @@ class _StepHooks:
         try:
             self._sessions.send_unshared()
             for record in results:
-                record.session.send(record)
+                if record.phase is RangePhase.IN_USE:
+                    record.session.send(record)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss

@@ -136,10 +136,9 @@ class Inbound:
 
     def _begin_staged(self, record: StoredRange) -> bool:
         """Request a record's parts; False where there is no room for all of them."""
-        incoming = self._transfers.fetching(record.key)
-        if incoming is not None and incoming.storage is not None:
-            return True
         incoming = self._transfers.expect(record.key, record.parts)
+        if incoming.storage is not None or len(incoming.transfers) == len(incoming.parts):
+            return True
         with span("fetch ahead", record.nbytes, record.key):
             return self._request_more(incoming, 0)
 

@@ -110,7 +110,8 @@ class Outbound:
                     self.perform(self._transfers.refuse(out, "daemon_slow"))
                 return
             try:
-                self._lane.stage(source[part.start : part.stop], slot)
+                piece = source if len(part) == source.numel() else source[part.start : part.stop]
+                self._lane.stage(piece, slot)
             except BaseException:
                 with self._connection.lock:
                     self._transfers.free(slot)
@@ -155,6 +156,11 @@ class Outbound:
 
     def _slot(self, nbytes: int) -> Slot | None:
         """Return a slot, waiting a while for the daemon to free one."""
+        with self._connection.lock:
+            slot = self._transfers.reserve(nbytes)
+        return slot or self._slot_later(nbytes)
+
+    def _slot_later(self, nbytes: int) -> Slot | None:
         found: list[Slot] = []
 
         def reserve() -> bool:

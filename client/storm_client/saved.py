@@ -159,6 +159,7 @@ class Part:
 class RangePhase(Enum):
     """Where the bytes of a stored range are, as far as its session has decided."""
 
+    __hash__ = object.__hash__  # that of Enum is written in Python
     IN_USE = auto()
     """In its storage, which somebody else may hold: nothing has been sent."""
     LEAVING = auto()
@@ -173,13 +174,13 @@ class RangePhase(Enum):
     """The daemon has them no more: `error` says why."""
 
 
-_NEXT = {
-    RangePhase.IN_USE: {RangePhase.LEAVING, RangePhase.STAYING},
-    RangePhase.LEAVING: {RangePhase.AWAY, RangePhase.STAYING, RangePhase.LOST},
-    RangePhase.STAYING: set(),
-    RangePhase.AWAY: {RangePhase.RETURNING, RangePhase.LOST},
-    RangePhase.RETURNING: {RangePhase.AWAY, RangePhase.LOST},
-    RangePhase.LOST: set(),
+_NEXT: dict[RangePhase, tuple[RangePhase, ...]] = {
+    RangePhase.IN_USE: (RangePhase.LEAVING, RangePhase.STAYING),
+    RangePhase.LEAVING: (RangePhase.AWAY, RangePhase.STAYING, RangePhase.LOST),
+    RangePhase.STAYING: (),
+    RangePhase.AWAY: (RangePhase.RETURNING, RangePhase.LOST),
+    RangePhase.RETURNING: (RangePhase.AWAY, RangePhase.LOST),
+    RangePhase.LOST: (),
 }
 
 
@@ -444,8 +445,9 @@ class Deaths:
 
     def __init__(self) -> None:
         """Start without any."""
-        self._dead: deque[weakref.ref[Any]] = deque()
-        self.append = self._dead.append
+        self.waiting: deque[weakref.ref[Any]] = deque()
+        """What nobody has looked at."""
+        self.append = self.waiting.append
         self._records: dict[int, DeadRange] = {}
 
     def watch_handle(self, handle: Handle) -> None:
@@ -463,8 +465,8 @@ class Deaths:
 
         One at which the loop is interrupted is yielded again the next time.
         """
-        while self._dead:
-            reference = self._dead[0]
+        while self.waiting:
+            reference = self.waiting[0]
             if isinstance(reference, DeadRange):
                 yield reference
                 self._records.pop(reference.key, None)
@@ -472,11 +474,7 @@ class Deaths:
                     reference.weak.pop().free()
             elif isinstance(reference, _HandleRef) and (record := reference.record()) is not None:
                 record.forget(reference.handle)
-            self._dead.popleft()
-
-    def __bool__(self) -> bool:
-        """Tell whether something died that nobody has looked at."""
-        return bool(self._dead)
+            self.waiting.popleft()
 
     def __len__(self) -> int:
         """Return the number of records that live or wait here."""

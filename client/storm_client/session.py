@@ -43,6 +43,9 @@ LOOK_BACK = 8
 """Records looked at in each hook for whether somebody else holds them: what was saved last is what
 is let go first. All are looked at where a block begins and ends."""
 
+RELEASE_BYTES = 1 << 20
+"""What hooks give up of dead records travels together up to this, or until the next heartbeat."""
+
 BARRIER_SECONDS = 2.0
 """How long a thread that is out of memory waits for the daemon to unmap what was freed."""
 
@@ -61,6 +64,9 @@ class Session:
         self._known = SavedStorages()
         self._shared: dict[int, weakref.ref[StoredRange]] = {}
         """Records that stay as long as somebody else holds their storage, the oldest first."""
+        self._unreleased: list[int] = []
+        """Entries of dead records that the daemon has not been told of."""
+        self._unreleased_bytes = 0
         self.connection = Connection(address, lane.hello, timeout)
         self._in_place: InPlace | None = None
         self._inbound: Inbound | None = None
@@ -127,7 +133,8 @@ class Session:
             self._known.add(self.deaths.watch(record))
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
-            self._release_dead()
+            if self.deaths.waiting:
+                self._forget_dead()
         return record
 
     def send_unshared(
@@ -183,7 +190,8 @@ class Session:
         if is_first and self._shared:
             self.send_unshared(but=[record, *handle.step.upcoming()[:LOOK_BACK]])
         with self.connection.lock:
-            self._release_dead()
+            if self.deaths.waiting:
+                self._forget_dead()
             if self._shared.pop(record.key, None) is not None:
                 record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
             located = self._claim(record)
@@ -356,17 +364,30 @@ class Session:
         return Located(storage)
 
     def _release_dead(self) -> bool:
-        """Post the releases of what dead records held; tell whether there was any.
+        """Post the releases of all that dead records held; tell whether there was any."""
+        self._forget_dead()
+        if not self._unreleased:
+            return False
+        self._post_releases()
+        return True
+
+    def _forget_dead(self) -> None:
+        """Forget records that died, and release what they held once it is worth a message.
 
         One that is interrupted is done again, which does no harm.
         """
-        if not self.deaths:
-            return False
         for reference in self.deaths.records():
             self._known.remove(reference)
             self._shared.pop(reference.key, None)
             self.transfers.forget(reference.key)
             self.transfers.let_go(reference.key)
-            for action in releases([part.entry for part in reference.parts]):
-                self.connection.post(0, action.message)
-        return True
+            for part in reference.parts:
+                self._unreleased.append(part.entry)
+                self._unreleased_bytes += part.nbytes
+        if self._unreleased_bytes >= RELEASE_BYTES:
+            self._post_releases()
+
+    def _post_releases(self) -> None:
+        for action in releases(self._unreleased):
+            self.connection.post(0, action.message)
+        self._unreleased, self._unreleased_bytes = [], 0

@@ -68,6 +68,7 @@ is not free of charge, and what is requested together travels together."""
 class Phase(Enum):
     """How far a transfer has come."""
 
+    __hash__ = object.__hash__  # that of Enum is written in Python
     NEW = auto()
     """Its message has not been posted yet."""
     SENT = auto()
@@ -90,17 +91,20 @@ class Phase(Enum):
     """The daemon has lost the part, or cannot restore it: `error` says why. Final."""
 
 
-_NEXT = {
-    Phase.NEW: {Phase.SENT, Phase.REQUESTED, Phase.ARRIVED},
-    Phase.SENT: {Phase.ADMITTED, Phase.STORED, Phase.REFUSED, Phase.FAILED},
-    Phase.ADMITTED: {Phase.STORED, Phase.REFUSED, Phase.FAILED},
-    Phase.REQUESTED: {Phase.ARRIVED, Phase.FAILED, Phase.DROPPED},
-    Phase.DROPPED: {Phase.DONE},
-    Phase.ARRIVED: {Phase.DONE},
-    Phase.FAILED: {Phase.DONE},
+_NEXT: dict[Phase, tuple[Phase, ...]] = {
+    Phase.NEW: (Phase.SENT, Phase.REQUESTED, Phase.ARRIVED),
+    Phase.SENT: (Phase.ADMITTED, Phase.STORED, Phase.REFUSED, Phase.FAILED),
+    Phase.ADMITTED: (Phase.STORED, Phase.REFUSED, Phase.FAILED),
+    Phase.STORED: (),
+    Phase.REFUSED: (),
+    Phase.REQUESTED: (Phase.ARRIVED, Phase.FAILED, Phase.DROPPED),
+    Phase.DROPPED: (Phase.DONE,),
+    Phase.ARRIVED: (Phase.DONE,),
+    Phase.DONE: (),
+    Phase.FAILED: (Phase.DONE,),
 }
-_PENDING = {Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED}
-_ANSWERED = {Phase.ARRIVED, Phase.FAILED}
+_PENDING = (Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED)
+_ANSWERED = (Phase.ARRIVED, Phase.FAILED)
 
 
 class Post(NamedTuple):
@@ -393,14 +397,18 @@ class Transfers:
 
     def demand(self, key: int, parts: list[Part]) -> Incoming:
         """Have a record fetched now: what a thread waits for is not given up."""
-        incoming = self._incoming.setdefault(key, Incoming(key, parts))
+        incoming = self.expect(key, parts)
         incoming.is_demanded = True
-        self._count_early(incoming)
+        if incoming.storage is not None:
+            self._count_early(incoming)
         return incoming
 
     def expect(self, key: int, parts: list[Part]) -> Incoming:
         """Begin to fetch a record ahead, through the staging area, or go on with it."""
-        return self._incoming.setdefault(key, Incoming(key, parts))
+        incoming = self._incoming.get(key)
+        if incoming is None:
+            incoming = self._incoming[key] = Incoming(key, parts)
+        return incoming
 
     def expect_into(
         self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
@@ -472,7 +480,8 @@ class Transfers:
         if incoming is not None:
             for index in list(incoming.transfers):
                 self.take(incoming, index)
-            self._count_early(incoming)
+            if incoming.storage is not None:
+                self._count_early(incoming)
 
     def forget_early(self) -> None:
         """Give up all memory that was taken early: there is none left."""
@@ -597,7 +606,8 @@ class Transfers:
             transfer.error = error
             transfer.move_to(Phase.ARRIVED if error is None else Phase.FAILED)
         self._end(transfer)
-        self._count_early(transfer.of)
+        if transfer.of.storage is not None:
+            self._count_early(transfer.of)
 
     def _end(self, transfer: Transfer) -> list[Action]:
         """Forget a transfer whose answer has come."""
