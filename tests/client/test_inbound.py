@@ -1,4 +1,4 @@
-"""What comes back: views of one storage, for as long as it is needed, or an error."""
+"""Restores through the staging area: views of one storage, for as long as needed, or an error."""
 
 from __future__ import annotations
 

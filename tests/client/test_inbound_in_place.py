@@ -1,4 +1,4 @@
-"""What the daemon writes into the tensors' own memory: early, in full, or an error."""
+"""Restores into memory that the daemon maps: early, in full, or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores that the daemon cannot take leave the tensor with the client, and training goes on."""
+"""Stores through the staging area: each storage once, and what the daemon refuses stays here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that this process encodes where they lie: order, room, and what goes wrong."""
+"""Stores that this process encodes where the tensor lies: order, room, and what goes wrong."""
 
 from __future__ import annotations
 
