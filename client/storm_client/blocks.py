@@ -1,11 +1,10 @@
-"""The `with` blocks of an Offload: hooks that are on PyTorch's stack for as long as a block lasts.
+"""The `with` blocks of an Offload: they put hooks on PyTorch's stack and take them off again.
 
-What stays true: whatever ends a block, an interrupt in the midst of entering or leaving it too,
-its hooks are gone with it. Python looks for signals when a function written in Python begins, so
-an `__exit__` may raise before its first line. But the interpreter holds what `__exit__` was looked
-up as, from before `__enter__` is called until the block is left, and drops it in any case. So that
-object is one of its own for each block, and hooks that are still on go with its death, by a
-callback in which no Python code runs.
+An ordinary `__exit__` is not enough for that. Python looks for signals when a function written in
+Python begins, so Ctrl-C may raise before its first line, and the hooks would stay on. But the
+interpreter holds what `__exit__` was looked up as, from before `__enter__` is called until the
+block is left, and drops it in any case. So that object is one of its own for each block, and hooks
+that are still on go with its death, by a callback in which no Python code runs.
 """
 
 from __future__ import annotations

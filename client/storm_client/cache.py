@@ -1,8 +1,8 @@
 """The shared cache: named tensors that the daemon keeps for every process of a user or group.
 
-What stays true: a name gives one complete tensor, bit for bit as somebody put it, or nothing; a
-tensor is put and got in a session of its own, so it takes nothing from the activations; and
-whatever fails leaves the name as it was.
+A name gives one complete tensor, bit for bit as somebody put it, or nothing; a call that fails
+leaves it as it was. Tensors travel in sessions of their own, since a put of a gigabyte must not
+take the staging area from a training step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Cache"]
 CPU = torch.device("cpu")
 
 MAX_TTL_SECONDS = 1e9
-"""Some thirty years; what a message may carry."""
+"""Some thirty years, the most that a message may carry."""
 
 Names = list[str]
 """Named here, because Cache has a method called list."""

@@ -1,6 +1,6 @@
-"""The client: a connection to a daemon and what one does with it.
+"""The object that a script holds: a connection to a daemon, and what one does with it.
 
-What stays true: closing it ends every session and, if it started one, the daemon with it.
+Closing it ends its sessions and, if it started a daemon, that daemon too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Finding a daemon: by address, by convention, or by starting one.
+"""`connect`: finds a daemon by its address or by convention, or starts one.
 
-What stays true: connect either returns a client whose daemon has answered in our version of the
-protocol, or raises and leaves nothing open.
+It returns a client whose daemon has answered in our version of the protocol, or raises and leaves
+nothing open.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The control connection: one DEALER socket, one lifeline, one thread that listens.
+"""The control connection of a session: one DEALER socket, one lifeline, one thread that listens.
 
-What stays true: the lock protects the socket and everything that replies change, so whoever holds
-it sees a consistent session; the thread "storm-io" needs nobody to call in for replies, heartbeats
-and the daemon's death to be noticed; no wait outlives its deadline or the daemon.
-
-Callers send in their own thread, under the lock, and handle what has arrived meanwhile: a send
-makes libzmq read its mailbox, after which the descriptor alone would not announce those replies.
+One lock protects the socket and all that replies change. Callers send in their own thread, under
+the lock, and handle what has arrived meanwhile: a send makes libzmq read its mailbox, after which
+the descriptor alone would not announce those replies. The thread "storm-io" does the rest, so that
+replies, heartbeats and the daemon's death are noticed though nobody calls in. Whoever waits does so
+until a deadline, or the daemon's death.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Names of element types: PyTorch's, as statistics show them, and the codec's, as messages do.
 
-What stays true: every type has a name of either kind; what the codec does not know it takes as
-bytes.
+Every type has both; what the codec does not know, it is given as plain bytes.
 """
 
 from __future__ import annotations

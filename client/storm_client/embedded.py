@@ -1,7 +1,7 @@
-"""A private daemon for one process and whoever it tells the address.
+"""A private daemon, for scripts on machines where nobody runs one.
 
-What stays true: the daemon ends with its last client, in order, and takes its files with it, so
-nothing has to be cleaned up when this process is killed.
+It serves one process and whoever is told the address. It ends with its last client and takes its
+files with it, so nothing has to be cleaned up when this process is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the client raises, by whose fault it is.
 
-What stays true: every exception that leaves this package on purpose is a StormError, except the
-RuntimeError for a tensor changed in place, which is PyTorch's own and reads like it.
+Every exception that this package raises on purpose is a StormError, but for one: the RuntimeError
+for a tensor that was changed in place is PyTorch's own and reads like it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The opening of a session: who listens, Hello for Welcome, and the lifeline.
+"""The opening of a session: who listens at an address, Hello for Welcome, and the lifeline.
 
-What stays true: a channel that exists has been granted a session by a daemon of our version; where
-that fails, nothing is left open and the error says what to do.
+A daemon of our version has granted a session to each channel that exists. Where that fails nothing
+is left open, and the error says what to do.
 """
 
 from __future__ import annotations

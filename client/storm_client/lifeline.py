@@ -1,7 +1,7 @@
-"""The lifeline: the stream connection whose end is the end of the session.
+"""The lifeline: a stream connection to the daemon whose end is the end of the session.
 
-What stays true: exactly one process holds the client's end. A forked child closes its copy at
-once, because a copy left open would hide the parent's death from the daemon.
+The daemon learns from it that a client has died. So one process alone may hold the client's end: a
+forked child closes its copy at once, because an open one would hide its parent's death.
 """
 
 from __future__ import annotations

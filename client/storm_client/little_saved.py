@@ -1,7 +1,8 @@
-"""Whether an Offload takes much off the device, and what to set where it does not: pure.
+"""Warns of an Offload that takes little off the device, and says what to set instead.
 
-What stays true: there is one warning at most, only where a setting would help, and only where
-activations are large enough for it to matter. After the first steps a step costs one comparison.
+The first steps are looked at, once; after that a step costs one comparison. There is one warning at
+most, and none where no setting would help or activations are too small to matter. All of it is
+pure.
 """
 
 from __future__ import annotations

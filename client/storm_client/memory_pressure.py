@@ -1,8 +1,8 @@
 """Gives device memory back when PyTorch runs out of it, before it says so to the script.
 
-What stays true: when the error reaches the script, what its process has freed can be allocated
-again: no mapping in the daemon keeps it alive. PyTorch has retried by then, so the failed
-allocation is not saved, but the script's own retry is.
+A mapping in the daemon keeps memory alive that the script has freed. Here sessions hear of the
+error first and have such mappings undone. PyTorch has retried by then, so the allocation that
+failed is not saved, but the script's own retry is.
 
 PyTorch calls an observer for as long as the process lives and takes none back, so there is one
 for all sessions, which it knows weakly.

@@ -1,7 +1,7 @@
-"""When to look for a daemon again after one was lost: pure, told of time and of what was found.
+"""When to look for a daemon again after one was lost; pure, told of time and of what was found.
 
-What stays true: an outage is announced once, one attempt is under way at most, and attempts begin
-at least ATTEMPT_SECONDS apart.
+An outage is announced once, and every step that begins asks whether to look. So attempts are made
+one at a time, and begin ATTEMPT_SECONDS apart or more.
 """
 
 from __future__ import annotations

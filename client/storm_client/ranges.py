@@ -1,7 +1,6 @@
 """Names for profilers: what the client does, as ranges in `nsys` and in torch.profiler's traces.
 
-What stays true: where no profiler is attached a range costs one look at a flag, and no text is
-made; a range ends where it was begun, also when what is inside raises.
+Where no profiler is attached a range costs one look at a flag, and no text is made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The sessions of one client, one a device, opened when first needed.
 
-What stays true: a device whose session could not be had is remembered, so that its tensors stay
-where they are without a question each time; and sessions that nobody can use any more end, though
-nobody has closed them.
+A device whose session could not be had is remembered: its tensors stay where they are without a
+question each time. Sessions that nobody can use any more end, though nobody has closed them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who else can reach a storage's memory: what may be snapshotted, and when.
+"""Who else can reach a storage's memory, which decides when its bytes may be taken.
 
 PyTorch keeps a saved tensor's storage until the backward pass and reads what is in it by then. It
 counts changes only where they go through one version counter: not those through `.data`, NumPy,

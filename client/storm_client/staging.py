@@ -1,7 +1,7 @@
-"""Which ranges of the staging area are in use: a pure first-fit allocator.
+"""Which ranges of the staging area are in use: a first-fit allocator, pure.
 
-What stays true: ranges handed out never overlap, and free neighbours are always merged, so that
-the area is whole again when everything has been given back, in whatever order.
+Free neighbours are merged at once, so the area is whole again when everything has been given back,
+in whatever order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What an Offload did, counted.
+"""What an Offload did, in bytes and counts, for the script to read.
 
-What stays true: every byte that autograd handed over is counted once as saved and, by the time
-the step's stores are settled, in exactly one of skipped, deduplicated, offloaded and kept. Saved,
-skipped and deduplicated bytes are those of tensors; offloaded, stored and kept bytes are those of
-the storage ranges behind them, so they differ where a tensor is a view of a larger storage.
+Every byte that autograd handed over counts once as saved and, when the step's stores are settled,
+in exactly one of skipped, deduplicated, offloaded and kept. Saved, skipped and deduplicated bytes
+are those of tensors; offloaded, stored and kept bytes are those of the storages behind them, so
+they differ where a tensor is a view of a larger storage.
 """
 
 from __future__ import annotations

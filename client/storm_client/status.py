@@ -1,7 +1,6 @@
 """The daemon's state as Client.status returns it: what `stormd status --json` prints, typed.
 
-What stays true: every field is one that each daemon of this protocol version reports; whatever
-else it reports is in `details`.
+Fields are what each daemon of this protocol version reports; whatever else it says is in `details`.
 """
 
 from __future__ import annotations

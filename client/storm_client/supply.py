@@ -1,7 +1,7 @@
 """Where an Offload gets its sessions from, and what happens when the daemon behind them is lost.
 
-What stays true: sessions are replaced only where a step begins, so all of a step's tensors are in
-the sessions that it began with; what a lost daemon held stays lost and raises when it is needed.
+Sessions are replaced only where a step begins, so a step's tensors never lie in two places. What a
+lost daemon held stays lost, and raises when it is needed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Ternary models in the daemon's shared cache: put once, then used by any process from there.
 
-What stays true: a model in the cache is its planes, 2 bits a weight, scales and whatever else its
-state holds, each as a cached tensor of its own; who loads it gets the very planes, which compute as
-they are and are never widened. On a GPU they come straight from the daemon's memory, so that the
-host holds one copy, the cache's; in a process's own memory on the host they are that process's.
+A model is stored as its planes (2 bits a weight), its scales and whatever else its state holds,
+each as a cached tensor. Who loads it computes with those very planes, which are never widened. On a
+GPU they come straight from the daemon's memory, so the host holds one copy, the cache's; a process
+that computes on the host has its own.
 """
 
 from __future__ import annotations

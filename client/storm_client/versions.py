@@ -1,8 +1,8 @@
 """PyTorch's check that a saved tensor was not changed in place, for tensors that left.
 
-What stays true: a tensor that was changed in place after it was saved is never handed to the
-backward pass; it raises what PyTorch raises. Hooks switch PyTorch's own check off. And what was
-given other data since (`tensor.data = other`) is found with that data, as PyTorch finds it.
+Hooks switch PyTorch's own check off, and a backward pass must not be handed a tensor that has
+changed. So this is the same check, with the same message. What was given other data since
+(`tensor.data = other`) is found with that data, as PyTorch finds it.
 
 A token is an alias of the tensor whose data was replaced by nothing: it shares the version
 counter and holds no storage.

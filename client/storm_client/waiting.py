@@ -1,8 +1,8 @@
-"""A condition to wait for that an interrupt leaves as it should be.
+"""A condition variable that Ctrl-C cannot leave without its lock.
 
-What stays true: who waits has the lock again afterwards, whatever ends the wait. The standard
-library's condition lets go of it by a call of its own, and an exception that a signal's handler
-raises right behind that call finds nobody who takes it again.
+The standard library's lets go of the lock by a call of its own, and an exception that a signal's
+handler raises right behind that call finds nobody who takes it again. Here whoever waits has the
+lock afterwards, whatever has ended the wait.
 """
 
 from __future__ import annotations

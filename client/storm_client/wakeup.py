@@ -1,7 +1,7 @@
-"""A signal that any code may give, a destructor's too: it takes no lock and never blocks.
+"""A signal to the listening thread that any code may give, a destructor's too.
 
-What stays true: the descriptor is closed only when nobody can be about to write to it, so a late
-signal never lands in a descriptor that was opened since.
+It takes no lock and never blocks. Its descriptor is closed only when nobody can be about to write
+to it: a late signal would land in whatever has been opened under that number since.
 """
 
 from __future__ import annotations

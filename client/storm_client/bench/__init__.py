@@ -1,4 +1,4 @@
-"""The client's side of `stormd bench`: measurements through the public API.
+"""The client's side of `stormd bench`: measures what a training script would call.
 
-What stays true: a benchmark measures what a training script would call, in a process of its own.
+Each benchmark uses the public API, in a process of its own.
 """

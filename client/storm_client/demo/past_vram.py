@@ -1,8 +1,8 @@
 """The training process of `stormd demo --past-vram`: a GPT on real text, within a memory limit.
 
-Run as `python -m storm_client.demo.past_vram`; prints one JSON object a line. What stays true:
-with and without `--address` the same model takes the same batches under a limit that PyTorch
-itself enforces, and running out of memory is reported as such, never retried in another way.
+Run as `python -m storm_client.demo.past_vram`; prints one JSON object a line. With and without
+`--address` the same model takes the same batches under a limit that PyTorch itself enforces, and
+running out of memory is reported as such, never retried in another way.
 """
 
 from __future__ import annotations

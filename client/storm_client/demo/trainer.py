@@ -1,8 +1,7 @@
 """Trains the demo's GPT and reports every step as one JSON line on standard output.
 
-Run as `python -m storm_client.demo.trainer`. What stays true: with and without `--address` the
-same operations run on the same data, and the digest of a step covers the bytes of every
-gradient.
+Run as `python -m storm_client.demo.trainer`. With and without `--address` the same operations run
+on the same data, and a step's digest covers the bytes of every gradient.
 """
 
 from __future__ import annotations

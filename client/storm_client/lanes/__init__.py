@@ -1,12 +1,12 @@
-"""The data paths of the client, one module a kind of device.
+"""What moves bytes between tensors and the daemon: a lane, one module a kind of device.
 
-A lane moves bytes between tensors and the staging area that it shares with the daemon. It owns
-that area, and it knows what orders its moves: the host's program order on the cpu lane, streams
-and the timeline page on the cuda lane. What is stored when, and who waits for which message, is
-the session's business.
+A lane owns the staging area that it shares with the daemon, and it knows what orders its copies:
+the host's program order on the cpu lane, streams and the timeline page on the cuda lane. There it
+has the device itself wait until whoever used a slot before is done with it. What is stored when,
+and who waits for which message, is decided elsewhere.
 
-What stays true: a slot's bytes are overwritten only after whoever used the range before is done
-with it. Where a device works asynchronously the lane orders that itself, on the device.
+A **route** says how one part travels: `Staged`, by a copy in the staging area; `Mapped`, in
+memory of this process that the daemon has mapped; `Encoded`, as a blob that this process makes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The codec in this process: tensors to blobs in the staging area, on streams of its own.
+"""The codec in this process: encodes tensors into the staging area, on streams of its own.
 
-What stays true: nothing here waits for another process, on the host or on the device; a blob's
-size is in the timeline page before `published` says that the blob is there; and a slot is written
-only after whoever used it before has said that it is done.
-
-Two processes that share a device without MPS take turns at it. Coding here takes part in the
-turns of the trainer itself, and the daemon is left with copies, which need no turn.
+Two processes that share a device without MPS take turns at it. Encoding here takes part in the
+trainer's own turns, and the daemon is left with copies, which need no turn. Nothing waits for
+another process, on the host or on the device: a blob's size is in the timeline page before
+`published` says that the blob is there. A slot is written behind the copies that used it before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The cpu lane: tensors in host memory, staged through shared memory.
+"""The cpu lane: tensors in host memory, staged through memory shared with the daemon.
 
-What stays true: every copy is finished when the method returns, so program order and messages
-are all the order there is, and sequence numbers stay 0.
+Every copy is finished when its method returns, so the order of the program and of the messages is
+all the order there is, and sequence numbers stay 0.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from stormd.protocol import Welcome
 __all__ = ["CpuLane"]
 
 HUGE_BYTES = 4 << 20
-"""From here on memory to restore into is asked for in huge pages: touching 32 MiB for the first
-time took 18 ms in pages of 4 KiB, and takes 4.5."""
+"""Bytes; from here on memory to restore into is asked for in huge pages, which are touched for the
+first time in a fraction of the time."""
 
 _NOTHING = nullcontext()
 
@@ -32,8 +32,8 @@ class CpuLane:
     """Copies between host tensors and a memory file shared with the daemon.
 
     Copies are plain memmoves in the calling thread, without the interpreter lock. Tensor.copy_
-    would share them among torch's threads, which wait for each other: on cores that the daemon
-    uses as well that made a copy of 8 MiB take 16 ms instead of 0.5.
+    would share them among torch's threads, which wait for each other on cores that the daemon uses
+    as well.
     """
 
     keeps_stored = False

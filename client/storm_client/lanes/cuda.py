@@ -1,7 +1,7 @@
 """The cuda lane: tensors in device memory, staged through memory that the daemon maps.
 
-What stays true: the training thread never waits for the device here; and the page that device and
-daemon share lives until no stream waits for its counters or has still to write one.
+The training thread never waits for the device here: streams wait for counters in a page that the
+daemon shares. That page lives until no stream waits for one or has still to write one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The numbers that a cuda lane publishes, and the order of copies among a script's streams.
 
-What stays true: the counter `published` reaches memory in the order of its values, because one
-stream writes it at a time; and a range of the staging area is overwritten only behind the copies
-that used it before, in the order of streams.
-
-The writer is the default stream as long as nothing else is used: it writes a number behind its own
-work, by one call. Where another stream comes by, or this process encodes, it is a stream P from
-then on that takes part in nothing else: each copy's stream leaves an event that P waits for, so
-what P writes next says that the copy is done.
+The counter `published` tells the daemon which copies are complete, so its values must reach memory
+in their order: one stream writes it at a time. That is the default stream as long as nothing else
+is used: it writes a number behind its own work, by one call. Where another stream comes by, or this
+process encodes, it is a stream P from then on that takes part in nothing else: each copy's stream
+leaves an event that P waits for, so what P writes next says that the copy is done. A range of the
+staging area is overwritten behind the copies that used it before, in the order of streams.
 
 Streams are handles; all methods are called in the lane's context.
 """

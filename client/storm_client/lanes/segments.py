@@ -1,8 +1,8 @@
-"""Which of the client's allocations the daemon has mapped, so that it can read them in place.
+"""Which of the client's allocations the daemon has mapped, so that it can use them in place.
 
-What stays true: an allocation is known by its buffer id, which is never used again, and not by
-its address, which is. The daemon is told of each at most once, nobody waits for its answer, and
-what lies in an allocation that it has not mapped, or cannot, is not found here.
+An allocation is known by its buffer id, which is never used again, and not by its address, which
+is. The daemon is offered each once and nobody waits for its answer: until it has mapped one, or
+where it cannot, nothing is found there, and the staging area serves.
 
 A mapping keeps the memory of a freed allocation alive: `sweep` has those unmapped. The session's
 lock protects a Segments.

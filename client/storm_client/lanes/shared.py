@@ -1,7 +1,7 @@
 """What a cuda lane and the daemon share: the timeline page and the staging area.
 
-What stays true: the area is the lane's own and not PyTorch's, so it can be exported whatever
-allocator the script has chosen; it and the page live until no stream of the lane uses them.
+The area is not PyTorch's memory, so it can be exported whatever allocator the script has chosen. It
+and the page live until no stream of the lane uses them.
 """
 
 from __future__ import annotations

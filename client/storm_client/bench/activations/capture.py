@@ -1,7 +1,7 @@
-"""Takes hold of what autograd saves in one training step.
+"""Takes hold of what autograd saves in one training step, as the client would send it.
 
-What stays true: a storage is captured once and whole, however many views of it are saved, and
-parameters are left out, as the client does.
+A storage is captured once and whole, however many views of it are saved, and parameters are left
+out.
 """
 
 from __future__ import annotations
