@@ -145,14 +145,15 @@ class CacheSession:
             for entry, begin in enumerate(begins, start=found.first_entry)
         ]
         try:
-            data = self._lane.allocate(found.nbytes)
-            self._inbound.fill(data, found.first_entry, parts)
+            memory = self._lane.allocate(found.nbytes)
+            self._inbound.fill(memory, found.first_entry, parts)
         finally:
             entries = [part.entry for part in parts]
             with self._connection.lock, suppress(StormError):  # its loss has released them
                 self._connection.send(0, Release(entries))
-        self._lane.use(data.untyped_storage())
-        return data
+        self._lane.use(memory)
+        empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        return empty.set_(memory, 0, (found.nbytes,), (1,))
 
     def abandon(self) -> None:
         """Have the session end by itself, for nobody can use it any more. Destructors call it."""
@@ -188,7 +189,7 @@ class CacheSession:
         """Store the parts and return their entries, in order, once all have arrived."""
         count = -(-data.numel() // self._part_bytes)
         out = Outgoing(0, data.numel(), dtype, "ancf", count)
-        self._outbound.copy(out, data)
+        self._outbound.copy(out, data.untyped_storage(), int(data.storage_offset()))
         with self._connection.lock:
             self._connection.flush()
             while not out.is_over:

@@ -67,16 +67,16 @@ class Inbound:
             return self._finish(incoming)
         destination = self._lane.allocate(record.nbytes)
         self.fill(destination, record.key, record.parts, uses)
-        return destination.untyped_storage()
+        return destination
 
     def fill(
         self,
-        destination: torch.Tensor,
+        destination: torch.UntypedStorage,
         key: int,
         parts: list[Part],
         uses: UpcomingUses | None = None,
     ) -> None:
-        """Copy `parts` into `destination`, a uint8 tensor, through the staging area.
+        """Copy `parts` into `destination`, through the staging area.
 
         As slots come free they are used to fetch what is used next.
 
@@ -90,7 +90,7 @@ class Inbound:
             for index, part in enumerate(parts):
                 with lock:
                     slot = self._arrival(incoming, index)
-                self._lane.unstage(slot, destination[part.begin : part.end])
+                self._lane.unstage(slot, destination, part.begin)
                 with lock:
                     transfers.take(incoming, index)
                     self._connection.notify()
@@ -299,13 +299,13 @@ class Inbound:
     def _allocate(self, nbytes: int, *, is_demanded: bool) -> torch.UntypedStorage | None:
         """Return memory; None where there is none for what nobody waits for."""
         try:
-            return self._lane.allocate(nbytes).untyped_storage()
+            return self._lane.allocate(nbytes)
         except torch.OutOfMemoryError:  # the observer has had what was fetched ahead given up
             if not is_demanded:
                 return None
         with self._connection.lock:
             self._connection.wait(lambda: not self._transfers.early_bytes, STALL_SECONDS)
-        return self._lane.allocate(nbytes).untyped_storage()
+        return self._lane.allocate(nbytes)
 
     def _chosen(self, upcoming: Iterable[StoredRange | None]) -> tuple[list[StoredRange], int]:
         """Return the next records to fetch, as many as there is room for, and how far that was.

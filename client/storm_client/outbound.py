@@ -26,7 +26,7 @@ from storm_client.lanes.segments import tell
 from storm_client.saved import StoredRange
 from storm_client.transfers import Action, Outgoing, Post, Recycle, Transfers
 
-__all__ = ["Outbound", "flat_bytes"]
+__all__ = ["Outbound"]
 
 PATIENCE_SECONDS = 2.0
 """How long a training thread waits for the daemon before it keeps its tensor."""
@@ -95,23 +95,22 @@ class Outbound:
                 if way is not None:
                     self._store_in_place(record, out, way)
                     return
-        self.copy(out, flat_bytes(source))
+        self.copy(out, source)
 
-    def copy(self, out: Outgoing, source: torch.Tensor) -> None:
-        """Send the bytes of `source`, a uint8 tensor, through the staging area; or have it refused.
+    def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
+        """Send the bytes of `source` from `begin` on through the staging area, or have it refused.
 
         Raises:
             DaemonLost: the daemon is gone.
         """
-        for part in self._transfers.split(source.numel()):
+        for part in self._transfers.split(out.nbytes):
             slot = self._slot(len(part))
             if slot is None:
                 with self._connection.lock:
                     self.perform(self._transfers.refuse(out, "daemon_slow"))
                 return
             try:
-                piece = source if len(part) == source.numel() else source[part.start : part.stop]
-                self._lane.stage(piece, slot)
+                self._lane.stage(source, begin + part.start, slot)
             except BaseException:
                 with self._connection.lock:
                     self._transfers.free(slot)
@@ -359,9 +358,3 @@ class Outbound:
             return True
         self._connection.drain()
         return self._connection.wait(ready, PATIENCE_SECONDS, COUNTER_SECONDS)
-
-
-def flat_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of a storage as a uint8 tensor over them."""
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -93,11 +93,11 @@ def test_a_name_changes_its_meaning_only_with_a_whole_put(
     put(session, "a", before)
     stage, calls = lane.stage, []
 
-    def fails_the_third_time(source: torch.Tensor, slot: Slot) -> None:
+    def fails_the_third_time(source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
         calls.append(slot)
         if len(calls) == 3:
             raise MemoryError("no more")
-        stage(source, slot)
+        stage(source, begin, slot)
 
     with monkeypatch.context() as patch:
         patch.setattr(lane, "stage", fails_the_third_time)
@@ -112,7 +112,7 @@ def test_a_fetch_that_fails_lets_go_of_what_is_under_way(
 ) -> None:
     put(session, "a", data(8 * PART))
 
-    def fails(slot: Slot, destination: torch.Tensor) -> None:
+    def fails(slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
         raise MemoryError("no more")
 
     with monkeypatch.context() as patch:

@@ -22,7 +22,7 @@ class CodingCpuLane(InPlaceCpuLane):
         self.coder = FakeCoder(self)
         self.in_place = Mapping(self)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
         assert self.coder is not None
         return CpuLane.allocate(self, nbytes) if self.coder.able else super().allocate(nbytes)
 

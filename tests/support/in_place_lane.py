@@ -57,13 +57,13 @@ class InPlaceCpuLane(CpuLane):
         offset = self._memory.allocate(nbytes)
         return None if offset is None else Slot(self.staging_bytes + offset, nbytes)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
         slot = self.reserve(nbytes)
         if slot is None:
             return super().allocate(nbytes)
         # A storage of its own, as PyTorch's allocator gives: not a view of the whole area.
         memory = (ctypes.c_char * nbytes).from_address(self.address(slot))
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def address(self, slot: Slot) -> int:
         return self._mapped().data_ptr() + slot.offset

@@ -186,7 +186,7 @@ class InPlace(Reader, Protocol):
 class Lane(Protocol):
     """What the session needs from a data path, called from several threads.
 
-    Bytes are passed as contiguous one-dimensional uint8 tensors on `device`. Methods marked
+    Bytes are passed as storages on `device`, with the offset at which they begin. Methods marked
     "locked" are called with the session's lock held and must return at once.
 
     Out: stage into a slot -> publish, Store is sent -> Stored, Rejected or Failed.
@@ -229,16 +229,22 @@ class Lane(Protocol):
         """
         ...
 
-    def stage(self, source: torch.Tensor, slot: Slot) -> None:
-        """Copy `source` into the slot. The caller may drop `source` as soon as it returns."""
+    def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
+        """Copy the bytes from `begin` on, as many as the slot has, into it.
+
+        The caller may drop `source` as soon as it returns.
+        """
         ...
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return an uninitialised uint8 tensor of `nbytes` to restore into."""
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Return uninitialised memory to restore into."""
         ...
 
-    def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
-        """Copy a restored part out of the slot, in order before later work of this thread."""
+    def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
+        """Copy a restored part out of the slot to where it begins in `destination`.
+
+        In order before later work of this thread.
+        """
         ...
 
     def current_stream(self) -> Stream:

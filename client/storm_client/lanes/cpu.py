@@ -69,24 +69,23 @@ class CpuLane:
         """Return 0: the host's memory is in order by itself."""
         return 0
 
-    def stage(self, source: torch.Tensor, slot: Slot) -> None:
-        """Copy `source` into the slot; the bytes are there on return."""
+    def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
+        """Copy into the slot; the bytes are there on return."""
         area = self._mapped()
-        memmove(area.data_ptr() + slot.offset, source.data_ptr(), slot.nbytes)
+        memmove(area.data_ptr() + slot.offset, source.data_ptr() + begin, slot.nbytes)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return an uninitialised uint8 tensor in host memory."""
-        # Not torch.empty(nbytes): where deterministic algorithms are asked for, that is filled.
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Return uninitialised host memory."""
+        # Not of torch.empty(nbytes): where deterministic algorithms are asked for, that is filled.
         storage = torch.UntypedStorage(nbytes)  # type: ignore[no-untyped-call]
-        tensor = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
         if nbytes >= HUGE_BYTES:
-            _advise_huge_pages(tensor)
-        return tensor
+            _advise_huge_pages(storage)
+        return storage
 
-    def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
-        """Copy the slot's bytes into `destination`; they are there on return."""
+    def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
+        """Copy the slot's bytes to where they begin; they are there on return."""
         area = self._mapped()
-        memmove(destination.data_ptr(), area.data_ptr() + slot.offset, slot.nbytes)
+        memmove(destination.data_ptr() + begin, area.data_ptr() + slot.offset, slot.nbytes)
 
     def current_stream(self) -> Stream:
         """Return None: the host's work is done when it returns."""
@@ -126,8 +125,8 @@ class CpuLane:
         return area
 
 
-def _advise_huge_pages(tensor: torch.Tensor) -> None:
-    """Ask for huge pages in the whole pages of `tensor`; where the kernel has none it says no."""
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
+def _advise_huge_pages(memory: torch.UntypedStorage) -> None:
+    """Ask for huge pages in the whole pages of `memory`; where the kernel has none it says no."""
+    begin = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (memory.data_ptr() + memory.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)

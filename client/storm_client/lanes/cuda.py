@@ -165,30 +165,29 @@ class CudaLane:
         with self.entered():
             return self._numbers().publish(self._current_stream())
 
-    def stage(self, source: torch.Tensor, slot: Slot) -> None:
-        """Put a copy of `source` into the slot on the current stream.
+    def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
+        """Put a copy of the bytes from `begin` on into the slot, on the current stream.
 
         The memory of `source` may be used again behind that copy, as by any work on the stream.
         """
         target = self._open().area.address + slot.offset
         with self.entered():
             stream = torch.cuda.current_stream()
-            source.record_stream(stream)
-            self._numbers().copy(target, source.data_ptr(), slot.nbytes, stream.cuda_stream)
+            self._view(source).record_stream(stream)
+            address = source.data_ptr() + begin
+            self._numbers().copy(target, address, slot.nbytes, stream.cuda_stream)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return an uninitialised uint8 tensor on the device."""
-        # Not torch.empty(nbytes), which fills it where deterministic algorithms are asked for.
-        storage = torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]  # torch's gap
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return empty.set_(storage, 0, (nbytes,), (1,))
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """Return uninitialised memory of the device."""
+        # Not of torch.empty(nbytes), which fills it where deterministic algorithms are asked for.
+        return torch.UntypedStorage(nbytes, device=self.device)  # type: ignore[no-untyped-call]
 
-    def unstage(self, slot: Slot, destination: torch.Tensor) -> None:
-        """Put a copy of the slot into `destination` on the current stream."""
+    def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
+        """Put a copy of the slot where it begins in `destination`, on the current stream."""
         source = self._open().area.address + slot.offset
         with self.entered():
             stream = self._current_stream()
-            self._numbers().copy(destination.data_ptr(), source, slot.nbytes, stream)
+            self._numbers().copy(destination.data_ptr() + begin, source, slot.nbytes, stream)
 
     def current_stream(self) -> Stream:
         """Return the thread's stream on the device, None where it is the default one."""
@@ -218,8 +217,7 @@ class CudaLane:
             return
         with self.entered():
             if numbers.follow(stream):
-                view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(restored)
-                view.record_stream(torch.cuda.current_stream())
+                self._view(restored).record_stream(torch.cuda.current_stream())
 
     def poison(self) -> None:
         """Release every wait on the daemon's counters, those that streams have yet to come to too.
@@ -326,8 +324,11 @@ class CudaLane:
                 event = self._waits.get(stream.cuda_stream) or Event()
                 self._waits[stream.cuda_stream] = event
                 event.record(stream.cuda_stream)
-            view = torch.empty(0, dtype=torch.uint8, device=self.device).set_(source)
-            view.record_stream(stream)
+            self._view(source).record_stream(stream)
+
+    def _view(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor over a storage, which PyTorch's streams are told of by."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
 
     def _own_codec(self, shared: Shared, part_bytes: int) -> CudaCoder:
         """Return this process's codec."""

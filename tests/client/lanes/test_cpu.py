@@ -42,11 +42,11 @@ def lane(memory: int) -> Iterator[CpuLane]:
 def test_bytes_go_out_and_come_back(lane: CpuLane, memory: int) -> None:
     source = torch.randint(0, 256, (1000,), dtype=torch.uint8)
     slot = Slot(64, 1000)
-    lane.stage(source, slot)
+    lane.stage(source.untyped_storage(), 0, slot)
     assert os.pread(memory, 1000, slot.offset) == bytes(source.tolist())
     os.pwrite(memory, bytes(reversed(source.tolist())), slot.offset)
     destination = torch.zeros(1100, dtype=torch.uint8)
-    lane.unstage(slot, destination[50:1050])
+    lane.unstage(slot, destination.untyped_storage(), 50)
     assert torch.equal(destination[50:1050], source.flip(0))
     assert not destination[:50].any()
     assert not destination[1050:].any()
@@ -54,10 +54,9 @@ def test_bytes_go_out_and_come_back(lane: CpuLane, memory: int) -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 4097, HUGE_BYTES, HUGE_BYTES + 4097])
 def test_memory_to_restore_into(lane: CpuLane, nbytes: int) -> None:
-    tensor = lane.allocate(nbytes)
-    assert tensor.shape == (nbytes,)
-    assert tensor.untyped_storage().nbytes() == nbytes
-    tensor.fill_(1)
+    memory = lane.allocate(nbytes)
+    assert memory.nbytes() == nbytes
+    memory.fill_(1)
 
 
 def test_a_daemon_that_shares_too_little(memory: int) -> None:
@@ -74,11 +73,11 @@ Copy = Callable[[CpuLane, torch.Tensor, Slot], None]
 
 
 def stage(lane: CpuLane, tensor: torch.Tensor, slot: Slot) -> None:
-    lane.stage(tensor, slot)
+    lane.stage(tensor.untyped_storage(), 0, slot)
 
 
 def unstage(lane: CpuLane, tensor: torch.Tensor, slot: Slot) -> None:
-    lane.unstage(slot, tensor)
+    lane.unstage(slot, tensor.untyped_storage(), 0)
 
 
 @pytest.mark.parametrize("copy", [stage, unstage])

@@ -135,7 +135,7 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lane.in_place.barrier,
             lambda: lane.in_place.produced(1),
             lambda: lane.in_place.overtake(0, tensor),
-            lambda: lane.stage(tensor, Slot(0, PART)),
+            lambda: lane.stage(tensor, 0, Slot(0, PART)),
             lambda: lane.use(tensor),
         ):
             call()
@@ -165,7 +165,7 @@ def test_a_refused_blobs_slot_is_filled_behind_its_encoder(
     )
     coder.take_back(encoded[1])
     again = Slot(slot.offset, PART)
-    lane.stage(tensor, again)
+    lane.stage(tensor, 0, again)
     busy.set()
     client.published(lane.publish())
     assert client.area(again) == tensor.read()
@@ -298,7 +298,7 @@ def test_a_lane_that_another_thread_has_closed(
     lane, tensor = bench().lane, fake.tensor(PART)
     slot = Slot(0, PART)
     lane.close()
-    for use in (lambda: lane.stage(tensor, slot), lambda: lane.produced(1)):
+    for use in (lambda: lane.stage(tensor, 0, slot), lambda: lane.produced(1)):
         with pytest.raises(DaemonLost, match="closed"):
             use()
 
@@ -312,7 +312,7 @@ def test_a_copy_that_comes_while_the_lane_is_closed_is_not_begun(
     slot = Slot(0, PART)
     client.lane._publisher.end()
     with pytest.raises(DaemonLost, match="closed"):
-        client.lane.stage(tensor, slot)
+        client.lane.stage(tensor, 0, slot)
     with fake_cuda.entered(0):
         fake.stream_of(0).synchronize()
     assert client.area(slot) == bytes(PART)
