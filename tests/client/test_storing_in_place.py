@@ -11,28 +11,29 @@ import storm_client as storm
 import torch
 from storm_client.session import Session
 from support.chains import chain, gradient, leaf
-from support.daemon_process import DaemonProcess
+from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
 
-Make = Callable[..., DaemonProcess]
+Make = Callable[..., DaemonThread]
 
 
-def connected(daemon: DaemonProcess) -> Iterator[storm.Client]:
+def connected(daemon: DaemonThread, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         yield client
+        lanes[0].unread.read_all()
         wait_until(lambda: client.status().entries == 0, 30, client.status)
         assert client.status().pool.used_bytes == 0
 
 
 @pytest.fixture
-def client(make_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
-    yield from connected(make_daemon("--pool-bytes", "256MiB", "--part-bytes-cpu", "256KiB"))
+def client(make_late_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    yield from connected(make_late_daemon(), lanes)
 
 
 @pytest.fixture
-def full(make_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
-    yield from connected(make_daemon("--pool-bytes", "4MiB", "--part-bytes-cpu", "256KiB"))
+def full(make_late_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    yield from connected(make_late_daemon(pool_bytes=4 << 20), lanes)
 
 
 @pytest.fixture
