@@ -6,11 +6,16 @@ as before it. Things that end on their own are given until a deadline.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+# Before torch is loaded, here and in every process that tests start: threads that share a small
+# operation spend more time waiting for each other than they save, most of all on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
