@@ -91,6 +91,22 @@ def test_what_is_let_go_has_been_encoded(client: storm.Client, coder: FakeCoder)
     del loss
 
 
+@pytest.mark.parametrize(("area", "results"), [(64 * MIB, 64)])
+def test_a_client_that_would_not_wait_is_noticed(
+    client: storm.Client, coder: FakeCoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else these tests would prove nothing: what is let go unread has other bytes by then."""
+    monkeypatch.setattr(coder, "overtake", lambda sequence, _: coder.overtaken.append(sequence))
+    x = leaf()
+    expected = gradient(chain(x, 12), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 12)
+    assert not torch.equal(gradient(loss, x), expected)
+    assert coder.overtaken
+    del loss
+
+
 def test_sources_go_in_their_order(client: storm.Client, coder: FakeCoder) -> None:
     coder.results = 1
     x = leaf()

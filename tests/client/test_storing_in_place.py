@@ -57,6 +57,21 @@ def test_gradients_are_the_same(client: storm.Client, way: FakeInPlace) -> None:
     assert set(offload.stats().kept) == {"needed_at_once"}
 
 
+def test_a_client_that_would_not_wait_is_noticed(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else these tests would prove nothing: what is let go unread has other bytes by then."""
+    monkeypatch.setattr(way, "overtake", lambda sequence, source: way.overtaken.append(sequence))
+    x = leaf()
+    expected = gradient(chain(x), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x)
+    assert not torch.equal(gradient(loss, x), expected)
+    assert way.overtaken
+    del loss
+
+
 def test_only_the_newest_sources_stay(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     offload = client.offload(min_bytes=1)
