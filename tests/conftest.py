@@ -2,6 +2,10 @@
 
 What stays true: after each test there are as many threads, descriptors and shared-memory files
 as before it. Things that end on their own are given until a deadline.
+
+Threads and descriptors are a worker's own where several run tests at once. Shared memory is not: a
+file that a test leaves can fail what another worker runs as well, but none can pass unseen, and
+what lives no longer than a test is waited for.
 """
 
 from __future__ import annotations
