@@ -6,11 +6,13 @@
 #   make bench     the way through the daemon against two plain memcpys, and the codec
 #   make bench-codec-gpu   the codec on a GPU, beside every peer that is here (PEERS="--dietgpu LIB
 #                  --splitzip FILE"; tests/bench/codec_gpu_peers.py says how to get them)
-# PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go. INSTALLED=1 installs
-# nothing and takes PYTHON with what it has, as on a machine without a network.
+# PYTHON chooses the interpreter (3.11 to 3.13), VENV where packages go, WORKERS how many tests run
+# at once. INSTALLED=1 installs nothing and takes PYTHON with what it has, as on a machine without
+# a network; then tests run one by one.
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(if $(INSTALLED),$(PYTHON),$(VENV)/bin/python) -m
 ready = $(if $(INSTALLED),,$(VENV)/.installed$(1))
@@ -22,7 +24,7 @@ demo: $(call ready,)
 	$(RUN) stormd.cli demo
 
 test: $(call ready,-dev)
-	$(RUN) pytest -m "not gpu and not slow"
+	$(RUN) pytest -m "not gpu and not slow" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
 
 lint: $(call ready,-dev)
 	$(RUN) ruff check .

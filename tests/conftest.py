@@ -2,15 +2,24 @@
 
 What stays true: after each test there are as many threads, descriptors and shared-memory files
 as before it. Things that end on their own are given until a deadline.
+
+Threads and descriptors are a worker's own where several run tests at once. Shared memory is not: a
+file that a test leaves can fail what another worker runs as well, but none can pass unseen, and
+what lives no longer than a test is waited for.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+# Before torch is loaded, here and in every process that tests start: threads that share a small
+# operation spend more time waiting for each other than they save, most of all on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

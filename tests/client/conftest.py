@@ -13,12 +13,18 @@ import pytest
 import storm_client as storm
 from storm_client import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, start_daemon
+from support.daemon_thread import DaemonThread
 from support.devices import DEVICES
-from support.in_place_lane import InPlaceCpuLane
+from support.in_place_lane import InPlaceCpuLane, freed_memory_is_overwritten
+from support.late_lane import LateCpuLane
 from support.patience import patient_clients
 from support.waiting import wait_until
 
+from stormd.config import Config
+from stormd.lanes import opening
+
 DEADLINE_SECONDS = 30.0
+MIB = 1 << 20
 
 SMALL_STAGING = ("--staging-bytes-cuda", "256KiB", "--part-bytes-cuda", "64KiB")
 """So small that what is saved on a GPU has to leave and come back, instead of waiting there."""
@@ -100,3 +106,40 @@ def lanes(monkeypatch: pytest.MonkeyPatch, lane_kind: type[InPlaceCpuLane]) -> l
     monkeypatch.setattr(sessions, "CpuLane", lane)
     monkeypatch.setattr(memory_pressure, "_observe", lambda: None)
     return opened
+
+
+@pytest.fixture
+def make_late_daemon(
+    lanes: list[InPlaceCpuLane], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., DaemonThread]]:
+    """Start daemons for one test that read what `lanes` store as late as they may.
+
+    They are threads, so that a test can reach their memory.
+    """
+
+    class Lane(LateCpuLane):
+        @staticmethod
+        def catch_up() -> None:
+            for lane in lanes:
+                lane.unread.read_all()
+
+    monkeypatch.setattr(opening, "CpuLane", Lane)
+    started: list[DaemonThread] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="storm-") as base,
+        freed_memory_is_overwritten(),
+    ):
+
+        def make(**options: int) -> DaemonThread:
+            address = f"ipc://{base}/{len(started)}.sock"
+            sizes = {"pool_bytes": 256 * MIB, "part_bytes_cpu": 256 << 10, **options}
+            started.append(DaemonThread(Config(address=address, device="cpu", **sizes)))
+            return started[-1]
+
+        yield make
+        try:
+            for daemon in started:
+                daemon.wait_until_empty()
+        finally:
+            for daemon in started:
+                daemon.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import storm_client as storm
@@ -15,27 +15,12 @@ from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
 from torch import Tensor
 
-from stormd.config import Config
-
 MIB = 1 << 20
 
 
 @pytest.fixture
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonThread]:
-    """A daemon whose memory the test can reach."""
-    directory = tmp_path_factory.mktemp("daemon")
-    daemon = DaemonThread(
-        Config(
-            address=f"ipc://{directory}/stormd.sock",
-            device="cpu",
-            pool_bytes=64 * MIB,
-            staging_bytes_cpu=64 * MIB,
-            part_bytes_cpu=256 << 10,
-        )
-    )
-    yield daemon
-    daemon.wait_until_empty()
-    daemon.stop()
+def daemon(make_late_daemon: Callable[..., DaemonThread]) -> DaemonThread:
+    return make_late_daemon(pool_bytes=64 * MIB, staging_bytes_cpu=64 * MIB)
 
 
 @pytest.fixture

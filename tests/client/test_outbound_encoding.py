@@ -9,8 +9,10 @@ import storm_client as storm
 import torch
 from support.chains import chain, gradient, leaf
 from support.coding_lane import CodingCpuLane, FakeCoder
-from support.daemon_process import DaemonProcess
+from support.daemon_thread import DaemonThread
 from support.waiting import wait_until
+
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -19,28 +21,38 @@ def lane_kind() -> type[CodingCpuLane]:
 
 
 @pytest.fixture
-def pool() -> str:
-    return "256MiB"
+def pool() -> int:
+    return 256 * MIB
 
 
 @pytest.fixture
-def area() -> str:
-    return "4MiB"
+def area() -> int:
+    return 4 * MIB
+
+
+@pytest.fixture
+def results() -> int:
+    return 8
 
 
 @pytest.fixture
 def client(
-    make_daemon: Callable[..., DaemonProcess], lanes: list[CodingCpuLane], pool: str, area: str
+    make_late_daemon: Callable[..., DaemonThread],
+    lanes: list[CodingCpuLane],
+    pool: int,
+    area: int,
+    results: int,
 ) -> Iterator[storm.Client]:
-    flags = ("--pool-bytes", pool, "--part-bytes-cpu", "256KiB", "--staging-bytes-cpu", area)
-    address = make_daemon(*flags).address
+    address = make_late_daemon(pool_bytes=pool, staging_bytes_cpu=area).address
     with storm.connect(address, embedded="never", timeout=30) as client:
-        yield client
-        wait_until(lambda: client.status().entries == 0, 30, client.status)
-        assert client.status().pool.used_bytes == 0
         coder = lanes[0].coder
         assert coder is not None
-        wait_until(lambda: coder.results == 8, 30, lambda: coder.results)
+        coder.results = results
+        yield client
+        lanes[0].unread.read_all()
+        wait_until(lambda: client.status().entries == 0, 30, client.status)
+        assert client.status().pool.used_bytes == 0
+        wait_until(lambda: coder.results == results, 30, lambda: coder.results)
 
 
 @pytest.fixture
@@ -63,6 +75,36 @@ def test_gradients_are_the_same_though_there_is_little_room(
         del loss
     assert len(coder.encoded) > 4 * 12  # parts of 256 KiB, 24 MiB through an area of 4
     assert set(offload.stats().kept) == {"needed_at_once"}
+
+
+@pytest.mark.parametrize(("area", "results"), [(64 * MIB, 64)])
+def test_what_is_let_go_has_been_encoded(client: storm.Client, coder: FakeCoder) -> None:
+    """With room for all of it nobody has to wait, but for the encoder to have read."""
+    x = leaf()
+    expected = gradient(chain(x, 12), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 12)
+    assert torch.equal(gradient(loss, x), expected)
+    assert not coder.refused
+    assert coder.overtaken
+    del loss
+
+
+@pytest.mark.parametrize(("area", "results"), [(64 * MIB, 64)])
+def test_a_client_that_would_not_wait_is_noticed(
+    client: storm.Client, coder: FakeCoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else these tests would prove nothing: what is let go unread has other bytes by then."""
+    monkeypatch.setattr(coder, "overtake", lambda sequence, _: coder.overtaken.append(sequence))
+    x = leaf()
+    expected = gradient(chain(x, 12), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 12)
+    assert not torch.equal(gradient(loss, x), expected)
+    assert coder.overtaken
+    del loss
 
 
 def test_sources_go_in_their_order(client: storm.Client, coder: FakeCoder) -> None:
@@ -104,7 +146,7 @@ def test_what_has_been_encoded_needs_no_wait(client: storm.Client, coder: FakeCo
         del loss
 
 
-@pytest.mark.parametrize("pool", ["4MiB"])
+@pytest.mark.parametrize("pool", [4 * MIB])
 def test_a_full_pool_keeps_the_sources(client: storm.Client, coder: FakeCoder) -> None:
     x = leaf()
     expected = gradient(chain(x), x)
@@ -116,7 +158,7 @@ def test_a_full_pool_keeps_the_sources(client: storm.Client, coder: FakeCoder) -
     del loss
 
 
-@pytest.mark.parametrize("area", ["64MiB"])
+@pytest.mark.parametrize("area", [64 * MIB])
 def test_a_codec_that_breaks_leaves_it_to_the_daemon(
     client: storm.Client, coder: FakeCoder, lanes: list[CodingCpuLane]
 ) -> None:

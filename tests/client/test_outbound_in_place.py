@@ -11,28 +11,29 @@ import storm_client as storm
 import torch
 from storm_client.session import Session
 from support.chains import chain, gradient, leaf
-from support.daemon_process import DaemonProcess
+from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
 
-Make = Callable[..., DaemonProcess]
+Make = Callable[..., DaemonThread]
 
 
-def connected(daemon: DaemonProcess) -> Iterator[storm.Client]:
+def connected(daemon: DaemonThread, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
         yield client
+        lanes[0].unread.read_all()
         wait_until(lambda: client.status().entries == 0, 30, client.status)
         assert client.status().pool.used_bytes == 0
 
 
 @pytest.fixture
-def client(make_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
-    yield from connected(make_daemon("--pool-bytes", "256MiB", "--part-bytes-cpu", "256KiB"))
+def client(make_late_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    yield from connected(make_late_daemon(), lanes)
 
 
 @pytest.fixture
-def full(make_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
-    yield from connected(make_daemon("--pool-bytes", "4MiB", "--part-bytes-cpu", "256KiB"))
+def full(make_late_daemon: Make, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    yield from connected(make_late_daemon(pool_bytes=4 << 20), lanes)
 
 
 @pytest.fixture
@@ -54,6 +55,21 @@ def test_gradients_are_the_same(client: storm.Client, way: FakeInPlace) -> None:
         del loss
     assert way.found > 10
     assert set(offload.stats().kept) == {"needed_at_once"}
+
+
+def test_a_client_that_would_not_wait_is_noticed(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else these tests would prove nothing: what is let go unread has other bytes by then."""
+    monkeypatch.setattr(way, "overtake", lambda sequence, source: way.overtaken.append(sequence))
+    x = leaf()
+    expected = gradient(chain(x), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x)
+    assert not torch.equal(gradient(loss, x), expected)
+    assert way.overtaken
+    del loss
 
 
 def test_only_the_newest_sources_stay(client: storm.Client, way: FakeInPlace) -> None:

@@ -49,7 +49,7 @@ def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
 
 
 def test_layers_with_decay_copy_selectively_and_plain_sums_do_not() -> None:
-    short = ("copy", "--length=128", "--steps=250")
+    short = ("copy", "--length=64", "--steps=250")
     share = [_losses("ar_ssm.py", *short, *more)[-1] for more in ((), ("--plain",))]
     with_decay, plain = (float(line.removeprefix("right: ")) for line in share)
     assert with_decay >= 0.99

@@ -1,8 +1,9 @@
-"""A cpu lane that claims to encode by itself: its blobs are the bytes, which the daemon encodes."""
+"""A cpu lane that claims to encode by itself, as late as a device may.
+
+Its blobs are the bytes, which the daemon encodes.
+"""
 
 from __future__ import annotations
-
-from ctypes import memmove
 
 import torch
 from storm_client.lanes import Mapped, Request, Slot
@@ -38,7 +39,7 @@ class FakeCoder(FakeReader):
     """`results` is how many parts may be under way, `able` whether it can encode at all."""
 
     def __init__(self, lane: CodingCpuLane) -> None:
-        super().__init__()
+        super().__init__(lane.unread)
         self.results = 8
         self.able = True
         self.encoded: list[int] = []
@@ -64,12 +65,14 @@ class FakeCoder(FakeReader):
         assert slot.nbytes == self.room(len(part))
         if not self.results:
             self.refused += 1
+            self._unread.read_all()  # whoever waits for a result gives the device the time
             return None
         self.results -= 1
         address = source.data_ptr() + part.start
-        memmove(self._lane.address(slot), address, len(part))
+        sequence = self._unread.next_number()
+        self._unread.add(sequence, address, self._lane.address(slot), len(part))
         self.encoded.append(address)
-        return self.next_number(), 0
+        return sequence, 0
 
     def take_back(self, result: int) -> None:
         self.results += 1

@@ -1,43 +1,131 @@
-"""A cpu lane that claims to store in place: what is "mapped" is a copy in the staging area."""
+"""A cpu lane that claims to store in place, and reads as late as a device may.
+
+What is "mapped" is a range of the staging area, into which a source is copied when the client has
+its stream wait for that, when it asks for something back, or when nobody has anything else to do.
+Until then a source that is let go can be freed, and what is freed is overwritten.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import memmove
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
-from storm_client.staging import StagingSpace
+from storm_client.staging import ALIGNMENT, StagingSpace
 
 from stormd.protocol import MapSegment, Welcome
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines
+
+OVERWRITTEN = 0xA5
+"""What freed memory is filled with, and what is read where there is no memory any more."""
+
+M_PERTURB = -6  # of glibc's malloc.h
+
+
+@contextmanager
+def freed_memory_is_overwritten() -> Iterator[None]:
+    """Have malloc fill what is freed; what it gives back to the kernel cannot be read at all."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_PERTURB, OVERWRITTEN)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_PERTURB, 0)
+
+
+class _Source(NamedTuple):
+    """Bytes that are to be read under a number."""
+
+    sequence: int
+    address: int
+    target: int
+    nbytes: int
+
+
+class Unread:
+    """The numbers of one lane, and what has not been read under them; for any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._numbers = count(1)
+        self._last = 0
+        self._lock = threading.Lock()  # protects the page and the sources
+        self._page: mmap.mmap | None = mmap.mmap(descriptor, PAGE_BYTES)
+        self._sources: deque[_Source] = deque()
+
+    def next_number(self) -> int:
+        self._last = next(self._numbers)
+        return self._last
+
+    def add(self, sequence: int, address: int, target: int, nbytes: int) -> None:
+        """Have bytes read under a number that was drawn last."""
+        with self._lock:
+            self._sources.append(_Source(sequence, address, target, nbytes))
+
+    def read_through(self, sequence: int) -> None:
+        """Read all up to a number, and say so to the daemon."""
+        with self._lock:
+            while self._sources and self._sources[0].sequence <= sequence:
+                _read(self._sources.popleft())
+            if self._page is not None:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+                Timelines(address).store(PUBLISHED, sequence)
+
+    def read_all(self) -> None:
+        self.read_through(self._last)
+
+    def close(self) -> None:
+        """Read nothing any more: where it was read to is unmapped next."""
+        with self._lock:
+            self._sources.clear()
+            self._page = None
+
+
+def _read(source: _Source) -> None:
+    """Copy memory that may have been freed."""
+    ctypes.memset(source.target, OVERWRITTEN, source.nbytes)
+    target = (ctypes.c_char * source.nbytes).from_address(source.target)
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory, suppress(OSError):
+        os.preadv(memory.fileno(), [target], source.address)
 
 
 class FakeReader:
-    """Reads all up to `read`, which a test sets, and what is waited for, unless it stands still."""
+    """Reads what is waited for, and all up to `read`, which a test sets.
+
+    While it stands still it does not say so.
+    """
 
     waits_on_device = True
 
-    def __init__(self) -> None:
+    def __init__(self, unread: Unread) -> None:
         self.read = 0
         self.stands_still = False
         self.overtaken: list[int] = []
-        self._numbers = count(1)
+        self._unread = unread
 
     def is_read(self, sequence: int) -> bool:
-        return sequence <= self.read or (sequence in self.overtaken and not self.stands_still)
+        if sequence <= self.read:
+            self._unread.read_through(sequence)
+            return True
+        return sequence in self.overtaken and not self.stands_still
 
     def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
         self.overtaken.append(sequence)
-
-    def next_number(self) -> int:
-        return next(self._numbers)
+        self._unread.read_through(sequence)  # the host's memory is nobody else's before that
 
 
 class InPlaceCpuLane(CpuLane):
-    """Nothing counts as read before its stream waits for that, or a test sets `in_place.read`.
+    """Nothing is read before its stream waits for that; see `Unread`, FakeReader and LateCpuLane.
 
     The ranges of the staging area that stand for tensors are not used again, so a test may store
     as much as the area holds. What is restored is allocated there, so the daemon writes to it.
@@ -45,17 +133,28 @@ class InPlaceCpuLane(CpuLane):
 
     in_place: FakeInPlace | None = None
     budget_bytes = 2 << 20
+    unread: Unread
+    part_bytes: int
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         super().attach(welcome, descriptors, request)
         self.staging_bytes = welcome.staging_bytes // 2
         self._memory = StagingSpace(welcome.staging_bytes - self.staging_bytes)
+        self.unread = Unread(descriptors[0])
+        self.part_bytes = welcome.part_bytes - welcome.part_bytes % ALIGNMENT
         self.in_place = FakeInPlace(self)
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a range of the area's other half, which stands for the device's memory."""
         offset = self._memory.allocate(nbytes)
-        return None if offset is None else Slot(self.staging_bytes + offset, nbytes)
+        if offset is None:
+            self.unread.read_all()  # whoever waits for room gives the device the time
+            return None
+        return Slot(self.staging_bytes + offset, nbytes)
+
+    def publish(self) -> int:
+        self.unread.read_all()
+        return super().publish()
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         slot = self.reserve(nbytes)
@@ -68,27 +167,35 @@ class InPlaceCpuLane(CpuLane):
     def address(self, slot: Slot) -> int:
         return self._mapped().data_ptr() + slot.offset
 
+    def close(self) -> None:
+        self.unread.close()
+        super().close()
+
 
 class FakeInPlace(FakeReader):
     def __init__(self, lane: InPlaceCpuLane) -> None:
-        super().__init__()
+        super().__init__(lane.unread)
         self.segments = Segments(None)
         self.maps_new_memory = True
         self.spare = 0
         self.found = 0
         self.came_back = 0
         self._lane = lane
+        self._whole: tuple[int, Slot] | None = None
+        """What was found last, with its address, until the numbers of its parts are drawn."""
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
         area = self._lane._mapped()
         offset = address - area.data_ptr()
         if 0 <= offset < area.numel():
             self.came_back += 1
+            self._whole = None
+            self._unread.read_all()  # what is asked for cannot be had before
             return Mapped(0, offset)
         slot = self._lane.reserve(nbytes)
         if slot is None:
             return None
-        memmove(self._lane.address(slot), address, nbytes)
+        self._whole = address, slot
         self.found += 1
         return Mapped(0, slot.offset)
 
@@ -99,8 +206,17 @@ class FakeInPlace(FakeReader):
         raise AssertionError("nothing was unmapped")
 
     def produced(self, count: int) -> range:
-        numbers = [self.next_number() for _ in range(count)]
+        numbers = [self._unread.next_number() for _ in range(count)]
+        if self._whole is not None:
+            self._add_parts(numbers, *self._whole)
+            self._whole = None
         return range(numbers[0], numbers[-1] + 1)
 
     def headroom(self) -> int:
         return self.spare
+
+    def _add_parts(self, numbers: list[int], address: int, slot: Slot) -> None:
+        begins = range(0, slot.nbytes, self._lane.part_bytes)
+        for sequence, begin in zip(numbers, begins, strict=True):
+            nbytes = min(self._lane.part_bytes, slot.nbytes - begin)
+            self._unread.add(sequence, address + begin, self._lane.address(slot) + begin, nbytes)
