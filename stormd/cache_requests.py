@@ -162,7 +162,13 @@ def _get(request: _Request, message: CacheGet) -> Message:
         entry.block, entry.loan = part.block, loan
         request.holdings.add(request.record, number, entry)
     label = item.label
-    return CacheTensor(label.dtype, list(label.shape), label.nbytes, label.part_bytes, first)
+    return CacheTensor(
+        dtype=label.dtype,
+        shape=list(label.shape),
+        nbytes=label.nbytes,
+        part_bytes=label.part_bytes,
+        first_entry=first,
+    )
 
 
 def _find(request: _Request, message: CacheFind) -> Message:

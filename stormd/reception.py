@@ -164,15 +164,15 @@ class Reception:
         self._peers.add(Peer(session, route, credentials, lane, token, attachment.descriptors))
         self._enter(session, credentials, hello, attachment)
         return Welcome(
-            session,
-            token,
-            PROTOCOL_VERSION,
-            [CACHE_FEATURE] if self._cache_part_bytes else [],
-            __version__,
-            self._lifeline_path,
-            attachment.staging_bytes,
-            attachment.part_bytes,
-            self._lease_seconds,
+            session=session,
+            token=token,
+            protocol=PROTOCOL_VERSION,
+            features=[CACHE_FEATURE] if self._cache_part_bytes else [],
+            version=__version__,
+            lifeline=self._lifeline_path,
+            staging_bytes=attachment.staging_bytes,
+            part_bytes=attachment.part_bytes,
+            lease_seconds=self._lease_seconds,
         )
 
     def _enter(

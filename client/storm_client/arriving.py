@@ -221,7 +221,14 @@ class Arrivals:
             ticket = next(self._connection.numbers)
             self._tickets[ticket] = arrival
             place = slot.offset + part.begin
-            request = Restore(ticket, part.entry, slot.segment, place, part.nbytes, sequence)
+            request = Restore(
+                ticket=ticket,
+                entry=part.entry,
+                segment=slot.segment,
+                offset=place,
+                nbytes=part.nbytes,
+                sequence=sequence,
+            )
             self._connection.post(ticket, request)
 
     def _demand(self, arrival: _Arrival) -> None:

@@ -132,7 +132,14 @@ class CacheSession:
         """
         try:
             part_bytes, kind = self._part_bytes, dtype_name(dtype)
-            begin = CachePut(name, kind, shape, data.numel(), part_bytes, ttl_seconds)
+            begin = CachePut(
+                name=name,
+                dtype=kind,
+                shape=shape,
+                nbytes=data.numel(),
+                part_bytes=part_bytes,
+                ttl_seconds=ttl_seconds,
+            )
         except ProtocolError as error:
             raise UsageError(str(error)) from error
         with self._putting:
@@ -189,7 +196,15 @@ class CacheSession:
                 sequence = self._lane.publish(slot)
                 self._connection.send(
                     entry,
-                    Store(entry, slot.segment, slot.offset, slot.nbytes, dtype, "ancf", sequence),
+                    Store(
+                        entry=entry,
+                        segment=slot.segment,
+                        offset=slot.offset,
+                        nbytes=slot.nbytes,
+                        dtype=dtype,
+                        codec="ancf",
+                        sequence=sequence,
+                    ),
                 )
         for part in stored.values():
             self._await(part)
@@ -248,7 +263,15 @@ class CacheSession:
             ticket, part = self._begin(slot, kept=True)
             sequence = self._lane.publish(slot)
             self._connection.send(
-                ticket, Restore(ticket, entry, slot.segment, slot.offset, slot.nbytes, sequence)
+                ticket,
+                Restore(
+                    ticket=ticket,
+                    entry=entry,
+                    segment=slot.segment,
+                    offset=slot.offset,
+                    nbytes=slot.nbytes,
+                    sequence=sequence,
+                ),
             )
         return part
 

@@ -280,7 +280,14 @@ class Restorer:
         part = retrieval.parts[index]
         ticket = next(self._connection.numbers)
         sequence = self._lane.publish(slot)
-        restore = Restore(ticket, part.entry, slot.segment, slot.offset, part.nbytes, sequence)
+        restore = Restore(
+            ticket=ticket,
+            entry=part.entry,
+            segment=slot.segment,
+            offset=slot.offset,
+            nbytes=part.nbytes,
+            sequence=sequence,
+        )
         fetch = _Fetch(slot)
         self._connection.post(ticket, restore)  # first: nobody waits for what was never asked for
         self._tickets[ticket] = retrieval.fetches[index] = fetch

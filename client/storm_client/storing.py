@@ -232,14 +232,14 @@ class Storer:
         admission, part, slot, result = piece.admission, piece.part, piece.slot, piece.result
         entry = next(self._connection.numbers)
         store = Store(
-            entry,
-            slot.segment,
-            slot.offset,
-            len(part),
-            codec_name(admission.dtype),
-            piece.codec,
-            piece.sequence,
-            result or 0,
+            entry=entry,
+            segment=slot.segment,
+            offset=slot.offset,
+            nbytes=len(part),
+            dtype=codec_name(admission.dtype),
+            codec=piece.codec,
+            sequence=piece.sequence,
+            result=result or 0,
         )
         is_staged = result is not None or not admission.in_place
         storing = _Storing(admission, slot if is_staged else None, result)

@@ -12,7 +12,6 @@ from storm_kernels.errors import CorruptBlob
 from stormd.lanes import RestoreDone, RestoreFailed, RestoreJob, Result
 from stormd.lanes.cuda_client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda_scratch import RESULT_WORDS, Scratch
-from stormd.protocol.timeline import RESTORED
 from stormd.ranges import span
 
 __all__ = ["Restores"]
@@ -97,8 +96,6 @@ class Restores:
         client.device.link.copied("restore", sum(job.block.nbytes for job in load), copying)
         each = (copying + scratch.coding_seconds()) / len(load)
         results = [self._result(job, scratch, n, each) for n, job in enumerate(load)]
-        if all(isinstance(result, RestoreDone) for result in results):
-            client.note(RESTORED, _last(load))
         client.post(*results)
 
     def _result(self, job: RestoreJob, scratch: Scratch, index: int, seconds: float) -> Result:

@@ -17,7 +17,6 @@ __all__ = [
     "PAGE_BYTES",
     "POISON",
     "PUBLISHED",
-    "RESTORED",
     "RESULTS",
     "STORED",
     "EncoderResult",
@@ -32,9 +31,6 @@ PUBLISHED = 0
 
 STORED = 64
 """Byte offset; written by the daemon: the stores whose source may be used again."""
-
-RESTORED = 128
-"""Byte offset; written by the daemon: the restores whose destination is complete."""
 
 POISON = 1 << 62
 """Far above any real value; below 2^63, so signed and unsigned comparisons agree."""

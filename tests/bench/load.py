@@ -86,11 +86,26 @@ def greedy(address: str, seconds: float) -> dict[str, Any]:
         numbers += GREEDY_WINDOW
         client.send(
             *(
-                Store(entry, 0, slot * GREEDY_BYTES, GREEDY_BYTES, "uint8", "raw", 0)
+                Store(
+                    entry=entry,
+                    segment=0,
+                    offset=slot * GREEDY_BYTES,
+                    nbytes=GREEDY_BYTES,
+                    dtype="uint8",
+                    codec="raw",
+                    sequence=0,
+                )
                 for slot, entry in enumerate(entries)
             ),
             *(
-                Restore(entry, entry, 0, GREEDY_WINDOW * GREEDY_BYTES, GREEDY_BYTES, 0)
+                Restore(
+                    ticket=entry,
+                    entry=entry,
+                    segment=0,
+                    offset=GREEDY_WINDOW * GREEDY_BYTES,
+                    nbytes=GREEDY_BYTES,
+                    sequence=0,
+                )
                 for entry in entries
             ),
         )

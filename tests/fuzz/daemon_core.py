@@ -167,7 +167,12 @@ class DaemonCore:
         lifelines: Any = _Lifelines()
         self._service.start(lifelines)
         self.neighbour = self._open(NEIGHBOUR)
-        self._send(NEIGHBOUR, Store(1, 0, 0, 4096, "uint8", "raw", 0))
+        self._send(
+            NEIGHBOUR,
+            Store(
+                entry=1, segment=0, offset=0, nbytes=4096, dtype="uint8", codec="raw", sequence=0
+            ),
+        )
         self.fuzzer = self._open(FUZZER)
 
     def feed(self, frame: bytes) -> None:
@@ -195,7 +200,16 @@ class DaemonCore:
     # --- parts ------------------------------------------------------------------------------
 
     def _open(self, route: bytes) -> int:
-        hello = Hello(PROTOCOL_VERSION, [], os.getpid(), os.getuid(), "cpu", "", [], 0, "fuzzed")
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            features=[],
+            pid=os.getpid(),
+            uid=os.getuid(),
+            device="cpu",
+            device_uuid="",
+            staging_bytes=0,
+            name="fuzzed",
+        )
         self._send(route, hello)
         (welcome,) = self._control.take(route)
         assert isinstance(welcome, Welcome), welcome

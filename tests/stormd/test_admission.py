@@ -21,8 +21,8 @@ from stormd.records import Entry, Limits, Phase, Session, SessionInfo, Ticket
 from stormd.shares import Shares
 
 LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
-STORE = Store(5, 0, 0, 100, "uint8", "raw", 0)
-RESTORE = Restore(1, 3, 0, 0, 100, 0)
+STORE = Store(entry=5, segment=0, offset=0, nbytes=100, dtype="uint8", codec="raw", sequence=0)
+RESTORE = Restore(ticket=1, entry=3, segment=0, offset=0, nbytes=100, sequence=0)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def session() -> Session:
 def test_what_is_right_passes(session: Session) -> None:
     assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is None
     assert restore_problem(session, RESTORE) is None
-    assert segment_problem(session, MapSegment(1, b"", 0, 1)) is None
+    assert segment_problem(session, MapSegment(segment=1, handle=b"", nbytes=1)) is None
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,16 @@ def test_nothing_goes_without_a_lifeline(session: Session) -> None:
     session.phase = Phase.OPENED
     assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is not None
     assert restore_problem(session, RESTORE) is not None
-    assert segment_problem(session, MapSegment(1, b"", 0, 1)) is not None
+    assert segment_problem(session, MapSegment(segment=1, handle=b"", nbytes=1)) is not None
 
 
 def test_a_segment_has_its_own_number_and_a_size(session: Session) -> None:
     session.mapping[2] = (0, 10)
-    for message in (MapSegment(0, b"", 0, 1), MapSegment(2, b"", 0, 1), MapSegment(3, b"", 0, 0)):
+    for message in (
+        MapSegment(segment=0, handle=b"", nbytes=1),
+        MapSegment(segment=2, handle=b"", nbytes=1),
+        MapSegment(segment=3, handle=b"", nbytes=0),
+    ):
         assert segment_problem(session, message) is not None
 
 

@@ -72,11 +72,29 @@ class Fixture:
         return self.lane.last()
 
     def begin(self, session: int, name: str = "a", nbytes: int = 2 * PART, ttl: float = 0.0) -> Any:
-        return self.ask(session, CachePut(name, "uint8", [nbytes], nbytes, PART, ttl))
+        return self.ask(
+            session,
+            CachePut(
+                name=name,
+                dtype="uint8",
+                shape=[nbytes],
+                nbytes=nbytes,
+                part_bytes=PART,
+                ttl_seconds=ttl,
+            ),
+        )
 
     def store(self, session: int, nbytes: int = PART) -> Any:
         self.numbers += 1
-        message = Store(self.numbers, 0, 0, nbytes, "uint8", "raw", 0)
+        message = Store(
+            entry=self.numbers,
+            segment=0,
+            offset=0,
+            nbytes=nbytes,
+            dtype="uint8",
+            codec="raw",
+            sequence=0,
+        )
         self.lane.take(self.ledger.store(session, 7, message, self.now))
         return self.lane.last()
 
@@ -93,7 +111,7 @@ class Fixture:
         return self.ask(session, CacheCommit(entries))
 
     def restore(self, session: int, entry: int, ticket: int = 1) -> Any:
-        message = Restore(ticket, entry, 0, 0, PART, 0)
+        message = Restore(ticket=ticket, entry=entry, segment=0, offset=0, nbytes=PART, sequence=0)
         self.lane.take(self.ledger.restore(session, 8, message, self.now))
         return self.lane.last()
 
@@ -308,7 +326,9 @@ def test_a_get_lends_entries_that_end_with_their_release(made: Fixture) -> None:
     made.put(1)
     made.open(2)
     got = made.ask(2, CacheGet("a"))
-    assert got == CacheTensor("uint8", [2 * PART], 2 * PART, PART, FIRST_LEASED)
+    assert got == CacheTensor(
+        dtype="uint8", shape=[2 * PART], nbytes=2 * PART, part_bytes=PART, first_entry=FIRST_LEASED
+    )
     made.restore(2, FIRST_LEASED)
     made.ask(1, CacheDelete("a"))
     made.ledger.assert_invariants()

@@ -219,10 +219,14 @@ def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -
 
 def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> None:
     def store(entry: int) -> None:
-        message = Store(entry, 4, 0, KIB, "uint8", "raw", 0)
+        message = Store(
+            entry=entry, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
+        )
         made.lane.take(made.ledger.store(1, 0, message, 0.0))
 
-    made.lane.take(made.ledger.map_segment(1, 3, MapSegment(4, b"handle", 1, KIB)))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
+    )
     store(1)
     assert isinstance(made.lane.last(), Rejected)
     made.lane.finish()
@@ -261,10 +265,14 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
 
 
 def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
-    made.lane.take(made.ledger.map_segment(1, 3, MapSegment(4, b"handle", 1, KIB)))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
+    )
     made.lane.finish(fail=True)
     assert made.lane.replies[-1] == (1, 3, Refused("UsageError", "no such handle"))
-    made.lane.take(made.ledger.map_segment(1, 3, MapSegment(0, b"handle", 1, KIB)))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=0, handle=b"handle", nbytes=KIB))
+    )
     assert isinstance(made.lane.last(), Refused)
     made.lane.take(made.ledger.unmap_segment(1, 3, UnmapSegment(9)))
     assert isinstance(made.lane.last(), Refused)

@@ -79,7 +79,10 @@ def test_a_chosen_routing_id_is_refused(daemon: DaemonThread, connect: Connect) 
 def test_messages_without_a_session_are_refused(daemon: DaemonThread, connect: Connect) -> None:
     client = connect(daemon)
     assert client.ask(Ping()).kind == "DaemonLost"
-    assert client.ask(Restore(1, 1, 0, 0, 1, 0)).kind == "DaemonLost"
+    assert (
+        client.ask(Restore(ticket=1, entry=1, segment=0, offset=0, nbytes=1, sequence=0)).kind
+        == "DaemonLost"
+    )
 
 
 def test_a_second_hello_and_an_absent_device_are_refused(
@@ -124,7 +127,16 @@ def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
 
 def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:
     client = connect(daemon)
-    hello = Hello(PROTOCOL_VERSION, [], 1, os.getuid(), "cpu", "", [], 0, "test")
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=os.getuid(),
+        device="cpu",
+        device_uuid="",
+        staging_bytes=0,
+        name="test",
+    )
     client.send(hello, Ping(), Goodbye(), Ping())
     assert isinstance(client.wait_for(Welcome), Welcome)
     assert isinstance(client.wait_for(Pong), Pong)

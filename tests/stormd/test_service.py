@@ -183,7 +183,10 @@ def test_a_session_sees_only_its_own_entries(daemon: DaemonThread, connect: Conn
     owner, other = connect(daemon).open(), connect(daemon).open()
     entry = owner.stored(b"secret")
     other.release(entry)
-    assert other.ask(Restore(1, entry, 0, 0, 6, 0)).kind == "ActivationLost"
+    assert (
+        other.ask(Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=6, sequence=0)).kind
+        == "ActivationLost"
+    )
     assert owner.restored(entry, 6) == b"secret"
 
 
@@ -195,7 +198,9 @@ def test_a_damaged_blob_is_reported_and_never_returned(
     entry = client.stored(bytes(range(256)) * 100)
     pool = daemon.server._pool
     ctypes.memset(pool.address + 256 + 1000, 0xFF, 1)
-    failed = client.ask(Restore(1, entry, 0, 0, 25600, 0))
+    failed = client.ask(
+        Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=25600, sequence=0)
+    )
     assert isinstance(failed, Failed)
     assert failed.kind == "CorruptBlob"
     assert daemon.status()["counters"]["corrupt"] == 1
@@ -204,13 +209,27 @@ def test_a_damaged_blob_is_reported_and_never_returned(
 def test_a_tensor_is_put_and_got_by_another(daemon: DaemonThread, connect: Connect) -> None:
     data = os.urandom(MIB) + b"rest"
     with connect(daemon).open(features=[CACHE_FEATURE]) as putter:
-        assert putter.ask(CachePut("a", "uint8", [len(data)], len(data), MIB, 0.0)) == CacheReady()
+        assert (
+            putter.ask(
+                CachePut(
+                    name="a",
+                    dtype="uint8",
+                    shape=[len(data)],
+                    nbytes=len(data),
+                    part_bytes=MIB,
+                    ttl_seconds=0.0,
+                )
+            )
+            == CacheReady()
+        )
         entries = [putter.stored(data[:MIB]), putter.stored(data[MIB:], offset=MIB)]
         assert putter.ask(CacheCommit(entries)) == CacheFound(found=True)
     wait_until(lambda: not daemon.status()["sessions"])
     reader = connect(daemon).open(features=[CACHE_FEATURE])
     found = reader.ask(CacheGet("a"))
-    assert found == CacheTensor("uint8", [len(data)], len(data), MIB, FIRST_LEASED)
+    assert found == CacheTensor(
+        dtype="uint8", shape=[len(data)], nbytes=len(data), part_bytes=MIB, first_entry=FIRST_LEASED
+    )
     assert reader.restored(FIRST_LEASED, MIB) == data[:MIB]
     assert reader.restored(FIRST_LEASED + 1, 4, ticket=2) == b"rest"
     daemon.check()
@@ -223,12 +242,21 @@ def test_a_damaged_tensor_is_reported_once_and_then_missing(
     import ctypes
 
     client = connect(daemon).open(features=[CACHE_FEATURE])
-    client.ask(CachePut("a", "uint8", [25600], 25600, MIB, 0.0))
+    client.ask(
+        CachePut(
+            name="a", dtype="uint8", shape=[25600], nbytes=25600, part_bytes=MIB, ttl_seconds=0.0
+        )
+    )
     client.ask(CacheCommit([client.stored(bytes(range(256)) * 100)]))
     first = client.ask(CacheGet("a")).first_entry
     base = daemon.server._cache.space.base
     ctypes.memset(daemon.server._pool.address + base + 256 + 1000, 0xFF, 1)
-    assert client.ask(Restore(1, first, 0, 0, 25600, 0)).kind == "CorruptBlob"
+    assert (
+        client.ask(
+            Restore(ticket=1, entry=first, segment=0, offset=0, nbytes=25600, sequence=0)
+        ).kind
+        == "CorruptBlob"
+    )
     assert client.ask(CacheGet("a")) == CacheFound(found=False)
 
 
@@ -238,7 +266,12 @@ def test_many_pages_of_names_asked_for_at_once_are_all_answered(
     client = connect(daemon).open(features=[CACHE_FEATURE])
     names = [f"{number:03}" + "\N{EARTH GLOBE EUROPE-AFRICA}" * 250 for number in range(300)]
     for name in names:
-        client.send(CachePut(name, "uint8", [0], 0, MIB, 0.0), CacheCommit([]))
+        client.send(
+            CachePut(
+                name=name, dtype="uint8", shape=[0], nbytes=0, part_bytes=MIB, ttl_seconds=0.0
+            ),
+            CacheCommit([]),
+        )
     frames = [client.send(*[CacheList("")] * MAX_COSTLY) for _ in range(3)]
     for request in chain.from_iterable(frames):
         page = client.wait(lambda envelope, wanted=request: envelope.request == wanted).message

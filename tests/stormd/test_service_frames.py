@@ -95,7 +95,9 @@ class Core:
 
 
 def a_store(entry: int, nbytes: int = 4096) -> Store:
-    return Store(entry, 0, 0, nbytes, "uint8", "raw", entry)
+    return Store(
+        entry=entry, segment=0, offset=0, nbytes=nbytes, dtype="uint8", codec="raw", sequence=entry
+    )
 
 
 def test_admitted_leaves_with_stored() -> None:
@@ -130,7 +132,9 @@ def test_admitted_leaves_alone_where_its_store_takes_long() -> None:
 def test_no_other_answer_waits() -> None:
     core = Core()
     core.feed(a_store(1))
-    core.feed(Store(1, 0, 0, 4096, "uint8", "raw", 1))
+    core.feed(
+        Store(entry=1, segment=0, offset=0, nbytes=4096, dtype="uint8", codec="raw", sequence=1)
+    )
     assert [type(message) for message in core.sent[0]] == [Admitted, Rejected]
     core.feed(a_store(2))
     core.feed(Ping())

@@ -170,11 +170,22 @@ def is_prepared(lane: Any) -> bool:
 
 
 def hello(uuid: str = fake_cuda.UUID) -> Hello:
-    return Hello(1, [], os.getpid(), os.getuid(), "cuda", uuid, ["cuda_ipc"], 0, "test")
+    return Hello(
+        protocol=1,
+        features=[],
+        pid=os.getpid(),
+        uid=os.getuid(),
+        device="cuda",
+        device_uuid=uuid,
+        staging_bytes=0,
+        name="test",
+    )
 
 
 def offer(area: fake_cuda.DeviceBuffer, nbytes: int | None = None) -> MapSegment:
-    return MapSegment(0, area.ipc_handle(), 1, area.nbytes if nbytes is None else nbytes)
+    return MapSegment(
+        segment=0, handle=area.ipc_handle(), nbytes=area.nbytes if nbytes is None else nbytes
+    )
 
 
 def fill(bench: Bench, seed: int = 0) -> np.ndarray:

@@ -34,7 +34,15 @@ class LedgerBench:
         return session
 
     def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, sequence: int = 0) -> None:
-        message = Store(entry, 0, 0, nbytes, "uint8", "raw", sequence)
+        message = Store(
+            entry=entry,
+            segment=0,
+            offset=0,
+            nbytes=nbytes,
+            dtype="uint8",
+            codec="raw",
+            sequence=sequence,
+        )
         self.lane.take(self.ledger.store(session, 7, message, 0.0))
 
     def restore(
@@ -46,11 +54,13 @@ class LedgerBench:
         session: int = 1,
         segment: int = 0,
     ) -> None:
-        message = Restore(ticket, entry, segment, 0, nbytes, 0)
+        message = Restore(
+            ticket=ticket, entry=entry, segment=segment, offset=0, nbytes=nbytes, sequence=0
+        )
         self.lane.take(self.ledger.restore(session, 8, message, 0.0))
 
     def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:
-        message = MapSegment(segment, b"handle", 1, nbytes)
+        message = MapSegment(segment=segment, handle=b"handle", nbytes=nbytes)
         self.lane.take(self.ledger.map_segment(session, 3, message))
 
     def unmap(self, segment: int, *, session: int = 1) -> None:

@@ -22,7 +22,7 @@ from storm_client.lanes import LaneHello, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
 from storm_client.staging import StagingSpace
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import RESTORED, STORED
+from stormd.protocol.timeline import STORED
 
 try:
     from storm_kernels import cuda_driver
@@ -100,7 +100,6 @@ class CudaLane:
         self.hello = LaneHello(
             device="cuda",
             device_uuid=self._context.uuid,
-            ipc_modes=("cuda_ipc",),
             staging_bytes=self._total_bytes // divisor,
         )
         self.staging_bytes = 0
@@ -322,7 +321,7 @@ class CudaLane:
         with self._lock:
             if self._shared is None:
                 return False
-            self._shared.timelines.poison(STORED, RESTORED)
+            self._shared.timelines.poison(STORED)
             try:
                 with self.entered():
                     return not all(event.done() for event in self._waits.values())

@@ -52,7 +52,16 @@ class Bench:
         self.memories: dict[int, mmap.mmap] = {}
 
     def attach(self, session: int, staging: int = 0) -> Attachment:
-        hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], staging, "test")
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            features=[],
+            pid=1,
+            uid=0,
+            device="cpu",
+            device_uuid="",
+            staging_bytes=staging,
+            name="test",
+        )
         attachment = self.lane.attach(session, hello)
         self.memories[session] = mmap.mmap(attachment.descriptors[1], attachment.staging_bytes)
         for descriptor in attachment.descriptors:
@@ -133,7 +142,16 @@ def test_staging_is_granted_within_bounds(bench: Bench) -> None:
 
 
 def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
-    hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], 0, "test")
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=0,
+        device="cpu",
+        device_uuid="",
+        staging_bytes=0,
+        name="test",
+    )
     attachment = bench.lane.attach(1, hello)
     for descriptor in attachment.descriptors:
         with pytest.raises(PermissionError):
@@ -179,7 +197,7 @@ def test_detaching_answers_every_job_once_and_then_says_so(bench: Bench) -> None
 
 def test_segments_are_refused(bench: Bench) -> None:
     bench.attach(1)
-    bench.lane.map_segment(1, MapSegment(3, b"handle", 1, 10))
+    bench.lane.map_segment(1, MapSegment(segment=3, handle=b"handle", nbytes=10))
     refused = bench.next()
     assert isinstance(refused, SegmentRefused)
     assert refused.segment == 3
@@ -191,7 +209,16 @@ def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.M
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", no_memory)
-    hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], 0, "test")
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=0,
+        device="cpu",
+        device_uuid="",
+        staging_bytes=0,
+        name="test",
+    )
     with pytest.raises(LaneUnavailable, match="Too many open files"):
         bench.lane.attach(1, hello)
 

@@ -109,7 +109,7 @@ def test_a_broken_device_leaves_no_job_unanswered(bench: Bench) -> None:
     bench.space.release(block)
     for _ in failed:
         bench.space.withdraw(blob_bound(PART))
-    bench.lane.map_segment(SESSION, MapSegment(1, b"x" * 64, 1, 8))
+    bench.lane.map_segment(SESSION, MapSegment(segment=1, handle=b"x" * 64, nbytes=8))
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in bench.expect(SegmentRefused).detail
     bench.lane.detach(SESSION)
     bench.expect(Detached)
@@ -126,7 +126,9 @@ def mapped_memory(bench: Bench, first: int) -> list[fake_cuda.DeviceBuffer]:
     for segment in range(first, first + 8):
         with fake_cuda.entered(0):
             memory.append(fake_cuda.DeviceBuffer(PART))
-        bench.lane.map_segment(SESSION, MapSegment(segment, memory[-1].ipc_handle(), 1, PART))
+        bench.lane.map_segment(
+            SESSION, MapSegment(segment=segment, handle=memory[-1].ipc_handle(), nbytes=PART)
+        )
         bench.expect(SegmentMapped, segment + 1)
     return memory
 
