@@ -121,8 +121,13 @@ class Space:
         does, the largest ones together, and for what is left over the smallest that holds it: in a
         full pool one of exactly that size is often there, and every cut that is not made is an
         extent less, in every block that will lie there.
+
+        Raises:
+            AssertionError: `nbytes` is 0 or more than was promised; nothing has changed. Raised also
+                by an interpreter that checks no assertions: others' blocks are at stake.
         """
-        assert 0 < nbytes <= promised, f"{nbytes} bytes placed on a promise of {promised}"
+        if not 0 < nbytes <= promised:
+            raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")
         with self._lock:
             self._unpromise(promised)
             wanted = granules(nbytes)

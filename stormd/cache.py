@@ -112,7 +112,8 @@ class Cache:
             return _shortage(nbytes, use.capacity)
         for item in victims:
             self._evict(item)
-        assert self.space.promise(nbytes), "what was dropped did not make room"
+        if not self.space.promise(nbytes):
+            raise AssertionError(f"{len(victims)} dropped tensors made no room for {nbytes} bytes")
         return None
 
     def put(

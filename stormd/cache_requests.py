@@ -72,9 +72,12 @@ class CacheRequests:
         access.put.unspent -= wanted
         return None
 
-    def close_put(self, record: Session, holdings: Holdings) -> bool:
-        """Give up the session's put with all that was stored for it; tell whether there was one."""
-        return _close_put(self._cache, record, holdings)
+    def withdraw_put(self, record: Session) -> None:
+        """Give up the promise of an ending session's put; its entries are freed with the others."""
+        put = None if record.cache is None else record.cache.put
+        if record.cache is not None and put is not None:
+            record.cache.put = None
+            self._cache.space.withdraw(put.unspent)
 
     def expire(self, now: float) -> None:
         """Drop what has outlived its time."""

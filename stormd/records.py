@@ -126,6 +126,8 @@ class Session:
 
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
     number and size. `waiting` are the tickets that have not been started, in the order of asking.
+    While the session ends, `to_free` are the entries not yet given up; `detached` once its lane has
+    let go of it.
     """
 
     info: SessionInfo
@@ -140,6 +142,8 @@ class Session:
     last_entry: int = 0
     used_bytes: int = 0
     cache: CacheAccess | None = None
+    to_free: list[int] = field(default_factory=list)
+    detached: bool = False
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""

@@ -92,6 +92,7 @@ class Service:
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers with an outbox that must leave, in order
         self._held: dict[Peer, asyncio.TimerHandle] = {}  # those with one that may wait so long
+        self._freeing: asyncio.TimerHandle | None = None
         self._requests = self._request_handlers()
         self._actions = self._instruction_handlers()
 
@@ -148,17 +149,30 @@ class Service:
     def tick(self) -> None:
         """Look after leases; called about once a second."""
         self._perform(self._ledger.tick(time.monotonic()))
+        self._go_on_freeing()
         self.flush()
 
     def end(self, session: int, cause: str) -> None:
         """Begin a session's end; `flush` must follow."""
         self._perform(self._ledger.end(session, cause))
+        self._go_on_freeing()
 
     def end_all(self, cause: str) -> None:
         """Begin the end of all sessions."""
         for session in self._ledger.sessions:
             self.end(session, cause)
         self.flush()
+
+    def _free_some(self) -> None:
+        """Free more of what sessions that end have held, and look again after others had a turn."""
+        self._freeing = None
+        self._perform(self._ledger.free_some())
+        self._go_on_freeing()
+        self.flush()
+
+    def _go_on_freeing(self) -> None:
+        if self._freeing is None and self._ledger.is_freeing:
+            self._freeing = self._later(0.0, self._free_some)
 
     def flush(self) -> None:
         """Send what is in the outboxes, at the end of any event but a frame."""

@@ -134,8 +134,9 @@ class CpuLane:
 
     def detach(self, session: int) -> None:
         """Skip what waits, let the workers finish what runs, then let the memory go."""
-        for job in self._queue.remove(session):
-            self._post(_failure(job, "ActivationLost", "the session ended before it was done"))
+        skipped = self._queue.remove(session)
+        detail = "the session ended before it was done"
+        self._post(*(_failure(job, "ActivationLost", detail) for job in skipped))
         self._queue.retire(session)
 
     def close(self, seconds: float) -> bool:
@@ -193,8 +194,11 @@ class CpuLane:
 
     def _address(self, job: StoreJob | RestoreJob) -> int:
         staging = self._memories[job.session].staging
-        assert job.segment == STAGING_SEGMENT
-        assert job.offset + job.nbytes <= staging.nbytes, "a range that the ledger let through"
+        if job.segment != STAGING_SEGMENT or job.offset + job.nbytes > staging.nbytes:
+            raise ValueError(
+                f"bytes {job.offset} to {job.offset + job.nbytes} of segment {job.segment} are not "
+                f"in the staging area of {staging.nbytes}"
+            )
         return staging.address + job.offset
 
     def _let_go(self, session: int) -> None:

@@ -84,9 +84,17 @@ class CudaClient:
         return self._opened is not None
 
     def address(self, job: StoreJob | RestoreJob) -> int:
-        """Return the device address of a job's range, whose end the ledger has checked."""
+        """Return the device address of a job's range.
+
+        Raises:
+            ValueError: it does not lie in its segment, which the ledger has checked before.
+        """
         mapping = self._segments[job.segment]
-        assert job.offset <= mapping.nbytes, "a range that the ledger let through"
+        if job.offset + job.nbytes > mapping.nbytes:
+            raise ValueError(
+                f"bytes {job.offset} to {job.offset + job.nbytes} are not in segment {job.segment} "
+                f"of {mapping.nbytes}"
+            )
         return mapping.address + job.offset
 
     def counter(self, counter: int) -> int:

@@ -162,9 +162,14 @@ class Stores:
 
 
 def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:
-    """Return what the encoder left, its size checked before it is used to place and copy."""
+    """Return what the encoder left, its size checked before it is used to place and copy.
+
+    Raises:
+        RuntimeError: it failed, or left what is no size of a blob.
+    """
     result = EncoderResult(*scratch.words[index * RESULT_WORDS : index * RESULT_WORDS + 3])
-    assert result.status == 0, f"the encoder left status {result.status:#x}"
-    nbytes = result.nbytes
-    assert 0 < nbytes <= blob_bound(job.nbytes), f"{nbytes} bytes encoded from {job.nbytes}"
+    if result.status or not 0 < result.nbytes <= blob_bound(job.nbytes):
+        raise RuntimeError(
+            f"the encoder left status {result.status:#x} and {result.nbytes} bytes for {job.nbytes}"
+        )
     return result

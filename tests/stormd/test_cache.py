@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -143,6 +145,18 @@ def test_a_put_larger_than_the_cache_evicts_nothing(made: Fixture) -> None:
     assert "raise cache_bytes" in problem
     assert made.held("a") == ["a"]
     assert made.space.use().promised == 0
+
+
+def test_room_is_promised_also_by_an_optimised_interpreter() -> None:
+    code = (
+        "from stormd.arena import Space; from stormd.cache import Cache;"
+        "from stormd.counters import CacheCounts; space = Space(1 << 20);"
+        "print(Cache(space, CacheCounts()).reserve(4096, 0.0), space.use().promised)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["None", "4096"]
 
 
 def test_what_is_read_is_not_evicted_and_a_put_that_needs_it_is_refused(made: Fixture) -> None:

@@ -8,7 +8,7 @@ import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd.instructions import Probe, Skip, Unmap
-from stormd.ledger import ATTACH_SECONDS
+from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN
 from stormd.protocol import (
     Admitted,
     Failed,
@@ -165,6 +165,26 @@ def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: LedgerBench) ->
     assert (made.used, made.promised, made.ledger.entries) == (0, 0, 0)
     assert made.lane.ended == [1]
     assert made.counters.ended["died"] == 1
+
+
+def test_what_a_session_held_is_freed_in_slices() -> None:
+    many = 3 * FREED_A_TURN
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open()
+    for entry in range(1, many + 1):
+        made.store(entry, 1)
+        made.lane.finish()
+    made.end()
+    assert made.ledger.entries == many - FREED_A_TURN
+    made.lane.detach(1)
+    made.ledger.assert_invariants()
+    assert made.lane.ended == [], "it holds something yet"
+    made.lane.take(made.ledger.free_some())
+    assert made.ledger.entries == many - 2 * FREED_A_TURN
+    assert made.ledger.is_freeing
+    made.lane.take(made.ledger.free_some())
+    assert not made.ledger.is_freeing
+    assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
 
 
 def test_ending_twice_is_ending_once(made: LedgerBench) -> None:

@@ -20,8 +20,8 @@ LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_secon
 class LedgerBench:
     """A ledger with a fake lane, and counters beside it."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.space = Space(CAPACITY)
+    def __init__(self, limits: Limits = LIMITS, capacity: int = CAPACITY) -> None:
+        self.space = Space(capacity)
         self.counters = Counters()
         self.ledger = Ledger(self.space, limits, self.counters)
         self.lane = FakeLane(self.ledger)

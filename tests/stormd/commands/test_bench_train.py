@@ -6,15 +6,17 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from storm_client.bench.train.gpt import WORKLOADS as THEIR_WORKLOADS
 from storm_client.bench.train.methods import METHODS as THEIR_METHODS
 
 from stormd import cli
-from stormd.commands import arguments
+from stormd.commands import arguments, bench_train
 from stormd.commands.bench_train import METHODS, WORKLOADS, measure_train, print_train
 from stormd.commands.bench_train_picture import draw
 from stormd.errors import ConfigError
@@ -65,6 +67,26 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setattr(arguments, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="pip install matplotlib"):
         measure_train(_arguments("--image=x.png", "--device=cpu"))
+
+
+def test_an_interrupt_right_behind_the_timers_start_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Timer.start
+    started: list[threading.Timer] = []
+
+    def interrupted(timer: threading.Timer) -> None:
+        start(timer)
+        started.append(timer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_train._answer(Mock())
+    (timer,) = started
+    assert timer.daemon
+    timer.join(10)
+    assert not timer.is_alive()
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])

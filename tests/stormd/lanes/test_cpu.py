@@ -44,12 +44,16 @@ class Bench:
         self.results: queue.Queue[Result] = queue.Queue()
         self.lane = CpuLane(
             pool=self.pool,
-            post=self.results.put,
+            post=self.post,
             staging_bytes=2 * MIB,
             part_bytes=MIB,
             threads=threads,
         )
         self.memories: dict[int, mmap.mmap] = {}
+
+    def post(self, *results: Result) -> None:
+        for result in results:
+            self.results.put(result)
 
     def attach(self, session: int, staging: int = 0) -> Attachment:
         hello = Hello(

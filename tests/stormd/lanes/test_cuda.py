@@ -26,7 +26,7 @@ from stormd.lanes import (
     blob_bound,
 )
 from stormd.protocol import MapSegment
-from stormd.protocol.timeline import RESULTS, STORED
+from stormd.protocol.timeline import RESULTS, STORED, EncoderResult
 
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
@@ -198,6 +198,24 @@ def test_an_encoder_that_fails_costs_its_own_store_only(bench: Bench) -> None:
     bench.space.release(bench.expect(StoreDone).block)
     bench.space.withdraw(blob_bound(PART))
     wait_until(lambda: bench.counters.read(STORED) == 2)
+
+
+@pytest.mark.parametrize(
+    "left", [(0, 0, 1), (blob_bound(PART) + 1, 0, 1), (1 << 63, 0, 1), (100, 7, 1)]
+)
+def test_what_the_encoder_left_is_checked_by_any_interpreter(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, left: tuple[int, int, int]
+) -> None:
+    """No assertion: an optimised interpreter would place and copy whatever the size says."""
+    bench.map()
+    fill(bench)
+    name = "stormd.lanes.cuda_stores.EncoderResult"
+    monkeypatch.setattr(name, lambda *_: EncoderResult(*left))
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    failed = bench.expect(StoreFailed)
+    assert failed.detail.startswith("RuntimeError: the encoder left status")
+    bench.space.withdraw(blob_bound(PART))
 
 
 def test_a_damaged_blob_is_never_called_restored(bench: Bench) -> None:
