@@ -123,8 +123,8 @@ class Space:
         extent less, in every block that will lie there.
 
         Raises:
-            AssertionError: `nbytes` is 0 or more than was promised; nothing has changed. Raised also
-                by an interpreter that checks no assertions: others' blocks are at stake.
+            AssertionError: `nbytes` is 0 or more than was promised; nothing has changed. It is
+                raised by an interpreter without assertions too: others' blocks are at stake.
         """
         if not 0 < nbytes <= promised:
             raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")

@@ -15,27 +15,40 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Final
 
-from stormd.admission import restore_problem, segment_problem, share_problem, store_problem
+from stormd.accounting import (
+    Holdings,
+    assert_session,
+    assert_space,
+    restore_problem,
+    segment_problem,
+    share_problem,
+    store_problem,
+)
 from stormd.arena import Space, granules
-from stormd.cache import Cache, Caller
-from stormd.cache_requests import CacheRequests
+from stormd.cache.items import Cache, Caller
+from stormd.cache.requests import CacheRequests
 from stormd.counters import Counters
-from stormd.holdings import Holdings, assert_session, assert_space
-from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
-from stormd.lanes import (
+from stormd.events import (
+    Detach,
     Detached,
+    Ended,
+    Instruction,
+    Map,
+    Probe,
+    Reply,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
     Result,
     SegmentMapped,
     SegmentRefused,
+    Skip,
     StoreDone,
     StoreFailed,
     StoreJob,
-    blob_bound,
-    parse_dtype,
+    Unmap,
 )
+from stormd.lanes import blob_bound, parse_dtype
 from stormd.protocol import (
     Admitted,
     Failed,
@@ -51,7 +64,7 @@ from stormd.protocol import (
     Stored,
     UnmapSegment,
 )
-from stormd.records import CacheAccess, Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.sessions import CacheAccess, Entry, Limits, Phase, Session, SessionInfo, Ticket
 from stormd.sizes import format_size
 
 __all__ = ["ATTACH_SECONDS", "Ledger"]
@@ -123,7 +136,7 @@ class Ledger:
         assert info.session not in self._sessions
         assert caller is None or self._cache is not None
         segments = {0: staging_bytes} if staging_bytes else {}
-        record = Session(info, part_bytes, now, segments)
+        record = Session(info=info, part_bytes=part_bytes, seen=now, segments=segments)
         record.cache = None if caller is None else CacheAccess(caller)
         self._sessions[info.session] = record
         self._counters.sessions += 1
@@ -227,23 +240,30 @@ class Ledger:
         shortage = self._promise(record, promised)
         if shortage is not None:
             return self._rejected(record, request, message, "pool_full", shortage)
-        entry = Entry(message.nbytes, message.codec, now, promised, granules(promised), space)
+        entry = Entry(
+            raw_bytes=message.nbytes,
+            codec=message.codec,
+            since=now,
+            promised=promised,
+            charge=granules(promised),
+            space=space,
+        )
         record.last_entry = message.entry
         self._holdings.add(record, message.entry, entry)
         job = StoreJob(
-            session,
-            message.entry,
-            message.segment,
-            message.offset,
-            message.nbytes,
-            dtype,
-            message.codec,
-            message.sequence,
-            promised,
-            space,
-            message.result,
+            session=session,
+            entry=message.entry,
+            segment=message.segment,
+            offset=message.offset,
+            nbytes=message.nbytes,
+            dtype=dtype,
+            codec=message.codec,
+            sequence=message.sequence,
+            promised=promised,
+            space=space,
+            result=message.result,
         )
-        return [Reply(session, request, Admitted(message.entry)), job]
+        return [Reply(session=session, request=request, message=Admitted(message.entry)), job]
 
     def restore(
         self, session: int, request: int, message: Restore, now: float
@@ -257,8 +277,10 @@ class Ledger:
         problem = restore_problem(record, message)
         if problem is not None:
             failed = Failed(message.ticket, message.entry, *problem)
-            return [Reply(session, request, failed)]
-        record.tickets[message.ticket] = Ticket(message.entry, request, message, now)
+            return [Reply(session=session, request=request, message=failed)]
+        record.tickets[message.ticket] = Ticket(
+            entry=message.entry, request=request, message=message, since=now
+        )
         entry = record.entries[message.entry]
         entry.held.append(message.ticket)
         record.waiting.append(message.ticket)
@@ -284,16 +306,16 @@ class Ledger:
             answer = self._cache_of(record).answer(
                 record, self._holdings, message, now, self._limits
             )
-        return [Reply(session, request, answer)]
+        return [Reply(session=session, request=request, message=answer)]
 
     def map_segment(self, session: int, request: int, message: MapSegment) -> list[Instruction]:
         """Have a segment mapped, unless its number is taken or there are too many."""
         record = self._sessions[session]
         problem = segment_problem(record, message)
         if problem is not None:
-            return [Reply(session, request, Refused("UsageError", problem))]
+            return [Reply(session=session, request=request, message=Refused("UsageError", problem))]
         record.mapping[message.segment] = (request, message.nbytes)
-        return [Map(session, message)]
+        return [Map(session=session, segment=message)]
 
     def unmap_segment(self, session: int, request: int, message: UnmapSegment) -> list[Instruction]:
         """Take a segment out of use; new jobs cannot name it from here on.
@@ -304,9 +326,13 @@ class Ledger:
         record = self._sessions[session]
         if record.segments.pop(message.segment, None) is None:
             detail = f"segment {message.segment} is not mapped"
-            return [Reply(session, request, Refused("UsageError", detail))]
+            return [Reply(session=session, request=request, message=Refused("UsageError", detail))]
         failed = self._fail_into(record, message.segment)
-        return [*failed, Unmap(session, message.segment), *self._start_waiting(record)]
+        return [
+            *failed,
+            Unmap(session=session, segment=message.segment),
+            *self._start_waiting(record),
+        ]
 
     # --- results of lanes -------------------------------------------------------------------
 
@@ -327,7 +353,9 @@ class Ledger:
             self._holdings.free_unused(record, result.entry)
             return []
         stored = Stored(result.entry, result.block.nbytes, result.mode)
-        instructions: list[Instruction] = [Reply(record.info.session, 0, stored)]
+        instructions: list[Instruction] = [
+            Reply(session=record.info.session, request=0, message=stored)
+        ]
         instructions += self._start_waiting(record)
         self._holdings.free_unused(record, result.entry)
         return instructions
@@ -340,7 +368,7 @@ class Ledger:
             return []
         kind, detail = "ActivationLost", result.detail
         failed = Failed(0, result.entry, kind, detail)
-        replies: list[Instruction] = [Reply(record.info.session, 0, failed)]
+        replies: list[Instruction] = [Reply(session=record.info.session, request=0, message=failed)]
         replies += [self._fail_waiting(record, number, kind, detail) for number in entry.held]
         return replies + self._start_waiting(record)
 
@@ -370,7 +398,7 @@ class Ledger:
         if record.phase is Phase.ENDING:
             return []
         record.segments[result.segment] = nbytes
-        return [Reply(record.info.session, request, Mapped(result.segment))]
+        return [Reply(session=record.info.session, request=request, message=Mapped(result.segment))]
 
     def _segment_refused(
         self, record: Session, result: SegmentRefused, _now: float
@@ -378,7 +406,13 @@ class Ledger:
         request, _ = record.mapping.pop(result.segment)
         if record.phase is Phase.ENDING:
             return []
-        return [Reply(record.info.session, request, Refused("UsageError", result.detail))]
+        return [
+            Reply(
+                session=record.info.session,
+                request=request,
+                message=Refused("UsageError", result.detail),
+            )
+        ]
 
     def _detached(self, record: Session, _result: Detached, _now: float) -> list[Instruction]:
         assert record.phase is Phase.ENDING, "a lane let go of a living session"
@@ -469,8 +503,8 @@ class Ledger:
         self._counters.rejected[reason] += 1
         rejected = Rejected(message.entry, reason, detail)
         return [
-            Reply(record.info.session, request, rejected),
-            Skip(record.info.session, message.sequence),
+            Reply(session=record.info.session, request=request, message=rejected),
+            Skip(session=record.info.session, sequence=message.sequence),
         ]
 
     def _answer(
@@ -478,7 +512,7 @@ class Ledger:
     ) -> list[Instruction]:
         if record.phase is Phase.ENDING:
             return []
-        return [Reply(record.info.session, ticket.request, message)]
+        return [Reply(session=record.info.session, request=ticket.request, message=message)]
 
     def _start_waiting(self, record: Session) -> list[Instruction]:
         """Start the restores whose turn it is and whose entries are encoded."""
@@ -510,7 +544,7 @@ class Ledger:
         record.waiting.remove(number)
         ticket = record.tickets.pop(number)
         failed = Failed(number, ticket.entry, kind, detail)
-        return Reply(record.info.session, ticket.request, failed)
+        return Reply(session=record.info.session, request=ticket.request, message=failed)
 
     def _start_restore(self, record: Session, number: int) -> RestoreJob:
         ticket = record.tickets[number]
@@ -520,14 +554,14 @@ class Ledger:
         entry.restores += 1
         message = ticket.message
         return RestoreJob(
-            record.info.session,
-            number,
-            ticket.entry,
-            entry.block,
-            message.segment,
-            message.offset,
-            message.nbytes,
-            message.sequence,
+            session=record.info.session,
+            ticket=number,
+            entry=ticket.entry,
+            block=entry.block,
+            segment=message.segment,
+            offset=message.offset,
+            nbytes=message.nbytes,
+            sequence=message.sequence,
         )
 
     def _end_restore(self, record: Session, number: int) -> tuple[Ticket, Entry]:

@@ -17,12 +17,8 @@ from typing import Final
 from storm_kernels.errors import CorruptBlob
 
 from stormd.errors import LaneUnavailable
-from stormd.health import Heart
-from stormd.host_pool import HostPool
-from stormd.lanes import (
-    Attachment,
+from stormd.events import (
     Detached,
-    Post,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
@@ -32,6 +28,9 @@ from stormd.lanes import (
     StoreFailed,
     StoreJob,
 )
+from stormd.health import Heart
+from stormd.host_pool import HostPool
+from stormd.lanes import Attachment, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.transfer import Transfer
 from stormd.protocol import Hello, MapSegment
@@ -127,7 +126,7 @@ class CpuLane:
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse: on this lane all bytes pass through the staging area."""
         detail = "the cpu lane maps no segments: use segment 0, the staging area"
-        self._post(SegmentRefused(session, request.segment, detail))
+        self._post(SegmentRefused(session=session, segment=request.segment, detail=detail))
 
     def unmap_segment(self, session: int, segment: int) -> None:
         """Do nothing: the ledger has taken the staging area out of use, it goes with `detach`."""
@@ -185,12 +184,20 @@ class CpuLane:
     def _store(self, transfer: Transfer, job: StoreJob) -> Result:
         began = time.perf_counter()
         block, mode = transfer.store(self._address(job), job)
-        return StoreDone(job.session, job.entry, block, mode, time.perf_counter() - began)
+        return StoreDone(
+            session=job.session,
+            entry=job.entry,
+            block=block,
+            mode=mode,
+            seconds=time.perf_counter() - began,
+        )
 
     def _restore(self, transfer: Transfer, job: RestoreJob) -> Result:
         began = time.perf_counter()
         transfer.restore(job.block, self._address(job), job.nbytes)
-        return RestoreDone(job.session, job.ticket, time.perf_counter() - began)
+        return RestoreDone(
+            session=job.session, ticket=job.ticket, seconds=time.perf_counter() - began
+        )
 
     def _address(self, job: StoreJob | RestoreJob) -> int:
         staging = self._memories[job.session].staging
@@ -223,5 +230,5 @@ def _shared(session: int, staging_bytes: int) -> _Memory:
 
 def _failure(job: StoreJob | RestoreJob, kind: str, detail: str) -> Result:
     if isinstance(job, StoreJob):
-        return StoreFailed(job.session, job.entry, detail[:1000])
-    return RestoreFailed(job.session, job.ticket, kind, detail[:1000])
+        return StoreFailed(session=job.session, entry=job.entry, detail=detail[:1000])
+    return RestoreFailed(session=job.session, ticket=job.ticket, kind=kind, detail=detail[:1000])

@@ -14,9 +14,10 @@ from typing import Final
 from storm_kernels import ancf
 
 from stormd.arena import Block
+from stormd.events import StoreJob
 from stormd.host_pool import HostPool
 from stormd.huge_pages import advise_huge_pages
-from stormd.lanes import StoreJob, blob_bound
+from stormd.lanes import blob_bound
 
 __all__ = ["Scratch", "Transfer"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
-from stormd.instructions import Probe, Skip, Unmap
+from stormd.events import Probe, Skip, Unmap
 from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN
 from stormd.protocol import (
     Admitted,
@@ -130,7 +130,7 @@ def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: LedgerBench) -> Non
 def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> None:
     made.store(1, 9 * KIB, sequence=4)
     assert isinstance(made.lane.last(), Rejected)
-    assert made.lane.others == [Skip(1, 4)]
+    assert made.lane.others == [Skip(session=1, sequence=4)]
 
 
 def test_a_full_pool_rejects_until_there_is_room(made: LedgerBench) -> None:
@@ -254,7 +254,7 @@ def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> No
     store(1)
     assert isinstance(made.lane.last(), Admitted)
     made.lane.take(made.ledger.unmap_segment(1, 0, UnmapSegment(4)))
-    assert made.lane.others[-1] == Unmap(1, 4)
+    assert made.lane.others[-1] == Unmap(session=1, segment=4)
     store(2)
     assert isinstance(made.lane.last(), Rejected)
 

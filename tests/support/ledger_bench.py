@@ -8,7 +8,7 @@ from stormd.arena import Space
 from stormd.counters import Counters
 from stormd.ledger import Ledger
 from stormd.protocol import MapSegment, Release, Restore, Store, UnmapSegment
-from stormd.records import Limits, SessionInfo
+from stormd.sessions import Limits, SessionInfo
 
 KIB = 1024
 CAPACITY = 64 * KIB
@@ -27,7 +27,9 @@ class LedgerBench:
         self.lane = FakeLane(self.ledger)
 
     def open(self, session: int = 1, *, attach: bool = True) -> int:
-        info = SessionInfo(session, "cpu", session % 2, 100 + session, "test")
+        info = SessionInfo(
+            session=session, device="cpu", uid=session % 2, pid=100 + session, name="test"
+        )
         self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=STAGING, now=0.0)
         if attach:
             self.ledger.attach(session, 0.0)

@@ -13,9 +13,7 @@ from support.waiting import wait_until
 
 from stormd.arena import Block, Space
 from stormd.errors import LaneUnavailable
-from stormd.host_pool import HostPool
-from stormd.lanes import (
-    Attachment,
+from stormd.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -25,8 +23,9 @@ from stormd.lanes import (
     StoreDone,
     StoreFailed,
     StoreJob,
-    blob_bound,
 )
+from stormd.host_pool import HostPool
+from stormd.lanes import Attachment, blob_bound
 from stormd.lanes.cpu import CpuLane
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
 
@@ -77,16 +76,16 @@ class Bench:
         assert self.space.promise(blob_bound(len(data)))
         self.lane.store(
             StoreJob(
-                session,
-                entry,
-                0,
-                0,
-                len(data),
-                DType.UINT8,
-                codec,
-                0,
-                blob_bound(len(data)),
-                self.space,
+                session=session,
+                entry=entry,
+                segment=0,
+                offset=0,
+                nbytes=len(data),
+                dtype=DType.UINT8,
+                codec=codec,
+                sequence=0,
+                promised=blob_bound(len(data)),
+                space=self.space,
             )
         )
 
@@ -128,7 +127,18 @@ def test_a_part_goes_in_and_comes_back(bench: Bench, codec: str) -> None:
     bench.attach(1)
     data = os.urandom(300 * KIB)
     block = stored(bench, 1, data, codec)
-    bench.lane.restore(RestoreJob(1, 9, 1, block, 0, MIB, len(data), 0))
+    bench.lane.restore(
+        RestoreJob(
+            session=1,
+            ticket=9,
+            entry=1,
+            block=block,
+            segment=0,
+            offset=MIB,
+            nbytes=len(data),
+            sequence=0,
+        )
+    )
     restored = bench.next()
     assert isinstance(restored, RestoreDone)
     assert restored.ticket == 9
@@ -167,7 +177,11 @@ def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
 def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
     bench.attach(1)
     block = stored(bench, 1, os.urandom(1000), "raw")
-    bench.lane.restore(RestoreJob(1, 9, 1, block, 0, 0, 999, 0))
+    bench.lane.restore(
+        RestoreJob(
+            session=1, ticket=9, entry=1, block=block, segment=0, offset=0, nbytes=999, sequence=0
+        )
+    )
     failed = bench.next()
     assert isinstance(failed, RestoreFailed)
     assert failed.kind == "CorruptBlob"
@@ -176,7 +190,20 @@ def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
 
 def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     bench.attach(1)
-    bench.lane.store(StoreJob(1, 4, 0, 2 * MIB, 10, DType.UINT8, "raw", 0, 266, bench.space))
+    bench.lane.store(
+        StoreJob(
+            session=1,
+            entry=4,
+            segment=0,
+            offset=2 * MIB,
+            nbytes=10,
+            dtype=DType.UINT8,
+            codec="raw",
+            sequence=0,
+            promised=266,
+            space=bench.space,
+        )
+    )
     failed = bench.next()
     assert isinstance(failed, StoreFailed)
     assert failed.entry == 4

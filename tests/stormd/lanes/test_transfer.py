@@ -12,8 +12,9 @@ from storm_kernels.ancf import DType, Mode, read_header
 from storm_kernels.errors import CorruptBlob
 
 from stormd.arena import GRANULE, Block, Space
+from stormd.events import StoreJob
 from stormd.host_pool import HostPool
-from stormd.lanes import StoreJob, blob_bound
+from stormd.lanes import blob_bound
 from stormd.lanes.transfer import Scratch, Transfer
 
 PART = 64 << 10
@@ -31,7 +32,18 @@ class Made:
         ctypes.memmove(self.memory.address, data, len(data))
         promised = blob_bound(len(data))
         assert self.space.promise(promised)
-        job = StoreJob(1, 1, 0, 0, len(data), dtype, codec, 0, promised, self.space)
+        job = StoreJob(
+            session=1,
+            entry=1,
+            segment=0,
+            offset=0,
+            nbytes=len(data),
+            dtype=dtype,
+            codec=codec,
+            sequence=0,
+            promised=promised,
+            space=self.space,
+        )
         return self.transfer.store(self.memory.address, job)
 
     def restore(self, block: Block, nbytes: int) -> bytes:

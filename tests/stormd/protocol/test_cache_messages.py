@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stormd.gateway import MESSAGES_A_FRAME
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheFound,
@@ -26,7 +27,6 @@ from stormd.protocol.limits import (
     MAX_ID,
     MAX_NAME,
 )
-from stormd.service import MESSAGES_A_FRAME
 
 
 def put(**changes: Any) -> CachePut:
