@@ -255,8 +255,8 @@ def restore_problem(session: Session, message: Restore) -> tuple[str, str] | Non
 
 def segment_problem(session: Session, message: MapSegment) -> str | None:
     """Return why the segment may not be mapped, None where it may."""
-    if session.phase is not Phase.ATTACHED:
-        return _phase(session)
+    if detail := _phase(session) or _lane(session):
+        return detail
     if message.segment in session.segments or message.segment in session.mapping:
         return f"segment {message.segment} is mapped already: choose a new number"
     if len(session.segments) + len(session.mapping) >= MAX_SEGMENTS:
@@ -270,6 +270,7 @@ def _invalid(session: Session, message: Store) -> str:
     """Return what is wrong with the message itself; of several faults the first."""
     return (
         _phase(session)
+        or _lane(session)
         or _order(session, message)
         or _part(session, message)
         or _result(session, message)
@@ -281,6 +282,12 @@ def _phase(session: Session) -> str:
     if session.phase is Phase.ATTACHED:
         return ""
     return "the session has no lifeline yet: connect to Welcome.lifeline first"
+
+
+def _lane(session: Session) -> str:
+    if session.info.has_lane:
+        return ""
+    return "this session is for control alone: open one for a device to store what is there"
 
 
 def _order(session: Session, message: Store) -> str:

@@ -46,6 +46,7 @@ from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.protocol import (
     CACHE_FEATURE,
+    NO_LANE,
     PROTOCOL_VERSION,
     Admitted,
     CacheNames,
@@ -391,7 +392,9 @@ class Gateway:
         self._control.send(route, encode([Envelope(request, answer)]))
 
     def _open(self, route: bytes, credentials: Credentials, hello: Hello) -> Welcome | Refused:
-        problem = self._hello_problem(credentials.uid, hello) or self._ledger.refusal()
+        has_lane = hello.device != NO_LANE
+        problem = self._hello_problem(credentials.uid, hello)
+        problem = problem or self._ledger.refusal(has_lane=has_lane)
         if problem is not None:
             return problem
         lane = self._lanes[hello.device]
@@ -457,8 +460,10 @@ class Gateway:
             return Refused(
                 "UsageError", "this daemon keeps no cache: start it with --cache-bytes above 0"
             )
+        if CACHE_FEATURE in hello.features and hello.device == NO_LANE:
+            return Refused("UsageError", "a session for the cache needs a lane: name a device")
         if hello.device not in self._lanes:
-            offered = ", ".join(self._lanes)
+            offered = ", ".join(name for name in self._lanes if name != NO_LANE)
             return Refused(
                 "UsageError",
                 f"this daemon has no {hello.device} lane, only {offered}: start it with --device "

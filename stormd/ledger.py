@@ -107,14 +107,19 @@ class Ledger:
 
     # --- sessions ---------------------------------------------------------------------------
 
-    def refusal(self) -> Refused | None:
-        """Return why no session can be opened now, None where one can."""
+    def refusal(self, *, has_lane: bool = True) -> Refused | None:
+        """Return why no session, with a lane or for control alone, can be opened now.
+
+        None where one can. Shares are kept for those with a lane; of the others, which hold
+        nothing, there may be as many beside them.
+        """
         if self._draining:
             return Refused("DaemonLost", "the daemon is shutting down: start it again")
-        if len(self._sessions) >= self._limits.max_sessions:
+        kind = [one for one in self._sessions.values() if one.info.has_lane is has_lane]
+        if len(kind) >= self._limits.max_sessions:
             return Refused(
                 "QuotaExceeded",
-                f"{len(self._sessions)} sessions are open, the limit is "
+                f"{len(kind)} sessions are open, the limit is "
                 f"{self._limits.max_sessions}: end one, or raise max_sessions",
             )
         return None
@@ -132,7 +137,7 @@ class Ledger:
 
         With a `caller` it is one for the cache, of which there must be one.
         """
-        assert self.refusal() is None
+        assert self.refusal(has_lane=info.has_lane) is None
         assert info.session not in self._sessions
         assert caller is None or self._cache is not None
         segments = {0: staging_bytes} if staging_bytes else {}

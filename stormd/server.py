@@ -30,11 +30,12 @@ from stormd.gpu_gauge import GpuGauge
 from stormd.health import stuck_workers
 from stormd.host_pool import HostPool
 from stormd.lanes import Lane
+from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.mailbox import Mailbox
-from stormd.protocol import lifeline_path, parse_address
+from stormd.protocol import NO_LANE, lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
 from stormd.sessions import Limits
 
@@ -260,7 +261,7 @@ class Server:
         self._gateway = Gateway(
             ledger=self._ledger,
             counters=self.counters,
-            lanes=self._lanes,
+            lanes={**self._lanes, NO_LANE: NoLane(self._mailbox.post)},
             control=control,
             terms=Terms(
                 allowed_uids=_allowed(config),

@@ -12,7 +12,7 @@ from typing import Any
 
 from stormd.arena import Block, Space
 from stormd.cache.items import Caller, Loan
-from stormd.protocol import CachePut, Restore
+from stormd.protocol import NO_LANE, CachePut, Restore
 from stormd.protocol.limits import FIRST_LEASED
 
 __all__ = [
@@ -45,13 +45,21 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionInfo:
-    """Who a session is, for the operator. `pid` and `uid` as the kernel knows them."""
+    """Who a session is, for the operator. `pid` and `uid` as the kernel knows them.
+
+    `device` is NO_LANE where it is for control alone.
+    """
 
     session: int
     device: str
     uid: int
     pid: int
     name: str
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether it can store, and so takes one of the places and shares there are."""
+        return self.device != NO_LANE
 
 
 class Phase(Enum):

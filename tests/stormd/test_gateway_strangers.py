@@ -13,16 +13,19 @@ from support.waiting import wait_until
 from stormd.gateway import NAME_SHOWN
 from stormd.protocol import (
     CACHE_FEATURE,
+    NO_LANE,
     PROTOCOL_VERSION,
     Envelope,
     Goodbye,
     Hello,
+    MapSegment,
     Ping,
     Pong,
     Refused,
     Restore,
     Status,
     StatusRequest,
+    Store,
     Welcome,
     encode,
 )
@@ -58,6 +61,38 @@ def test_sessions_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None
     refused = connect(daemon).hello()
     assert refused.kind == "QuotaExceeded"
     assert "max_sessions" in refused.detail
+
+
+def test_a_session_for_control_takes_nobodys_place(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    """As many trainers as there are shares for, each of which may ask by a session of its own."""
+    daemon = make_daemon(max_sessions=1)
+    control = connect(daemon)
+    welcome = control.hello(device=NO_LANE)
+    assert isinstance(welcome, Welcome)
+    assert welcome.staging_bytes == 0
+    assert control.connect_lifeline(welcome.lifeline, welcome.token) == []
+    trainer = connect(daemon).open()
+    entry = trainer.stored(b"kept")
+    assert connect(daemon).hello().kind == "QuotaExceeded"
+    assert connect(daemon).hello(device=NO_LANE).kind == "QuotaExceeded"
+    listed = control.ask(StatusRequest()).state["sessions"]
+    assert [one["device"] for one in listed] == [NO_LANE, "cpu"]
+    fields = {"entry": 1, "segment": 0, "offset": 0, "nbytes": 4, "dtype": "uint8"}
+    rejected = control.ask(Store(**fields, codec="raw", sequence=0))
+    assert rejected.reason == "invalid"
+    assert "for control alone" in rejected.detail
+    assert isinstance(control.ask(MapSegment(segment=1, handle=b"x" * 64, nbytes=4)), Refused)
+    assert isinstance(control.ask(Ping()), Pong)
+    control.send(Goodbye())
+    assert control.is_cut_off()
+    assert trainer.restored(entry, 4) == b"kept"
+
+
+def test_a_session_for_the_cache_is_one_of_a_device(daemon: DaemonThread, connect: Connect) -> None:
+    refused = connect(daemon).hello(device=NO_LANE, features=[CACHE_FEATURE])
+    assert "needs a lane" in refused.detail
 
 
 def test_another_protocol_version_is_told_so(daemon: DaemonThread, connect: Connect) -> None:

@@ -10,6 +10,7 @@ from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 from stormd.events import Probe, Skip, Unmap
 from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN
 from stormd.protocol import (
+    NO_LANE,
     Admitted,
     Failed,
     Mapped,
@@ -235,6 +236,29 @@ def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -
 
 
 # --- segments -----------------------------------------------------------------------------------
+
+
+def test_a_session_for_control_takes_no_place_and_holds_nothing(made: LedgerBench) -> None:
+    made.open(2)
+    made.open(3)
+    assert made.ledger.refusal() is not None
+    for session in (4, 5, 6):
+        made.open(session, device=NO_LANE)
+    assert made.ledger.refusal(has_lane=False) is not None
+    made.end(4)
+    made.lane.detach(4)
+    assert made.ledger.refusal() is not None
+    assert made.ledger.refusal(has_lane=False) is None
+    made.store(1, session=5)
+    rejected = made.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "invalid"
+    assert "for control alone" in rejected.detail
+    made.map(1, KIB, session=5)
+    refused = made.lane.last()
+    assert isinstance(refused, Refused)
+    assert "for control alone" in refused.detail
+    made.ledger.assert_invariants()
 
 
 def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> None:

@@ -7,7 +7,7 @@ from support.fake_lane import FakeLane
 from stormd.arena import Space
 from stormd.counters import Counters
 from stormd.ledger import Ledger
-from stormd.protocol import MapSegment, Release, Restore, Store, UnmapSegment
+from stormd.protocol import NO_LANE, MapSegment, Release, Restore, Store, UnmapSegment
 from stormd.sessions import Limits, SessionInfo
 
 KIB = 1024
@@ -26,11 +26,12 @@ class LedgerBench:
         self.ledger = Ledger(self.space, limits, self.counters)
         self.lane = FakeLane(self.ledger)
 
-    def open(self, session: int = 1, *, attach: bool = True) -> int:
+    def open(self, session: int = 1, *, attach: bool = True, device: str = "cpu") -> int:
         info = SessionInfo(
-            session=session, device="cpu", uid=session % 2, pid=100 + session, name="test"
+            session=session, device=device, uid=session % 2, pid=100 + session, name="test"
         )
-        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=STAGING, now=0.0)
+        staging = 0 if device == NO_LANE else STAGING
+        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=staging, now=0.0)
         if attach:
             self.ledger.attach(session, 0.0)
         return session
