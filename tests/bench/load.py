@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from storm_bench.child_daemon import ChildDaemon
 from support.raw_client import RawClient
 
-from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe
 from stormd.protocol import Goodbye, Restore, Restored, Store, Stored
 
