@@ -1,8 +1,8 @@
 """Where blobs lie in the pool: promises and blocks, as numbers only.
 
-What stays true: every byte of the space is free or belongs to exactly one block, no two free
-extents touch, and promised bytes never exceed the free ones. A promise that was given can
-therefore always be placed: `place` cannot fail. The memory itself is `host_pool`'s.
+Every byte of the space is free or belongs to exactly one block, no two free extents touch, and
+promised bytes never exceed the free ones. A promise that was given can therefore always be placed:
+`place` cannot fail. The memory itself is `host_pool`'s.
 
 A block's size is known only after encoding, and reserving the worst case would leave a hole
 behind every block. So admission promises bytes, as a number, and placement takes the exact size,

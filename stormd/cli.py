@@ -1,8 +1,8 @@
 """The `stormd` command: parses the command line and runs one command.
 
-What stays true: the exit status is 0 for success, 1 for a failed check or a failure of the
-daemon, 2 for wrong usage or a bad setting, 3 where no daemon answers, and 130 after an interrupt;
-an error of ours ends as one line on standard error, never as a traceback.
+The exit status is 0 for success, 1 for a failed check or a failure of the daemon, 2 for wrong usage
+or a bad setting, 3 where no daemon answers, and 130 after an interrupt. An error of ours ends as
+one line on standard error, never as a traceback.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The control socket: a ZeroMQ ROUTER on the event loop.
 
-What stays true: it never blocks the loop, every frame that has arrived is handed on without
-another event being needed, a peer that does not read costs its own connection only, and however
-many connect, those who are connected are served.
+It never blocks the loop, every frame that has arrived is handed on without another event being
+needed, a peer that does not read costs its own connection only, and however many connect, those who
+are connected are served.
 
 ZeroMQ's descriptor is edge-triggered: it tells of a change, not of a state, and any send may
 swallow the edge. So whoever has sent calls `settle`, which looks for input again. This is several

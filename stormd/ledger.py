@@ -1,9 +1,8 @@
 """Who holds what: the pure state machine over sessions, entries, leases and quotas.
 
-What stays true: an event goes in, instructions come out, and nothing else happens: no socket,
-clock or memory is touched here. Every admitted entry holds either a promise or a block of the
-arena until it is freed, exactly once; nothing is freed while a lane uses it; and a session that
-has ended holds nothing.
+An event goes in, instructions come out, and nothing else happens: no socket, clock or memory is
+touched here. Every admitted entry holds either a promise or a block of the arena until it is freed,
+exactly once. Nothing is freed while a lane uses it. A session that has ended holds nothing.
 
 Entries:   Store -> encoding -> stored -> (restores read it) -> freed
            Release or the session's end while a lane uses the entry frees it when the lane is done.

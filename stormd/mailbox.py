@@ -1,7 +1,7 @@
 """Carries results from worker threads to the event loop, in batches.
 
-What stays true: everything posted before `close` is delivered on the loop, once and in order, and
-the loop is woken once for however many results arrive while it is busy.
+Everything posted before `close` is delivered on the loop, once and in order, and the loop is woken
+once for however many results arrive while it is busy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The daemon: opens the pool, the lanes and the sockets, serves, and ends in order.
 
-What stays true: `open` leaves either a daemon that answers or nothing behind; `close` ends by its
-deadline, in a fixed order, and nothing of the pool is unmapped while a worker may use it.
+`open` leaves either a daemon that answers or nothing behind. `close` ends by its deadline, in a
+fixed order, and nothing of the pool is unmapped while a worker may use it.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ class Server:
 
     def stuck(self) -> list[str]:
         """Return one sentence for each worker that hangs or has ended. On the event loop only."""
-        hearts = [heart for lane in self._lanes.values() for heart in lane.hearts]
-        return stuck_workers(hearts)
+        heartbeats = [heartbeat for lane in self._lanes.values() for heartbeat in lane.heartbeats]
+        return stuck_workers(heartbeats)
 
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only."""

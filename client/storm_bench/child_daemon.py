@@ -1,7 +1,7 @@
 """A daemon in a process of its own, for the demo and the benchmarks.
 
-What stays true: the daemon answers when the context is entered, and is gone with its directory
-when it is left, however that happens.
+The daemon answers when the context is entered, and is gone with its directory when it is left,
+however that happens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`stormd bench codec`: what the lossless codec makes of the kinds of tensors autograd saves.
 
-What stays true: every tensor is made from a fixed seed, comes back bit for bit before its ratio
-counts, and its ratio is the same on every machine; the speeds are this machine's, one thread.
+Every tensor is made from a fixed seed, comes back bit for bit before its ratio counts, and its
+ratio is the same on every machine. The speeds are this machine's, one thread.
 """
 
 from __future__ import annotations

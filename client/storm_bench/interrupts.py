@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM for commands that work for long: raised where they strike, and noted.
 
-What stays true: an interrupt ends the command. Python swallows an exception that a handler raises
-in a destructor, a library's among them; what was noted is raised again where `check` is called.
+An interrupt ends the command. Python swallows an exception that a handler raises in a destructor, a
+library's among them. What was noted is raised again where `check` is called.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measures the way through the daemon: store and restore, codec raw, against two memcpys.
 
-Run as `python -m storm_bench.link`; prints one JSON object. What stays true: both sides of
-a comparison move the same bytes away and back, the memcpys at their best, and every tensor that
-comes back is compared with what went in.
+Run as `python -m storm_bench.link`. Prints one JSON object. Both sides of a comparison move the
+same bytes away and back, the memcpys at their best, and every tensor that comes back is compared
+with what went in.
 """
 
 from __future__ import annotations

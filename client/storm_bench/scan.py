@@ -1,7 +1,7 @@
 """`stormd bench scan`: the associative scans beside PyTorch's, others' and a plain copy.
 
-What stays true: all ways through a case run in one process on the same tensors, their results are
-compared before a time counts, and a way that cannot run here is in the table with the reason.
+All ways through a case run in one process on the same tensors, their results are compared before a
+time counts, and a way that cannot run here is in the table with the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws how many times a copy's time each scan takes, a bar a way in a group a case.
 
-What stays true: only what was measured is drawn; the axis is logarithmic and says 1 for the copy.
+Only what was measured is drawn. The axis is logarithmic and says 1 for the copy.
 """
 
 from __future__ import annotations

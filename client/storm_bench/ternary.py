@@ -1,8 +1,8 @@
 """`stormd bench ternary`: ternary products beside those of NumPy, torch and bitblas.
 
-What stays true: all peers of a row are timed in turns within one run, on as many threads, and with
-operands made from a fixed seed; a peer that is missing is left out and named. Times are seconds and
-have all that a caller waits for.
+All peers of a row are timed in turns within one run, on as many threads, and with operands made
+from a fixed seed. A peer that is missing is left out and named. Times are seconds and have all that
+a caller waits for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws how long ternary products take beside their peers, and what a model's weights take.
 
-What stays true: only what was measured is drawn; both axes begin at zero.
+Only what was measured is drawn. Both axes begin at zero.
 """
 
 from __future__ import annotations

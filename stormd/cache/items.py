@@ -1,8 +1,8 @@
 """The shared host cache: named tensors that outlive the session that put them.
 
-What stays true: all of it lies in a space of its own, so activations neither lose room to it nor
-give it any; a name means one complete tensor or none; and the blocks of a tensor that is being
-read are not given back, whatever becomes of its name. Pure: no clock, socket or lane inside.
+All of it lies in a space of its own, so activations neither lose room to it nor give it any. A name
+means one complete tensor or none. The blocks of a tensor that is being read are not given back,
+whatever becomes of its name. Pure: no clock, socket or lane inside.
 
 Names belong to users: each user has names of its own, and reads those of its own and of its
 group. Looked up is the user's own tensor first, then the one that was put last by anybody of the

@@ -1,7 +1,7 @@
 """Which names a user may read, in order: the shared cache's lists without a search.
 
-What stays true: each item's name stands once under its owner's user and once under the group, so
-a page costs what it holds, however many names others have.
+Each item's name stands once under its owner's user and once under the group, so a page costs what
+it holds, however many names others have.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the ledger answers to sessions that are for the shared cache.
 
-What stays true: a put has the room for all of its parts before the first is stored, and its name
-changes its meaning at the commit alone; a session that ends leaves neither room nor loans behind.
+A put has the room for all of its parts before the first is stored, and its name changes its meaning
+at the commit alone. A session that ends leaves neither room nor loans behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data paths of the daemon, one module a kind of device, and the contract they keep.
 
-What stays true: a lane does what the ledger has admitted and decides nothing itself. Each job
-that was handed over is answered by exactly one result, whatever happens, and a session's memory
-is untouched from its `Detached` on. Results reach the event loop through the lane's mailbox.
+A lane does what the ledger has admitted and decides nothing itself. Each job that was handed over
+is answered by exactly one result, whatever happens, and a session's memory is untouched from its
+`Detached` on. Results reach the event loop through the lane's mailbox.
 
 Encode and decode are steps from an address to an address: of host memory on the cpu lane, of
 device memory on a stream on the cuda lane. Ranges in jobs lie inside their segment: that was
@@ -19,7 +19,7 @@ from storm_kernels import ancf
 from storm_kernels.ancf import DType
 
 from stormd.events import RestoreJob, Result, StoreJob
-from stormd.health import Heart
+from stormd.health import Heartbeat
 from stormd.link_meter import LinkMeter
 from stormd.protocol import Hello, MapSegment
 
@@ -59,10 +59,10 @@ class Lane(Protocol):
         """A name of protocol.DEVICES."""
 
     @property
-    def hearts(self) -> tuple[Heart, ...]:
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
         """The signs of life of the workers there are now.
 
-        A worker is inside its heart only while it does what must end by itself, never while it
+        A worker is inside its heartbeat only while it does what must end by itself, never while it
         waits for a client.
         """
 

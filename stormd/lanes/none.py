@@ -19,7 +19,7 @@ class NoLane:
     """Keeps the contract of a lane for sessions that share no memory; answers go to `post`."""
 
     device: Final = NO_LANE
-    hearts: Final = ()
+    heartbeats: Final = ()
     links: Final = ()
 
     def __init__(self, post: Post) -> None:

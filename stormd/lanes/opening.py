@@ -1,6 +1,6 @@
 """Opens the lanes that the config asks for.
 
-What stays true: a device that was named is served or is an error; "auto" takes what is there.
+A device that was named is served or is an error. "auto" takes what is there.
 """
 
 from __future__ import annotations

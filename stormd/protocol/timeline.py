@@ -1,9 +1,9 @@
 """The timeline page: one shared host page per session, of 64-bit counters and encoders' results.
 
-What stays true: a counter never decreases, and each has one writer. Both processes map the page
-and register it with CUDA, so that streams write the counters, a client's wait on them, and both
-CPUs can read them. A side that finds its peer dead stores POISON into the counters that its own
-side waits on: every wait (GEQ) is over at once, and the value is not one that work could reach.
+A counter never decreases, and each has one writer. Both processes map the page and register it with
+CUDA, so that streams write the counters, a client's wait on them, and both CPUs can read them. A
+side that finds its peer dead stores POISON into the counters that its own side waits on: every wait
+(GEQ) is over at once, and the value is not one that work could reach.
 
 Where the client encodes, its encoder leaves a result in the page before `published` says so.
 """

@@ -89,7 +89,7 @@ class _Lane:
     """Does every job at once, on numbers only; `results` wait until the core hands them on."""
 
     device = "cpu"
-    hearts = ()
+    heartbeats = ()
     links = ()
 
     def __init__(self) -> None:

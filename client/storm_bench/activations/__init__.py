@@ -1,5 +1,5 @@
 """`stormd bench codec`: the codec on what autograd saves in real training steps.
 
-What stays true: only tensors that an offloading client would send are counted: storages once,
-whole, without parameters.
+Only tensors that an offloading client would send are counted: storages once, whole, without
+parameters.
 """

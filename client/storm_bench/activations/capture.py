@@ -1,7 +1,7 @@
 """Takes hold of what autograd saves in one training step.
 
-What stays true: a storage is captured once and whole, however many views of it are saved, and
-parameters are left out, as the client does.
+A storage is captured once and whole, however many views of it are saved, and parameters are left
+out, as the client does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Four families of models, small but of the real kind, and a few training steps of each.
 
-What stays true: everything follows from the seed, and each model is trained a little before its
-tensors are looked at, so that they are not those of an initialisation.
+Everything follows from the seed, and each model is trained a little before its tensors are looked
+at, so that they are not those of an initialisation.
 """
 
 from __future__ import annotations

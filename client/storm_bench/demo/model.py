@@ -1,7 +1,7 @@
 """A GPT small enough for two cores, with far more activations than weights.
 
-What stays true: every operation of its forward and backward is deterministic, attention
-included, so that gradients may be compared bit for bit.
+Every operation of its forward and backward is deterministic, attention included, so that gradients
+may be compared bit for bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The demo past the GPU's memory: what cannot be trained within a limit is trained with offload.
 
-What stays true: both runs are real processes of now with the same model, batches and limit, in
-which the memory that offloading itself takes in the trainer is counted; it passes only where the
-one ran out of memory and the other took every step.
+Both runs are real processes of now with the same model, batches and limit, in which the memory that
+offloading itself takes in the trainer is counted. It passes only where the one ran out of memory
+and the other took every step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`stormd demo --past-vram`: trains under a memory limit that training without offload exceeds.
 
-What stays true: the exit status is 0 only where memory ended without offload and every step was
-taken with it; a machine without a GPU is told so, and nothing is pretended.
+The exit status is 0 only where memory ended without offload and every step was taken with it. A
+machine without a GPU is told so, and nothing is pretended.
 """
 
 from __future__ import annotations

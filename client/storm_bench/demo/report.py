@@ -1,7 +1,7 @@
 """What the demo found: each trainer with offload held against its twin without.
 
-What stays true: pure arithmetic over what the trainers and the daemon reported; bytes of one
-step are the run's bytes divided by its steps.
+Pure arithmetic over what the trainers and the daemon reported. Bytes of one step are the run's
+bytes divided by its steps.
 """
 
 from __future__ import annotations

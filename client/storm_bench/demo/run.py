@@ -1,6 +1,6 @@
 """The demo's course: a daemon, trainers without offload, the same with it, the comparison.
 
-What stays true: the daemon runs throughout, so both runs share the machine with it alike.
+The daemon runs throughout, so both runs share the machine with it alike.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Real text that is always there: the source of Python's own standard library.
 
-What stays true: the same interpreter gives the same bytes and the same batches for a seed.
+The same interpreter gives the same bytes and the same batches for a seed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Trains the demo's GPT and reports every step as one JSON line on standard output.
 
-Run as `python -m storm_bench.demo.trainer`. What stays true: with and without `--address` the
-same operations run on the same data, and the digest of a step covers the bytes of every
-gradient.
+Run as `python -m storm_bench.demo.trainer`. With and without `--address` the same operations run on
+the same data, and the digest of a step covers the bytes of every gradient.
 """
 
 from __future__ import annotations

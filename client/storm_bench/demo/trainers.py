@@ -1,6 +1,6 @@
 """Runs the demo's trainers as processes, all at once, and follows their steps.
 
-What stays true: when `run_trainers` returns or raises, none of its processes is left.
+When `run_trainers` returns or raises, none of its processes is left.
 """
 
 from __future__ import annotations

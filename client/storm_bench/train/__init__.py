@@ -1,5 +1,5 @@
 """One training step by every method of keeping activations; the client's side of `bench train`.
 
-What stays true: methods differ in what happens to saved tensors and in nothing else: same model,
-same seed, same kernels; each runs in a process of its own, so no allocator remembers another.
+Methods differ in what happens to saved tensors and in nothing else: same model, same seed, same
+kernels. Each runs in a process of its own, so no allocator remembers another.
 """

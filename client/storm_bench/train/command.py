@@ -1,7 +1,7 @@
 """`stormd bench train`: step time and peak memory of one training step, by method.
 
-What stays true: every row is measured in a process of its own against one daemon, in one run on
-one machine; a method that cannot run here is in the table with the reason.
+Every row is measured in a process of its own against one daemon, in one run on one machine. A
+method that cannot run here is in the table with the reason.
 """
 
 from __future__ import annotations

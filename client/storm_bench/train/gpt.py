@@ -1,7 +1,7 @@
 """The benchmark's model: a plain GPT whose activations are what a large one's are.
 
-What stays true: every shape follows from `Workload`: RMSNorm, fused qkv, causal attention, SwiGLU
-of 8/3 of the width rounded down to 128, learned positions, cross-entropy in float32.
+Every shape follows from `Workload`: RMSNorm, fused qkv, causal attention, SwiGLU of 8/3 of the
+width rounded down to 128, learned positions, cross-entropy in float32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Times the steps of one method in this process, and takes its peak memory.
 
-What stays true: a step is forward and backward without an optimizer, gradients dropped; the
-median counts, and the peak is that of the counted steps alone. On a GPU the passes are timed by
-its own events, so that what the host has merely queued does not count as done.
+A step is forward and backward without an optimizer, gradients dropped. The median counts, and the
+peak is that of the counted steps alone. On a GPU the passes are timed by its own events, so that
+what the host has merely queued does not count as done.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ways to keep a step's activations that are compared.
 
-What stays true: every method is given the same forward and leaves the head and the loss alone,
-whose tensors are needed at once; what a method cannot do here is `Unavailable` with the reason,
-never a silent substitute.
+Every method is given the same forward and leaves the head and the loss alone, whose tensors are
+needed at once. What a method cannot do here is `Unavailable` with the reason, never a silent
+substitute.
 """
 
 from __future__ import annotations

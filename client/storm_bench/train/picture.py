@@ -1,6 +1,6 @@
 """Draws step time against peak memory, a plot a workload and a point a method.
 
-What stays true: only what was measured is drawn; both axes begin at zero.
+Only what was measured is drawn. Both axes begin at zero.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One client's memory and counters as one GPU of the daemon sees them.
 
-What stays true: an address that is given out lies in memory that the client has offered and the
-daemon has mapped; and what the client writes into the shared page is checked before it is used.
+An address that is given out lies in memory that the client has offered and the daemon has mapped,
+and what the client writes into the shared page is checked before it is used.
 
 Both directions of a session work with it. Memory is mapped and unmapped between their jobs.
 """

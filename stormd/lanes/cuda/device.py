@@ -1,8 +1,8 @@
 """One GPU as all its sessions share it: context, codec, the pool as the device sees it, the link.
 
-What stays true: the pool is registered before the first session and until after the last; each
-direction of the link has one stream, so that both are busy at once and neither waits for the
-other; on these two nothing waits for a client.
+The pool is registered before the first session and until after the last. Each direction of the link
+has one stream, so that both are busy at once and neither waits for the other. On these two nothing
+waits for a client.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from storm_kernels.cuda_driver import (
 from storm_kernels.errors import CudaDriverError
 
 from stormd.arena import Block
-from stormd.health import Heart
+from stormd.health import Heartbeat
 from stormd.host_pool import HostPool
 from stormd.link_meter import LinkMeter
 
@@ -82,7 +82,7 @@ class CudaDevice:
         self.uuid = self.context.uuid
         self.is_shared_by_mps = self.context.shared_by_mps()
         self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
-        self.heart = Heart(f"cuda:{ordinal}")
+        self.heartbeat = Heartbeat(f"cuda:{ordinal}")
 
     def copy_down(self, source: int, block: Block) -> None:
         """Put the copy of the blob at `source` to its block on the stream `down`."""
@@ -108,13 +108,13 @@ class CudaDevice:
     def settle(self, stream: Stream) -> None:
         """Wait until the stream is done; on a device that is broken nothing runs any more.
 
-        It stays so for this process, which says by its heart that it has to be started again.
+        It stays so for this process, which says by its heartbeat that it has to be started again.
         """
         try:
             stream.synchronize()
         except CudaDriverError as error:
             log.error("the device is broken: %s", error)  # noqa: TRY400 - its job's error is logged
-            self.heart.ended(str(error))
+            self.heartbeat.ended(str(error))
 
     def close(self) -> None:
         """Let the device go; its sessions are gone."""

@@ -1,7 +1,7 @@
 """The cuda lane: tensors in device memory, encoded and decoded there, blobs in the pinned pool.
 
-What stays true: the event loop makes no CUDA call, it only hands over; a session is served by the
-device whose UUID its Hello names, whatever number that device has in either process.
+The event loop makes no CUDA call, it only hands over. A session is served by the device whose UUID
+its Hello names, whatever number that device has in either process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from storm_kernels.errors import KernelsError
 
 from stormd.errors import LaneUnavailable
 from stormd.events import RestoreJob, StoreJob
-from stormd.health import Heart
+from stormd.health import Heartbeat
 from stormd.host_pool import HostPool
 from stormd.lanes import Attachment, Post
 from stormd.lanes.cuda.client import CudaClient
@@ -63,11 +63,11 @@ class CudaLane:
     # --- called on the event loop -----------------------------------------------------------
 
     @property
-    def hearts(self) -> tuple[Heart, ...]:
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
         """The signs of life of the devices, and of the threads that serve sessions now."""
-        devices = (device.heart for device in self._devices.values())
+        devices = (device.heartbeat for device in self._devices.values())
         sessions = [*self._sessions.values(), *self._ending]
-        return (*devices, *(heart for session in sessions for heart in session.hearts))
+        return (*devices, *(heartbeat for session in sessions for heartbeat in session.heartbeats))
 
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""

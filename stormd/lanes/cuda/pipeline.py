@@ -1,10 +1,10 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-What stays true: every job that was put in is answered exactly once, those that the device does in
-their order; no more is under way than there is scratch for; and jobs that are due and have scratch
-are begun before the thread sleeps.
+Every job that was put in is answered exactly once, those that the device does in their order. No
+more is under way than there is scratch for. Jobs that are due and have scratch are begun before the
+thread sleeps.
 
-Small jobs that wait together share a scratch, and with it what is put on the device for a load of
+Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
 any size. The thread does not wait inside the driver, which costs a processor 30 us each time, its
 interrupt included: it looks whether the device has got further whenever it has something to do, and
 otherwise several times a millisecond.
@@ -21,9 +21,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from stormd.health import Heart
+from stormd.health import Heartbeat
 
-__all__ = ["Pipeline", "Stages", "Supply"]
+__all__ = ["Pipeline", "ScratchSource", "Stages"]
 
 log = logging.getLogger(__name__)
 
@@ -47,53 +47,53 @@ Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
 
 class Stages(Protocol[Job, Scratch_contra]):
-    """What is done with a load of jobs. The first five may raise; then `settle` and `fail` follow.
+    """What is done with a batch of jobs. The first five may raise; then `settle` and `fail` follow.
 
-    Where a load of several cannot be begun, each of its jobs is tried alone before it fails.
+    Where a batch of several cannot be begun, each of its jobs is tried alone before it fails.
     """
 
     def is_due(self, job: Job) -> bool:
         """Tell whether the job may be begun: asked until it may, and those behind it wait."""
 
-    def fits(self, load: list[Job], job: Job) -> bool:
-        """Tell whether the job may be done together with those of `load`, which is not empty."""
+    def fits(self, batch: list[Job], job: Job) -> bool:
+        """Tell whether the job may be done together with those of `batch`, which is not empty."""
 
-    def begin(self, load: list[Job], scratch: Scratch_contra) -> None:
-        """Put the load's work on the device, without waiting for it."""
+    def begin(self, batch: list[Job], scratch: Scratch_contra) -> None:
+        """Put the batch's work on the device, without waiting for it."""
 
-    def passed(self, load: list[Job], scratch: Scratch_contra) -> bool:
+    def passed(self, batch: list[Job], scratch: Scratch_contra) -> bool:
         """Tell whether the device has done what was put on it last."""
 
-    def go_on(self, load: list[Job], scratch: Scratch_contra) -> bool:
+    def go_on(self, batch: list[Job], scratch: Scratch_contra) -> bool:
         """Answer the jobs, True, or put what follows on the device, False; `passed` said yes.
 
-        What then stays in the load is what is left to be answered.
+        What then stays in the batch is what is left to be answered.
         """
 
     def settle(self) -> None:
-        """Wait until the device uses no scratch, not that of a load begun in part either."""
+        """Wait until the device uses no scratch, not that of a batch begun in part either."""
 
-    def fail(self, load: list[Job], scratch: Scratch_contra, error: Exception) -> None:
+    def fail(self, batch: list[Job], scratch: Scratch_contra, error: Exception) -> None:
         """Answer jobs that came to nothing."""
 
     def refuse(self, job: Job) -> None:
         """Answer a job that was never begun."""
 
 
-class Supply(Protocol[Job_contra, Scratch]):
-    """Scratch for the loads under way. None of this may raise."""
+class ScratchSource(Protocol[Job_contra, Scratch]):
+    """Scratch for the batches under way. None of this may raise."""
 
     def has_for(self, job: Job_contra) -> bool:
-        """Tell whether there is scratch for any load that begins with the job.
+        """Tell whether there is scratch for any batch that begins with the job.
 
         There must be for any job at all when none is under way.
         """
 
-    def take(self, load: Sequence[Job_contra]) -> Scratch:
-        """Return scratch for a load, for whose first job there was some."""
+    def take(self, batch: Sequence[Job_contra]) -> Scratch:
+        """Return scratch for a batch, for whose first job there was some."""
 
     def give_back(self, scratch: Scratch) -> None:
-        """Take back what a load has used."""
+        """Take back what a batch has used."""
 
 
 class _Call(NamedTuple):
@@ -104,17 +104,17 @@ class _Call(NamedTuple):
 
 
 class Pipeline(Generic[Job, Scratch]):
-    """One thread that runs jobs through `stages`, as many loads at one time as have scratch.
+    """One thread that runs jobs through `stages`, as many batches at one time as have scratch.
 
     Besides jobs it takes calls, made between jobs: when none is under way (`run`), or when those
-    before have been begun (`follow`). They must not raise. `heart` says that loads which have gone
-    on go further: the first stage may wait for somebody, no later one.
+    before have been begun (`follow`). They must not raise. `heartbeat` says that batches which have
+    gone on go further: the first stage may wait for somebody, no later one.
     """
 
     def __init__(self, name: str, stages: Stages[Job, Scratch]) -> None:
-        self.heart = Heart(name)
+        self.heartbeat = Heartbeat(name)
         self._stages = stages
-        self._supply: Supply[Job, Scratch] | None = None
+        self._scratch_source: ScratchSource[Job, Scratch] | None = None
         self._items: SimpleQueue[Job | _Call | None] = SimpleQueue()
         self._skip = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
@@ -153,9 +153,9 @@ class Pipeline(Generic[Job, Scratch]):
 
     # --- from the pipeline's own thread, in a call ------------------------------------------
 
-    def provide(self, supply: Supply[Job, Scratch]) -> None:
-        """Take scratch from `supply`. A job that comes before there is any is refused."""
-        self._supply = supply
+    def provide(self, source: ScratchSource[Job, Scratch]) -> None:
+        """Take scratch from `source`. A job that comes before there is any is refused."""
+        self._scratch_source = source
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Pipeline(Generic[Job, Scratch]):
         try:
             self._work()
         except BaseException as error:
-            self.heart.ended(f"{type(error).__name__}: {error}")
+            self.heartbeat.ended(f"{type(error).__name__}: {error}")
             raise
 
     def _work(self) -> None:
@@ -172,10 +172,10 @@ class Pipeline(Generic[Job, Scratch]):
                 if item.when_finished:
                     self._finish_all()
                 item.action()
-            elif (supply := self._open_supply()) is None:
+            elif (source := self._open_source()) is None:
                 self._stages.refuse(item)
             else:
-                self._begin(self._load(item), supply)
+                self._begin(self._batch(item), source)
         self._finish_all()
 
     def _next(self) -> Job | _Call | None:
@@ -189,14 +189,14 @@ class Pipeline(Generic[Job, Scratch]):
                 self._wait()
 
     def _may_come(self, item: Job | _Call | None) -> bool:
-        supply = self._open_supply()
-        if item is None or isinstance(item, _Call) or supply is None:
+        source = self._open_source()
+        if item is None or isinstance(item, _Call) or source is None:
             return True
-        return self._stages.is_due(item) and supply.has_for(item)
+        return self._stages.is_due(item) and source.has_for(item)
 
-    def _open_supply(self) -> Supply[Job, Scratch] | None:
+    def _open_source(self) -> ScratchSource[Job, Scratch] | None:
         """Return where jobs get their scratch; None where they are refused."""
-        return None if self._skip.is_set() else self._supply
+        return None if self._skip.is_set() else self._scratch_source
 
     def _take_items(self) -> None:
         while not self._items.empty():
@@ -222,38 +222,38 @@ class Pipeline(Generic[Job, Scratch]):
     def _look_soon(self) -> None:
         self._in_vain, self._pause = 0, LOOK_SECONDS
 
-    def _load(self, first: Job) -> list[Job]:
+    def _batch(self, first: Job) -> list[Job]:
         """Return `first` with those that wait behind it and may be done together with it."""
-        load = [first]
+        batch = [first]
         if self._alone:
             self._alone -= 1
-            return load
+            return batch
         while self._pending:
             following = self._pending[0]
             if following is None or isinstance(following, _Call):
                 break
-            if not (self._stages.is_due(following) and self._stages.fits(load, following)):
+            if not (self._stages.is_due(following) and self._stages.fits(batch, following)):
                 break
-            load.append(following)
+            batch.append(following)
             self._pending.popleft()
-        return load
+        return batch
 
-    def _begin(self, load: list[Job], supply: Supply[Job, Scratch]) -> None:
-        scratch = supply.take(load)
+    def _begin(self, batch: list[Job], source: ScratchSource[Job, Scratch]) -> None:
+        scratch = source.take(batch)
         self._look_soon()
         try:
-            self._stages.begin(load, scratch)
+            self._stages.begin(batch, scratch)
         except Exception as error:
-            log.exception("a load of %d jobs could not be begun", len(load))
+            log.exception("a batch of %d jobs could not be begun", len(batch))
             self._stages.settle()
-            supply.give_back(scratch)
-            if len(load) == 1:
-                self._stages.fail(load, scratch, error)
+            source.give_back(scratch)
+            if len(batch) == 1:
+                self._stages.fail(batch, scratch, error)
             else:
-                self._pending.extendleft(reversed(load))
-                self._alone = len(load)
+                self._pending.extendleft(reversed(batch))
+                self._alone = len(batch)
         else:
-            self._begun.append((load, scratch))
+            self._begun.append((batch, scratch))
 
     def _look(self) -> bool:
         """Go on with all that the device has done; tell whether there was any."""
@@ -261,9 +261,9 @@ class Pipeline(Generic[Job, Scratch]):
         has_moved = self._look_at(self._continued)
         has_moved = self._look_at(self._begun) or has_moved
         if not self._continued:
-            self.heart.rest()
-        elif has_moved or self.heart.is_resting:
-            self.heart.work()
+            self.heartbeat.rest()
+        elif has_moved or self.heartbeat.is_resting:
+            self.heartbeat.work()
         return has_moved
 
     def _look_at(self, stage: deque[tuple[list[Job], Scratch]]) -> bool:
@@ -275,22 +275,22 @@ class Pipeline(Generic[Job, Scratch]):
             self._look_soon()
         return has_moved
 
-    def _go_on(self, load: list[Job], scratch: Scratch) -> bool:
-        """Go on with a load if the device is ready; tell whether it is in another state now."""
+    def _go_on(self, batch: list[Job], scratch: Scratch) -> bool:
+        """Go on with a batch if the device is ready; tell whether it is in another state now."""
         try:
-            if not self._stages.passed(load, scratch):
+            if not self._stages.passed(batch, scratch):
                 return False
-            is_over = self._stages.go_on(load, scratch)
+            is_over = self._stages.go_on(batch, scratch)
         except Exception as error:
-            log.exception("a load of %d jobs could not be finished", len(load))
+            log.exception("a batch of %d jobs could not be finished", len(batch))
             self._stages.settle()
-            self._stages.fail(load, scratch, error)
+            self._stages.fail(batch, scratch, error)
             is_over = True
         if is_over:
-            assert self._supply is not None, "scratch came from somewhere"
-            self._supply.give_back(scratch)
+            assert self._scratch_source is not None, "scratch came from somewhere"
+            self._scratch_source.give_back(scratch)
         else:
-            self._continued.append((load, scratch))
+            self._continued.append((batch, scratch))
         return True
 
     def _finish_all(self) -> None:

@@ -1,7 +1,7 @@
 """Which ranges of a memory are in use by what comes and goes in turn: a pure ring.
 
-What stays true: ranges that are handed out never overlap, and there are never more of them than
-were allowed; a range of up to the whole ring is to be had at the latest when none is in use.
+Ranges that are handed out never overlap, and there are never more of them than were allowed. A
+range of up to the whole ring is to be had at the latest when none is in use.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Device memory in which blobs lie while they are coded and copied, a ring for each direction.
 
-What stays true: a load has room for its blobs at their worst case, apart from all others'; and a
-part as large as the session's parts may be finds room at the latest when nothing is under way.
+A batch has room for its blobs at their worst case, apart from all others', and a part as large as
+the session's parts may be finds room at the latest when nothing is under way.
 
-Room is shared by bytes, not by loads: large parts, which cost the trainer the fewest interruptions
-for their bytes, and many small ones need the same few hundred MiB.
+Room is shared by bytes, not by batches: large parts, which cost the trainer the fewest
+interruptions for their bytes, and many small ones need the same few hundred MiB.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LARGEST_PARTS: Final = 4
 """For so many of the largest parts there is room. With three, the link stands still now and then
 where there is no MPS (DESIGN.md has the measurement)."""
 
-LOADS_UNDER_WAY: Final = 16
+BATCHES_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
 
 PARTS_TOGETHER: Final = 8
-"""Small parts that may make up a load."""
+"""Small parts that may make up a batch."""
 
 BYTES_TOGETHER: Final = 8 << 20
 """Of parts that are done together: what they share costs little then, and the first of them waits
@@ -43,7 +43,7 @@ RESULT_WORDS: Final = 8
 
 
 class Scratch:
-    """What one load needs on its way: events, and memory for what the codec says and sorts.
+    """What one batch needs on its way: events, and memory for what the codec says and sorts.
 
     `rooms` are the device addresses of its blobs. On the way out, `placed` is where they go that
     are being copied to the pool; on the way back, `kinds` is what they are, and `is_coding` whether
@@ -88,7 +88,7 @@ class ScratchRing:
     """The scratch of one direction of a session, whose parts are of up to `part_bytes`.
 
     Taking turns with a trainer costs both sides more than coding a part. So where there is no MPS,
-    loads are begun again only when half of the ring is free.
+    batches are begun again only when half of the ring is free.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
@@ -97,32 +97,32 @@ class ScratchRing:
     def __init__(self, device: CudaDevice, part_bytes: int) -> None:
         self._bytes_together = min(part_bytes, BYTES_TOGETHER)
         capacity = LARGEST_PARTS * _room_for(part_bytes)
-        self._ring = Ring(capacity, LOADS_UNDER_WAY, by_halves=not device.is_shared_by_mps)
+        self._ring = Ring(capacity, BATCHES_UNDER_WAY, by_halves=not device.is_shared_by_mps)
         work_bytes = device.codec.scratch_bytes(part_bytes)
         with ExitStack() as made:
             self._memory = made.enter_context(closing(DeviceBuffer(capacity)))
             self._free = [
-                made.enter_context(closing(Scratch(work_bytes))) for _ in range(LOADS_UNDER_WAY)
+                made.enter_context(closing(Scratch(work_bytes))) for _ in range(BATCHES_UNDER_WAY)
             ]
             self._made = made.pop_all()
 
     def fits(
-        self, load: Sequence[StoreJob] | Sequence[RestoreJob], job: StoreJob | RestoreJob
+        self, batch: Sequence[StoreJob] | Sequence[RestoreJob], job: StoreJob | RestoreJob
     ) -> bool:
-        """Tell whether the job may be done together with those of `load`."""
-        nbytes = job.nbytes + sum(one.nbytes for one in load)
-        return len(load) < PARTS_TOGETHER and nbytes <= self._bytes_together
+        """Tell whether the job may be done together with those of `batch`."""
+        nbytes = job.nbytes + sum(one.nbytes for one in batch)
+        return len(batch) < PARTS_TOGETHER and nbytes <= self._bytes_together
 
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
-        """Tell whether there is scratch for a load that begins with the job."""
+        """Tell whether there is scratch for a batch that begins with the job."""
         is_alone = job.nbytes >= self._bytes_together  # nothing fits beside it
         nbytes = granules(blob_bound(job.nbytes)) if is_alone else _room_for(self._bytes_together)
         return self._ring.has(nbytes)
 
-    def take(self, load: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
-        """Return scratch for a load; `has_for` has said that there is some."""
+    def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
+        """Return scratch for a batch; `has_for` has said that there is some."""
         scratch = self._free.pop()
-        sizes = [granules(blob_bound(job.nbytes)) for job in load]
+        sizes = [granules(blob_bound(job.nbytes)) for job in batch]
         scratch.taken = self._ring.take(sum(sizes))
         scratch.rooms = []
         address = self._memory.address + scratch.taken.start
@@ -142,5 +142,5 @@ class ScratchRing:
 
 
 def _room_for(nbytes: int) -> int:
-    """Return the bytes that blobs of `nbytes`, of however many parts of a load, take at most."""
+    """Return the bytes that blobs of `nbytes`, of however many parts of a batch, take at most."""
     return granules(nbytes) + PARTS_TOGETHER * (blob_bound(0) + GRANULE)

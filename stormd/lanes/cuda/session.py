@@ -1,8 +1,8 @@
 """One session on one GPU: its two directions, and its beginning and end.
 
-What stays true: each job is answered once, whatever becomes of the client; a client's memory is
-mapped and unmapped only while no job uses it; and no stream waits for a client: on a device with
-fewer queues than streams that would hold other sessions up, or this one for ever.
+Each job is answered once, whatever becomes of the client. A client's memory is mapped and unmapped
+only while no job uses it. No stream waits for a client: on a device with fewer queues than streams
+that would hold other sessions up, or this one for ever.
 
 Stores and restores have a pipeline each, so that they overlap. Their threads look how far the
 client's counter has come, and put on the device what may be done.
@@ -48,7 +48,7 @@ class CudaSession:
         self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
             f"stormd-back-{name}", Restores(client)
         )
-        self.hearts = (self.stores.heart, self.restores.heart)
+        self.heartbeats = (self.stores.heartbeat, self.restores.heartbeat)
         self._end = threading.Thread(target=self._let_go, name=f"stormd-end-{name}", daemon=True)
         for pipeline in (self.stores, self.restores):
             pipeline.run(client.device.context.make_current)

@@ -1,9 +1,9 @@
 """The way out of one client's GPU memory: encode on the device, then copy down to the pool.
 
-What stays true: a source is read only from where `published` says that it is ready, and `stored`
-says when it may be used again; what an encoder left is checked before it is used to place a blob.
+A source is read only from where `published` says that it is ready, and `stored` says when it may be
+used again. What an encoder left is checked before it is used to place a blob.
 
-Only when the codec is done with a load are its blobs' sizes known, and their blocks placed. What a
+Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed. What a
 client has encoded needs nothing of the device before it is copied.
 """
 
@@ -19,8 +19,8 @@ from stormd.events import StoreDone, StoreFailed, StoreJob
 from stormd.lanes import blob_bound
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
+from stormd.nvtx import nvtx_range
 from stormd.protocol.timeline import STORED, EncoderResult
-from stormd.ranges import span
 
 __all__ = ["Stores"]
 
@@ -42,37 +42,37 @@ class Stores:
         """Tell whether its source, or the blob that its client has made of it, is there."""
         return self._client.has_published(job.sequence)
 
-    def fits(self, load: list[StoreJob], job: StoreJob) -> bool:
+    def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs, and comes in the same way."""
-        same_way = bool(job.result) == bool(load[0].result)
-        return same_way and self._client.opened.store_scratch.fits(load, job)
+        same_way = bool(job.result) == bool(batch[0].result)
+        return same_way and self._client.opened.store_scratch.fits(batch, job)
 
-    def begin(self, load: list[StoreJob], scratch: Scratch) -> None:
+    def begin(self, batch: list[StoreJob], scratch: Scratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
-        if load[0].result:
+        if batch[0].result:
             return
         client, stream = self._client, self._client.opened.store_stream.handle
         scratch.code_began.record(stream)
-        for index, (job, room) in enumerate(zip(load, scratch.rooms, strict=True)):
+        for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
             self._encode(job, scratch, index, room)
-        write_value(stream, client.counter(STORED), load[-1].sequence)
+        write_value(stream, client.counter(STORED), batch[-1].sequence)
         scratch.coded.record(stream)
 
-    def passed(self, load: list[StoreJob], scratch: Scratch) -> bool:
+    def passed(self, batch: list[StoreJob], scratch: Scratch) -> bool:
         """Tell whether the blobs are there, or in the pool."""
         if scratch.placed:
             return scratch.copied.done()
-        return bool(load[0].result) or scratch.coded.done()
+        return bool(batch[0].result) or scratch.coded.done()
 
-    def go_on(self, load: list[StoreJob], scratch: Scratch) -> bool:
+    def go_on(self, batch: list[StoreJob], scratch: Scratch) -> bool:
         """Put the copies of the blobs on the link, then answer."""
         if scratch.placed:
-            self._answer(load, scratch)
+            self._answer(batch, scratch)
             return True
-        sources = self._sources(load, scratch)
+        sources = self._sources(batch, scratch)
         if sources:
-            self._copy_down(load, scratch, sources)
+            self._copy_down(batch, scratch, sources)
         return not sources
 
     def settle(self) -> None:
@@ -81,11 +81,11 @@ class Stores:
         device.settle(self._client.opened.store_stream)
         device.settle(device.down)
 
-    def fail(self, load: list[StoreJob], scratch: Scratch, error: Exception) -> None:
+    def fail(self, batch: list[StoreJob], scratch: Scratch, error: Exception) -> None:
         """Answer stores that failed; their sources are free, and later ones may still succeed."""
-        for job, block in zip(load, scratch.placed, strict=False):  # of some, where one failed
+        for job, block in zip(batch, scratch.placed, strict=False):  # of some, where one failed
             job.space.unplace(block, job.promised)
-        for job in load:
+        for job in batch:
             self._fail(job, error)
 
     def refuse(self, job: StoreJob) -> None:
@@ -95,7 +95,7 @@ class Stores:
     def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
         first = index * RESULT_WORDS
         scratch.words[first], scratch.words[first + 1] = 0, UNWRITTEN
-        with span("encode", job.nbytes, job.entry):
+        with nvtx_range("encode", job.nbytes, job.entry):
             self._client.device.codec.encode(
                 (self._client.address(job), job.nbytes),
                 job.dtype,
@@ -106,10 +106,10 @@ class Stores:
                 stream=self._client.opened.store_stream.handle,
             )
 
-    def _sources(self, load: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
+    def _sources(self, batch: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
         """Return where the blobs lie and what their encoders say; drop what cannot be stored."""
         found: list[tuple[int, EncoderResult]] = []
-        for index, (job, room) in enumerate(zip(tuple(load), scratch.rooms, strict=True)):
+        for index, (job, room) in enumerate(zip(tuple(batch), scratch.rooms, strict=True)):
             try:
                 found.append(self._source(job, scratch, index, room))
             except Exception as error:
@@ -117,7 +117,7 @@ class Stores:
                     log.info("entry %d of session %d is no blob: %s", job.entry, job.session, error)
                 else:
                     log.exception("entry %d cannot be stored", job.entry)
-                load.remove(job)
+                batch.remove(job)
                 self._fail(job, error)
         return found
 
@@ -129,26 +129,26 @@ class Stores:
         return room, _encoded(job, scratch, index)
 
     def _copy_down(
-        self, load: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]
+        self, batch: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]
     ) -> None:
         """Place the blobs and put their copies on the link."""
         device = self._client.device
         scratch.copy_began.record(device.down.handle)
-        for index, (job, (source, result)) in enumerate(zip(load, sources, strict=True)):
+        for index, (job, (source, result)) in enumerate(zip(batch, sources, strict=True)):
             scratch.words[index * RESULT_WORDS + 2] = result.mode
             block = job.space.place(job.promised, result.nbytes)
             scratch.placed.append(block)
-            with span("copy down", block.nbytes, job.entry):
+            with nvtx_range("copy down", block.nbytes, job.entry):
                 device.copy_down(source, block)
         scratch.copied.record(device.down.handle)
 
-    def _answer(self, load: list[StoreJob], scratch: Scratch) -> None:
+    def _answer(self, batch: list[StoreJob], scratch: Scratch) -> None:
         """Say that the blobs lie in the pool."""
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
-        coding = 0.0 if load[0].result else scratch.coding_seconds() / len(load)
+        coding = 0.0 if batch[0].result else scratch.coding_seconds() / len(batch)
         client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
-        each = coding + copying / len(load)
+        each = coding + copying / len(batch)
         modes = scratch.words[2::RESULT_WORDS]
         client.post(
             *(
@@ -159,7 +159,7 @@ class Stores:
                     mode=MODE_NAMES[mode],
                     seconds=each,
                 )
-                for job, block, mode in zip(load, blocks, modes, strict=False)
+                for job, block, mode in zip(batch, blocks, modes, strict=False)
             )
         )
 

@@ -257,5 +257,5 @@ def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.M
 def test_workers_are_alive_and_idle(bench: Bench) -> None:
     bench.attach(1)
     stored(bench, 1, b"work", "raw")
-    wait_until(lambda: all(not heart.trouble(0.0) for heart in bench.lane.hearts))
+    wait_until(lambda: all(not heartbeat.trouble(0.0) for heartbeat in bench.lane.heartbeats))
     end(bench, 1)

@@ -113,7 +113,7 @@ def test_a_broken_device_leaves_no_job_unanswered(bench: Bench) -> None:
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in bench.expect(SegmentRefused).detail
     bench.lane.detach(SESSION)
     bench.expect(Detached)
-    (trouble,) = stuck_workers(bench.lane.hearts)
+    (trouble,) = stuck_workers(bench.lane.heartbeats)
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in trouble  # for whoever can start the daemon again
     assert bench.lane.close(10.0)
     fake_cuda.repair()

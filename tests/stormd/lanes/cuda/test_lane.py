@@ -254,12 +254,12 @@ def test_what_crosses_the_link_is_counted_by_direction(bench: Bench) -> None:
 def test_a_profiler_is_told_of_each_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
 
-    def span(what: str, nbytes: int, number: int) -> nullcontext[None]:
+    def nvtx_range(what: str, nbytes: int, number: int) -> nullcontext[None]:
         told.append((what, nbytes, number))
         return nullcontext()
 
     for direction in ("stores", "restores"):
-        monkeypatch.setattr(sys.modules[f"stormd.lanes.cuda.{direction}"], "span", span)
+        monkeypatch.setattr(sys.modules[f"stormd.lanes.cuda.{direction}"], "nvtx_range", nvtx_range)
     bench.map()
     fill(bench)
     bench.store(7, 0, PART)

@@ -15,15 +15,15 @@ BROKEN = (13, 17, 19)
 
 
 class Recorder:
-    """Stages that note what is asked of them; a load is at its first stage, then at its second.
+    """Stages that note what is asked of them; a batch is at its first stage, then at its second.
 
-    The device does nothing while `hold` is clear. Jobs up to `together` share a load. Job 13 cannot
-    be begun, 17 breaks the device in its first stage and 19 what follows.
+    The device does nothing while `hold` is clear. Jobs up to `together` share a batch. Job 13
+    cannot be begun, 17 breaks the device in its first stage and 19 what follows.
     """
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
-        self.loads: list[list[int]] = []
+        self.batches: list[list[int]] = []
         self.used: list[str] = []
         self.hold = threading.Event()
         self.hold.set()
@@ -36,31 +36,31 @@ class Recorder:
     def is_due(self, job: int) -> bool:
         return job < self.due
 
-    def fits(self, load: list[int], job: int) -> bool:
-        return len(load) < self.together
+    def fits(self, batch: list[int], job: int) -> bool:
+        return len(batch) < self.together
 
-    def begin(self, load: list[int], scratch: str) -> None:
+    def begin(self, batch: list[int], scratch: str) -> None:
         assert scratch not in self.seconds
-        if 13 in load:
+        if 13 in batch:
             raise ValueError("no such job")
         self.used.append(scratch)
-        self.loads.append(list(load))
-        self.note("begin", load)
+        self.batches.append(list(batch))
+        self.note("begin", batch)
 
-    def passed(self, load: list[int], scratch: str) -> bool:
+    def passed(self, batch: list[int], scratch: str) -> bool:
         self.looks += 1
-        if not self.hold.is_set() or load[0] >= self.passing:
+        if not self.hold.is_set() or batch[0] >= self.passing:
             return False
-        if 17 in load:
+        if 17 in batch:
             raise RuntimeError("broken")
         return True
 
-    def go_on(self, load: list[int], scratch: str) -> bool:
+    def go_on(self, batch: list[int], scratch: str) -> bool:
         if scratch in self.seconds:
             self.seconds.remove(scratch)
-            self.note("finish", load)
+            self.note("finish", batch)
             return True
-        if 19 in load:
+        if 19 in batch:
             raise KeyError("broken")
         self.seconds.add(scratch)
         return False
@@ -68,15 +68,15 @@ class Recorder:
     def settle(self) -> None:
         self.events.append(("settle", 0))
 
-    def fail(self, load: list[int], scratch: str, error: Exception) -> None:
+    def fail(self, batch: list[int], scratch: str, error: Exception) -> None:
         self.seconds.discard(scratch)
-        self.note(type(error).__name__, load)
+        self.note(type(error).__name__, batch)
 
     def refuse(self, job: int) -> None:
         self.note("refuse", [job])
 
-    def note(self, name: str, load: list[int]) -> None:
-        self.events.extend((name, job) for job in load)
+    def note(self, name: str, batch: list[int]) -> None:
+        self.events.extend((name, job) for job in batch)
 
     def kinds(self, *names: str) -> list[int]:
         return [job for name, job in self.events if name in names]
@@ -94,7 +94,7 @@ class Items(list[str]):
     def has_for(self, job: int) -> bool:
         return bool(self)
 
-    def take(self, load: Sequence[int]) -> str:
+    def take(self, batch: Sequence[int]) -> str:
         return self.pop()
 
     def give_back(self, scratch: str) -> None:
@@ -114,7 +114,7 @@ def pipeline(stages: Recorder) -> Iterator[Pipeline[int, str]]:
     stages.due = 99
     running.end()
     assert running.join(WAIT)
-    assert not running.heart.trouble(0.0)
+    assert not running.heartbeat.trouble(0.0)
 
 
 def put_at_once(pipeline: Pipeline[int, str], jobs: list[int]) -> None:
@@ -204,7 +204,7 @@ def test_what_waits_together_is_done_together(
     pipeline.run(lambda: pipeline.provide(Items(["a"])))
     put_at_once(pipeline, list(range(7)))
     wait_until(stages.answered(7), WAIT, lambda: stages.events)
-    assert stages.loads == [[0, 1, 2], [3, 4, 5], [6]]
+    assert stages.batches == [[0, 1, 2], [3, 4, 5], [6]]
     assert stages.kinds("finish") == list(range(7))
 
 
@@ -215,12 +215,12 @@ def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
     pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
     put_at_once(pipeline, list(range(5)))
     wait_until(stages.answered(2), WAIT, lambda: stages.events)
-    assert stages.loads == [[0, 1]]
+    assert stages.batches == [[0, 1]]
     stages.due = 4
     wait_until(stages.answered(4), WAIT, lambda: stages.events)
     stages.due = 5
     wait_until(stages.answered(5), WAIT, lambda: stages.events)
-    assert stages.loads == [[0, 1], [2, 3], [4]]
+    assert stages.batches == [[0, 1], [2, 3], [4]]
 
 
 def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
@@ -245,7 +245,7 @@ def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> 
     pipeline.put(1)
     ready.set()
     wait_until(stages.answered(2), WAIT, lambda: stages.events)
-    assert stages.loads == [[0], [1]]
+    assert stages.batches == [[0], [1]]
 
 
 def test_a_failing_job_is_answered_and_the_next_one_done(
@@ -280,7 +280,7 @@ def test_a_job_that_cannot_be_begun_costs_no_other(
     wait_until(stages.answered(6), WAIT, lambda: stages.events)
     assert stages.kinds("ValueError") == [13]
     assert stages.kinds("finish") == [1, 2, 3, 4, 5]
-    assert stages.loads == [[1], [2], [3], [4, 5]]
+    assert stages.batches == [[1], [2], [3], [4, 5]]
 
 
 class Halves:
@@ -293,7 +293,7 @@ class Halves:
     def has_for(self, job: int) -> bool:
         return self._ring.has(1)
 
-    def take(self, load: Sequence[int]) -> range:
+    def take(self, batch: Sequence[int]) -> range:
         return self._ring.take(1)
 
 
@@ -393,19 +393,19 @@ def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
     stages.hold.clear()
     pipeline.put(1)
     wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
-    assert pipeline.heart.is_resting
+    assert pipeline.heartbeat.is_resting
     real = stages.go_on
 
-    def hold_then(load: list[int], scratch: str) -> bool:
+    def hold_then(batch: list[int], scratch: str) -> bool:
         stages.hold.clear()
-        return real(load, scratch)
+        return real(batch, scratch)
 
     stages.go_on = hold_then  # type: ignore[method-assign]
     stages.hold.set()
-    wait_until(lambda: "at one job" in pipeline.heart.trouble(0.0), WAIT)
+    wait_until(lambda: "at one job" in pipeline.heartbeat.trouble(0.0), WAIT)
     stages.hold.set()
     wait_until(stages.answered(1), WAIT, lambda: stages.events)
-    wait_until(lambda: pipeline.heart.is_resting, WAIT)
+    wait_until(lambda: pipeline.heartbeat.is_resting, WAIT)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -417,7 +417,7 @@ def test_a_thread_that_ends_by_itself_is_seen(stages: Recorder) -> None:
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
     pipeline.put(1)
     assert pipeline.join(WAIT)
-    assert "has ended: SystemExit: no more" in pipeline.heart.trouble()
+    assert "has ended: SystemExit: no more" in pipeline.heartbeat.trouble()
 
 
 def test_looks_are_rarer_once_nothing_has_happened_for_long(

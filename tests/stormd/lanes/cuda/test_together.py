@@ -24,29 +24,29 @@ SMALL = tuple(PART // 8 - 2 * n for n in range(8))
 
 @contextmanager
 def waiting_together(pipeline: Any) -> Iterator[list[int]]:
-    """Have the jobs put inside found together; yield how many each load begins with."""
-    ready, loads, begin = threading.Event(), [], pipeline._stages.begin
+    """Have the jobs put inside found together; yield how many each batch begins with."""
+    ready, batches, begin = threading.Event(), [], pipeline._stages.begin
 
-    def noting(load: list[Any], scratch: Any) -> None:
-        begin(load, scratch)
-        loads.append(len(load))
+    def noting(batch: list[Any], scratch: Any) -> None:
+        begin(batch, scratch)
+        batches.append(len(batch))
 
     pipeline._stages.begin = noting
     pipeline.run(lambda: ready.wait(10.0) and None)
-    yield loads
+    yield batches
     ready.set()
 
 
 def stored_together(bench: Bench, published: int) -> list[Any]:
     """Store small parts, `published` of them ready, and return where they are."""
-    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
         for entry, nbytes in enumerate(SMALL, 1):
             bench.store(entry, (entry - 1) * PART, nbytes)
         bench.publish(published)
     wait_until(lambda: bench.counters.read(STORED) >= published)
     bench.publish(len(SMALL))
     bench.expect(StoreDone, len(SMALL))
-    assert loads == [some for some in (published, len(SMALL) - published) if some]
+    assert batches == [some for some in (published, len(SMALL) - published) if some]
     assert bench.counters.read(STORED) == len(SMALL)
     done = [result for result in bench.results if isinstance(result, StoreDone)]
     assert [one.entry for one in done] == list(range(1, 9))
@@ -56,10 +56,10 @@ def stored_together(bench: Bench, published: int) -> list[Any]:
 def restore_at_once(bench: Bench, blocks: Sequence[Any], sizes: Sequence[int]) -> list[int]:
     """Ask for parts back that are found together, numbered behind as many; see waiting_together."""
     bench.memory[:] = 0xA5
-    with waiting_together(bench.lane._sessions[SESSION].restores) as loads:
+    with waiting_together(bench.lane._sessions[SESSION].restores) as batches:
         for index, (block, nbytes) in enumerate(zip(blocks, sizes, strict=True)):
             bench.restore(len(sizes) + 1 + index, block, index * PART, nbytes)
-    return loads
+    return batches
 
 
 def assert_back(bench: Bench, before: np.ndarray, sizes: Sequence[int]) -> None:
@@ -79,8 +79,8 @@ def test_small_parts_go_and_come_together(bench: Bench, published: int) -> None:
     bench.map()
     before = fill(bench)
     blocks = stored_together(bench, published)
-    loads = restore_at_once(bench, blocks, SMALL)
-    wait_until(lambda: loads == [len(SMALL)])
+    batches = restore_at_once(bench, blocks, SMALL)
+    wait_until(lambda: batches == [len(SMALL)])
     assert (bench.memory == 0xA5).all()
     bench.publish(16)
     bench.expect(RestoreDone, len(SMALL))
@@ -114,7 +114,7 @@ def test_a_damaged_blob_among_others_fails_alone(bench: Bench, place: int) -> No
 def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) -> None:
     bench.map()
     fill(bench)
-    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
         for entry in (1, 2):
             bench.store(entry, (entry - 1) * PART, SMALL[entry])
     bench.publish(1)
@@ -122,28 +122,28 @@ def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) 
     assert bench.counters.read(STORED) == 1
     bench.publish(2)
     bench.space.release(bench.expect(StoreDone, 2).block)
-    assert loads == [1, 1]
+    assert batches == [1, 1]
 
 
 def test_what_is_too_large_together_goes_one_by_one(bench: Bench) -> None:
     bench.map()
     fill(bench)
-    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
         for entry in range(1, 5):
             bench.store(entry, (entry - 1) * PART, PART // 2)
         bench.publish(4)
     for number in range(1, 5):
         bench.space.release(bench.expect(StoreDone, number).block)
-    assert loads == [2, 2]
+    assert batches == [2, 2]
 
 
 def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None:
-    """Though the load right behind it cannot be begun, and its jobs are tried again alone."""
+    """Though the batch right behind it cannot be begun, and its jobs are tried again alone."""
     bench.map()
     before = fill(bench)
     fake_cuda.CudaCodec.broken = 1
     bench.publish(1)
-    with waiting_together(bench.lane._sessions[SESSION].stores) as loads:
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
         for entry in (1, 2, 3):
             bench.store(entry, (entry - 1) * PART, SMALL[entry])
     wait_until(lambda: bench.counters.read(STORED) == 1)
@@ -151,7 +151,7 @@ def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None
     bench.publish(3)
     bench.expect(StoreDone, 3)
     assert fake_cuda.CudaCodec.broken is None
-    assert loads == [1, 1, 1]
+    assert batches == [1, 1, 1]
     assert bench.counters.read(STORED) == 3
     blocks = {one.entry: one.block for one in bench.results if isinstance(one, StoreDone)}
     for number, (entry, block) in enumerate(blocks.items(), 1):
@@ -203,12 +203,12 @@ def test_without_mps_parts_are_begun_again_when_half_of_the_scratch_is_free(
         bench.store(entry, (entry - 1) * PART, PART)
     bench.expect(StoreDone, len(sizes))
     blocks = [result.block for result in bench.results if isinstance(result, StoreDone)]
-    loads = restore_at_once(bench, blocks, sizes)
+    batches = restore_at_once(bench, blocks, sizes)
     for back, count in enumerate(begun):
         bench.publish(len(sizes) + back)
         wait_until(lambda: results_of(bench, RestoreDone) == back)  # noqa: B023 - it is called now
         time.sleep(0.02)
-        assert loads == [1] * count
+        assert batches == [1] * count
     bench.publish(2 * len(sizes))
     bench.expect(RestoreDone, len(sizes))
     assert_back(bench, before, sizes)

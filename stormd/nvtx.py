@@ -1,7 +1,7 @@
 """Names for profilers: what a lane does, as NVTX ranges in `nsys profile stormd serve`.
 
-What stays true: where no profiler is attached a range costs one look at a module's variable, and
-no text is made; a range ends where it was begun, also when what is inside raises.
+Where no profiler is attached a range costs one look at a module's variable, and no text is made. A
+range ends where it was begun, also when what is inside raises.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-__all__ = ["span"]
+__all__ = ["nvtx_range"]
 
 _NSYS: Final = "NVTX_INJECTION64_PATH"
 """What NVIDIA's profilers set in the environment of what they start, for NVTX to find them."""
@@ -19,14 +19,14 @@ _NSYS: Final = "NVTX_INJECTION64_PATH"
 _nothing: Final = nullcontext()
 
 
-def span(what: str, nbytes: int, number: int) -> AbstractContextManager[object]:
+def nvtx_range(what: str, nbytes: int, number: int) -> AbstractContextManager[object]:
     """Return a context that is the range `stormd WHAT #NUMBER, NBYTES B` to a profiler."""
     if _nvtx is None:
         return _nothing
-    return _Span(f"stormd {what} #{number}, {nbytes} B")
+    return _Range(f"stormd {what} #{number}, {nbytes} B")
 
 
-class _Span:
+class _Range:
     """A range; its work on the GPU is what is put on a stream inside it."""
 
     __slots__ = ("_name",)

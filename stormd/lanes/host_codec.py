@@ -1,8 +1,8 @@
 """Moves bytes between a session's memory and blobs in the arena, on the processor.
 
-What stays true: nothing outside the given ranges is read or written, also when a client changes
-its memory meanwhile (the codec's promise: the blob is then garbage and found to be so), and what
-is decoded is verified by the codec before it is called restored.
+Nothing outside the given ranges is read or written, also when a client changes its memory meanwhile
+(the codec's promise: the blob is then garbage and found to be so), and what is decoded is verified
+by the codec before it is called restored.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from stormd.host_pool import HostPool
 from stormd.huge_pages import advise_huge_pages
 from stormd.lanes import blob_bound
 
-__all__ = ["Scratch", "Transfer"]
+__all__ = ["Buffer", "HostCodec"]
 
 MODE_OFFSET: Final = 6
 """Where an ANCF header says its mode; a test holds it to what the codec reads."""
 
 
-class Scratch:
+class Buffer:
     """`nbytes` of private memory at `address`, aligned to a page."""
 
     def __init__(self, nbytes: int) -> None:
@@ -38,7 +38,7 @@ class Scratch:
         self._mapping.close()
 
 
-class Transfer:
+class HostCodec:
     """One worker's stores and restores of up to `part_bytes` each. Not thread-safe.
 
     Its scratch holds a blob whose size is not known yet, or that lies in pieces. Its pages are
@@ -48,7 +48,7 @@ class Transfer:
     def __init__(self, pool: HostPool, part_bytes: int) -> None:
         self._codec = ancf.host_backend()
         self._pool = pool
-        self._blob = Scratch(blob_bound(part_bytes))
+        self._blob = Buffer(blob_bound(part_bytes))
 
     def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
         """Encode the bytes at address `source`; return where the blob is, and its mode.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stormd import ranges
-from stormd.ranges import span
+from stormd import nvtx
+from stormd.nvtx import nvtx_range
 
 
 class Nvtx:
@@ -20,16 +20,20 @@ class Nvtx:
 
 
 def test_without_a_profiler_it_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_nvtx", None)
-    assert span("encode", 1, 2) is span("copy", 3, 4)
+    monkeypatch.setattr(nvtx, "_nvtx", None)
+    assert nvtx_range("encode", 1, 2) is nvtx_range("copy", 3, 4)
 
 
 def test_a_profiler_is_told_also_when_something_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvtx = Nvtx()
-    monkeypatch.setattr(ranges, "_nvtx", nvtx)
-    with pytest.raises(ZeroDivisionError), span("encode", 4096, 7), span("copy down", 99, 7):
+    listener = Nvtx()
+    monkeypatch.setattr(nvtx, "_nvtx", listener)
+    with (
+        pytest.raises(ZeroDivisionError),
+        nvtx_range("encode", 4096, 7),
+        nvtx_range("copy down", 99, 7),
+    ):
         raise ZeroDivisionError
-    assert nvtx.told == ["stormd encode #7, 4096 B", "stormd copy down #7, 99 B", "end", "end"]
+    assert listener.told == ["stormd encode #7, 4096 B", "stormd copy down #7, 99 B", "end", "end"]
 
 
 def test_nvtx_is_looked_for_only_where_a_profiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,10 +43,10 @@ def test_nvtx_is_looked_for_only_where_a_profiler_says_so(monkeypatch: pytest.Mo
         looked.append(name)
         raise ImportError(name)
 
-    monkeypatch.setattr(ranges.importlib, "import_module", missing)
+    monkeypatch.setattr(nvtx.importlib, "import_module", missing)
     monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
-    assert ranges._found() is None
+    assert nvtx._found() is None
     assert not looked
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "/a/library")
-    assert ranges._found() is None
+    assert nvtx._found() is None
     assert looked == ["cupy.cuda.nvtx"]

@@ -15,7 +15,7 @@ from stormd.arena import GRANULE, Block, Space
 from stormd.events import StoreJob
 from stormd.host_pool import HostPool
 from stormd.lanes import blob_bound
-from stormd.lanes.transfer import Scratch, Transfer
+from stormd.lanes.host_codec import Buffer, HostCodec
 
 PART = 64 << 10
 POOL = 256 << 10
@@ -25,8 +25,8 @@ POOL = 256 << 10
 class Made:
     pool: HostPool
     space: Space
-    transfer: Transfer
-    memory: Scratch
+    codec: HostCodec
+    memory: Buffer
 
     def store(self, data: bytes, codec: str, dtype: DType = DType.BYTES) -> tuple[Block, str]:
         ctypes.memmove(self.memory.address, data, len(data))
@@ -44,11 +44,11 @@ class Made:
             promised=promised,
             space=self.space,
         )
-        return self.transfer.store(self.memory.address, job)
+        return self.codec.store(self.memory.address, job)
 
     def restore(self, block: Block, nbytes: int) -> bytes:
         ctypes.memset(self.memory.address, 0xAA, PART)
-        self.transfer.restore(block, self.memory.address, nbytes)
+        self.codec.restore(block, self.memory.address, nbytes)
         return ctypes.string_at(self.memory.address, nbytes)
 
     def splinter(self) -> None:
@@ -64,9 +64,9 @@ class Made:
 def made() -> Iterator[Made]:
     pool = HostPool(POOL)
     space = Space(POOL)
-    made = Made(pool, space, Transfer(pool, PART), Scratch(PART))
+    made = Made(pool, space, HostCodec(pool, PART), Buffer(PART))
     yield made
-    made.transfer.close()
+    made.codec.close()
     made.memory.close()
     pool.close()
 
@@ -119,7 +119,7 @@ def test_a_store_that_fails_leaves_its_promise(
         def encode_into(self, *_: object, **__: object) -> int:
             raise MemoryError("no scratch")
 
-    monkeypatch.setattr(made.transfer, "_codec", Broken())
+    monkeypatch.setattr(made.codec, "_codec", Broken())
     with pytest.raises(MemoryError):
         made.store(bytes(1000), codec)
     assert (made.space.use().used, made.space.use().promised) == (0, 1280)
