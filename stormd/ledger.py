@@ -205,7 +205,7 @@ class Ledger:
     def free_some(self) -> list[Instruction]:
         """Free some entries of sessions that end, a few milliseconds' work; to be called again.
 
-        Others are served in between: to free 60,000 entries takes a quarter of a second.
+        Others are served in between.
         """
         gone: list[Instruction] = []
         left = FREED_A_TURN

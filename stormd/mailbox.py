@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 DELIVERED_A_TURN: Final = 256
 """Results handed on before the loop gets to other work: the jobs of a session that has died are
-answered all at once, and each answer costs some 5 us."""
+answered all at once."""
 
 
 class Mailbox(Generic[Item]):

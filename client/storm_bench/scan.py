@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from storm_bench.scan_picture import draw
+from storm_bench.pictures import draw_scan
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.errors import ChildFailed
@@ -105,7 +105,7 @@ def measure_scan(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         torch.set_num_threads(threads)
     if args.image:
-        draw(figures, Path(args.image))
+        draw_scan(figures, Path(args.image))
     return figures
 
 

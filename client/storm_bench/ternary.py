@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from storm_bench.ternary_picture import draw
+from storm_bench.pictures import draw_ternary
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 
@@ -75,7 +75,7 @@ def measure_ternary(args: argparse.Namespace) -> dict[str, Any]:
         "memory_bytes": {name: _PARAMETERS * bits // 8 for name, bits in _BITS.items()},
     }
     if args.image:
-        draw(figures, Path(args.image))
+        draw_ternary(figures, Path(args.image))
     return figures
 
 

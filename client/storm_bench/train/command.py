@@ -22,7 +22,7 @@ import psutil
 
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.interrupts import noted_interrupts
-from storm_bench.train.picture import draw
+from storm_bench.pictures import draw_train
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
@@ -123,7 +123,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     except KeyboardInterrupt:
         figures["interrupted"] = True
     if args.image:
-        draw(figures, Path(args.image))
+        draw_train(figures, Path(args.image))
     return figures
 
 

@@ -5,9 +5,9 @@ more is under way than there is scratch for. Jobs that are due and have scratch 
 thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
-any size. The thread does not wait inside the driver, which costs a processor 30 us each time, its
-interrupt included: it looks whether the device has got further whenever it has something to do, and
-otherwise several times a millisecond.
+any size. The thread does not wait inside the driver, which costs a processor more than looking
+(DESIGN.md has the measurement): it looks whether the device has got further whenever it has
+something to do, and otherwise several times a millisecond.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ LOOK_SECONDS: Final = 0.0001
 """Until the device is looked at again; twice as long each time that nothing has happened."""
 
 LONGEST_LOOK_SECONDS: Final = 0.0004
-"""A look costs 6 us of a processor, a hundredth and a half of it while a client lets us wait; what
-the link is to do next waits so long at the most."""
+"""What the link is to do next waits so long at the most; with less, looks at a client that lets us
+wait take more than a few hundredths of a processor."""
 
 IDLE_LOOKS: Final = 2500
 """So many in vain, a second of them, and the client is not about to go on: it evaluates, or waits

@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from storm_bench.pictures import draw_train
 from storm_bench.train import command as bench_train
 from storm_bench.train.command import METHODS, WORKLOADS, measure_train, print_train
 from storm_bench.train.gpt import WORKLOADS as THEIR_WORKLOADS
 from storm_bench.train.methods import METHODS as THEIR_METHODS
-from storm_bench.train.picture import draw
 
 from stormd import cli
 from stormd.commands import arguments
@@ -58,7 +58,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_picture(tmp_path: Path) -> None:
-    draw(FIGURES, tmp_path / "train.png")
+    draw_train(FIGURES, tmp_path / "train.png")
     assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
 
 
