@@ -1,8 +1,8 @@
 """Where blobs lie in the pool: promises and blocks, as numbers only.
 
-What stays true: every byte of the space is free or belongs to exactly one block, no two free
-extents touch, and promised bytes never exceed the free ones. A promise that was given can
-therefore always be placed: `place` cannot fail. The memory itself is `host_pool`'s.
+Every byte of the space is free or belongs to exactly one block, no two free extents touch, and
+promised bytes never exceed the free ones. A promise that was given can therefore always be placed:
+`place` cannot fail. The memory itself is `host_pool`'s.
 
 A block's size is known only after encoding, and reserving the worst case would leave a hole
 behind every block. So admission promises bytes, as a number, and placement takes the exact size,
@@ -121,8 +121,13 @@ class Space:
         does, the largest ones together, and for what is left over the smallest that holds it: in a
         full pool one of exactly that size is often there, and every cut that is not made is an
         extent less, in every block that will lie there.
+
+        Raises:
+            AssertionError: `nbytes` is 0 or more than was promised; nothing has changed. It is
+                raised by an interpreter without assertions too: others' blocks are at stake.
         """
-        assert 0 < nbytes <= promised, f"{nbytes} bytes placed on a promise of {promised}"
+        if not 0 < nbytes <= promised:
+            raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")
         with self._lock:
             self._unpromise(promised)
             wanted = granules(nbytes)

@@ -1,8 +1,8 @@
 """The `stormd` command: parses the command line and runs one command.
 
-What stays true: the exit status is 0 for success, 1 for a failed check or a failure of the
-daemon, 2 for wrong usage or a bad setting, 3 where no daemon answers, and 130 after an interrupt;
-an error of ours ends as one line on standard error, never as a traceback.
+The exit status is 0 for success, 1 for a failed check or a failure of the daemon, 2 for wrong usage
+or a bad setting, 3 where no daemon answers, and 130 after an interrupt. An error of ours ends as
+one line on standard error, never as a traceback.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from stormd import __version__
 from stormd.commands import bench, demo, doctor, serve, status, top
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; `command` names the chosen command."""
-    top_level = argparse.ArgumentParser(
+    top_level = _Parser(
         prog="stormd",
         description="Keeps training activations losslessly compressed in shared host memory.",
         epilog="exit status: 0 done, 1 a check failed, 2 wrong usage, 3 no daemon answers, "
@@ -63,8 +63,25 @@ def parser() -> argparse.ArgumentParser:
     commands = top_level.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in _COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
+        command.add_later(module.add_arguments)
     return top_level
+
+
+class _Parser(argparse.ArgumentParser):
+    """A command's arguments are added when it is chosen: others' programs stay unloaded."""
+
+    _add: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
+        """Have `add` called with this parser before it parses anything."""
+        self._add = add
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, having added what is to be added."""
+        add, self._add = self._add, None
+        if add is not None:
+            add(self)
+        return super().parse_known_args(args, namespace)
 
 
 def _unread() -> int:

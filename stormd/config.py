@@ -1,10 +1,9 @@
 """What an operator may set, defined once.
 
-What stays true: a Config that exists is valid, and each option's name, default, unit and help
-stand here alone, but for the names in `stormd.protocol.variables`, for clients, which do not load
-this. Command-line flags, `STORMD_...` variables, the TOML file and the commented example file are
-all derived from the fields below. Nothing else in the daemon reads the environment or a file for a
-setting.
+A Config that exists is valid, and each option's name, default, unit and help stand here alone, but
+for the names in `stormd.protocol.variables`, for clients, which do not load this. Command-line
+flags, `STORMD_...` variables, the TOML file and the commented example file are all derived from the
+fields below. Nothing else in the daemon reads the environment or a file for a setting.
 """
 
 from __future__ import annotations

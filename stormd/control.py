@@ -1,8 +1,8 @@
 """The control socket: a ZeroMQ ROUTER on the event loop.
 
-What stays true: it never blocks the loop, every frame that has arrived is handed on without
-another event being needed, a peer that does not read costs its own connection only, and however
-many connect, those who are connected are served.
+It never blocks the loop, every frame that has arrived is handed on without another event being
+needed, a peer that does not read costs its own connection only, and however many connect, those who
+are connected are served.
 
 ZeroMQ's descriptor is edge-triggered: it tells of a change, not of a state, and any send may
 swallow the edge. So whoever has sent calls `settle`, which looks for input again. This is several
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 
 FRAMES_A_TURN: Final = 64
 """Frames handed on before the loop gets to other work."""
+
+PARTS_AT_ONCE: Final = 64
+"""Of a message that has several, which no client sends, read before the time is looked at."""
 
 TURN_SECONDS: Final = 0.005
 """Time after which no further frame is begun in a turn. ZeroMQ takes peers in rotation, so one
@@ -87,6 +90,7 @@ class ControlSocket:
         self._on_batch: Callable[[], None]
         self._scheduled: asyncio.Handle | None = None
         self._next_warning = 0.0
+        self._passed_over: bytes | None = None  # who sent the message that has parts left
         try:
             self._configure()
             self._socket.bind(address)
@@ -172,14 +176,20 @@ class ControlSocket:
 
     # --- frames -----------------------------------------------------------------------------
 
-    def _only_frame(self) -> zmq.Frame | None:
-        """Return what follows the route where it is one frame; the parts of a message are there."""
-        frame = self._socket.recv(DONTWAIT, copy=False)
-        if not frame.more:
-            return frame
-        while frame.more:
+    def _take_message(self) -> None:
+        """Hand a message on, all parts of which are there, or go on passing over one of several."""
+        if self._passed_over is None:
+            route = bytes(self._socket.recv(DONTWAIT))
             frame = self._socket.recv(DONTWAIT, copy=False)
-        return None
+            if not frame.more:
+                self._on_frame(route, frame)
+                return
+            self._passed_over = route
+        for _ in range(PARTS_AT_ONCE):
+            if not self._socket.recv(DONTWAIT, copy=False).more:
+                route, self._passed_over = self._passed_over, None
+                self._on_frame(route, None)
+                return
 
     def _read(self) -> None:
         if self._scheduled is not None:
@@ -190,8 +200,7 @@ class ControlSocket:
             # Asking is cheaper than the exception of a recv in vain.
             if not self._has_input() or time.monotonic() > deadline:
                 break
-            route = bytes(self._socket.recv(DONTWAIT))
-            self._on_frame(route, self._only_frame())
+            self._take_message()
         self._on_batch()
         self.settle()
 

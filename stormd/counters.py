@@ -1,6 +1,6 @@
 """What the daemon counts since its start: plain numbers, read by `status` and the metrics.
 
-What stays true: counters only grow, and only the event loop writes them.
+Counters only grow, and only the event loop writes them.
 """
 
 from __future__ import annotations

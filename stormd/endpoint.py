@@ -1,8 +1,8 @@
 """The HTTP endpoint an operator's tools read: a few fixed GET routes.
 
-What stays true: routes are called on the daemon's event loop, so they read its state without a
-lock and without tearing; a slow, silent or hostile client costs one bounded connection for a few
-seconds and nothing else.
+Routes are called on the daemon's event loop, so they read its state without a lock and without
+tearing. A slow, silent or hostile client costs one bounded connection for a few seconds and nothing
+else.
 
 Why not prometheus-client's own server: it answers on threads of its own, one a connection and as
 many as come, which would read the ledger while the loop changes it. On the loop, a loop that

@@ -1,7 +1,7 @@
 """What can go wrong in the daemon, by whose fault.
 
-What stays true: a message names the value, the limit and the next step, and nothing was changed
-by the call that raised.
+A message names the value, the limit and the next step, and nothing was changed by the call that
+raised.
 """
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The commented example of the config file, made from the definition of the settings.
 
-What stays true: the example names every option with its default, and a daemon that reads it
-unchanged behaves as one without a file: every setting in it is commented out.
+The example names every option with its default, and a daemon that reads it unchanged behaves as one
+without a file: every setting in it is commented out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How busy the GPUs are, as the driver's management library says, looked at once a second.
 
-What stays true: the library is called from a thread of its own, never from the event loop, for a
-call can take milliseconds; where there is no answer, None is reported and nothing is guessed.
+The library is called from a thread of its own, never from the event loop, for a call can take
+milliseconds. Where there is no answer, None is reported and nothing is guessed.
 """
 
 from __future__ import annotations

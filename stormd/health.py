@@ -1,8 +1,8 @@
 """Whether the daemon's worker threads still get anywhere.
 
-What stays true: a worker that has been at one job for longer than the limit, or whose thread has
-ended without being told to, is named; an idle worker is healthy however long it waits. Python
-cannot end a thread, so being stuck is reported to whoever can restart the process.
+A worker that has been at one job for longer than the limit, or whose thread has ended without being
+told to, is named. An idle worker is healthy however long it waits. Python cannot end a thread, so
+being stuck is reported to whoever can restart the process.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Final
 
-__all__ = ["STUCK_SECONDS", "Heart", "stuck_workers"]
+__all__ = ["STUCK_SECONDS", "Heartbeat", "stuck_workers"]
 
 STUCK_SECONDS: Final = 30.0
 """How long one job may take. The largest entry is 1 GiB, and the slowest codec, the NumPy
 reference, encodes 0.05 GB/s: 21 s."""
 
 
-class Heart:
+class Heartbeat:
     """One worker's sign of life: the worker enters it round each job; the loop reads it.
 
     Written by its worker alone and read by the loop without a lock: both fields are single
@@ -71,6 +71,8 @@ class Heart:
         return ""
 
 
-def stuck_workers(hearts: Iterable[Heart], limit_seconds: float = STUCK_SECONDS) -> list[str]:
+def stuck_workers(
+    heartbeats: Iterable[Heartbeat], limit_seconds: float = STUCK_SECONDS
+) -> list[str]:
     """Return one sentence for each worker that is stuck or gone."""
-    return [trouble for heart in hearts if (trouble := heart.trouble(limit_seconds))]
+    return [trouble for heartbeat in heartbeats if (trouble := heartbeat.trouble(limit_seconds))]

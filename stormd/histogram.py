@@ -1,7 +1,7 @@
 """How long things took, in fixed buckets.
 
-What stays true: the buckets never change while the daemon runs, so that two readings can be
-subtracted; an observation costs one bisection and no allocation.
+The buckets never change while the daemon runs, so that two readings can be subtracted. An
+observation costs one bisection and no allocation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pool's memory: one mapping, made resident at start and locked where that is allowed.
 
-What stays true: the mapping belongs to this process alone. No session ever maps it or is handed
-a part of it, so a freed block is readable by nobody; and it does not move until `close`.
+The mapping belongs to this process alone. No session ever maps it or is handed a part of it, so a
+freed block is readable by nobody, and it does not move until `close`.
 
 Private anonymous memory rather than shared: nothing outside may map it, and transparent huge
 pages follow the machine's ordinary setting instead of the seldom enabled one for shared memory.

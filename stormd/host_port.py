@@ -1,6 +1,6 @@
 """TCP addresses as people write them: `HOST:PORT`, an IPv6 host in brackets.
 
-What stays true: only a host with a port in 0 .. 65535 comes out; nothing is looked up.
+Only a host with a port in 0 .. 65535 comes out. Nothing is looked up.
 """
 
 from __future__ import annotations

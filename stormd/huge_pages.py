@@ -1,6 +1,6 @@
 """Huge pages for the daemon's mappings, where the kernel has them.
 
-What stays true: where it has none, as real-time kernels do, everything works all the same.
+Where it has none, as real-time kernels do, everything works all the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Who holds what: the pure state machine over sessions, entries, leases and quotas.
 
-What stays true: an event goes in, instructions come out, and nothing else happens: no socket,
-clock or memory is touched here. Every admitted entry holds either a promise or a block of the
-arena until it is freed, exactly once; nothing is freed while a lane uses it; and a session that
-has ended holds nothing.
+An event goes in, instructions come out, and nothing else happens: no socket, clock or memory is
+touched here. Every admitted entry holds either a promise or a block of the arena until it is freed,
+exactly once. Nothing is freed while a lane uses it. A session that has ended holds nothing.
 
 Entries:   Store -> encoding -> stored -> (restores read it) -> freed
            Release or the session's end while a lane uses the entry frees it when the lane is done.
@@ -12,29 +11,43 @@ Sessions:  opened -> attached -> ending -> gone; `Detached` of the lane is what 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, Final
 
-from stormd.admission import restore_problem, segment_problem, share_problem, store_problem
+from stormd.accounting import (
+    Holdings,
+    assert_session,
+    assert_space,
+    restore_problem,
+    segment_problem,
+    share_problem,
+    store_problem,
+)
 from stormd.arena import Space, granules
-from stormd.cache import Cache, Caller
-from stormd.cache_requests import CacheRequests
+from stormd.cache.items import Cache, Caller
+from stormd.cache.requests import CacheRequests
 from stormd.counters import Counters
-from stormd.holdings import Holdings, assert_session, assert_space
-from stormd.instructions import Detach, Ended, Instruction, Map, Probe, Reply, Skip, Unmap
-from stormd.lanes import (
+from stormd.events import (
+    Detach,
     Detached,
+    Ended,
+    Instruction,
+    Map,
+    Probe,
+    Reply,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
     Result,
     SegmentMapped,
     SegmentRefused,
+    Skip,
     StoreDone,
     StoreFailed,
     StoreJob,
-    blob_bound,
-    parse_dtype,
+    Unmap,
 )
+from stormd.lanes import blob_bound, parse_dtype
 from stormd.protocol import (
     Admitted,
     Failed,
@@ -50,13 +63,16 @@ from stormd.protocol import (
     Stored,
     UnmapSegment,
 )
-from stormd.records import CacheAccess, Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.sessions import CacheAccess, Entry, Limits, Phase, Session, SessionInfo, Ticket
 from stormd.sizes import format_size
 
 __all__ = ["ATTACH_SECONDS", "Ledger"]
 
 ATTACH_SECONDS: Final = 5.0
 """How long a session may exist without its lifeline."""
+
+FREED_A_TURN: Final = 256
+"""Entries of ending sessions that are freed before the loop gets to other work."""
 
 
 class Ledger:
@@ -77,6 +93,7 @@ class Ledger:
         self._holdings = Holdings()
         self._holdings.shares.limit(limits.share_bytes, ())
         self._draining = False
+        self._freeing: deque[Session] = deque()  # those that end and have entries to be freed
         self._events = {
             StoreDone: self._store_done,
             StoreFailed: self._store_failed,
@@ -89,14 +106,19 @@ class Ledger:
 
     # --- sessions ---------------------------------------------------------------------------
 
-    def refusal(self) -> Refused | None:
-        """Return why no session can be opened now, None where one can."""
+    def refusal(self, *, has_lane: bool = True) -> Refused | None:
+        """Return why no session, with a lane or for control alone, can be opened now.
+
+        None where one can. Shares are kept for those with a lane; of the others, which hold
+        nothing, there may be as many beside them.
+        """
         if self._draining:
             return Refused("DaemonLost", "the daemon is shutting down: start it again")
-        if len(self._sessions) >= self._limits.max_sessions:
+        kind = [one for one in self._sessions.values() if one.info.has_lane is has_lane]
+        if len(kind) >= self._limits.max_sessions:
             return Refused(
                 "QuotaExceeded",
-                f"{len(self._sessions)} sessions are open, the limit is "
+                f"{len(kind)} sessions are open, the limit is "
                 f"{self._limits.max_sessions}: end one, or raise max_sessions",
             )
         return None
@@ -114,11 +136,11 @@ class Ledger:
 
         With a `caller` it is one for the cache, of which there must be one.
         """
-        assert self.refusal() is None
+        assert self.refusal(has_lane=info.has_lane) is None
         assert info.session not in self._sessions
         assert caller is None or self._cache is not None
         segments = {0: staging_bytes} if staging_bytes else {}
-        record = Session(info, part_bytes, now, segments)
+        record = Session(info=info, part_bytes=part_bytes, seen=now, segments=segments)
         record.cache = None if caller is None else CacheAccess(caller)
         self._sessions[info.session] = record
         self._counters.sessions += 1
@@ -169,12 +191,31 @@ class Ledger:
         record.phase = Phase.ENDING
         self._counters.ended[cause] += 1
         if self._cache is not None:
-            self._cache.close_put(record, self._holdings)
-        for entry_id, entry in list(record.entries.items()):
-            entry.held.clear()
-            self._holdings.give_up(record, entry_id)
+            self._cache.withdraw_put(record)
         record.waiting.clear()
-        return [Detach(session)]
+        record.to_free = list(record.entries)
+        self._freeing.append(record)
+        return [Detach(session), *self.free_some()]
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether `free_some` has something to do."""
+        return bool(self._freeing)
+
+    def free_some(self) -> list[Instruction]:
+        """Free some entries of sessions that end, a few milliseconds' work; to be called again.
+
+        Others are served in between.
+        """
+        gone: list[Instruction] = []
+        left = FREED_A_TURN
+        while self._freeing and left:
+            record = self._freeing[0]
+            left -= self._free_some_of(record, left)
+            if not record.to_free:
+                self._freeing.popleft()
+                gone += self._gone(record)
+        return gone
 
     def drain(self) -> None:
         """Take no new session and no new entry from now on."""
@@ -203,23 +244,30 @@ class Ledger:
         shortage = self._promise(record, promised)
         if shortage is not None:
             return self._rejected(record, request, message, "pool_full", shortage)
-        entry = Entry(message.nbytes, message.codec, now, promised, granules(promised), space)
+        entry = Entry(
+            raw_bytes=message.nbytes,
+            codec=message.codec,
+            since=now,
+            promised=promised,
+            charge=granules(promised),
+            space=space,
+        )
         record.last_entry = message.entry
         self._holdings.add(record, message.entry, entry)
         job = StoreJob(
-            session,
-            message.entry,
-            message.segment,
-            message.offset,
-            message.nbytes,
-            dtype,
-            message.codec,
-            message.sequence,
-            promised,
-            space,
-            message.result,
+            session=session,
+            entry=message.entry,
+            segment=message.segment,
+            offset=message.offset,
+            nbytes=message.nbytes,
+            dtype=dtype,
+            codec=message.codec,
+            sequence=message.sequence,
+            promised=promised,
+            space=space,
+            result=message.result,
         )
-        return [Reply(session, request, Admitted(message.entry)), job]
+        return [Reply(session=session, request=request, message=Admitted(message.entry)), job]
 
     def restore(
         self, session: int, request: int, message: Restore, now: float
@@ -233,8 +281,10 @@ class Ledger:
         problem = restore_problem(record, message)
         if problem is not None:
             failed = Failed(message.ticket, message.entry, *problem)
-            return [Reply(session, request, failed)]
-        record.tickets[message.ticket] = Ticket(message.entry, request, message, now)
+            return [Reply(session=session, request=request, message=failed)]
+        record.tickets[message.ticket] = Ticket(
+            entry=message.entry, request=request, message=message, since=now
+        )
         entry = record.entries[message.entry]
         entry.held.append(message.ticket)
         record.waiting.append(message.ticket)
@@ -260,16 +310,16 @@ class Ledger:
             answer = self._cache_of(record).answer(
                 record, self._holdings, message, now, self._limits
             )
-        return [Reply(session, request, answer)]
+        return [Reply(session=session, request=request, message=answer)]
 
     def map_segment(self, session: int, request: int, message: MapSegment) -> list[Instruction]:
         """Have a segment mapped, unless its number is taken or there are too many."""
         record = self._sessions[session]
         problem = segment_problem(record, message)
         if problem is not None:
-            return [Reply(session, request, Refused("UsageError", problem))]
+            return [Reply(session=session, request=request, message=Refused("UsageError", problem))]
         record.mapping[message.segment] = (request, message.nbytes)
-        return [Map(session, message)]
+        return [Map(session=session, segment=message)]
 
     def unmap_segment(self, session: int, request: int, message: UnmapSegment) -> list[Instruction]:
         """Take a segment out of use; new jobs cannot name it from here on.
@@ -280,9 +330,13 @@ class Ledger:
         record = self._sessions[session]
         if record.segments.pop(message.segment, None) is None:
             detail = f"segment {message.segment} is not mapped"
-            return [Reply(session, request, Refused("UsageError", detail))]
+            return [Reply(session=session, request=request, message=Refused("UsageError", detail))]
         failed = self._fail_into(record, message.segment)
-        return [*failed, Unmap(session, message.segment), *self._start_waiting(record)]
+        return [
+            *failed,
+            Unmap(session=session, segment=message.segment),
+            *self._start_waiting(record),
+        ]
 
     # --- results of lanes -------------------------------------------------------------------
 
@@ -303,7 +357,9 @@ class Ledger:
             self._holdings.free_unused(record, result.entry)
             return []
         stored = Stored(result.entry, result.block.nbytes, result.mode)
-        instructions: list[Instruction] = [Reply(record.info.session, 0, stored)]
+        instructions: list[Instruction] = [
+            Reply(session=record.info.session, request=0, message=stored)
+        ]
         instructions += self._start_waiting(record)
         self._holdings.free_unused(record, result.entry)
         return instructions
@@ -316,7 +372,7 @@ class Ledger:
             return []
         kind, detail = "ActivationLost", result.detail
         failed = Failed(0, result.entry, kind, detail)
-        replies: list[Instruction] = [Reply(record.info.session, 0, failed)]
+        replies: list[Instruction] = [Reply(session=record.info.session, request=0, message=failed)]
         replies += [self._fail_waiting(record, number, kind, detail) for number in entry.held]
         return replies + self._start_waiting(record)
 
@@ -346,7 +402,7 @@ class Ledger:
         if record.phase is Phase.ENDING:
             return []
         record.segments[result.segment] = nbytes
-        return [Reply(record.info.session, request, Mapped(result.segment))]
+        return [Reply(session=record.info.session, request=request, message=Mapped(result.segment))]
 
     def _segment_refused(
         self, record: Session, result: SegmentRefused, _now: float
@@ -354,13 +410,18 @@ class Ledger:
         request, _ = record.mapping.pop(result.segment)
         if record.phase is Phase.ENDING:
             return []
-        return [Reply(record.info.session, request, Refused("UsageError", result.detail))]
+        return [
+            Reply(
+                session=record.info.session,
+                request=request,
+                message=Refused("UsageError", result.detail),
+            )
+        ]
 
-    def _detached(self, record: Session, result: Detached, _now: float) -> list[Instruction]:
+    def _detached(self, record: Session, _result: Detached, _now: float) -> list[Instruction]:
         assert record.phase is Phase.ENDING, "a lane let go of a living session"
-        assert not record.entries, "a lane let go of a session without answering its jobs"
-        del self._sessions[result.session]
-        return [Ended(result.session)]
+        record.detached = True
+        return self._gone(record)
 
     # --- what the operator sees -------------------------------------------------------------
 
@@ -421,14 +482,33 @@ class Ledger:
             f"{format_size(nbytes)} more are asked for: raise pool_bytes"
         )
 
+    def _free_some_of(self, record: Session, most: int) -> int:
+        """Give up to `most` entries of an ending session up; return how many."""
+        count = min(most, len(record.to_free))
+        for _ in range(count):
+            number = record.to_free.pop()
+            entry = record.entries.get(number)  # a lane may have answered it away meanwhile
+            if entry is not None:
+                entry.held.clear()
+                self._holdings.give_up(record, number)
+        return count
+
+    def _gone(self, record: Session) -> list[Instruction]:
+        """Forget an ending session if it holds nothing and its lane has let go of it."""
+        if not record.detached or record.to_free:
+            return []
+        assert not record.entries, "a lane let go of a session without answering its jobs"
+        del self._sessions[record.info.session]
+        return [Ended(record.info.session)]
+
     def _rejected(
         self, record: Session, request: int, message: Store, reason: str, detail: str
     ) -> list[Instruction]:
         self._counters.rejected[reason] += 1
         rejected = Rejected(message.entry, reason, detail)
         return [
-            Reply(record.info.session, request, rejected),
-            Skip(record.info.session, message.sequence),
+            Reply(session=record.info.session, request=request, message=rejected),
+            Skip(session=record.info.session, sequence=message.sequence),
         ]
 
     def _answer(
@@ -436,7 +516,7 @@ class Ledger:
     ) -> list[Instruction]:
         if record.phase is Phase.ENDING:
             return []
-        return [Reply(record.info.session, ticket.request, message)]
+        return [Reply(session=record.info.session, request=ticket.request, message=message)]
 
     def _start_waiting(self, record: Session) -> list[Instruction]:
         """Start the restores whose turn it is and whose entries are encoded."""
@@ -468,7 +548,7 @@ class Ledger:
         record.waiting.remove(number)
         ticket = record.tickets.pop(number)
         failed = Failed(number, ticket.entry, kind, detail)
-        return Reply(record.info.session, ticket.request, failed)
+        return Reply(session=record.info.session, request=ticket.request, message=failed)
 
     def _start_restore(self, record: Session, number: int) -> RestoreJob:
         ticket = record.tickets[number]
@@ -478,14 +558,14 @@ class Ledger:
         entry.restores += 1
         message = ticket.message
         return RestoreJob(
-            record.info.session,
-            number,
-            ticket.entry,
-            entry.block,
-            message.segment,
-            message.offset,
-            message.nbytes,
-            message.sequence,
+            session=record.info.session,
+            ticket=number,
+            entry=ticket.entry,
+            block=entry.block,
+            segment=message.segment,
+            offset=message.offset,
+            nbytes=message.nbytes,
+            sequence=message.sequence,
         )
 
     def _end_restore(self, record: Session, number: int) -> tuple[Ticket, Entry]:

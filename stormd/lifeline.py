@@ -1,8 +1,8 @@
 """The lifelines: one stream connection a session, whose end is the session's end.
 
-What stays true: a connection speaks for a session only after it has sent that session's token
-from that session's user; the descriptors are handed over once; and whichever way the process at
-the other end ceases to be, `on_lost` is called, because the kernel closes its end.
+A connection speaks for a session only after it has sent that session's token from that session's
+user. The descriptors are handed over once. Whichever way the process at the other end ceases to be,
+`on_lost` is called, because the kernel closes its end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How busy a GPU's link is in each direction, from the copies that were timed on it.
 
-What stays true: a copy's seconds are those that the device measured for it, so with one stream a
-direction their sum is the time that the direction was busy; totals only grow, and what "lately"
-means is the time since a mark that is at least a second old.
+A copy's seconds are those that the device measured for it, so with one stream a direction their sum
+is the time that the direction was busy. Totals only grow, and what "lately" means is the time since
+a mark that is at least a second old.
 """
 
 from __future__ import annotations

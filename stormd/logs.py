@@ -1,7 +1,7 @@
 """The daemon's log: one line an event, for people or for machines.
 
-What stays true: an event is a short fixed message and named fields (`extra=`), so that a line can
-be counted and searched without parsing prose, and the text and the JSON form carry the same.
+An event is a short fixed message and named fields (`extra=`), so that a line can be counted and
+searched without parsing prose, and the text and the JSON form carry the same.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What this machine is: the facts that a figure needs beside it and a check needs below it.
 
-What stays true: nothing here changes the machine, and what cannot be learned is None rather
-than a guess.
+Nothing here changes the machine, and what cannot be learned is None rather than a guess.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Carries results from worker threads to the event loop, in batches.
 
-What stays true: everything posted before `close` is delivered on the loop, once and in order, and
-the loop is woken once for however many results arrive while it is busy.
+Everything posted before `close` is delivered on the loop, once and in order, and the loop is woken
+once for however many results arrive while it is busy.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 __all__ = ["Mailbox"]
 
 Item = TypeVar("Item")
+
+DELIVERED_A_TURN: Final = 256
+"""Results handed on before the loop gets to other work: the jobs of a session that has died are
+answered all at once."""
 
 
 class Mailbox(Generic[Item]):
@@ -40,12 +44,17 @@ class Mailbox(Generic[Item]):
 
     def close(self) -> None:
         """Deliver what is waiting and take nothing more. Called on the loop. Twice is fine."""
-        self._empty()
         with self._lock:
             self._closed = True
+        while self._waiting:
+            self._empty()
 
     def _empty(self) -> None:
+        """Deliver what is waiting, or the first of it, and look again after others had a turn."""
         with self._lock:
-            batch, self._waiting = self._waiting, []
+            batch = self._waiting[:DELIVERED_A_TURN]
+            del self._waiting[:DELIVERED_A_TURN]
+            if self._waiting:
+                self._loop.call_soon(self._empty)
         if batch:
             self._deliver(batch)

@@ -1,9 +1,9 @@
 """The daemon's figures for Prometheus.
 
-What stays true: every family that is ever exposed stands in FAMILIES with its type, labels and
-help, and a scrape only reads: it is made of one status and the counters, on the loop that owns
-them. Names follow Prometheus' conventions: base units, _total for what only grows. Labels take
-few values: no session or process ids.
+Every family that is ever exposed stands in FAMILIES with its type, labels and help, and a scrape
+only reads: it is made of one status and the counters, on the loop that owns them. Names follow
+Prometheus' conventions: base units, _total for what only grows. Labels take few values: no session
+or process ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tells the service manager how the daemon is doing, in systemd's datagram protocol.
 
-What stays true: without a manager every call does nothing, and a manager that cannot be reached
-is logged and never ends or delays the daemon. The variables read here are the manager's protocol
-(sd_notify(3)), set by it for the process it starts; they are no settings of an operator.
+Without a manager every call does nothing, and a manager that cannot be reached is logged and never
+ends or delays the daemon. The variables read here are the manager's protocol (sd_notify(3)), set by
+it for the process it starts. They are no settings of an operator.
 """
 
 from __future__ import annotations

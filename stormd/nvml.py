@@ -1,8 +1,8 @@
 """What NVIDIA's management library says of a GPU: how busy it is, and whose memory it holds.
 
-What stays true: nothing here makes a context or takes device memory; where the library or its
-bindings are missing or it refuses, the answer is None, never a guess. A call may take
-milliseconds: not for the event loop.
+Nothing here makes a context or takes device memory. Where the library or its bindings are missing
+or it refuses, the answer is None, never a guess. A call may take milliseconds: not for the event
+loop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many descriptors the process may have open, and whether they run short.
 
-What stays true: asking costs two system calls, however many are open.
+Asking costs two system calls, however many are open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an operator's tools see of a serving daemon: readiness, signs of life, metrics, health.
 
-What stays true: "ready" is said after everything an operator asked for works, the endpoint
-included, and "stopping" before anything is taken down; none of it outlives the `async with`.
+"Ready" is said after everything an operator asked for works, the endpoint
+included, and "stopping" before anything is taken down. None of it outlives the `async with`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One option: its names, and how its value is read from text and checked.
 
-What stays true: a value that passes `check_value` is of the option's type and inside its limits;
-an error names the option or where the text came from, the value, the limit and what to do.
+A value that passes `check_value` is of the option's type and inside its limits. An error names the
+option or where the text came from, the value, the limit and what to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asks a daemon for its state, as `stormd status` and `stormd top` do.
 
-What stays true: a question needs no session, leaves nothing behind in the daemon, and ends by
-its deadline with the state or an error.
+A question needs no session, leaves nothing behind in the daemon, and ends by its deadline with the
+state or an error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The daemon as a process: its loop, its signals, and what its manager is told of the start.
 
-What stays true: the daemon says "ready" only once the pool is pinned and the socket answers;
-SIGTERM and SIGINT end it in order and within its deadline, also while it is starting. SIGHUP
-has it read its settings file again; without a file it ends it too, as a closed terminal does.
+The daemon says "ready" only once the pool is pinned and the socket answers. SIGTERM and SIGINT end
+it in order and within its deadline, also while it is starting. SIGHUP has it read its settings file
+again. Without a file it ends it too, as a closed terminal does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The directory that holds a daemon's sockets, and the lock that makes an address one daemon's.
 
-What stays true: nobody but root and this user can put a socket of their own in the place of ours,
-and of all processes that want an address, the one that holds the lock has it. So what lies at an
-address whose lock is free is left over from a dead daemon, and may be removed.
+Nobody but root and this user can put a socket of their own in the place of ours, and of all
+processes that want an address, the one that holds the lock has it. So what lies at an address whose
+lock is free is left over from a dead daemon, and may be removed.
 """
 
 from __future__ import annotations

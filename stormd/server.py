@@ -1,7 +1,7 @@
 """The daemon: opens the pool, the lanes and the sockets, serves, and ends in order.
 
-What stays true: `open` leaves either a daemon that answers or nothing behind; `close` ends by its
-deadline, in a fixed order, and nothing of the pool is unmapped while a worker may use it.
+`open` leaves either a daemon that answers or nothing behind. `close` ends by its deadline, in a
+fixed order, and nothing of the pool is unmapped while a worker may use it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ import zmq
 
 from stormd import __version__
 from stormd.arena import Space, slack_of
-from stormd.cache import Cache
+from stormd.cache.items import Cache
 from stormd.config import Config, reloaded
 from stormd.control import ControlSocket
 from stormd.counters import Counters
 from stormd.errors import DirectoryUnsafe
+from stormd.events import Result
+from stormd.gateway import Gateway, Terms
 from stormd.gpu_gauge import GpuGauge
 from stormd.health import stuck_workers
 from stormd.host_pool import HostPool
-from stormd.lanes import Lane, Result
+from stormd.lanes import Lane
+from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.mailbox import Mailbox
-from stormd.peers import Peers
-from stormd.protocol import lifeline_path, parse_address
-from stormd.reception import Reception
-from stormd.records import Limits
+from stormd.protocol import NO_LANE, lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
-from stormd.service import Service
+from stormd.sessions import Limits
 
 __all__ = ["Server"]
 
@@ -81,8 +81,7 @@ class Server:
         self._lanes: dict[str, Lane]
         self._gauge: GpuGauge
         self._mailbox: Mailbox[Result]
-        self._reception: Reception
-        self._service: Service
+        self._gateway: Gateway
         self._lifelines: LifelineListener
 
     async def open(self) -> None:
@@ -112,7 +111,7 @@ class Server:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._stopping.wait()
             except TimeoutError:
-                self._service.tick()
+                self._gateway.tick()
             if self._config.exit_with_last_client and self._is_deserted():
                 return
 
@@ -131,7 +130,7 @@ class Server:
         fresh, ignored = reloaded(self._config, config)
         self._config = fresh
         self._ledger.limit(_limits(fresh))
-        self._reception.allow(_allowed(fresh))
+        self._gateway.allow(_allowed(fresh))
         return ignored
 
     async def close(self) -> None:
@@ -154,7 +153,7 @@ class Server:
         self._ledger.drain()
         if not await self._until(lambda: not self._ledger.entries, deadline - kept):
             log.warning("clients still hold %d entries, which are lost", self._ledger.entries)
-        self._service.end_all("shutdown")
+        self._gateway.end_all("shutdown")
         if not await self._until(lambda: not self._ledger.sessions, deadline):
             log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
         self._mailbox.close()
@@ -163,8 +162,8 @@ class Server:
 
     def stuck(self) -> list[str]:
         """Return one sentence for each worker that hangs or has ended. On the event loop only."""
-        hearts = [heart for lane in self._lanes.values() for heart in lane.hearts]
-        return stuck_workers(hearts)
+        heartbeats = [heartbeat for lane in self._lanes.values() for heartbeat in lane.heartbeats]
+        return stuck_workers(heartbeats)
 
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only."""
@@ -255,28 +254,21 @@ class Server:
         self._cleanup.callback(self._lifelines.close)
         for path in (self._socket, lifeline_path(self._socket)):
             grant(path, config.socket_mode, config.socket_group)
-        self._service.start(self._lifelines)
+        self._gateway.start(self._lifelines)
 
     def _serve_on(self, control: ControlSocket) -> None:
-        config, peers = self._config, Peers()
-        self._reception = Reception(
+        config = self._config
+        self._gateway = Gateway(
             ledger=self._ledger,
             counters=self.counters,
-            lanes=self._lanes,
+            lanes={**self._lanes, NO_LANE: NoLane(self._mailbox.post)},
             control=control,
-            peers=peers,
-            lifeline_path=str(lifeline_path(self._socket)),
-            allowed_uids=_allowed(config),
-            cache_part_bytes=_cache_part_bytes(config),
-            lease_seconds=config.lease_seconds,
-            status=self.status,
-        )
-        self._service = Service(
-            ledger=self._ledger,
-            counters=self.counters,
-            control=control,
-            peers=peers,
-            reception=self._reception,
+            terms=Terms(
+                allowed_uids=_allowed(config),
+                lifeline_path=str(lifeline_path(self._socket)),
+                cache_part_bytes=_cache_part_bytes(config),
+                lease_seconds=config.lease_seconds,
+            ),
             status=self.status,
             on_progress=self._progress.set,
             later=self._loop.call_later,
@@ -285,7 +277,7 @@ class Server:
     def _listen(self, path: Path) -> LifelineListener:
         try:
             return LifelineListener(
-                self._loop, path, on_token=self._service.take_token, on_lost=self._service.lose
+                self._loop, path, on_token=self._gateway.take_token, on_lost=self._gateway.lose
             )
         except OSError as error:
             raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror}") from error
@@ -293,7 +285,7 @@ class Server:
     # --- parts of serving and closing -------------------------------------------------------
 
     def _take_results(self, results: list[Result]) -> None:
-        self._service.take_results(results)
+        self._gateway.take_results(results)
 
     def _is_deserted(self) -> bool:
         if self._ledger.sessions:

@@ -1,8 +1,8 @@
 """Memory that the daemon and one client both map: a sealed memfd.
 
-What stays true: its size cannot change after creation, so a client cannot make the daemon fault
-by truncating it under a copy; and it has no name, so there is nothing to open for others and
-nothing to clean up after a crash.
+Its size cannot change after creation, so a client cannot make the daemon fault by truncating it
+under a copy, and it has no name, so there is nothing to open for others and nothing to clean up
+after a crash.
 """
 
 from __future__ import annotations

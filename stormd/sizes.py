@@ -1,7 +1,7 @@
 """Sizes as people write them: `4GiB` to bytes and back.
 
-What stays true: only exact numbers of bytes come out, and only binary units go in, so that a
-size means the same to every reader. `4GB` is an error rather than a guess.
+Only exact numbers of bytes come out, and only binary units go in, so that a size means the same to
+every reader. `4GB` is an error rather than a guess.
 """
 
 from __future__ import annotations

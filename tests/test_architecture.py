@@ -14,13 +14,17 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "stormd": ROOT / "stormd",
     "storm_client": ROOT / "client" / "storm_client",
+    "storm_bench": ROOT / "client" / "storm_bench",
     "storm_kernels": ROOT / "kernels" / "storm_kernels",
 }
 MAY_IMPORT = {
     "stormd": ("stormd", "storm_kernels"),
     "storm_client": ("storm_client", "stormd.protocol", "storm_kernels"),
+    "storm_bench": ("storm_bench", "storm_client", "stormd", "storm_kernels"),
     "storm_kernels": ("storm_kernels",),
 }
+LOADS_PROGRAMS = [ROOT / "stormd" / "commands" / f"{name}.py" for name in ("bench", "demo")]
+"""What may import storm_bench, and only inside the functions that need it."""
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
@@ -37,11 +41,22 @@ def _imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
+def _imported_at_once(path: Path) -> Iterator[str]:
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
 @pytest.mark.parametrize(
     ("package", "path"), list(_modules()), ids=lambda value: Path(str(value)).stem
 )
 def test_imports_point_one_way(package: str, path: Path) -> None:
     allowed = MAY_IMPORT[package]
+    if path in LOADS_PROGRAMS:
+        assert not any(name.startswith("storm_bench") for name in _imported_at_once(path))
+        allowed = (*allowed, "storm_bench")
     for name in _imported(path):
         if name.split(".")[0] in PACKAGES:
             assert any(name == one or name.startswith(one + ".") for one in allowed), (
@@ -57,6 +72,29 @@ def test_importing_loads_nothing_of_cuda(package: str) -> None:
     ).stdout.split()
     heavy = {"cupy", "cuda", "triton"}
     assert not heavy & set(loaded)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["serve", "--pool-bytes=17"], ["status", "--address=ipc:///nowhere/s"]]
+)
+def test_a_command_loads_no_programs_of_others(arguments: list[str]) -> None:
+    """Neither the demo and the benchmarks nor the client: a daemon serves without them."""
+    code = (
+        "import sys; from stormd import cli, running, server; status = cli.main(sys.argv[1:]);"
+        "print(status, *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    status, *loaded = done.stdout.split()
+    assert status in ("2", "3"), done.stderr
+    roots = {name.split(".")[0] for name in loaded}
+    assert "stormd" in roots
+    assert not {"storm_bench", "storm_client", "torch"} & roots
 
 
 def test_importing_starts_no_cuda() -> None:

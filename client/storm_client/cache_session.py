@@ -119,7 +119,14 @@ class CacheSession:
         """
         kind, nbytes = dtype_name(dtype), data.numel()
         try:
-            begin = CachePut(name, kind, shape, nbytes, self._part_bytes, ttl_seconds)
+            begin = CachePut(
+                name=name,
+                dtype=kind,
+                shape=shape,
+                nbytes=nbytes,
+                part_bytes=self._part_bytes,
+                ttl_seconds=ttl_seconds,
+            )
         except ProtocolError as error:
             raise UsageError(str(error)) from error
         with self._putting:

@@ -153,7 +153,6 @@ def _introduce(
         uid=os.getuid(),
         device=lane.device,
         device_uuid=lane.device_uuid,
-        ipc_modes=list(lane.ipc_modes),
         staging_bytes=lane.staging_bytes,
         name=_process_name(),
     )

@@ -1,6 +1,6 @@
 """Command-line values that several commands take.
 
-What stays true: a bad value ends in a usage error, exit status 2, naming the value.
+A bad value ends in a usage error, exit status 2, naming the value.
 """
 
 from __future__ import annotations

@@ -1,162 +1,26 @@
-"""`stormd bench`: measures the daemon on this machine.
+"""`stormd bench`: measures the daemon, the codec and the kernels on this machine.
 
-What stays true: a figure comes with the machine, the versions, the date and the command that
-gave it, and those of the daemon from a daemon and a client in processes of their own.
+The programs are in storm_bench, which is loaded when this command was chosen and never else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from typing import Any, Final
-
-from stormd.child_daemon import ChildDaemon, tail
-from stormd.commands.arguments import check_picture, positive_int
-from stormd.commands.bench_codec import measure_codec, print_captured, print_codec
-from stormd.commands.bench_scan import add_scan_arguments, measure_scan, print_scan
-from stormd.commands.bench_ternary import (
-    add_ternary_arguments,
-    measure_ternary,
-    print_ternary,
-)
-from stormd.commands.bench_train import add_train_arguments, measure_train, print_train
-from stormd.commands.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
-from stormd.errors import ChildFailed
-from stormd.machine import describe
-from stormd.sizes import format_size, parse_size
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "measure this machine: the daemon, the codec, scans, ternary products, a training step"
 
-_SECONDS: Final = 300.0
-
-_MALLOC: Final = "glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=4294967296"
-"""Freed memory stays with the client, as in a training that runs for hours: what is measured is
-copying and encoding, not the kernel's first touch of new pages.
-"""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmarks."""
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    text = "store and restore, codec raw, on the cpu lane, against two memcpys of the same bytes"
-    link = benchmarks.add_parser("link", help=text, description=text)
-    link.add_argument("--tensors", type=positive_int, default=16, help="tensors a round")
-    link.add_argument("--tensor-bytes", default="16MiB", metavar="SIZE", help="size of each")
-    link.add_argument(
-        "--rounds",
-        type=positive_int,
-        default=20,
-        help="rounds; of the large tensors the best counts, of the small ones the mean",
-    )
-    link.add_argument(
-        "--operations", type=positive_int, default=300, help="small tensors, as in a large step"
-    )
-    text = "ratio and speed of the lossless codec, and what it makes of a training step's tensors"
-    codec = benchmarks.add_parser("codec", help=text, description=text)
-    codec.add_argument("--values", type=positive_int, default=1 << 24, help="values of a tensor")
-    codec.add_argument("--rounds", type=positive_int, default=5, help="rounds; the best counts")
-    codec.add_argument("--steps", type=positive_int, default=15, help="steps before capturing")
-    codec.add_argument(
-        "--tensors", action="store_true", help="tell of each captured tensor what each mode reaches"
-    )
-    codec.add_argument("--image", metavar="FILE", help="draw captured tensors' ratios (PNG, SVG)")
-    text = "ternary products beside NumPy, torch and bitblas, and what a model takes in memory"
-    ternary = benchmarks.add_parser("ternary", help=text, description=text)
-    add_ternary_arguments(ternary)
-    text = "a training step's time and peak memory without offload, with this one, and with others'"
-    train = benchmarks.add_parser("train", help=text, description=text)
-    add_train_arguments(train)
-    text = "associative scans beside PyTorch's and others', and a copy of the same bytes"
-    scan = benchmarks.add_parser("scan", help=text, description=text)
-    add_scan_arguments(scan)
-    for benchmark in (link, codec, ternary, train, scan):
-        benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
+    from storm_bench import command
+
+    command.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and print its figures."""
-    measure, show = _BENCHMARKS[args.benchmark]
-    figures = measure(args)
-    if args.json:
-        write_json({"benchmark": args.benchmark, "machine": describe(), "figures": figures})
-    else:
-        show(figures)
-    return EXIT_INTERRUPTED if figures.get("interrupted") else EXIT_OK
+    """Run the benchmark and print its figures; return the exit status."""
+    from storm_bench import command
 
-
-def _measure_link(args: argparse.Namespace) -> dict[str, Any]:
-    nbytes = parse_size(args.tensor_bytes)
-    pool = 2 * args.tensors * nbytes + (256 << 20)
-    flags = [f"--pool-bytes={pool}", "--cache-bytes=0", "--device=cpu"]
-    with ChildDaemon(flags=flags) as daemon:
-        numbers = {
-            "address": daemon.address,
-            "daemon-pid": daemon.pid,
-            "tensors": args.tensors,
-            "nbytes": nbytes,
-            "rounds": args.rounds,
-            "operations": args.operations,
-        }
-        return _run_client("link", [f"--{name}={value}" for name, value in numbers.items()])
-
-
-def _measure_codec(args: argparse.Namespace) -> dict[str, Any]:
-    check_picture(args.image)
-    more = [f"--image={args.image}"] if args.image else []
-    more += ["--analyze"] if args.tensors else []
-    captured = _run_client("activations", [f"--steps={args.steps}", *more])
-    return {"kinds": measure_codec(args.values, args.rounds), "captured": captured["families"]}
-
-
-def _print_codec(figures: dict[str, Any]) -> None:
-    print_codec(figures["kinds"])
-    write_line()
-    print_captured(figures["captured"])
-
-
-def _run_client(benchmark: str, arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", f"storm_client.bench.{benchmark}", *arguments]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module and flags
-            command,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
-        )
-    except subprocess.TimeoutExpired:
-        raise ChildFailed(f"the benchmark took longer than {_SECONDS:g} s") from None
-    if done.returncode != 0:
-        raise ChildFailed(f"the benchmark ended with {done.returncode}: {tail(done.stderr)}")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
-
-
-def _print_link(figures: dict[str, Any]) -> None:
-    rows = [
-        ("store and restore", f"{format_size(figures['link_bytes_per_second'])}/s"),
-        ("two plain memcpys", f"{format_size(figures['memcpy_bytes_per_second'])}/s"),
-        ("link, of the memcpys' speed", f"{figures['link_to_memcpy']:.0%}"),
-        ("hook's own time, store", f"{figures['hook_store_seconds'] * 1e6:.1f} us a tensor"),
-        ("hook's own time, restore", f"{figures['hook_restore_seconds'] * 1e6:.1f} us a tensor"),
-        ("daemon", f"{figures['daemon_seconds_per_operation'] * 1e6:.1f} us an operation"),
-    ]
-    for name, value in rows:
-        write_line(f"{name:30} {value}")
-
-
-_BENCHMARKS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], None]]]] = {
-    "link": (_measure_link, _print_link),
-    "codec": (_measure_codec, _print_codec),
-    "ternary": (measure_ternary, print_ternary),
-    "train": (measure_train, print_train),
-    "scan": (measure_scan, print_scan),
-}
-"""Each benchmark's measurement, and how its figures are shown to people."""
+    return command.run(args)

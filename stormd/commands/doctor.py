@@ -1,6 +1,6 @@
 """`stormd doctor`: checks the machine and says what to do.
 
-What stays true: the exit status is 1 exactly when a check failed; a warning leaves it at 0.
+The exit status is 1 exactly when a check failed. A warning leaves it at 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How commands print: one JSON object for programs, plain lines for people.
 
-What stays true: results go to standard output, everything else to standard error, so that
-`--json` output can be piped as it is.
+Results go to standard output, everything else to standard error, so that `--json` output can be
+piped as it is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`stormd serve`: reads the settings and runs the daemon until it is told to stop.
 
-What stays true: a setting that cannot be used is refused before anything is opened.
+A setting that cannot be used is refused before anything is opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`stormd status`: prints the state of a running daemon once.
 
-What stays true: `--json` prints the daemon's own state object unchanged; the table shows the
-same figures for people.
+With `--json` it prints the daemon's own state object unchanged. The table shows the same
+figures for people.
 """
 
 from __future__ import annotations

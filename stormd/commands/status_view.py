@@ -1,6 +1,6 @@
 """The daemon's state as text for people; `stormd status` and `stormd top` share it.
 
-What stays true: nothing is shown that the state does not say; rates come from two states.
+Nothing is shown that the state does not say. Rates come from two states.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`stormd top`: a live view of a running daemon.
 
-What stays true: each view is one answer of the daemon, its rates taken against the answer before;
-the command ends with status 3 as soon as the daemon does not answer.
+Each view is one answer of the daemon, its rates taken against the answer before. The command ends
+with status 3 as soon as the daemon does not answer.
 """
 
 from __future__ import annotations

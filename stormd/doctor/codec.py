@@ -1,6 +1,6 @@
 """Checks of what is installed: packages, the C library, and the codec on real data.
 
-What stays true: the codec is judged by what it gives back, not by what it says of itself.
+The codec is judged by what it gives back, not by what it says of itself.
 """
 
 from __future__ import annotations

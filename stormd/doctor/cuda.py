@@ -1,7 +1,6 @@
 """Checks of CUDA, asked of the driver itself so that no CUDA package is needed.
 
-What stays true: no context is made and no device memory taken: trainers beside this are not
-disturbed.
+No context is made and no device memory taken: trainers beside this are not disturbed.
 """
 
 from __future__ import annotations

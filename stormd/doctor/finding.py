@@ -1,6 +1,6 @@
 """The outcome of one check.
 
-What stays true: a finding that is not "ok" says what to do, unless nothing needs doing.
+A finding that is not "ok" says what to do, unless nothing needs doing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of the operating system: memory, limits, shared memory and the socket's directory.
 
-What stays true: limits are compared with the settings the daemon would run with.
+Limits are compared with the settings the daemon would run with.
 """
 
 from __future__ import annotations

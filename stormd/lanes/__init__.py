@@ -1,8 +1,8 @@
 """The data paths of the daemon, one module a kind of device, and the contract they keep.
 
-What stays true: a lane does what the ledger has admitted and decides nothing itself. Each job
-that was handed over is answered by exactly one result, whatever happens, and a session's memory
-is untouched from its `Detached` on. Results reach the event loop through the lane's mailbox.
+A lane does what the ledger has admitted and decides nothing itself. Each job that was handed over
+is answered by exactly one result, whatever happens, and a session's memory is untouched from its
+`Detached` on. Results reach the event loop through the lane's mailbox.
 
 Encode and decode are steps from an address to an address: of host memory on the cpu lane, of
 device memory on a stream on the cuda lane. Ranges in jobs lie inside their segment: that was
@@ -18,31 +18,21 @@ from typing import Protocol
 from storm_kernels import ancf
 from storm_kernels.ancf import DType
 
-from stormd.arena import Block, Space
-from stormd.health import Heart
+from stormd.events import RestoreJob, Result, StoreJob
+from stormd.health import Heartbeat
 from stormd.link_meter import LinkMeter
 from stormd.protocol import Hello, MapSegment
 
 __all__ = [
     "Attachment",
-    "Detached",
     "Lane",
     "Post",
-    "RestoreDone",
-    "RestoreFailed",
-    "RestoreJob",
-    "Result",
-    "SegmentMapped",
-    "SegmentRefused",
-    "StoreDone",
-    "StoreFailed",
-    "StoreJob",
     "blob_bound",
     "parse_dtype",
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attachment:
     """What a lane has set up for a session.
 
@@ -57,116 +47,6 @@ class Attachment:
     segment_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StoreJob:
-    """Encode `nbytes` at `offset` of `segment`; place the blob on `space`'s promise of `promised`.
-
-    `sequence` is the value of the session's `published` counter to wait for (cuda lane). With a
-    `result` other than 0 the client has encoded them: the blob is there, as long as that result
-    in the timeline page says.
-    """
-
-    session: int
-    entry: int
-    segment: int
-    offset: int
-    nbytes: int
-    dtype: DType
-    codec: str
-    sequence: int
-    promised: int
-    space: Space
-    result: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreJob:
-    """Decode the blob in `block` to `nbytes` at `offset` of `segment`."""
-
-    session: int
-    ticket: int
-    entry: int
-    block: Block
-    segment: int
-    offset: int
-    nbytes: int
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreDone:
-    """The blob is in the arena at `block`; `seconds` of work on it, waiting left out."""
-
-    session: int
-    entry: int
-    block: Block
-    mode: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFailed:
-    """There is no blob, and nothing is placed: the promise still stands, to be withdrawn."""
-
-    session: int
-    entry: int
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreDone:
-    """The destination holds the verified bytes."""
-
-    session: int
-    ticket: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreFailed:
-    """The destination may hold anything; `kind` is "CorruptBlob" or "ActivationLost"."""
-
-    session: int
-    ticket: int
-    kind: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentMapped:
-    """Jobs may name the segment from now on."""
-
-    session: int
-    segment: int
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentRefused:
-    """The segment was not mapped."""
-
-    session: int
-    segment: int
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    """The last result of a session: all its jobs have been answered, its memory is let go."""
-
-    session: int
-
-
-Result = (
-    StoreDone
-    | StoreFailed
-    | RestoreDone
-    | RestoreFailed
-    | SegmentMapped
-    | SegmentRefused
-    | Detached
-)
-
-
 Post = Callable[[*tuple[Result, ...]], None]
 """Takes results, several at once where they arise together; from any thread."""
 
@@ -179,10 +59,10 @@ class Lane(Protocol):
         """A name of protocol.DEVICES."""
 
     @property
-    def hearts(self) -> tuple[Heart, ...]:
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
         """The signs of life of the workers there are now.
 
-        A worker is inside its heart only while it does what must end by itself, never while it
+        A worker is inside its heartbeat only while it does what must end by itself, never while it
         waits for a client.
         """
 

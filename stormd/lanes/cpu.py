@@ -1,8 +1,7 @@
 """The cpu lane: a shared staging area a session, worker threads that encode and decode.
 
-What stays true: workers touch a session's memory only between its attachment and its `Detached`;
-each job is answered once, also when it fails or is skipped; nothing here runs on the event loop
-but queueing.
+Workers touch a session's memory only between its attachment and its `Detached`. Each job is
+answered once, also when it fails or is skipped. Nothing here runs on the event loop but queueing.
 """
 
 from __future__ import annotations
@@ -17,12 +16,8 @@ from typing import Final
 from storm_kernels.errors import CorruptBlob
 
 from stormd.errors import LaneUnavailable
-from stormd.health import Heart
-from stormd.host_pool import HostPool
-from stormd.lanes import (
-    Attachment,
+from stormd.events import (
     Detached,
-    Post,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
@@ -32,8 +27,11 @@ from stormd.lanes import (
     StoreFailed,
     StoreJob,
 )
+from stormd.health import Heartbeat
+from stormd.host_pool import HostPool
+from stormd.lanes import Attachment, Post
 from stormd.lanes.fair_queue import FairQueue
-from stormd.lanes.transfer import Transfer
+from stormd.lanes.host_codec import HostCodec
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES
 from stormd.shared_memory import SharedMemory
@@ -85,10 +83,10 @@ class CpuLane:
         # Written by the loop in attach and by a worker in _let_go, read by workers in between.
         self._memories: dict[int, _Memory] = {}
         self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
-        self.hearts = tuple(Heart(f"stormd-cpu-{number}") for number in range(threads))
+        self.heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
         self._workers = [
-            threading.Thread(target=self._work, args=(heart,), name=heart.name, daemon=True)
-            for heart in self.hearts
+            threading.Thread(target=self._work, args=(heartbeat,), name=heartbeat.name, daemon=True)
+            for heartbeat in self.heartbeats
         ]
         for worker in self._workers:
             worker.start()
@@ -127,15 +125,16 @@ class CpuLane:
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse: on this lane all bytes pass through the staging area."""
         detail = "the cpu lane maps no segments: use segment 0, the staging area"
-        self._post(SegmentRefused(session, request.segment, detail))
+        self._post(SegmentRefused(session=session, segment=request.segment, detail=detail))
 
     def unmap_segment(self, session: int, segment: int) -> None:
         """Do nothing: the ledger has taken the staging area out of use, it goes with `detach`."""
 
     def detach(self, session: int) -> None:
         """Skip what waits, let the workers finish what runs, then let the memory go."""
-        for job in self._queue.remove(session):
-            self._post(_failure(job, "ActivationLost", "the session ended before it was done"))
+        skipped = self._queue.remove(session)
+        detail = "the session ended before it was done"
+        self._post(*(_failure(job, "ActivationLost", detail) for job in skipped))
         self._queue.retire(session)
 
     def close(self, seconds: float) -> bool:
@@ -148,32 +147,32 @@ class CpuLane:
 
     # --- run by the workers -----------------------------------------------------------------
 
-    def _work(self, heart: Heart) -> None:
+    def _work(self, heartbeat: Heartbeat) -> None:
         try:
-            self._take_tasks(heart)
+            self._take_tasks(heartbeat)
         except BaseException as error:
             log.exception("a worker has ended")
-            heart.ended(f"{type(error).__name__}: {error}")
+            heartbeat.ended(f"{type(error).__name__}: {error}")
 
-    def _take_tasks(self, heart: Heart) -> None:
-        transfer = Transfer(self._pool, self._part_bytes)
+    def _take_tasks(self, heartbeat: Heartbeat) -> None:
+        codec = HostCodec(self._pool, self._part_bytes)
         while (task := self._queue.take()) is not None:
-            with heart:
-                self._do(transfer, *task)
-        transfer.close()
+            with heartbeat:
+                self._do(codec, *task)
+        codec.close()
 
-    def _do(self, transfer: Transfer, session: int, job: StoreJob | RestoreJob | None) -> None:
+    def _do(self, codec: HostCodec, session: int, job: StoreJob | RestoreJob | None) -> None:
         if job is None:
             self._let_go(session)
             return
-        self._post(self._perform(transfer, job))
+        self._post(self._perform(codec, job))
         self._queue.done(session)
 
-    def _perform(self, transfer: Transfer, job: StoreJob | RestoreJob) -> Result:
+    def _perform(self, codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
         try:
             if isinstance(job, StoreJob):
-                return self._store(transfer, job)
-            return self._restore(transfer, job)
+                return self._store(codec, job)
+            return self._restore(codec, job)
         except CorruptBlob as error:
             log.error("a blob of session %d is damaged: %s", job.session, error)  # noqa: TRY400 - no fault of the code that ran
             return _failure(job, "CorruptBlob", str(error))
@@ -181,20 +180,31 @@ class CpuLane:
             log.exception("a job of session %d failed", job.session)
             return _failure(job, "ActivationLost", f"{type(error).__name__}: {error}")
 
-    def _store(self, transfer: Transfer, job: StoreJob) -> Result:
+    def _store(self, codec: HostCodec, job: StoreJob) -> Result:
         began = time.perf_counter()
-        block, mode = transfer.store(self._address(job), job)
-        return StoreDone(job.session, job.entry, block, mode, time.perf_counter() - began)
+        block, mode = codec.store(self._address(job), job)
+        return StoreDone(
+            session=job.session,
+            entry=job.entry,
+            block=block,
+            mode=mode,
+            seconds=time.perf_counter() - began,
+        )
 
-    def _restore(self, transfer: Transfer, job: RestoreJob) -> Result:
+    def _restore(self, codec: HostCodec, job: RestoreJob) -> Result:
         began = time.perf_counter()
-        transfer.restore(job.block, self._address(job), job.nbytes)
-        return RestoreDone(job.session, job.ticket, time.perf_counter() - began)
+        codec.restore(job.block, self._address(job), job.nbytes)
+        return RestoreDone(
+            session=job.session, ticket=job.ticket, seconds=time.perf_counter() - began
+        )
 
     def _address(self, job: StoreJob | RestoreJob) -> int:
         staging = self._memories[job.session].staging
-        assert job.segment == STAGING_SEGMENT
-        assert job.offset + job.nbytes <= staging.nbytes, "a range that the ledger let through"
+        if job.segment != STAGING_SEGMENT or job.offset + job.nbytes > staging.nbytes:
+            raise ValueError(
+                f"bytes {job.offset} to {job.offset + job.nbytes} of segment {job.segment} are not "
+                f"in the staging area of {staging.nbytes}"
+            )
         return staging.address + job.offset
 
     def _let_go(self, session: int) -> None:
@@ -219,5 +229,5 @@ def _shared(session: int, staging_bytes: int) -> _Memory:
 
 def _failure(job: StoreJob | RestoreJob, kind: str, detail: str) -> Result:
     if isinstance(job, StoreJob):
-        return StoreFailed(job.session, job.entry, detail[:1000])
-    return RestoreFailed(job.session, job.ticket, kind, detail[:1000])
+        return StoreFailed(session=job.session, entry=job.entry, detail=detail[:1000])
+    return RestoreFailed(session=job.session, ticket=job.ticket, kind=kind, detail=detail[:1000])

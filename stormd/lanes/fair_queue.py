@@ -1,8 +1,8 @@
 """Hands the jobs of many sessions to a lane's workers, each session in turn.
 
-What stays true: a session's jobs start in the order they came; a session with one job waiting
-is served within one round, however many another has; and a retired session comes out exactly once
-more, with no job, when nothing of it waits or runs any longer.
+A session's jobs start in the order they came. A session with one job waiting is served within one
+round, however many another has. A retired session comes out exactly once more, with no job, when
+nothing of it waits or runs any longer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Opens the lanes that the config asks for.
 
-What stays true: a device that was named is served or is an error; "auto" takes what is there.
+A device that was named is served or is an error. "auto" takes what is there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
         from storm_kernels.ancf.cuda_modules import load_cupy
         from storm_kernels.cuda_driver import device_uuids
 
-        from stormd.lanes.cuda import CudaLane
+        from stormd.lanes.cuda.lane import CudaLane
 
         ordinals = list(range(len(device_uuids())))
         load_cupy()  # which has the codec compiled

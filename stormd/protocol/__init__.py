@@ -20,12 +20,14 @@ from stormd.protocol.cache_messages import (
     CacheTensor,
     part_count,
 )
+from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.framing import Envelope, decode, encode, hello_version
 from stormd.protocol.limits import PROTOCOL_VERSION
 from stormd.protocol.messages import (
     CODECS,
     DEVICES,
+    NO_LANE,
     REJECTIONS,
     Admitted,
     Failed,
@@ -33,7 +35,6 @@ from stormd.protocol.messages import (
     Hello,
     Mapped,
     MapSegment,
-    Message,
     Ping,
     Pong,
     Refused,
@@ -47,7 +48,6 @@ from stormd.protocol.messages import (
     Stored,
     UnmapSegment,
     Welcome,
-    message_types,
 )
 from stormd.protocol.variables import unknown_variables
 
@@ -56,6 +56,7 @@ __all__ = [
     "CODECS",
     "DEVICES",
     "NAMES_A_PAGE",
+    "NO_LANE",
     "PROTOCOL_VERSION",
     "REJECTIONS",
     "Admitted",

@@ -1,7 +1,7 @@
 """Where a daemon's sockets are: addresses as text, and the places looked in by default.
 
-What stays true: an address is `ipc://` and an absolute path that fits a Unix socket name; the
-lifeline socket lies beside the control socket, so one directory's permissions guard both.
+An address is `ipc://` and an absolute path that fits a Unix socket name. The lifeline socket lies
+beside the control socket, so one directory's permissions guard both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Frames: one ZeroMQ frame carries a batch of messages, each with a request number.
 
-What stays true: `decode` either returns valid messages only or raises ProtocolError, whatever
-the bytes are, and never builds an object larger than the frame allows. A request number other
-than 0 is echoed in its answer; 0 marks a message that answers nothing (Stored, Failed of a
-store, Release).
+`decode` either returns valid messages only or raises ProtocolError, whatever the bytes are, and
+never builds an object larger than the frame allows. A request number other than 0 is echoed in its
+answer; 0 marks a message that answers nothing (Stored, Failed of a store, Release).
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from stormd.protocol.cache_messages import CacheGet, CacheList, CachePut
+import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
+from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import Hello, Message, StatusRequest, message_types
+from stormd.protocol.messages import Hello
 
 __all__ = ["Envelope", "decode", "encode", "hello_version"]
 
@@ -29,7 +29,6 @@ class Envelope(NamedTuple):
 
 
 _TYPES = message_types()
-_COSTLY = (StatusRequest, CachePut, CacheGet, CacheList)
 
 
 def encode(batch: Iterable[Envelope]) -> bytes:
@@ -85,7 +84,7 @@ def _unpack(frame: bytes) -> Any:
 
 
 def _check_costs(batch: list[Envelope]) -> None:
-    costly = sum(isinstance(message, _COSTLY) for _, message in batch)
+    costly = sum(message.COSTLY for _, message in batch)
     if costly > MAX_COSTLY:
         raise ProtocolError(
             f"a frame with {costly} requests for a state, a put, a get or a list of names; the "
@@ -102,7 +101,4 @@ def _envelope(item: Any) -> Envelope:
         raise ProtocolError(f"message number {op!r:.40} is unknown to this version")
     if type(request) is not int or not 0 <= request <= MAX_ID:
         raise ProtocolError(f"request number {request!r:.40} is not in 0 .. 2^63-1")
-    try:
-        return Envelope(request, kind(*values))
-    except TypeError as error:
-        raise ProtocolError(f"{kind.__name__} with {len(values)} fields: {error}") from error
+    return Envelope(request, kind.from_wire(values))

@@ -11,6 +11,7 @@ __all__ = [
     "MAX_DIMENSIONS",
     "MAX_DTYPE",
     "MAX_ENTRY_BYTES",
+    "MAX_FEATURES",
     "MAX_FRAME_BYTES",
     "MAX_HANDLE_BYTES",
     "MAX_ID",
@@ -20,7 +21,7 @@ __all__ = [
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one is dropped by the socket itself."""
@@ -40,6 +41,9 @@ MAX_ENTRY_BYTES = 1 << 30
 
 MAX_TEXT = 4096
 """Characters of any string in a message."""
+
+MAX_FEATURES = 64
+"""Features in a Hello or Welcome."""
 
 MAX_HANDLE_BYTES = 512
 """Bytes of any binary field: a CUDA IPC handle has 64, a token 16."""

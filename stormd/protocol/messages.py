@@ -1,13 +1,11 @@
-"""Every message of the control plane, one frozen dataclass each.
+"""Every message of the control plane but the shared cache's, which are in cache_messages.py.
 
-What stays true: a message object that exists is valid. Construction checks types and ranges,
-so neither side repeats a check, and decoding a hostile frame ends in ProtocolError before any
-field is used. Fields travel by position; a field is only ever added together with a new
-PROTOCOL_VERSION.
+Each is declared here once: its number, its fields in the order they travel, and what each may be.
+A field is only ever added or taken away together with a new PROTOCOL_VERSION.
 
 Client to daemon: Hello first, then MapSegment / UnmapSegment, Store, Restore, Release, Ping,
 StatusRequest, Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored,
-Restored, Failed, Pong, Status, Refused. The shared cache's are in cache_messages.py.
+Restored, Failed, Pong, Status, Refused.
 
 One storage of the client travels as one or more entries. The way of an entry:
     Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
@@ -20,26 +18,32 @@ One storage of the client travels as one or more entries. The way of an entry:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
-from stormd.protocol.checks import (
-    check_blob,
-    check_id,
-    check_ids,
-    check_map,
-    check_one_of,
-    check_seconds,
-    check_size,
-    check_text,
-    check_texts,
+from stormd.protocol.declaring import (
+    Message,
+    binary,
+    integer,
+    list_of,
+    mapping,
+    message,
+    one_of,
+    seconds,
+    text,
+)
+from stormd.protocol.limits import (
+    MAX_BATCH,
+    MAX_ENTRY_BYTES,
+    MAX_FEATURES,
+    MAX_HANDLE_BYTES,
+    MAX_ID,
+    MAX_TEXT,
 )
 
 __all__ = [
     "CODECS",
     "DEVICES",
+    "NO_LANE",
     "REJECTIONS",
     "Admitted",
     "Failed",
@@ -47,7 +51,6 @@ __all__ = [
     "Hello",
     "MapSegment",
     "Mapped",
-    "Message",
     "Ping",
     "Pong",
     "Refused",
@@ -61,105 +64,89 @@ __all__ = [
     "Stored",
     "UnmapSegment",
     "Welcome",
-    "message_types",
 ]
 
 DEVICES = ("cpu", "cuda")
+"""What there are lanes for."""
+
+NO_LANE = "none"
+"""In Hello.device: no lane."""
+
 CODECS = ("ancf", "raw")
 REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
 """Why a Store is answered by Rejected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Base of all messages; OP is the number on the wire."""
+# --- the types of fields --------------------------------------------------------------------
 
-    OP: ClassVar[int] = 0
+ID = integer(0, MAX_ID, "an integer in 0 .. 2^63-1")
 
-    def to_wire(self) -> tuple[Any, ...]:
-        """Return the fields in the order they travel."""
-        kind = type(self)
-        read = _READERS.get(kind)
-        if read is None:
-            read = _READERS[kind] = _reader(kind)
-        return read(self)
+Id = Annotated[int, ID]
+"""An id, offset, size or number."""
+
+Ids = Annotated[list[int], list_of(ID, MAX_BATCH, "ids")]
+
+PartBytes = Annotated[int, integer(1, MAX_ENTRY_BYTES, f"in 1 .. {MAX_ENTRY_BYTES} bytes")]
+"""The bytes of an entry before encoding."""
+
+Text = Annotated[str, text(MAX_TEXT)]
+Texts = Annotated[list[str], list_of(text(MAX_TEXT), MAX_FEATURES, "texts")]
+Binary = Annotated[bytes, binary(MAX_HANDLE_BYTES)]
+Seconds = Annotated[float, seconds(above_zero=True)]
+Device = Annotated[str, one_of(*DEVICES, NO_LANE)]
+Codec = Annotated[str, one_of(*CODECS)]
+Rejection = Annotated[str, one_of(*REJECTIONS)]
+State = Annotated[dict[str, Any], mapping()]
 
 
 # --- from the client ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@message(1, kw_only=True)
 class Hello(Message):
     """Asks for a session. The first message of a connection; anything else before it is refused.
 
-    `device_uuid` is the CUDA device's UUID as text, empty on the cpu lane. `ipc_modes` names the
-    ways in which the client can export device memory ("cuda_ipc"). `staging_bytes` is the size
-    of staging area that the client would like; Welcome says what it got.
+    `device` says which lane the session is for: one of DEVICES, or NO_LANE for a session that asks
+    for the state and holds nothing, and so takes nobody's share. `device_uuid` is the CUDA device's
+    UUID as text, empty elsewhere. `staging_bytes` is the size of staging area that the client would
+    like; Welcome says what it got.
     """
 
-    OP: ClassVar[int] = 1
-    protocol: int
-    features: list[str]
-    pid: int
-    uid: int
-    device: str
-    device_uuid: str
-    ipc_modes: list[str]
-    staging_bytes: int
-    name: str
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Hello.protocol", self.protocol)
-        check_texts("Hello.features", self.features)
-        check_id("Hello.pid", self.pid)
-        check_id("Hello.uid", self.uid)
-        check_one_of("Hello.device", self.device, DEVICES)
-        check_text("Hello.device_uuid", self.device_uuid)
-        check_texts("Hello.ipc_modes", self.ipc_modes)
-        check_id("Hello.staging_bytes", self.staging_bytes)
-        check_text("Hello.name", self.name)
+    protocol: Id
+    features: Texts
+    pid: Id
+    uid: Id
+    device: Device
+    device_uuid: Text
+    staging_bytes: Id
+    name: Text
 
 
-@dataclass(frozen=True, slots=True)
+@message(2, kw_only=True)
 class MapSegment(Message):
     """Offers an allocation of the client as segment `segment` of its session (cuda lane).
 
-    `handle` is the CUDA IPC handle, `buffer_id` the allocation's CU_POINTER_ATTRIBUTE_BUFFER_ID,
-    `nbytes` its size. Answered by Mapped or Refused. Segment 0 is the staging area: on the cpu
-    lane it exists from Welcome on and is never mapped by message.
+    `handle` is the CUDA IPC handle, `nbytes` the allocation's size. Answered by Mapped or Refused.
+    Segment 0 is the staging area: on the cpu lane it exists from Welcome on and is never mapped by
+    message.
     """
 
-    OP: ClassVar[int] = 2
-    segment: int
-    handle: bytes
-    buffer_id: int
-    nbytes: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("MapSegment.segment", self.segment)
-        check_blob("MapSegment.handle", self.handle)
-        check_id("MapSegment.buffer_id", self.buffer_id)
-        check_id("MapSegment.nbytes", self.nbytes)
+    segment: Id
+    handle: Binary
+    nbytes: Id
 
 
-@dataclass(frozen=True, slots=True)
+@message(3)
 class UnmapSegment(Message):
     """Takes a segment back. No answer; the daemon unmaps it once nothing under way uses it.
 
     A restore into it that waits for its entry's store fails.
     """
 
-    OP: ClassVar[int] = 3
-    segment: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("UnmapSegment.segment", self.segment)
+    segment: Id
 
 
-@dataclass(frozen=True, slots=True)
+@message(4, kw_only=True)
 class Store(Message):
     """Asks to store `nbytes` at `offset` of `segment` as entry `entry`.
 
@@ -173,192 +160,118 @@ class Store(Message):
     page's result of that number says how long it is. Both stay until Stored, or Failed.
     """
 
-    OP: ClassVar[int] = 4
-    entry: int
-    segment: int
-    offset: int
-    nbytes: int
-    dtype: str
-    codec: str
-    sequence: int
-    result: int = 0
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Store.entry", self.entry)
-        check_id("Store.segment", self.segment)
-        check_id("Store.offset", self.offset)
-        check_size("Store.nbytes", self.nbytes)
-        check_text("Store.dtype", self.dtype)
-        check_one_of("Store.codec", self.codec, CODECS)
-        check_id("Store.sequence", self.sequence)
-        check_id("Store.result", self.result)
+    entry: Id
+    segment: Id
+    offset: Id
+    nbytes: PartBytes
+    dtype: Text
+    codec: Codec
+    sequence: Id
+    result: Id = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message(5, kw_only=True)
 class Restore(Message):
     """Asks for the bytes of `entry` at `offset` of `segment`; `ticket` names this request.
 
     `sequence` is the value of `published` from which on the destination may be written (cuda).
     """
 
-    OP: ClassVar[int] = 5
-    ticket: int
-    entry: int
-    segment: int
-    offset: int
-    nbytes: int
-    sequence: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Restore.ticket", self.ticket)
-        check_id("Restore.entry", self.entry)
-        check_id("Restore.segment", self.segment)
-        check_id("Restore.offset", self.offset)
-        check_size("Restore.nbytes", self.nbytes)
-        check_id("Restore.sequence", self.sequence)
+    ticket: Id
+    entry: Id
+    segment: Id
+    offset: Id
+    nbytes: PartBytes
+    sequence: Id
 
 
-@dataclass(frozen=True, slots=True)
+@message(6)
 class Release(Message):
     """Gives entries up. Ids that do not exist (rejected stores) are passed over."""
 
-    OP: ClassVar[int] = 6
-    entries: list[int]
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_ids("Release.entries", self.entries)
+    entries: Ids
 
 
-@dataclass(frozen=True, slots=True)
+@message(7)
 class Ping(Message):
     """A heartbeat; renews the session's lease. Answered by Pong."""
 
-    OP: ClassVar[int] = 7
 
-
-@dataclass(frozen=True, slots=True)
+@message(8, costly=True)
 class StatusRequest(Message):
     """Asks for the daemon's state; allowed without a session. Answered by Status."""
 
-    OP: ClassVar[int] = 8
 
-
-@dataclass(frozen=True, slots=True)
+@message(9)
 class Goodbye(Message):
     """Ends the session in order. Answered by closing the lifeline once all is freed."""
-
-    OP: ClassVar[int] = 9
 
 
 # --- from the daemon ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@message(64, kw_only=True)
 class Welcome(Message):
     """Grants a session.
 
     The client now connects to the stream socket at `lifeline`, sends `token`, and receives file
     descriptors over it: the timeline page, and on the cpu lane the staging area of
-    `staging_bytes`. The session lives as long as that connection. `part_bytes` is the largest
-    entry this lane takes; `lease_seconds` how long the session outlives its last message.
+    `staging_bytes`; none without a lane. The session lives as long as that connection.
+    `part_bytes` is the largest entry this lane takes; `lease_seconds` how long the session outlives
+    its last message.
     """
 
-    OP: ClassVar[int] = 64
-    session: int
-    token: bytes
-    protocol: int
-    features: list[str]
-    version: str
-    lifeline: str
-    staging_bytes: int
-    part_bytes: int
-    lease_seconds: float
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Welcome.session", self.session)
-        check_blob("Welcome.token", self.token)
-        check_id("Welcome.protocol", self.protocol)
-        check_texts("Welcome.features", self.features)
-        check_text("Welcome.version", self.version)
-        check_text("Welcome.lifeline", self.lifeline)
-        check_id("Welcome.staging_bytes", self.staging_bytes)
-        check_size("Welcome.part_bytes", self.part_bytes)
-        check_seconds("Welcome.lease_seconds", self.lease_seconds)
+    session: Id
+    token: Binary
+    protocol: Id
+    features: Texts
+    version: Text
+    lifeline: Text
+    staging_bytes: Id
+    part_bytes: PartBytes
+    lease_seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True)
+@message(65)
 class Mapped(Message):
     """The segment is mapped and may be named in Store and Restore."""
 
-    OP: ClassVar[int] = 65
-    segment: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Mapped.segment", self.segment)
+    segment: Id
 
 
-@dataclass(frozen=True, slots=True)
+@message(66)
 class Admitted(Message):
     """The pool has promised room for the entry: it will be stored."""
 
-    OP: ClassVar[int] = 66
-    entry: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Admitted.entry", self.entry)
+    entry: Id
 
 
-@dataclass(frozen=True, slots=True)
+@message(67)
 class Rejected(Message):
     """The entry does not exist; `reason` is one of REJECTIONS, `detail` names value and limit."""
 
-    OP: ClassVar[int] = 67
-    entry: int
-    reason: str
-    detail: str
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Rejected.entry", self.entry)
-        check_one_of("Rejected.reason", self.reason, REJECTIONS)
-        check_text("Rejected.detail", self.detail)
+    entry: Id
+    reason: Rejection
+    detail: Text
 
 
-@dataclass(frozen=True, slots=True)
+@message(68)
 class Stored(Message):
     """The entry is in the arena; its source range is free. `mode` is the codec mode it got."""
 
-    OP: ClassVar[int] = 68
-    entry: int
-    stored_bytes: int
-    mode: str
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Stored.entry", self.entry)
-        check_id("Stored.stored_bytes", self.stored_bytes)
-        check_text("Stored.mode", self.mode)
+    entry: Id
+    stored_bytes: Id
+    mode: Text
 
 
-@dataclass(frozen=True, slots=True)
+@message(69)
 class Restored(Message):
     """The destination range of the ticket holds the entry's verified bytes."""
 
-    OP: ClassVar[int] = 69
-    ticket: int
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Restored.ticket", self.ticket)
+    ticket: Id
 
 
-@dataclass(frozen=True, slots=True)
+@message(70)
 class Failed(Message):
     """An admitted entry or a restore came to nothing.
 
@@ -366,40 +279,25 @@ class Failed(Message):
     client's errors: "CorruptBlob" or "ActivationLost". The source or destination range is free.
     """
 
-    OP: ClassVar[int] = 70
-    ticket: int
-    entry: int
-    kind: str
-    detail: str
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_id("Failed.ticket", self.ticket)
-        check_id("Failed.entry", self.entry)
-        check_text("Failed.kind", self.kind)
-        check_text("Failed.detail", self.detail)
+    ticket: Id
+    entry: Id
+    kind: Text
+    detail: Text
 
 
-@dataclass(frozen=True, slots=True)
+@message(71)
 class Pong(Message):
     """Answers Ping."""
 
-    OP: ClassVar[int] = 71
 
-
-@dataclass(frozen=True, slots=True)
+@message(72)
 class Status(Message):
     """The daemon's state, the object that `stormd status --json` prints."""
 
-    OP: ClassVar[int] = 72
-    state: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_map("Status.state", self.state)
+    state: State
 
 
-@dataclass(frozen=True, slots=True)
+@message(73)
 class Refused(Message):
     """A request was not carried out; nothing changed.
 
@@ -407,28 +305,5 @@ class Refused(Message):
     "DaemonLost"), `detail` names value, limit and next step.
     """
 
-    OP: ClassVar[int] = 73
-    kind: str
-    detail: str
-
-    def __post_init__(self) -> None:
-        """Check types and ranges."""
-        check_text("Refused.kind", self.kind)
-        check_text("Refused.detail", self.detail)
-
-
-def message_types() -> dict[int, type[Message]]:
-    """Return every message type by its OP."""
-    return {kind.OP: kind for kind in Message.__subclasses__()}
-
-
-_Reader = Callable[[Message], tuple[Any, ...]]
-_READERS: dict[type[Message], _Reader] = {}
-
-
-def _reader(kind: type[Message]) -> _Reader:
-    """Return what reads all fields of such messages at once."""
-    names = [field.name for field in fields(kind)]
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda message: tuple(getattr(message, name) for name in names)
+    kind: Text
+    detail: Text

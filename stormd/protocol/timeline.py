@@ -1,9 +1,9 @@
 """The timeline page: one shared host page per session, of 64-bit counters and encoders' results.
 
-What stays true: a counter never decreases, and each has one writer. Both processes map the page
-and register it with CUDA, so that streams write the counters, a client's wait on them, and both
-CPUs can read them. A side that finds its peer dead stores POISON into the counters that its own
-side waits on: every wait (GEQ) is over at once, and the value is not one that work could reach.
+A counter never decreases, and each has one writer. Both processes map the page and register it with
+CUDA, so that streams write the counters, a client's wait on them, and both CPUs can read them. A
+side that finds its peer dead stores POISON into the counters that its own side waits on: every wait
+(GEQ) is over at once, and the value is not one that work could reach.
 
 Where the client encodes, its encoder leaves a result in the page before `published` says so.
 """
@@ -17,7 +17,6 @@ __all__ = [
     "PAGE_BYTES",
     "POISON",
     "PUBLISHED",
-    "RESTORED",
     "RESULTS",
     "STORED",
     "EncoderResult",
@@ -32,9 +31,6 @@ PUBLISHED = 0
 
 STORED = 64
 """Byte offset; written by the daemon: the stores whose source may be used again."""
-
-RESTORED = 128
-"""Byte offset; written by the daemon: the restores whose destination is complete."""
 
 POISON = 1 << 62
 """Far above any real value; below 2^63, so signed and unsigned comparisons agree."""

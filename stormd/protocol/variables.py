@@ -1,8 +1,8 @@
 """The environment variables of the project, `STORMD_...`: which there are, and what a typo means.
 
-What stays true: every variable that any part of the project reads is known here, to the daemon,
-which refuses another one, and to the client, which warns of it without loading the daemon. A test
-holds the names to the daemon's settings and to the sources.
+Every variable that any part of the project reads is known here, to the daemon, which refuses
+another one, and to the client, which warns of it without loading the daemon. A test holds the names
+to the daemon's settings and to the sources.
 """
 
 from __future__ import annotations

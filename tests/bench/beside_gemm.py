@@ -25,9 +25,9 @@ from typing import Any, Self
 
 import storm_client as storm
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from torch import Tensor
 
-from stormd.child_daemon import ChildDaemon
 from stormd.doctor.cuda import check_mps
 from stormd.machine import describe
 

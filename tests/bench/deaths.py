@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from support.trainers import Trainers
 from support.waiting import wait_until
 
 from stormd.arena import slack_of
-from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe
 from stormd.nvml import open_nvml
 

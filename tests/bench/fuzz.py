@@ -19,12 +19,12 @@ from typing import Any
 
 import psutil
 import zmq
+from storm_bench.child_daemon import ChildDaemon
 from support.frames import FrameFuzzer
 from support.raw_client import RawClient
 from support.trainers import Trainers
 from support.waiting import wait_until
 
-from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe
 
 DRAIN_EVERY = 16

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 import psutil
 import storm_client as storm
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from storm_client import blocks, hooks, window
 from storm_client.connection import Connection
 from storm_kernels.ancf import DType
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe, package_versions
 
 MIB = 1 << 20

@@ -20,9 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from storm_bench.child_daemon import ChildDaemon
 from support.raw_client import RawClient
 
-from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe
 from stormd.protocol import Goodbye, Restore, Restored, Store, Stored
 
@@ -86,11 +86,26 @@ def greedy(address: str, seconds: float) -> dict[str, Any]:
         numbers += GREEDY_WINDOW
         client.send(
             *(
-                Store(entry, 0, slot * GREEDY_BYTES, GREEDY_BYTES, "uint8", "raw", 0)
+                Store(
+                    entry=entry,
+                    segment=0,
+                    offset=slot * GREEDY_BYTES,
+                    nbytes=GREEDY_BYTES,
+                    dtype="uint8",
+                    codec="raw",
+                    sequence=0,
+                )
                 for slot, entry in enumerate(entries)
             ),
             *(
-                Restore(entry, entry, 0, GREEDY_WINDOW * GREEDY_BYTES, GREEDY_BYTES, 0)
+                Restore(
+                    ticket=entry,
+                    entry=entry,
+                    segment=0,
+                    offset=GREEDY_WINDOW * GREEDY_BYTES,
+                    nbytes=GREEDY_BYTES,
+                    sequence=0,
+                )
                 for entry in entries
             ),
         )

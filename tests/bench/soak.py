@@ -97,7 +97,17 @@ class Client:
             self._numbers += 1
             self._held[self._numbers] = (place, nbytes)
             codec = self._random.choice(("ancf", "raw"))
-            batch.append(Store(self._numbers, 0, offset, nbytes, "bfloat16", codec, 0))
+            batch.append(
+                Store(
+                    entry=self._numbers,
+                    segment=0,
+                    offset=offset,
+                    nbytes=nbytes,
+                    dtype="bfloat16",
+                    codec=codec,
+                    sequence=0,
+                )
+            )
         self._raw.send(*batch)
         for message in batch:
             answer = self._raw.wait(
@@ -121,7 +131,16 @@ class Client:
         for slot, entry in enumerate(chosen, BATCH):
             self._numbers += 1
             nbytes = self._held[entry][1]
-            batch.append(Restore(self._numbers, entry, 0, slot * SLOT_BYTES, nbytes, 0))
+            batch.append(
+                Restore(
+                    ticket=self._numbers,
+                    entry=entry,
+                    segment=0,
+                    offset=slot * SLOT_BYTES,
+                    nbytes=nbytes,
+                    sequence=0,
+                )
+            )
         if batch:
             self._raw.send(*batch)
         for message in batch:

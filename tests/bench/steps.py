@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import psutil
 import storm_client as storm
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from support.waiting import wait_until
 from torch import Tensor, nn
 
-from stormd.child_daemon import ChildDaemon
 from stormd.machine import describe
 from stormd.nvml import open_nvml
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import storm_client as storm
 import torch
-from storm_client.bench.train.gpt import WORKLOADS, attention, make
-from storm_client.bench.train.methods import MIN_BYTES
+from storm_bench.train.gpt import WORKLOADS, attention, make
+from storm_bench.train.methods import MIN_BYTES
 from storm_client.handshake import is_listening
 from support.waiting import wait_until
 from torch.profiler import ProfilerActivity, profile

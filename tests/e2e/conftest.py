@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from storm_bench.child_daemon import ChildDaemon
 from support.patience import patient_clients
-
-from stormd.child_daemon import ChildDaemon
 
 
 @pytest.fixture(autouse=True)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from support.cache_process import CacheProcess
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
-
-from stormd.child_daemon import ChildDaemon
 
 MIB = 1 << 20
 ANNA, BERT, MATE = (64001, 64100), (64002, 64200), (64003, 64100)

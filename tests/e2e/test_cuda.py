@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from support.waiting import wait_until
-
-from stormd.child_daemon import ChildDaemon
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import storm_client as storm
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from torch import Tensor, nn
-
-from stormd.child_daemon import ChildDaemon
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,10 +15,9 @@ import pytest
 import storm_client as storm
 import torch
 from bench.deaths import NOTICED_SECONDS, kill_clients, kill_daemons
+from storm_bench.child_daemon import ChildDaemon
 from support.trainers import Trainers
 from support.waiting import wait_until
-
-from stormd.child_daemon import ChildDaemon
 
 CLIENT_KILLS = 8
 DAEMON_KILLS = 4

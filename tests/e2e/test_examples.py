@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from storm_bench.child_daemon import ChildDaemon
 from support.waiting import wait_until
-
-from stormd.child_daemon import ChildDaemon
 
 EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 

@@ -91,7 +91,15 @@ def hostile(daemon: DaemonThread) -> Iterator[RawClient]:
 
 
 def _store(entry: int, segment: int = 0, offset: int = 0, nbytes: int = 100) -> Store:
-    return Store(entry, segment, offset, nbytes, "uint8", "raw", 0)
+    return Store(
+        entry=entry,
+        segment=segment,
+        offset=offset,
+        nbytes=nbytes,
+        dtype="uint8",
+        codec="raw",
+        sequence=0,
+    )
 
 
 def test_fuzzed_frames() -> None:
@@ -112,12 +120,27 @@ def test_fuzzed_frames() -> None:
         _store(0),
         _store(FIRST_LEASED),
         _store(MAX_ID),
-        Store(1, 0, 0, 101, "float32", "ancf", 0),
-        Store(1, 0, 0, 100, "no such type", "ancf", MAX_ID),
-        Restore(1, 1, 0, 0, 100, 0),
-        Restore(0, MAX_ID, MAX_ID, MAX_ID, MAX_ENTRY_BYTES, MAX_ID),
-        MapSegment(1, b"\xff" * 64, 0, MAX_ID),
-        MapSegment(0, b"", 0, 1),
+        Store(entry=1, segment=0, offset=0, nbytes=101, dtype="float32", codec="ancf", sequence=0),
+        Store(
+            entry=1,
+            segment=0,
+            offset=0,
+            nbytes=100,
+            dtype="no such type",
+            codec="ancf",
+            sequence=MAX_ID,
+        ),
+        Restore(ticket=1, entry=1, segment=0, offset=0, nbytes=100, sequence=0),
+        Restore(
+            ticket=0,
+            entry=MAX_ID,
+            segment=MAX_ID,
+            offset=MAX_ID,
+            nbytes=MAX_ENTRY_BYTES,
+            sequence=MAX_ID,
+        ),
+        MapSegment(segment=1, handle=b"\xff" * 64, nbytes=MAX_ID),
+        MapSegment(segment=0, handle=b"", nbytes=1),
         UnmapSegment(7),
         Stored(1, 1, "raw"),
     ],
@@ -147,7 +170,12 @@ def test_entries_of_others_cannot_be_guessed(daemon: DaemonThread, hostile: RawC
         entry = owner.open().stored(b"secret")
         hostile.release(*range(200))
         for ticket in range(1, 200):
-            assert isinstance(hostile.ask(Restore(ticket, ticket, 0, 0, 6, 0)), Failed)
+            assert isinstance(
+                hostile.ask(
+                    Restore(ticket=ticket, entry=ticket, segment=0, offset=0, nbytes=6, sequence=0)
+                ),
+                Failed,
+            )
         assert owner.restored(entry, 6) == b"secret"
 
 
@@ -159,7 +187,10 @@ def test_freed_memory_is_never_read_by_another(daemon: DaemonThread, hostile: Ra
     assert not any(hostile.staging[:])  # type: ignore[index]
     assert not any(hostile.page[:])  # type: ignore[index]
     entry = hostile.stored(b"mine")
-    assert isinstance(hostile.ask(Restore(1, entry, 0, 0, 60_000, 0)), Failed)
+    assert isinstance(
+        hostile.ask(Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=60_000, sequence=0)),
+        Failed,
+    )
     assert hostile.restored(entry, 4) == b"mine"
     assert not any(hostile.staging[4:])  # type: ignore[index]
 
@@ -167,14 +198,28 @@ def test_freed_memory_is_never_read_by_another(daemon: DaemonThread, hostile: Ra
 def test_words_in_the_wrong_order(
     daemon: DaemonThread, neighbour: Callable[[], bool], hostile: RawClient
 ) -> None:
-    hostile.send(Release([5]), Restore(1, 5, 0, 0, 100, 0), _store(5), _store(5), _store(4))
+    hostile.send(
+        Release([5]),
+        Restore(ticket=1, entry=5, segment=0, offset=0, nbytes=100, sequence=0),
+        _store(5),
+        _store(5),
+        _store(4),
+    )
     assert hostile.wait_for(Failed, ticket=1).kind == "ActivationLost"
     hostile.wait_for(Stored, entry=5)
     hostile.wait_for(Rejected, entry=5)
     hostile.wait_for(Rejected, entry=4)
-    hostile.send(*[Restore(2, 5, 0, 0, 100, 0)] * 2, Release([5, 5]), Goodbye(), _store(6))
+    hostile.send(
+        *[Restore(ticket=2, entry=5, segment=0, offset=0, nbytes=100, sequence=0)] * 2,
+        Release([5, 5]),
+        Goodbye(),
+        _store(6),
+    )
     assert hostile.is_cut_off()
-    assert isinstance(hostile.ask(Restore(3, 5, 0, 0, 100, 0)), Refused)
+    assert isinstance(
+        hostile.ask(Restore(ticket=3, entry=5, segment=0, offset=0, nbytes=100, sequence=0)),
+        Refused,
+    )
     assert neighbour()
 
 
@@ -187,10 +232,29 @@ def test_a_source_changed_while_it_is_read_harms_its_owner_alone(
     noise = [os.urandom(64 << 10) for _ in range(2)]
     for round_number in range(1, 50):
         staging[: 64 << 10] = noise[0]
-        hostile.send(Store(round_number, 0, 0, 64 << 10, "bfloat16", "ancf", 0))
+        hostile.send(
+            Store(
+                entry=round_number,
+                segment=0,
+                offset=0,
+                nbytes=64 << 10,
+                dtype="bfloat16",
+                codec="ancf",
+                sequence=0,
+            )
+        )
         staging[: 64 << 10] = noise[1]
         hostile.wait_for(Stored, entry=round_number)
-        answer = hostile.ask(Restore(round_number, round_number, 0, 1 << 20, 64 << 10, 0))
+        answer = hostile.ask(
+            Restore(
+                ticket=round_number,
+                entry=round_number,
+                segment=0,
+                offset=1 << 20,
+                nbytes=64 << 10,
+                sequence=0,
+            )
+        )
         assert isinstance(answer, Restored) or answer.kind == "CorruptBlob"
         hostile.release(round_number)
     assert neighbour()

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_bench.child_daemon import ChildDaemon
 from storm_client.ternary import load_model, put_model
 from storm_kernels.ternary.nn import TernaryLinear, convert
 from torch import nn
-
-from stormd.child_daemon import ChildDaemon
 
 WIDTH, MIB = 512, 1 << 20
 

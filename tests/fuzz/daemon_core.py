@@ -12,11 +12,10 @@ from typing import Any
 from unittest.mock import Mock
 
 from stormd.arena import Space
-from stormd.cache import Cache
+from stormd.cache.items import Cache
 from stormd.control import Delivery
 from stormd.counters import Counters
-from stormd.lanes import (
-    Attachment,
+from stormd.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -27,8 +26,9 @@ from stormd.lanes import (
     StoreFailed,
     StoreJob,
 )
+from stormd.gateway import Gateway, Terms
+from stormd.lanes import Attachment
 from stormd.ledger import Ledger
-from stormd.peers import Peers
 from stormd.protocol import (
     PROTOCOL_VERSION,
     Envelope,
@@ -39,9 +39,7 @@ from stormd.protocol import (
     decode,
     encode,
 )
-from stormd.reception import Reception
-from stormd.records import Limits
-from stormd.service import Service
+from stormd.sessions import Limits
 
 __all__ = ["DaemonCore"]
 
@@ -91,33 +89,46 @@ class _Lane:
     """Does every job at once, on numbers only; `results` wait until the core hands them on."""
 
     device = "cpu"
-    hearts = ()
+    heartbeats = ()
     links = ()
 
     def __init__(self) -> None:
         self.results: list[Result] = []
 
     def attach(self, session: int, hello: Hello) -> Attachment:
-        return Attachment((), STAGING_BYTES, PART_BYTES, STAGING_BYTES)
+        return Attachment(
+            descriptors=(),
+            staging_bytes=STAGING_BYTES,
+            part_bytes=PART_BYTES,
+            segment_bytes=STAGING_BYTES,
+        )
 
     def store(self, job: StoreJob) -> None:
         if job.sequence:  # a client's own number decides, so that failures are reached as well
-            self.results.append(StoreFailed(job.session, job.entry, "broken"))
+            self.results.append(StoreFailed(session=job.session, entry=job.entry, detail="broken"))
             return
         block = job.space.place(job.promised, max(1, job.nbytes // 2))
-        self.results.append(StoreDone(job.session, job.entry, block, "raw", 0.0))
+        self.results.append(
+            StoreDone(session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.0)
+        )
 
     def skip(self, session: int, sequence: int) -> None:
         pass
 
     def restore(self, job: RestoreJob) -> None:
         if job.sequence:
-            self.results.append(RestoreFailed(job.session, job.ticket, "CorruptBlob", "broken"))
+            self.results.append(
+                RestoreFailed(
+                    session=job.session, ticket=job.ticket, kind="CorruptBlob", detail="broken"
+                )
+            )
         else:
-            self.results.append(RestoreDone(job.session, job.ticket, 0.0))
+            self.results.append(RestoreDone(session=job.session, ticket=job.ticket, seconds=0.0))
 
     def map_segment(self, session: int, request: Any) -> None:
-        self.results.append(SegmentRefused(session, request.segment, "no such handle"))
+        self.results.append(
+            SegmentRefused(session=session, segment=request.segment, detail="no such handle")
+        )
 
     def unmap_segment(self, session: int, segment: int) -> None:
         pass
@@ -140,34 +151,31 @@ class DaemonCore:
         self.ledger = Ledger(Space(POOL_BYTES), LIMITS, self.counters, cache)
         self._lane = _Lane()
         self._control: Any = _Control()
-        peers = Peers()
         lanes: Any = {"cpu": self._lane}
-        self._reception = Reception(
+        self._gateway = Gateway(
             ledger=self.ledger,
             counters=self.counters,
             lanes=lanes,
             control=self._control,
-            peers=peers,
-            lifeline_path="/nowhere",
-            allowed_uids=frozenset((os.getuid(),)),
-            cache_part_bytes=PART_BYTES,
-            lease_seconds=5.0,
-            status=lambda: {"entries": self.ledger.entries},
-        )
-        self._service = Service(
-            ledger=self.ledger,
-            counters=self.counters,
-            control=self._control,
-            peers=peers,
-            reception=self._reception,
+            terms=Terms(
+                allowed_uids=frozenset((os.getuid(),)),
+                lifeline_path="/nowhere",
+                cache_part_bytes=PART_BYTES,
+                lease_seconds=5.0,
+            ),
             status=lambda: {"entries": self.ledger.entries},
             on_progress=lambda: None,
             later=Mock(),
         )
         lifelines: Any = _Lifelines()
-        self._service.start(lifelines)
+        self._gateway.start(lifelines)
         self.neighbour = self._open(NEIGHBOUR)
-        self._send(NEIGHBOUR, Store(1, 0, 0, 4096, "uint8", "raw", 0))
+        self._send(
+            NEIGHBOUR,
+            Store(
+                entry=1, segment=0, offset=0, nbytes=4096, dtype="uint8", codec="raw", sequence=0
+            ),
+        )
         self.fuzzer = self._open(FUZZER)
 
     def feed(self, frame: bytes) -> None:
@@ -186,7 +194,7 @@ class DaemonCore:
 
     def close(self) -> None:
         """End all sessions; afterwards nothing is held."""
-        self._service.end_all("shutdown")
+        self._gateway.end_all("shutdown")
         self._settle()
         assert not self.ledger.sessions
         assert not self.ledger.entries
@@ -195,11 +203,20 @@ class DaemonCore:
     # --- parts ------------------------------------------------------------------------------
 
     def _open(self, route: bytes) -> int:
-        hello = Hello(PROTOCOL_VERSION, [], os.getpid(), os.getuid(), "cpu", "", [], 0, "fuzzed")
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            features=[],
+            pid=os.getpid(),
+            uid=os.getuid(),
+            device="cpu",
+            device_uuid="",
+            staging_bytes=0,
+            name="fuzzed",
+        )
         self._send(route, hello)
         (welcome,) = self._control.take(route)
         assert isinstance(welcome, Welcome), welcome
-        assert self._service.take_token(welcome.token, os.getuid()) is not None
+        assert self._gateway.take_token(welcome.token, os.getuid()) is not None
         return welcome.session
 
     def _send(self, route: bytes, message: Message) -> None:
@@ -207,11 +224,11 @@ class DaemonCore:
 
     def _deliver(self, route: bytes, data: bytes) -> None:
         frame: Any = _Frame(data)
-        self._service.take_frame(route, frame)
-        self._service.flush()
+        self._gateway.take_frame(route, frame)
+        self._gateway.flush()
         self._settle()
 
     def _settle(self) -> None:
         while self._lane.results:
             results, self._lane.results = self._lane.results, []
-            self._service.take_results(results)
+            self._gateway.take_results(results)

@@ -12,7 +12,7 @@ import pytest_asyncio
 import zmq
 
 from stormd import open_files
-from stormd.control import FRAMES_A_TURN, ControlSocket, Delivery
+from stormd.control import FRAMES_A_TURN, PARTS_AT_ONCE, ControlSocket, Delivery
 
 SECONDS = 10.0
 
@@ -85,6 +85,17 @@ async def test_a_message_of_several_parts_is_told_apart(bench: Bench) -> None:
     client.send(b"after")
     async with asyncio.timeout(SECONDS):
         assert (await bench.seen.get())[1] is None
+        assert (await bench.seen.get())[1] == b"after"
+
+
+async def test_a_message_of_very_many_parts_does_not_hold_the_loop(bench: Bench) -> None:
+    client = bench.connect()
+    client.send_multipart([b""] * 30_000)
+    async with asyncio.timeout(SECONDS):
+        assert (await bench.seen.get())[1] is None
+    assert bench.batches >= 30_000 // (FRAMES_A_TURN * PARTS_AT_ONCE)
+    client.send(b"after")
+    async with asyncio.timeout(SECONDS):
         assert (await bench.seen.get())[1] == b"after"
 
 

@@ -12,8 +12,8 @@ from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
-from stormd.health import Heart, stuck_workers
-from stormd.lanes.transfer import Transfer
+from stormd.health import Heartbeat, stuck_workers
+from stormd.lanes.host_codec import HostCodec
 from stormd.protocol import Stored
 
 
@@ -26,37 +26,37 @@ class Clock:
 
 def test_an_idle_worker_is_healthy_for_ever() -> None:
     clock = Clock()
-    heart = Heart("cpu-0", clock=clock)
-    with heart:
+    heartbeat = Heartbeat("cpu-0", clock=clock)
+    with heartbeat:
         pass
     clock.now += 1e6
-    assert stuck_workers([heart]) == []
+    assert stuck_workers([heartbeat]) == []
 
 
 def test_a_long_job_is_stuck_until_it_ends() -> None:
     clock = Clock()
-    heart = Heart("cpu-0", clock=clock)
-    with heart:
+    heartbeat = Heartbeat("cpu-0", clock=clock)
+    with heartbeat:
         clock.now += 5
-        assert stuck_workers([heart], limit_seconds=5) == []
+        assert stuck_workers([heartbeat], limit_seconds=5) == []
         clock.now += 1
-        assert stuck_workers([heart], limit_seconds=5) == [
+        assert stuck_workers([heartbeat], limit_seconds=5) == [
             "cpu-0 has been at one job for 6 s, limit 5 s"
         ]
-    assert stuck_workers([heart], limit_seconds=5) == []
+    assert stuck_workers([heartbeat], limit_seconds=5) == []
 
 
 def test_a_job_that_raises_is_over() -> None:
     clock = Clock()
-    heart = Heart("cpu-0", clock=clock)
-    with pytest.raises(ZeroDivisionError), heart:
+    heartbeat = Heartbeat("cpu-0", clock=clock)
+    with pytest.raises(ZeroDivisionError), heartbeat:
         raise ZeroDivisionError
     clock.now += 1e6
-    assert stuck_workers([heart]) == []
+    assert stuck_workers([heartbeat]) == []
 
 
 def test_a_thread_that_ended_is_named() -> None:
-    healthy, gone = Heart("cpu-0"), Heart("cpu-1")
+    healthy, gone = Heartbeat("cpu-0"), Heartbeat("cpu-1")
     gone.ended("MemoryError()")
     assert stuck_workers([healthy, gone]) == ["cpu-1 has ended: MemoryError()"]
 
@@ -65,18 +65,20 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
     daemon: DaemonThread, client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, go_on = threading.Event(), threading.Event()
-    store = Transfer.store
+    store = HostCodec.store
 
-    def hang(self: Transfer, *arguments: Any) -> Any:
+    def hang(self: HostCodec, *arguments: Any) -> Any:
         entered.set()
         assert go_on.wait(30)
         return store(self, *arguments)
 
     def named() -> list[str]:
-        hearts = [heart for lane in daemon.server._lanes.values() for heart in lane.hearts]
-        return stuck_workers(hearts, limit_seconds=0.0)
+        heartbeats = [
+            heartbeat for lane in daemon.server._lanes.values() for heartbeat in lane.heartbeats
+        ]
+        return stuck_workers(heartbeats, limit_seconds=0.0)
 
-    monkeypatch.setattr(Transfer, "store", hang)
+    monkeypatch.setattr(HostCodec, "store", hang)
     entry = client.store(b"x" * 1000)
     assert entered.wait(10)
     try:
@@ -95,7 +97,7 @@ def test_a_worker_whose_thread_dies_is_named(
     def fail(*_: Any) -> None:
         raise MemoryError("no scratch")
 
-    monkeypatch.setattr(Transfer, "__init__", fail)
+    monkeypatch.setattr(HostCodec, "__init__", fail)
     daemon = make_daemon(encode_threads=1)
     wait_until(lambda: bool(daemon.server.stuck()), found=daemon.status)
     assert daemon.server.stuck() == ["stormd-cpu-0 has ended: MemoryError: no scratch"]

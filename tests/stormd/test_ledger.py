@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
-from stormd.instructions import Probe, Skip, Unmap
-from stormd.ledger import ATTACH_SECONDS
+from stormd.events import Probe, Skip, Unmap
+from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN
 from stormd.protocol import (
+    NO_LANE,
     Admitted,
     Failed,
     Mapped,
@@ -130,7 +131,7 @@ def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: LedgerBench) -> Non
 def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> None:
     made.store(1, 9 * KIB, sequence=4)
     assert isinstance(made.lane.last(), Rejected)
-    assert made.lane.others == [Skip(1, 4)]
+    assert made.lane.others == [Skip(session=1, sequence=4)]
 
 
 def test_a_full_pool_rejects_until_there_is_room(made: LedgerBench) -> None:
@@ -165,6 +166,26 @@ def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: LedgerBench) ->
     assert (made.used, made.promised, made.ledger.entries) == (0, 0, 0)
     assert made.lane.ended == [1]
     assert made.counters.ended["died"] == 1
+
+
+def test_what_a_session_held_is_freed_in_slices() -> None:
+    many = 3 * FREED_A_TURN
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open()
+    for entry in range(1, many + 1):
+        made.store(entry, 1)
+        made.lane.finish()
+    made.end()
+    assert made.ledger.entries == many - FREED_A_TURN
+    made.lane.detach(1)
+    made.ledger.assert_invariants()
+    assert made.lane.ended == [], "it holds something yet"
+    made.lane.take(made.ledger.free_some())
+    assert made.ledger.entries == many - 2 * FREED_A_TURN
+    assert made.ledger.is_freeing
+    made.lane.take(made.ledger.free_some())
+    assert not made.ledger.is_freeing
+    assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
 
 
 def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
@@ -217,12 +238,39 @@ def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -
 # --- segments -----------------------------------------------------------------------------------
 
 
+def test_a_session_for_control_takes_no_place_and_holds_nothing(made: LedgerBench) -> None:
+    made.open(2)
+    made.open(3)
+    assert made.ledger.refusal() is not None
+    for session in (4, 5, 6):
+        made.open(session, device=NO_LANE)
+    assert made.ledger.refusal(has_lane=False) is not None
+    made.end(4)
+    made.lane.detach(4)
+    assert made.ledger.refusal() is not None
+    assert made.ledger.refusal(has_lane=False) is None
+    made.store(1, session=5)
+    rejected = made.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "invalid"
+    assert "for control alone" in rejected.detail
+    made.map(1, KIB, session=5)
+    refused = made.lane.last()
+    assert isinstance(refused, Refused)
+    assert "for control alone" in refused.detail
+    made.ledger.assert_invariants()
+
+
 def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> None:
     def store(entry: int) -> None:
-        message = Store(entry, 4, 0, KIB, "uint8", "raw", 0)
+        message = Store(
+            entry=entry, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
+        )
         made.lane.take(made.ledger.store(1, 0, message, 0.0))
 
-    made.lane.take(made.ledger.map_segment(1, 3, MapSegment(4, b"handle", 1, KIB)))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
+    )
     store(1)
     assert isinstance(made.lane.last(), Rejected)
     made.lane.finish()
@@ -230,7 +278,7 @@ def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> No
     store(1)
     assert isinstance(made.lane.last(), Admitted)
     made.lane.take(made.ledger.unmap_segment(1, 0, UnmapSegment(4)))
-    assert made.lane.others[-1] == Unmap(1, 4)
+    assert made.lane.others[-1] == Unmap(session=1, segment=4)
     store(2)
     assert isinstance(made.lane.last(), Rejected)
 
@@ -261,10 +309,14 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
 
 
 def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
-    made.lane.take(made.ledger.map_segment(1, 3, MapSegment(4, b"handle", 1, KIB)))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
+    )
     made.lane.finish(fail=True)
     assert made.lane.replies[-1] == (1, 3, Refused("UsageError", "no such handle"))
-    made.lane.take(made.ledger.map_segment(1, 3, MapSegment(0, b"handle", 1, KIB)))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=0, handle=b"handle", nbytes=KIB))
+    )
     assert isinstance(made.lane.last(), Refused)
     made.lane.take(made.ledger.unmap_segment(1, 3, UnmapSegment(9)))
     assert isinstance(made.lane.last(), Refused)

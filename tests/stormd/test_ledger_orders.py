@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
+from stormd import ledger
 from stormd.arena import granules
 from stormd.lanes import blob_bound
 from stormd.protocol import Admitted, Rejected
@@ -25,6 +26,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.next_session = 1
         self.next_entry = 1
         self.next_ticket = 1
+        self.freed_a_turn = ledger.FREED_A_TURN
+        ledger.FREED_A_TURN = 2  # so that sessions end while others go on
 
     @property
     def living(self) -> list[int]:
@@ -90,6 +93,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def detach(self, data: st.DataObject) -> None:
         self.made.lane.detach(data.draw(st.sampled_from(sorted(self.made.lane.detaching))))
 
+    @precondition(lambda self: self.made.ledger.is_freeing)
+    @rule()
+    def free_some(self) -> None:
+        self.made.lane.take(self.made.ledger.free_some())
+
     @rule(now=st.floats(0.0, 6.0))
     def tick(self, now: float) -> None:
         self.made.lane.take(self.made.ledger.tick(now))
@@ -101,6 +109,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for session in self.living:
             self.made.end(session)
+        while self.made.ledger.is_freeing:
+            self.free_some()
+        ledger.FREED_A_TURN = self.freed_a_turn
         for session in sorted(self.made.lane.detaching):
             self.made.lane.detach(session)
         assert (self.made.used, self.made.promised, self.made.ledger.entries) == (0, 0, 0)

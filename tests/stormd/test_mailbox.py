@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from stormd.mailbox import Mailbox
+from stormd.mailbox import DELIVERED_A_TURN, Mailbox
 
 
 async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> None:
@@ -41,6 +41,27 @@ async def test_the_loop_is_woken_once_for_a_batch() -> None:
         mailbox.post(number)
     await asyncio.sleep(0)
     assert batches == [[0, 1, 2, 3, 4]]
+
+
+async def test_many_results_come_in_several_turns_and_in_their_order() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    everything = list(range(3 * DELIVERED_A_TURN))
+    mailbox.post(*everything[:-1])
+    await asyncio.sleep(0)
+    mailbox.post(everything[-1])
+    assert [len(batch) for batch in batches] == [DELIVERED_A_TURN]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [one for batch in batches for one in batch] == everything
+
+
+async def test_close_delivers_however_much_waits() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox.post(*range(3 * DELIVERED_A_TURN))
+    mailbox.close()
+    assert sum(map(len, batches)) == 3 * DELIVERED_A_TURN
 
 
 async def test_close_delivers_what_waits_and_drops_what_comes_later() -> None:

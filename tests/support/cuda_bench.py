@@ -14,16 +14,9 @@ from support import fake_cuda
 from support.waiting import wait_until
 
 from stormd.arena import Space
+from stormd.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
 from stormd.host_pool import HostPool
-from stormd.lanes import (
-    Detached,
-    RestoreJob,
-    Result,
-    SegmentMapped,
-    StoreJob,
-    blob_bound,
-    parse_dtype,
-)
+from stormd.lanes import blob_bound, parse_dtype
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines, result_offset
 
@@ -31,17 +24,17 @@ KIB = 1 << 10
 MIB = 1 << 20
 PART = 64 * KIB
 CUDA_FILES = (
-    "cuda",
-    "cuda_client",
-    "cuda_device",
-    "cuda_restores",
-    "cuda_scratch",
-    "cuda_session",
-    "cuda_stores",
+    "lane",
+    "client",
+    "device",
+    "restores",
+    "scratch",
+    "session",
+    "stores",
 )
 LANE_MODULES = (
     "storm_kernels.ancf.prepared",
-    *(f"stormd.lanes.{name}" for name in CUDA_FILES),
+    *(f"stormd.lanes.cuda.{name}" for name in CUDA_FILES),
 )
 SESSION = 0x1234
 
@@ -87,16 +80,41 @@ class Bench:
         promised = blob_bound(nbytes)
         assert self.space.promise(promised)
         dtype = parse_dtype("bfloat16", nbytes)
-        place = (self.session, entry, segment, offset, nbytes)
-        self.lane.store(StoreJob(*place, dtype, codec, entry, promised, self.space))
+        self.lane.store(
+            StoreJob(
+                session=self.session,
+                entry=entry,
+                segment=segment,
+                offset=offset,
+                nbytes=nbytes,
+                dtype=dtype,
+                codec=codec,
+                sequence=entry,
+                promised=promised,
+                space=self.space,
+            )
+        )
 
     def encode(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
         """Encode random bytes into the range, and hand that blob over; return the bytes."""
         promised = blob_bound(nbytes)
         assert self.space.promise(promised)
         dtype = parse_dtype("bfloat16", nbytes)
-        job = (self.session, entry, 0, offset, nbytes, dtype, "ancf", entry, promised, self.space)
-        self.lane.store(StoreJob(*job, result))
+        self.lane.store(
+            StoreJob(
+                session=self.session,
+                entry=entry,
+                segment=0,
+                offset=offset,
+                nbytes=nbytes,
+                dtype=dtype,
+                codec="ancf",
+                sequence=entry,
+                promised=promised,
+                space=self.space,
+                result=result,
+            )
+        )
         return self.encode_again(entry, offset, nbytes, result)
 
     def encode_again(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
@@ -117,8 +135,18 @@ class Bench:
     def restore(
         self, ticket: int, block: Any, offset: int, nbytes: int, *, segment: int = 0
     ) -> None:
-        place = (segment, offset, nbytes)
-        self.lane.restore(RestoreJob(self.session, ticket, 1, block, *place, ticket))
+        self.lane.restore(
+            RestoreJob(
+                session=self.session,
+                ticket=ticket,
+                entry=1,
+                block=block,
+                segment=segment,
+                offset=offset,
+                nbytes=nbytes,
+                sequence=ticket,
+            )
+        )
 
     def publish(self, value: int) -> None:
         self.counters.store(PUBLISHED, value)
@@ -136,7 +164,7 @@ class Bench:
 
 
 def lanes_on_fake_devices() -> Iterator[Callable[[list[int]], Bench]]:
-    from stormd.lanes.cuda import CudaLane
+    from stormd.lanes.cuda.lane import CudaLane
 
     pool = HostPool(4 * MIB)
     space, results = Space(pool.nbytes), []
@@ -170,11 +198,22 @@ def is_prepared(lane: Any) -> bool:
 
 
 def hello(uuid: str = fake_cuda.UUID) -> Hello:
-    return Hello(1, [], os.getpid(), os.getuid(), "cuda", uuid, ["cuda_ipc"], 0, "test")
+    return Hello(
+        protocol=1,
+        features=[],
+        pid=os.getpid(),
+        uid=os.getuid(),
+        device="cuda",
+        device_uuid=uuid,
+        staging_bytes=0,
+        name="test",
+    )
 
 
 def offer(area: fake_cuda.DeviceBuffer, nbytes: int | None = None) -> MapSegment:
-    return MapSegment(0, area.ipc_handle(), 1, area.nbytes if nbytes is None else nbytes)
+    return MapSegment(
+        segment=0, handle=area.ipc_handle(), nbytes=area.nbytes if nbytes is None else nbytes
+    )
 
 
 def fill(bench: Bench, seed: int = 0) -> np.ndarray:

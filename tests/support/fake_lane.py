@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from stormd.instructions import Detach, Ended, Instruction, Map, Reply, Unmap
-from stormd.lanes import (
+from stormd.events import (
+    Detach,
     Detached,
+    Ended,
+    Instruction,
+    Map,
+    Reply,
     RestoreDone,
     RestoreFailed,
     RestoreJob,
@@ -14,6 +18,7 @@ from stormd.lanes import (
     StoreDone,
     StoreFailed,
     StoreJob,
+    Unmap,
 )
 from stormd.ledger import Ledger
 from stormd.protocol import Message
@@ -75,11 +80,13 @@ class FakeLane:
     def _done(self, job: StoreJob | RestoreJob | Map, share: float) -> Result:
         if isinstance(job, StoreJob):
             block = job.space.place(job.promised, max(1, int(job.promised * share)))
-            return StoreDone(job.session, job.entry, block, "raw", 0.001)
+            return StoreDone(
+                session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.001
+            )
         if isinstance(job, RestoreJob):
-            return RestoreDone(job.session, job.ticket, 0.001)
+            return RestoreDone(session=job.session, ticket=job.ticket, seconds=0.001)
         self.segments[job.session, job.segment.segment] = job.segment.nbytes
-        return SegmentMapped(job.session, job.segment.segment)
+        return SegmentMapped(session=job.session, segment=job.segment.segment)
 
     def _check_range(self, job: StoreJob | RestoreJob | Map) -> None:
         """Hold a job to the segments that were mapped by message, as a lane with such relies on."""
@@ -89,7 +96,11 @@ class FakeLane:
 
     def _failed(self, job: StoreJob | RestoreJob | Map) -> Result:
         if isinstance(job, StoreJob):
-            return StoreFailed(job.session, job.entry, "broken")
+            return StoreFailed(session=job.session, entry=job.entry, detail="broken")
         if isinstance(job, RestoreJob):
-            return RestoreFailed(job.session, job.ticket, "CorruptBlob", "damaged")
-        return SegmentRefused(job.session, job.segment.segment, "no such handle")
+            return RestoreFailed(
+                session=job.session, ticket=job.ticket, kind="CorruptBlob", detail="damaged"
+            )
+        return SegmentRefused(
+            session=job.session, segment=job.segment.segment, detail="no such handle"
+        )

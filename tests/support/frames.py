@@ -146,9 +146,24 @@ class FrameFuzzer:
         if kind < 6:
             self._entry += 1
             codec = choice.choice(("ancf", "raw"))
-            return Store(self._entry, 0, offset, size, "uint8", codec, choice.choice((0, 0, 1)))
+            return Store(
+                entry=self._entry,
+                segment=0,
+                offset=offset,
+                nbytes=size,
+                dtype="uint8",
+                codec=codec,
+                sequence=choice.choice((0, 0, 1)),
+            )
         if kind < 10:
-            return Restore(choice.randrange(1, 50), self._known(), 0, offset, size, 0)
+            return Restore(
+                ticket=choice.randrange(1, 50),
+                entry=self._known(),
+                segment=0,
+                offset=offset,
+                nbytes=size,
+                sequence=0,
+            )
         if kind < 12:
             return Release([self._known() for _ in range(choice.randrange(5))])
         others: tuple[Callable[[], Message], ...] = (
@@ -156,7 +171,7 @@ class FrameFuzzer:
             StatusRequest,
             self._hello,
             lambda: self._cache_message(name, size),
-            lambda: MapSegment(choice.randrange(4), b"h" * 64, 1, size),
+            lambda: MapSegment(segment=choice.randrange(4), handle=b"h" * 64, nbytes=size),
             lambda: UnmapSegment(choice.randrange(1, 4)),
             lambda: Goodbye() if choice.randrange(2) else Ping(),
             lambda: Stored(self._known(), size, "raw"),  # the daemon's own, from a client
@@ -167,11 +182,27 @@ class FrameFuzzer:
         features = self._random.choice(([], [], [CACHE_FEATURE], ["unknown"]))
         device = self._random.choice(("cpu", "cpu", "cuda"))
         staging = self._random.choice((0, 1 << 16, MAX_ID))
-        return Hello(PROTOCOL_VERSION, features, 1, self._uid, device, "", [], staging, "fuzzer")
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            features=features,
+            pid=1,
+            uid=self._uid,
+            device=device,
+            device_uuid="",
+            staging_bytes=staging,
+            name="fuzzer",
+        )
 
     def _cache_message(self, name: str, size: int) -> Message:
         messages: tuple[Callable[[], Message], ...] = (
-            lambda: CachePut(name, "uint8", [size], size, 1 << 18, 1.0),
+            lambda: CachePut(
+                name=name,
+                dtype="uint8",
+                shape=[size],
+                nbytes=size,
+                part_bytes=1 << 18,
+                ttl_seconds=1.0,
+            ),
             lambda: CacheCommit([self._known()]),
             CacheCancel,
             lambda: CacheGet(name),

@@ -7,8 +7,8 @@ from support.fake_lane import FakeLane
 from stormd.arena import Space
 from stormd.counters import Counters
 from stormd.ledger import Ledger
-from stormd.protocol import MapSegment, Release, Restore, Store, UnmapSegment
-from stormd.records import Limits, SessionInfo
+from stormd.protocol import NO_LANE, MapSegment, Release, Restore, Store, UnmapSegment
+from stormd.sessions import Limits, SessionInfo
 
 KIB = 1024
 CAPACITY = 64 * KIB
@@ -20,21 +20,32 @@ LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_secon
 class LedgerBench:
     """A ledger with a fake lane, and counters beside it."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.space = Space(CAPACITY)
+    def __init__(self, limits: Limits = LIMITS, capacity: int = CAPACITY) -> None:
+        self.space = Space(capacity)
         self.counters = Counters()
         self.ledger = Ledger(self.space, limits, self.counters)
         self.lane = FakeLane(self.ledger)
 
-    def open(self, session: int = 1, *, attach: bool = True) -> int:
-        info = SessionInfo(session, "cpu", session % 2, 100 + session, "test")
-        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=STAGING, now=0.0)
+    def open(self, session: int = 1, *, attach: bool = True, device: str = "cpu") -> int:
+        info = SessionInfo(
+            session=session, device=device, uid=session % 2, pid=100 + session, name="test"
+        )
+        staging = 0 if device == NO_LANE else STAGING
+        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=staging, now=0.0)
         if attach:
             self.ledger.attach(session, 0.0)
         return session
 
     def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, sequence: int = 0) -> None:
-        message = Store(entry, 0, 0, nbytes, "uint8", "raw", sequence)
+        message = Store(
+            entry=entry,
+            segment=0,
+            offset=0,
+            nbytes=nbytes,
+            dtype="uint8",
+            codec="raw",
+            sequence=sequence,
+        )
         self.lane.take(self.ledger.store(session, 7, message, 0.0))
 
     def restore(
@@ -46,11 +57,13 @@ class LedgerBench:
         session: int = 1,
         segment: int = 0,
     ) -> None:
-        message = Restore(ticket, entry, segment, 0, nbytes, 0)
+        message = Restore(
+            ticket=ticket, entry=entry, segment=segment, offset=0, nbytes=nbytes, sequence=0
+        )
         self.lane.take(self.ledger.restore(session, 8, message, 0.0))
 
     def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:
-        message = MapSegment(segment, b"handle", 1, nbytes)
+        message = MapSegment(segment=segment, handle=b"handle", nbytes=nbytes)
         self.lane.take(self.ledger.map_segment(session, 3, message))
 
     def unmap(self, segment: int, *, session: int = 1) -> None:

@@ -105,7 +105,6 @@ class RawClient:
             "uid": os.getuid(),
             "device": "cpu",
             "device_uuid": "",
-            "ipc_modes": [],
             "staging_bytes": 0,
             "name": "raw",
         }
@@ -158,7 +157,9 @@ class RawClient:
     def restored(self, entry: int, nbytes: int, *, offset: int = 0, ticket: int = 1) -> bytes:
         """Restore an entry and return its bytes."""
         assert self.staging is not None
-        self.send(Restore(ticket, entry, 0, offset, nbytes, 0))
+        self.send(
+            Restore(ticket=ticket, entry=entry, segment=0, offset=offset, nbytes=nbytes, sequence=0)
+        )
         self.wait_for(Restored, ticket=ticket)
         return self.staging[offset : offset + nbytes]
 

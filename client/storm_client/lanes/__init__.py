@@ -55,7 +55,6 @@ class LaneHello:
 
     device: str
     device_uuid: str = ""
-    ipc_modes: tuple[str, ...] = ()
     staging_bytes: int = 0
     features: tuple[str, ...] = ()
 

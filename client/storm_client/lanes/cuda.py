@@ -21,7 +21,7 @@ from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import RESTORED, STORED
+from stormd.protocol.timeline import STORED
 
 try:
     from storm_kernels import cuda_driver
@@ -99,7 +99,6 @@ class CudaLane:
         self.hello = LaneHello(
             device="cuda",
             device_uuid=self._context.uuid,
-            ipc_modes=("cuda_ipc",),
             staging_bytes=self._total_bytes // divisor,
         )
         self.staging_bytes = 0
@@ -308,7 +307,7 @@ class CudaLane:
         with self._lock:
             if self._shared is None:
                 return False
-            self._shared.timelines.poison(STORED, RESTORED)
+            self._shared.timelines.poison(STORED)
             try:
                 with self.entered():
                     return not all(event.done() for event in self._waits.values())

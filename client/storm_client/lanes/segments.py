@@ -126,7 +126,7 @@ class Segments:
 
     def _add(self, buffer: int, address: int) -> None:
         segment = _Segment(self.new_number(), address, _State.REFUSED)
-        offer = self._offer(segment, buffer)
+        offer = self._offer(segment)
         if offer is not None:
             segment.state = _State.OFFERED
             self.outbox.append(offer)
@@ -134,7 +134,7 @@ class Segments:
         if len(self._known) > self._limit:
             self._forget(next(iter(self._known)))
 
-    def _offer(self, segment: _Segment, buffer: int) -> MapSegment | None:
+    def _offer(self, segment: _Segment) -> MapSegment | None:
         """Return what has the daemon map it, None where it cannot be exported."""
         try:
             segment.base, nbytes = self._driver.allocation(segment.base)
@@ -144,7 +144,7 @@ class Segments:
         except CudaDriverError as error:  # as for memory that another process has exported
             log.info("memory at %#x stays unmapped: %s", segment.base, error)
             return None
-        return MapSegment(segment.number, handle, buffer, nbytes)
+        return MapSegment(segment=segment.number, handle=handle, nbytes=nbytes)
 
     def _lives(self, buffer: int, segment: _Segment) -> bool:
         try:

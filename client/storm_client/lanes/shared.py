@@ -11,7 +11,7 @@ import mmap
 from contextlib import ExitStack, closing
 
 import torch
-from storm_kernels.cuda_driver import DeviceBuffer, Event, RegisteredHost, Stream, buffer_id
+from storm_kernels.cuda_driver import DeviceBuffer, Event, RegisteredHost, Stream
 from storm_kernels.errors import CudaDriverError
 
 from storm_client.errors import DaemonLost
@@ -46,7 +46,7 @@ class Shared:
     def offer(self) -> MapSegment:
         """Return the message that lets the daemon map the staging area."""
         area = self.area
-        return MapSegment(STAGING, area.ipc_handle(), buffer_id(area.address), area.nbytes)
+        return MapSegment(segment=STAGING, handle=area.ipc_handle(), nbytes=area.nbytes)
 
     def close(self) -> None:
         """Give all of it up; waits for the device."""

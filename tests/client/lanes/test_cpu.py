@@ -16,7 +16,17 @@ STAGING_BYTES = 1 << 20
 
 
 def welcome() -> Welcome:
-    return Welcome(1, b"t", 1, [], "1", "/lifeline", STAGING_BYTES, 1 << 18, 5.0)
+    return Welcome(
+        session=1,
+        token=b"t",
+        protocol=1,
+        features=[],
+        version="1",
+        lifeline="/lifeline",
+        staging_bytes=STAGING_BYTES,
+        part_bytes=1 << 18,
+        lease_seconds=5.0,
+    )
 
 
 def no_request(message: Message) -> Message:

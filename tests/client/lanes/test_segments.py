@@ -90,7 +90,7 @@ def daemon(segments: Segments) -> Daemon:
 def test_a_range_is_found_from_the_daemons_answer_on(segments: Segments, daemon: Daemon) -> None:
     assert segments.find(MIB + 64) is None
     assert segments.find(MIB + 64) is None
-    assert daemon.posted == [MapSegment(1, b"1", 1, MIB)]
+    assert daemon.posted == [MapSegment(segment=1, handle=b"1", nbytes=MIB)]
     daemon.answer()
     assert segments.find(MIB + 64) == Mapped(1, 64)
     assert len(daemon.posted) == 1

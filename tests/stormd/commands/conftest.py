@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from stormd.child_daemon import ChildDaemon
+from storm_bench.child_daemon import ChildDaemon
 
 
 @pytest.fixture(scope="module")

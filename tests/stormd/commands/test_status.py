@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from storm_bench.child_daemon import ChildDaemon
 
 from stormd import __version__, cli
-from stormd.child_daemon import ChildDaemon
 
 STATUS = ["status", "--timeout=30"]
 """A daemon on a busy machine may take longer than the two seconds that are the default."""

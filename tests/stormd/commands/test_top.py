@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from storm_bench.child_daemon import ChildDaemon
 
 from stormd import cli
-from stormd.child_daemon import ChildDaemon
 
 TOP = ["top", "--timeout=30"]
 """A daemon on a busy machine may take longer than the two seconds that are the default."""

@@ -13,9 +13,7 @@ from support.waiting import wait_until
 
 from stormd.arena import Block, Space
 from stormd.errors import LaneUnavailable
-from stormd.host_pool import HostPool
-from stormd.lanes import (
-    Attachment,
+from stormd.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -25,8 +23,9 @@ from stormd.lanes import (
     StoreDone,
     StoreFailed,
     StoreJob,
-    blob_bound,
 )
+from stormd.host_pool import HostPool
+from stormd.lanes import Attachment, blob_bound
 from stormd.lanes.cpu import CpuLane
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
 
@@ -44,15 +43,28 @@ class Bench:
         self.results: queue.Queue[Result] = queue.Queue()
         self.lane = CpuLane(
             pool=self.pool,
-            post=self.results.put,
+            post=self.post,
             staging_bytes=2 * MIB,
             part_bytes=MIB,
             threads=threads,
         )
         self.memories: dict[int, mmap.mmap] = {}
 
+    def post(self, *results: Result) -> None:
+        for result in results:
+            self.results.put(result)
+
     def attach(self, session: int, staging: int = 0) -> Attachment:
-        hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], staging, "test")
+        hello = Hello(
+            protocol=PROTOCOL_VERSION,
+            features=[],
+            pid=1,
+            uid=0,
+            device="cpu",
+            device_uuid="",
+            staging_bytes=staging,
+            name="test",
+        )
         attachment = self.lane.attach(session, hello)
         self.memories[session] = mmap.mmap(attachment.descriptors[1], attachment.staging_bytes)
         for descriptor in attachment.descriptors:
@@ -64,16 +76,16 @@ class Bench:
         assert self.space.promise(blob_bound(len(data)))
         self.lane.store(
             StoreJob(
-                session,
-                entry,
-                0,
-                0,
-                len(data),
-                DType.UINT8,
-                codec,
-                0,
-                blob_bound(len(data)),
-                self.space,
+                session=session,
+                entry=entry,
+                segment=0,
+                offset=0,
+                nbytes=len(data),
+                dtype=DType.UINT8,
+                codec=codec,
+                sequence=0,
+                promised=blob_bound(len(data)),
+                space=self.space,
             )
         )
 
@@ -115,7 +127,18 @@ def test_a_part_goes_in_and_comes_back(bench: Bench, codec: str) -> None:
     bench.attach(1)
     data = os.urandom(300 * KIB)
     block = stored(bench, 1, data, codec)
-    bench.lane.restore(RestoreJob(1, 9, 1, block, 0, MIB, len(data), 0))
+    bench.lane.restore(
+        RestoreJob(
+            session=1,
+            ticket=9,
+            entry=1,
+            block=block,
+            segment=0,
+            offset=MIB,
+            nbytes=len(data),
+            sequence=0,
+        )
+    )
     restored = bench.next()
     assert isinstance(restored, RestoreDone)
     assert restored.ticket == 9
@@ -133,7 +156,16 @@ def test_staging_is_granted_within_bounds(bench: Bench) -> None:
 
 
 def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
-    hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], 0, "test")
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=0,
+        device="cpu",
+        device_uuid="",
+        staging_bytes=0,
+        name="test",
+    )
     attachment = bench.lane.attach(1, hello)
     for descriptor in attachment.descriptors:
         with pytest.raises(PermissionError):
@@ -145,7 +177,11 @@ def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
 def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
     bench.attach(1)
     block = stored(bench, 1, os.urandom(1000), "raw")
-    bench.lane.restore(RestoreJob(1, 9, 1, block, 0, 0, 999, 0))
+    bench.lane.restore(
+        RestoreJob(
+            session=1, ticket=9, entry=1, block=block, segment=0, offset=0, nbytes=999, sequence=0
+        )
+    )
     failed = bench.next()
     assert isinstance(failed, RestoreFailed)
     assert failed.kind == "CorruptBlob"
@@ -154,7 +190,20 @@ def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
 
 def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     bench.attach(1)
-    bench.lane.store(StoreJob(1, 4, 0, 2 * MIB, 10, DType.UINT8, "raw", 0, 266, bench.space))
+    bench.lane.store(
+        StoreJob(
+            session=1,
+            entry=4,
+            segment=0,
+            offset=2 * MIB,
+            nbytes=10,
+            dtype=DType.UINT8,
+            codec="raw",
+            sequence=0,
+            promised=266,
+            space=bench.space,
+        )
+    )
     failed = bench.next()
     assert isinstance(failed, StoreFailed)
     assert failed.entry == 4
@@ -179,7 +228,7 @@ def test_detaching_answers_every_job_once_and_then_says_so(bench: Bench) -> None
 
 def test_segments_are_refused(bench: Bench) -> None:
     bench.attach(1)
-    bench.lane.map_segment(1, MapSegment(3, b"handle", 1, 10))
+    bench.lane.map_segment(1, MapSegment(segment=3, handle=b"handle", nbytes=10))
     refused = bench.next()
     assert isinstance(refused, SegmentRefused)
     assert refused.segment == 3
@@ -191,7 +240,16 @@ def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.M
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", no_memory)
-    hello = Hello(PROTOCOL_VERSION, [], 1, 0, "cpu", "", [], 0, "test")
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=0,
+        device="cpu",
+        device_uuid="",
+        staging_bytes=0,
+        name="test",
+    )
     with pytest.raises(LaneUnavailable, match="Too many open files"):
         bench.lane.attach(1, hello)
 
@@ -199,5 +257,5 @@ def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.M
 def test_workers_are_alive_and_idle(bench: Bench) -> None:
     bench.attach(1)
     stored(bench, 1, b"work", "raw")
-    wait_until(lambda: all(not heart.trouble(0.0) for heart in bench.lane.hearts))
+    wait_until(lambda: all(not heartbeat.trouble(0.0) for heartbeat in bench.lane.heartbeats))
     end(bench, 1)

@@ -31,7 +31,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with a GPU and the bindings, but without CuPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with fake_cuda.standing_in(monkeypatch, ("stormd.lanes.cuda",)):
+    with fake_cuda.standing_in(monkeypatch, ("stormd.lanes.cuda.lane",)):
         driver = sys.modules["storm_kernels.cuda_driver"]
         monkeypatch.setattr(driver, "device_uuids", lambda: [fake_cuda.UUID], raising=False)
         yield

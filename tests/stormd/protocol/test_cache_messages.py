@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stormd.gateway import MESSAGES_A_FRAME
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheFound,
@@ -26,7 +27,6 @@ from stormd.protocol.limits import (
     MAX_ID,
     MAX_NAME,
 )
-from stormd.service import MESSAGES_A_FRAME
 
 
 def put(**changes: Any) -> CachePut:
@@ -88,5 +88,11 @@ def test_the_longest_page_of_names_fits_into_a_frame() -> None:
 
 def test_as_many_of_the_longest_loans_as_the_daemon_sends_at_once_fit_into_a_frame() -> None:
     dtype = "\N{CJK UNIFIED IDEOGRAPH-20000}" * MAX_DTYPE
-    loan = CacheTensor(dtype, [MAX_ID] * MAX_DIMENSIONS, MAX_ID, 1 << 20, MAX_ID)
+    loan = CacheTensor(
+        dtype=dtype,
+        shape=[MAX_ID] * MAX_DIMENSIONS,
+        nbytes=MAX_ID,
+        part_bytes=1 << 20,
+        first_entry=MAX_ID,
+    )
     assert len(encode([Envelope(MAX_ID, loan)] * MESSAGES_A_FRAME)) < MAX_FRAME_BYTES

@@ -164,7 +164,7 @@ def test_too_much_is_not_encoded() -> None:
         StatusRequest(),
         CacheGet("a"),
         CacheList(""),
-        CachePut("a", "uint8", [1], 1, 1, 0.0),
+        CachePut(name="a", dtype="uint8", shape=[1], nbytes=1, part_bytes=1, ttl_seconds=0.0),
     ],
     ids=lambda message: type(message).__name__,
 )

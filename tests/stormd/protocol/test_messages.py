@@ -19,6 +19,7 @@ from stormd.protocol import (
     Welcome,
     message_types,
 )
+from stormd.protocol.declaring import message
 from stormd.protocol.limits import MAX_BATCH, MAX_ENTRY_BYTES, MAX_HANDLE_BYTES, MAX_ID, MAX_TEXT
 
 STORE: dict[str, Any] = {
@@ -37,7 +38,6 @@ HELLO: dict[str, Any] = {
     "uid": 0,
     "device": "cpu",
     "device_uuid": "",
-    "ipc_modes": [],
     "staging_bytes": 0,
     "name": "",
 }
@@ -78,8 +78,38 @@ def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
     }
 
 
+def test_what_has_several_numbers_is_made_by_their_names() -> None:
+    with pytest.raises(TypeError):
+        Store(*STORE.values())
+
+
+@pytest.mark.parametrize("values", [[], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]])
+def test_a_message_has_all_of_its_fields_and_no_more(values: list[int]) -> None:
+    with pytest.raises(ProtocolError, match=f"Restore has 6 fields, not {len(values)}"):
+        Restore.from_wire(values)
+
+
+def test_what_comes_off_the_wire_is_checked_like_what_is_made_here() -> None:
+    made = Store(**STORE)
+    assert Store.from_wire(list(made.to_wire())) == made
+    with pytest.raises(ProtocolError, match=r"Store.segment is -1, not an integer"):
+        Store.from_wire([1, -1, *made.to_wire()[2:]])
+
+
+def test_two_messages_cannot_have_one_number() -> None:
+    with pytest.raises(TypeError, match="Ping are both 7"):
+        message(7)(type("Other", (Message,), {"__annotations__": {}}))
+
+
 def test_fields_travel_in_their_order() -> None:
-    assert Restore(1, 2, 3, 4, 5, 6).to_wire() == (1, 2, 3, 4, 5, 6)
+    assert Restore(ticket=1, entry=2, segment=3, offset=4, nbytes=5, sequence=6).to_wire() == (
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    )
 
 
 @pytest.mark.parametrize("name", ["entry", "segment", "offset", "sequence"])
@@ -105,10 +135,10 @@ def test_a_size_is_within_bounds(value: Any) -> None:
         (Hello, {**HELLO, "features": "all"}),
         (Hello, {**HELLO, "features": [1]}),
         (Hello, {**HELLO, "features": ["x"] * 65}),
-        (MapSegment, {"segment": 1, "handle": "text", "buffer_id": 0, "nbytes": 1}),
+        (MapSegment, {"segment": 1, "handle": "text", "nbytes": 1}),
         (
             MapSegment,
-            {"segment": 1, "handle": bytes(MAX_HANDLE_BYTES + 1), "buffer_id": 0, "nbytes": 1},
+            {"segment": 1, "handle": bytes(MAX_HANDLE_BYTES + 1), "nbytes": 1},
         ),
         (Release, {"entries": (1, 2)}),
         (Release, {"entries": [1, -2]}),
@@ -125,7 +155,17 @@ def test_what_is_not_valid_does_not_exist(make: type[Message], changes: dict[str
 @pytest.mark.parametrize("lease", [0.0, -1.0, float("nan"), float("inf"), 5])
 def test_a_lease_is_a_time(lease: Any) -> None:
     with pytest.raises(ProtocolError, match="lease_seconds"):
-        Welcome(1, b"", 1, [], "", "", 0, 1, lease)
+        Welcome(
+            session=1,
+            token=b"",
+            protocol=1,
+            features=[],
+            version="",
+            lifeline="",
+            staging_bytes=0,
+            part_bytes=1,
+            lease_seconds=lease,
+        )
 
 
 def test_a_message_names_what_it_was_given_in_short() -> None:

@@ -6,7 +6,6 @@ from stormd.protocol.timeline import (
     PAGE_BYTES,
     POISON,
     PUBLISHED,
-    RESTORED,
     STORED,
     Timelines,
 )
@@ -22,21 +21,21 @@ def test_a_store_is_seen_by_the_other_side() -> None:
     _memory, one, other = page()
     one.store(STORED, 7)
     assert other.read(STORED) == 7
-    assert other.read(PUBLISHED) == other.read(RESTORED) == 0
+    assert other.read(PUBLISHED) == 0
 
 
 def test_a_counter_never_decreases() -> None:
     _memory, one, _ = page()
-    one.store(RESTORED, 9)
-    one.store(RESTORED, 3)
-    assert one.read(RESTORED) == 9
+    one.store(STORED, 9)
+    one.store(STORED, 3)
+    assert one.read(STORED) == 9
 
 
 def test_poison_is_above_every_value_and_stays() -> None:
     _memory, one, other = page()
     one.store(STORED, POISON - 1)
-    one.poison(STORED, RESTORED)
+    one.poison(STORED)
     other.store(STORED, 12)
-    assert other.read(STORED) == other.read(RESTORED) == POISON
+    assert other.read(STORED) == POISON
     assert other.read(PUBLISHED) == 0
     assert POISON < 1 << 63

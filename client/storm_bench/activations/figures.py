@@ -1,0 +1,78 @@
+"""The figures of `stormd bench codec`: what the codec reaches against the order-0 bound."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from storm_kernels import ancf
+from storm_kernels.ancf.analyze import bound_bits
+
+from storm_bench.activations.capture import captured
+from storm_bench.activations.models import FAMILIES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["TensorFigures", "measure", "tensor_figures"]
+
+
+@dataclass(frozen=True)
+class TensorFigures:
+    """One captured storage: bytes as it is, at the bound, and encoded fast and dense.
+
+    `analysis` is what `ancf.analyze` says of it, None where that was not asked for.
+    """
+
+    dtype: str
+    mode: str
+    raw_nbytes: int
+    bound_nbytes: float
+    fast_nbytes: int
+    dense_nbytes: int
+    analysis: str | None
+
+
+def measure(steps: int, min_bytes: int, *, analyze: bool) -> list[dict[str, Any]]:
+    """Return the figures of every family, each with those of its tensors, ready for JSON."""
+    return [
+        _summary(
+            family.name,
+            [tensor_figures(t, analyze=analyze) for t in captured(family, steps, min_bytes)],
+        )
+        for family in FAMILIES
+    ]
+
+
+def tensor_figures(tensor: Tensor, *, analyze: bool) -> TensorFigures:
+    """Return the figures of a flat, contiguous tensor in host memory."""
+    dtype = ancf.dtype_of(tensor.dtype)
+    elements = tensor.view(torch.uint8).numpy().view(f"<u{dtype.element_bytes}")
+    fast, dense = ancf.encode(tensor), ancf.encode(tensor, speed="dense")
+    return TensorFigures(
+        dtype=dtype.torch_name,
+        mode=dense.mode,
+        raw_nbytes=tensor.nbytes,
+        bound_nbytes=bound_bits(elements, dtype) * elements.size / 8,
+        fast_nbytes=fast.nbytes,
+        dense_nbytes=dense.nbytes,
+        analysis=str(ancf.analyze(tensor, "dense")) if analyze else None,
+    )
+
+
+def _summary(name: str, tensors: list[TensorFigures]) -> dict[str, Any]:
+    raw = sum(t.raw_nbytes for t in tensors)
+    bound = sum(t.bound_nbytes for t in tensors)
+    fast = sum(t.fast_nbytes for t in tensors)
+    dense = sum(t.dense_nbytes for t in tensors)
+    return {
+        "family": name,
+        "raw_nbytes": raw,
+        "bound_ratio": raw / bound,
+        "fast_ratio": raw / fast,
+        "dense_ratio": raw / dense,
+        "fast_of_bound": bound / fast,
+        "dense_of_bound": bound / dense,
+        "tensors": [asdict(t) for t in tensors],
+    }

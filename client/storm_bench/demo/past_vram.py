@@ -1,0 +1,141 @@
+"""The demo past the GPU's memory: what cannot be trained within a limit is trained with offload.
+
+Both runs are real processes of now with the same model, batches and limit, in which the memory that
+offloading itself takes in the trainer is counted. It passes only where the one ran out of memory
+and the other took every step.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from storm_bench.child_daemon import ChildDaemon, tail
+from stormd.errors import ChildFailed
+
+__all__ = ["PastPlan", "PastReport", "PastRun", "run_past_vram"]
+
+_MODULE: Final = "storm_bench.demo.past_vram_trainer"
+_START_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PastPlan:
+    """What to train, and the GPU memory that it may take.
+
+    The defaults keep ~9 GiB of activations a step beside 0.8 GiB of weights and as much of
+    gradients. `staging_bytes` of the limit go to the client, outside of PyTorch's count.
+    """
+
+    steps: int = 5
+    limit_bytes: int = 6 << 30
+    layers: int = 8
+    width: int = 2048
+    rows: int = 4
+    length: int = 4096
+    pool_bytes: int = 12 << 30
+    staging_bytes: int = 512 << 20
+    timeout: float = 300.0
+
+    def daemon_flags(self) -> list[str]:
+        """Return the daemon's command line."""
+        return [
+            f"--pool-bytes={self.pool_bytes}",
+            f"--staging-bytes-cuda={self.staging_bytes}",
+            "--device=cuda",
+            "--cache-bytes=0",
+        ]
+
+    def arguments(self, address: str | None) -> list[str]:
+        """Return the trainer's command line; None trains without offload."""
+        limit = self.limit_bytes if address is None else self.limit_bytes - self.staging_bytes
+        names = ("steps", "layers", "width", "rows", "length")
+        line = [f"--{name}={getattr(self, name)}" for name in names] + [f"--limit-bytes={limit}"]
+        return line if address is None else [*line, f"--address={address}"]
+
+
+@dataclass(slots=True)
+class PastRun:
+    """What one trainer reported. `error` is where its memory ended, empty where it did not."""
+
+    parameters: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    offloaded_bytes: int = 0
+    ratio: float = 0.0
+    error: str = ""
+
+    def take(self, report: dict[str, Any]) -> None:
+        """Take one line of the trainer's."""
+        match report.pop("event"):
+            case "model":
+                self.parameters = report["parameters"]
+            case "step":
+                self.losses.append(report["loss"])
+                self.seconds.append(report["seconds"])
+            case "out_of_memory":
+                self.error = report["error"]
+            case "end":
+                self.peak_bytes = report["peak_bytes"]
+                self.offloaded_bytes = report["offloaded_bytes"]
+                self.ratio = report["ratio"]
+
+
+@dataclass(frozen=True, slots=True)
+class PastReport:
+    """Both runs, held against the plan."""
+
+    plan: PastPlan
+    plain: PastRun
+    offload: PastRun
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most GPU memory of the offloading trainer: PyTorch's, and the client's own."""
+        return self.offload.peak_bytes + self.plan.staging_bytes
+
+    @property
+    def passed(self) -> bool:
+        """Whether memory ended without offload, and with it every step was taken within limits."""
+        trained = len(self.offload.losses) == self.plan.steps and not self.offload.error
+        return bool(self.plain.error) and trained and self.peak_bytes <= self.plan.limit_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures as JSON values."""
+        return {
+            "passed": self.passed,
+            "plan": asdict(self.plan),
+            "without_offload": asdict(self.plain),
+            "with_offload": asdict(self.offload) | {"peak_bytes": self.peak_bytes},
+        }
+
+
+def run_past_vram(plan: PastPlan) -> PastReport:
+    """Run both trainers, one after the other.
+
+    Raises:
+        ChildFailed: the daemon or a trainer failed for another reason than memory.
+    """
+    plain = _train(plan, None)
+    with ChildDaemon(flags=plan.daemon_flags(), start_seconds=_START_SECONDS) as daemon:
+        return PastReport(plan, plain, _train(plan, daemon.address))
+
+
+def _train(plan: PastPlan, address: str | None) -> PastRun:
+    command = [sys.executable, "-m", _MODULE, *plan.arguments(address)]
+    try:
+        done = subprocess.run(  # noqa: S603 - our own module and flags
+            command, capture_output=True, text=True, timeout=plan.timeout, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ChildFailed(f"the trainer took longer than {plan.timeout:g} s") from None
+    if done.returncode:
+        raise ChildFailed(f"the trainer ended with {done.returncode}: {tail(done.stderr)}")
+    run = PastRun()
+    for line in done.stdout.splitlines():
+        run.take(json.loads(line))
+    return run

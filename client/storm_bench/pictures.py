@@ -1,0 +1,108 @@
+"""The pictures of the benchmarks' figures; only what was measured is drawn.
+
+Each function takes the figures that a benchmark returns, and the file to write, whose suffix says
+which format. They raise ImportError where matplotlib is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["draw_scan", "draw_ternary", "draw_train"]
+
+_BARS_WIDTH: Final = 0.8
+"""Of a group of bars, where groups are 1 apart."""
+
+_OUR_PEERS: Final = ("ours", "SimpleRotorNet")
+_OUR_METHODS: Final = "storm"
+_GIB: Final = 1 << 30
+_AXIS_ROOM: Final = 1.25
+"""Of each axis beyond the last point, for the names."""
+
+
+def draw_scan(figures: dict[str, Any], path: Path) -> None:
+    """Write how many times a copy's time each scan takes, a bar a way in a group a case."""
+    from matplotlib.figure import Figure
+
+    groups = list(_groups(figures["cases"]))
+    ways = list(dict.fromkeys(way for _, rows in groups for way in rows))
+    figure = Figure(figsize=(max(5.0, 1.3 * len(groups)), 4.5), layout="constrained")
+    plot = figure.subplots()
+    for number, way in enumerate(ways):
+        places = [i for i, (_, rows) in enumerate(groups) if way in rows]
+        shift = (number - (len(ways) - 1) / 2) * _BARS_WIDTH / len(ways)
+        heights = [groups[i][1][way] for i in places]
+        plot.bar([i + shift for i in places], heights, _BARS_WIDTH / len(ways), label=way)
+    plot.axhline(1.0, color="black", linewidth=0.8)
+    plot.set(yscale="log", ylabel="times a copy of the same bytes", title=figures["device"])
+    plot.set_xticks(range(len(groups)), [name for name, _ in groups], rotation=30, ha="right")
+    plot.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _groups(cases: dict[str, Any]) -> Iterator[tuple[str, dict[str, float]]]:
+    for name, case in cases.items():
+        tables = {"": case}
+        if "forward" in case:
+            tables = {" forward": case["forward"], " backward": case["backward"]}
+        for title, rows in tables.items():
+            measured = {
+                way: row["of_copy"]
+                for way, row in rows.items()
+                if isinstance(row, dict) and "of_copy" in row
+            }
+            if measured:
+                yield name + title, measured
+
+
+def draw_ternary(figures: dict[str, Any], path: Path) -> None:
+    """Write how long ternary products take beside their peers, and what weights take."""
+    from matplotlib.figure import Figure
+
+    products = {
+        name: peers for name, peers in figures["seconds"].items() if name.startswith("product")
+    }
+    figure = Figure(figsize=(5 * (len(products) + 1), 4), layout="constrained")
+    plots = figure.subplots(1, len(products) + 1, squeeze=False)[0]
+    for plot, (name, peers) in zip(plots, products.items(), strict=False):
+        times = {peer: 1e6 * found["median"] for peer, found in peers.items()}
+        _bars(plot, times, f"{name}, microseconds")
+    memory = {name: nbytes / 2**20 for name, nbytes in figures["memory_bytes"].items()}
+    _bars(plots[-1], memory, "100 million weights, MiB", ours=("ternary",))
+    figure.savefig(path, dpi=150)
+
+
+def _bars(
+    plot: Any, values: dict[str, float], title: str, ours: tuple[str, ...] = _OUR_PEERS
+) -> None:
+    names = list(values)[::-1]
+    colors = ["tab:red" if name.startswith(ours) else "tab:blue" for name in names]
+    bars = plot.barh(names, [values[name] for name in names], color=colors)
+    plot.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+    plot.set_title(title)
+    plot.margins(x=0.15)
+
+
+def draw_train(figures: dict[str, Any], path: Path) -> None:
+    """Write step time against peak memory, a plot a workload and a point a method."""
+    from matplotlib.figure import Figure
+
+    workloads = figures["workloads"]
+    figure = Figure(figsize=(5 * len(workloads), 4.5), layout="constrained")
+    plots = figure.subplots(1, len(workloads), squeeze=False)[0]
+    for plot, (name, rows) in zip(plots, workloads.items(), strict=True):
+        for method, row in rows.items():
+            if "step_seconds" in row:
+                _point(plot, method, row)
+        plot.set(title=name, xlabel="peak GiB", ylabel="ms a step")
+        plot.set_xlim(0, _AXIS_ROOM * plot.get_xlim()[1])
+        plot.set_ylim(0, _AXIS_ROOM * plot.get_ylim()[1])
+    figure.savefig(path, dpi=150)
+
+
+def _point(plot: Any, method: str, row: dict[str, Any]) -> None:
+    x, y = row["peak_bytes"] / _GIB, 1e3 * row["step_seconds"]
+    plot.scatter(x, y, s=36, color="tab:red" if method.startswith(_OUR_METHODS) else "tab:blue")
+    plot.annotate(method, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)

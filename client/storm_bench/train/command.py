@@ -1,0 +1,305 @@
+"""`stormd bench train`: step time and peak memory of one training step, by method.
+
+Every row is measured in a process of its own against one daemon, in one run on one machine. A
+method that cannot run here is in the table with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from storm_bench.child_daemon import ChildDaemon, tail
+from storm_bench.interrupts import noted_interrupts
+from storm_bench.pictures import draw_train
+from stormd.commands.arguments import check_picture, positive_int
+from stormd.commands.output import write_line
+from stormd.doctor.cuda import check_mps
+from stormd.errors import ChildFailed
+from stormd.machine import memory_limit
+from stormd.nvml import Nvml, open_nvml
+from stormd.sizes import parse_size
+
+__all__ = ["METHODS", "WORKLOADS", "add_train_arguments", "measure_train", "print_train"]
+
+WORKLOADS: Final = {
+    "W0": "width 256, 4 layers, 2 x 1024 tokens",
+    "W1": "width 4096, 8 layers, 2 x 4096 tokens",
+    "W2": "width 8192, 4 layers, 1 x 4096 tokens",
+    "W3": "width 4096, 4 layers, 1 x 32768 tokens",
+}
+_WORKLOADS_OF: Final = {"cpu": ["W0"], "cuda": ["W1", "W2", "W3"]}
+METHODS: Final = (
+    "none",
+    "checkpoint",
+    "save-on-cpu",
+    "trl",
+    "torchtune",
+    "storm",
+    "storm-in-client",
+    "storm-raw",
+    "storm-checkpoint",
+)
+
+_CHILD_SECONDS: Final = 300.0
+_START_SECONDS: Final = 120.0
+_GIB: Final = 1 << 30
+
+_MALLOC: Final = "glibc.malloc.mmap_threshold=1048576:glibc.malloc.hugetlb=1"
+"""Freed tensors leave the process at once, so that on a CPU its peak tells what was held; huge
+pages keep the cost of that small. On a GPU it changes little, and all methods have it.
+"""
+
+
+def add_train_arguments(train: argparse.ArgumentParser) -> None:
+    """Add what is to be measured, and how."""
+    train.add_argument(
+        "--workloads",
+        nargs="+",
+        choices=tuple(WORKLOADS),
+        help="; ".join(f"{name}: {text}" for name, text in WORKLOADS.items())
+        + " (default: W1 W2 W3 on a GPU, else W0)",
+    )
+    train.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all"
+    )
+    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    train.add_argument("--steps", type=positive_int, default=4, help="the median of these counts")
+    train.add_argument("--warm-ups", type=positive_int, default=2, help="steps before them")
+    train.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
+    train.add_argument(
+        "--daemon-flag",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help="one more for the daemon, as --daemon-flag=--part-bytes-cuda=16MiB; may be repeated",
+    )
+    train.add_argument("--image", metavar="FILE", help="draw step time against peak memory")
+
+
+def measure_train(args: argparse.Namespace) -> dict[str, Any]:
+    """Run every method on every workload and return the figures; draw them where asked to.
+
+    Each row is told on standard error when it is there. SIGINT or SIGTERM leaves out what is not:
+    the figures then say "interrupted".
+
+    Raises:
+        ConfigError: a picture is asked for that could not be written.
+        ChildFailed: the daemon or the compiler could not do its work.
+    """
+    check_picture(args.image)
+    device = _device(args.device)
+    pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
+    flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
+    if device == "cuda":
+        _compile_codec()
+    rows: dict[str, dict[str, Any]] = {
+        name: {method: {"skipped": "interrupted before"} for method in args.methods}
+        for name in args.workloads or _WORKLOADS_OF[device]
+    }
+    figures: dict[str, Any] = {"device": device, "mps": _mps(device), "daemon_flags": flags}
+    figures |= {"interrupted": False, "workloads": rows}
+    try:
+        with (
+            noted_interrupts() as interrupts,
+            ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
+        ):
+            bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
+            for name, method in product(rows, args.methods):
+                row = rows[name][method] = bench.row(name, method)
+                sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
+                interrupts.check()
+    except KeyboardInterrupt:
+        figures["interrupted"] = True
+    if args.image:
+        draw_train(figures, Path(args.image))
+    return figures
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """Measures rows against one daemon."""
+
+    daemon: ChildDaemon
+    device: str
+    warm_ups: int
+    steps: int
+    nvml: Nvml | None
+
+    def row(self, workload: str, method: str) -> dict[str, Any]:
+        """Return the figures of a method, or {"skipped": why}."""
+        before = self._effort()
+        with subprocess.Popen(  # noqa: S603 - our own module and flags
+            self._command(workload, method),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
+        ) as process:
+            try:
+                figures = _answer(process)
+                if "step_seconds" in figures:
+                    figures |= self._seen_from_outside(process.pid, figures, before)
+                _end(process)
+            except BaseException:
+                process.kill()
+                raise
+        return figures
+
+    def _command(self, workload: str, method: str) -> list[str]:
+        values = {
+            "workload": workload,
+            "method": method,
+            "device": self.device,
+            "address": self.daemon.address,
+            "warm-ups": self.warm_ups,
+            "steps": self.steps,
+        }
+        flags = [f"--{name}={value}" for name, value in values.items()]
+        return [sys.executable, "-m", "storm_bench.train", *flags]
+
+    def _effort(self) -> tuple[float, int]:
+        """Return the daemon's processor time and the operations that it has done."""
+        times = psutil.Process(self.daemon.pid).cpu_times()
+        flows = self.daemon.status()["throughput"]
+        return times.user + times.system, sum(flow["operations"] for flow in flows.values())
+
+    def _seen_from_outside(
+        self, pid: int, figures: dict[str, Any], before: tuple[float, int]
+    ) -> dict[str, Any]:
+        """Return the memory of both processes on the GPU, and the daemon's work a tensor's part.
+
+        Of the daemon's processor time nothing is left out, so short runs show too much.
+        """
+        seconds, operations = self._effort()
+        done = operations - before[1]
+        uuid = figures.get("device_uuid")
+        by_pid = self.nvml.process_bytes(uuid) if self.nvml and uuid else None
+        return {
+            "process_device_bytes": by_pid.get(pid) if by_pid else None,
+            "daemon_device_bytes": by_pid.get(self.daemon.pid) if by_pid else None,
+            "daemon_operations": done,
+            "daemon_seconds_per_operation": (seconds - before[0]) / done if done else None,
+        }
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Return what a child has measured; it lives on until its standard input ends."""
+    timer = threading.Timer(_CHILD_SECONDS, process.kill)
+    timer.daemon = True  # an interrupt right behind its start leaves it
+    try:
+        timer.start()
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if line:
+            figures: dict[str, Any] = json.loads(line)
+            return figures
+        assert process.stderr is not None
+        complaint = tail(process.stderr.read(), lines=3)
+    finally:
+        timer.cancel()
+    if process.wait() < 0:
+        return {"skipped": f"killed, or not done after {_CHILD_SECONDS:g} s: {complaint}"}
+    return {"skipped": complaint}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Let a child that has answered end; it is a row already, however it ends."""
+    try:
+        process.communicate(timeout=_CHILD_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _mps(device: str) -> bool | None:
+    """Return whether CUDA's MPS is on; None where there is no GPU to share."""
+    return check_mps().state == "ok" if device == "cuda" else None
+
+
+def _pool_bytes(device: str) -> int:
+    """Return room for what the largest workload saves, as far as this machine has it."""
+    return min((32 if device == "cuda" else 1) * _GIB, memory_limit() // 2)
+
+
+def _compile_codec() -> None:
+    """Put the codec's kernels where the daemon finds them: until it has them it stores raw."""
+    command = [sys.executable, "-m", "storm_kernels.ancf.compile", "bfloat16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own module
+    if done.returncode:
+        raise ChildFailed(f"the codec's kernels cannot be compiled: {tail(done.stderr)}")
+
+
+# --- for people -----------------------------------------------------------------------------
+
+_COLUMNS: Final[list[tuple[str, Callable[[dict[str, Any]], Any], float]]] = [
+    ("step ms", lambda row: row["step_seconds"], 1e3),
+    ("forward", lambda row: row["forward_seconds"], 1e3),
+    ("backward", lambda row: row["backward_seconds"], 1e3),
+    ("peak GiB", lambda row: row["peak_bytes"], 1 / _GIB),
+    ("process GiB", lambda row: row["process_device_bytes"], 1 / _GIB),
+    ("daemon GiB", lambda row: row["daemon_device_bytes"], 1 / _GIB),
+    ("away GiB", lambda row: row["offload"]["offloaded_bytes"], 1 / _GIB),
+    ("ratio", lambda row: row["offload"]["ratio"], 1.0),
+    ("daemon us", lambda row: row["daemon_seconds_per_operation"], 1e6),
+]
+"""Head, value and the factor to the unit in the head; what a row lacks is left empty."""
+
+
+def print_train(figures: dict[str, Any]) -> None:
+    """Print a table a workload, and what its columns are."""
+    mps = {True: ", MPS on", False: ", MPS off", None: ""}[figures["mps"]]
+    for name, rows in figures["workloads"].items():
+        write_line(f"{name}: {WORKLOADS[name]}, {_device_name(rows, figures['device'])}{mps}")
+        write_line(f"{'':16}" + "".join(f"{head:>13}" for head, _, _ in _COLUMNS))
+        for method, row in rows.items():
+            write_line(f"{method:16}{_cells(row)}")
+        write_line()
+    peak = "PyTorch's" if figures["device"] == "cuda" else "the process's resident"
+    write_line(
+        f"peak: {peak} most bytes in the counted steps; process and daemon: all they hold on the "
+        "GPU after them; away: what left, before encoding; daemon us: its processor time a part"
+    )
+
+
+def _cells(row: dict[str, Any]) -> str:
+    if "skipped" in row:
+        return f"  left out: {row['skipped']}"
+    return "".join(f"{_cell(row, value, factor):>13}" for _, value, factor in _COLUMNS)
+
+
+def _cell(row: dict[str, Any], value: Callable[[dict[str, Any]], Any], factor: float) -> str:
+    try:
+        found = value(row)
+    except KeyError:
+        return ""
+    return "" if found is None else f"{found * factor:.2f}"
+
+
+def _device_name(rows: dict[str, dict[str, Any]], default: str) -> str:
+    return next((row["device_name"] for row in rows.values() if "device_name" in row), default)
+
+
+def _in_short(row: dict[str, Any]) -> str:
+    if "skipped" in row:
+        return f"left out: {row['skipped']}"
+    return f"{1e3 * row['step_seconds']:.1f} ms a step, peak {row['peak_bytes'] / _GIB:.2f} GiB"

@@ -1,0 +1,157 @@
+"""Times the steps of one method in this process, and takes its peak memory.
+
+A step is forward and backward without an optimizer, gradients dropped. The median counts, and the
+peak is that of the counted steps alone. On a GPU the passes are timed by its own events, so that
+what the host has merely queued does not count as done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from storm_bench.train.gpt import WORKLOADS, Gpt, attention, make
+from storm_bench.train.methods import METHODS, Active, Unavailable
+
+__all__ = ["Trial", "measured"]
+
+_KIB: Final = 1 << 10
+
+Times = tuple[float, float, float]
+"""Seconds of a step, of its forward, of its backward."""
+
+_Mark = torch.cuda.Event | float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What to measure: names of WORKLOADS and METHODS, and a daemon's address."""
+
+    workload: str
+    method: str
+    device: torch.device
+    address: str
+    warm_ups: int
+    steps: int
+
+
+@contextmanager
+def measured(trial: Trial) -> Iterator[dict[str, Any]]:
+    """Yield the figures of a trial, or {"skipped": why}.
+
+    Until the context is left, the method holds what it held during the steps.
+    """
+    with ExitStack() as held:
+        try:
+            figures = _measure(held, trial)
+        except (Unavailable, torch.OutOfMemoryError) as error:
+            figures = {"skipped": f"{error}".partition("\n")[0][:300]}
+        yield figures
+
+
+def _measure(held: ExitStack, trial: Trial) -> dict[str, Any]:
+    method, device = METHODS[trial.method], trial.device
+    model, tokens, targets = make(WORKLOADS[trial.workload], device)
+    active = held.enter_context(method.enter(model, device, trial.address))
+
+    def step() -> Times:
+        return _step(model, tokens, targets, active, recompute=method.recompute)
+
+    with attention(device):
+        return _figures(step, active, trial)
+
+
+def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[str, Any]:
+    device = trial.device
+    for _ in range(trial.warm_ups):
+        step()
+    before = active.figures()
+    _reset_peak(device)
+    times = [step() for _ in range(trial.steps)]
+    seconds, forwards, backwards = zip(*times, strict=True)
+    figures: dict[str, Any] = {
+        "step_seconds": median(seconds),
+        "forward_seconds": median(forwards),
+        "backward_seconds": median(backwards),
+        "steps_seconds": list(seconds),
+        "peak_bytes": _peak_bytes(device),
+    }
+    if device.type == "cuda":
+        figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
+        properties = torch.cuda.get_device_properties(device)
+        figures["device_name"], figures["device_uuid"] = properties.name, str(properties.uuid)
+    return figures | _of_a_step(before, active.figures(), trial.steps)
+
+
+def _step(model: Gpt, tokens: Tensor, targets: Tensor, active: Active, *, recompute: bool) -> Times:
+    """Do one step. The head and the loss lie outside of the context: they are needed at once."""
+    marks = [_mark(tokens.device)]
+    begin = time.perf_counter()
+    x = model.embed(tokens)
+    with active.context():
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+    loss = model.loss(x, targets)
+    marks.append(_mark(tokens.device))
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
+    model.zero_grad(set_to_none=True)
+    marks.append(_mark(tokens.device))
+    if tokens.is_cuda:
+        torch.cuda.synchronize(tokens.device)
+    seconds = time.perf_counter() - begin
+    return seconds, _between(marks[0], marks[1]), _between(marks[1], marks[2])
+
+
+def _mark(device: torch.device) -> _Mark:
+    """Return a mark at the present place: of the device's stream, or of the host's time."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's gap
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(one: _Mark, other: _Mark) -> float:
+    """Return the seconds between two marks of one kind that have been passed."""
+    if isinstance(one, float) or isinstance(other, float):
+        assert isinstance(one, float)
+        assert isinstance(other, float)
+        return other - one
+    return float(one.elapsed_time(other)) / 1e3
+
+
+def _of_a_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the method's own figures: counts as those of one counted step, the rest as it is."""
+    counted = {
+        name: (value - before[name]) / steps
+        for name, value in after.items()
+        if name.endswith(("_bytes", "_seconds"))
+    }
+    return {"offload": {**after, **counted}} if after else {}
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return PyTorch's most allocated bytes on a GPU; without one, the most resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * _KIB
+    raise RuntimeError("/proc/self/status has no VmHWM: the benchmark needs Linux")

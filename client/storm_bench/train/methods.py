@@ -1,0 +1,128 @@
+"""The ways to keep a step's activations that are compared.
+
+Every method is given the same forward and leaves the head and the loss alone, whose tensors are
+needed at once. What a method cannot do here is `Unavailable` with the reason, never a silent
+substitute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import storm_client as storm
+import torch
+from storm_client.connect import CodecIn
+from torch import nn
+
+__all__ = ["METHODS", "MIN_BYTES", "Active", "Method", "Unavailable"]
+
+MIN_BYTES: Final = 1 << 20
+"""Smaller tensors stay where they are, with every method that can be told so."""
+
+_CONNECT_SECONDS: Final = 30.0
+_NEEDS_A_GPU: Final = "it is about tensors on a GPU, and there is no GPU here"
+
+
+class Unavailable(Exception):
+    """The method cannot run here; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Active:
+    """A method in use: the context of one forward, and figures of its own so far."""
+
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    figures: Callable[[], dict[str, Any]] = dict
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """`enter` takes the model, its device and a daemon's address; it may raise Unavailable."""
+
+    enter: Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]
+    recompute: bool = False
+    """Whether every block is checkpointed, so that only its input is saved."""
+
+
+@contextmanager
+def _nothing(_model: nn.Module, _device: torch.device, _address: str) -> Iterator[Active]:
+    yield Active()
+
+
+@contextmanager
+def _save_on_cpu(_model: nn.Module, device: torch.device, _address: str) -> Iterator[Active]:
+    _need_gpu(device)
+    yield Active(lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+
+
+def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
+    """Return how to enter another package's OffloadActivations; the two here share their roots."""
+
+    @contextmanager
+    def enter(model: nn.Module, device: torch.device, _address: str) -> Iterator[Active]:
+        _need_gpu(device)
+        try:
+            offloading = import_module(module)
+        except ImportError as error:
+            package = module.partition(".")[0]
+            raise Unavailable(f"{package} cannot be imported: {error}") from error
+        context = offloading.OffloadActivations(use_streams=True, min_offload_size=MIN_BYTES)
+        if hasattr(context, "update_model_params"):
+            context.update_model_params(model)  # what TRL leaves alone
+        yield Active(lambda: context)
+
+    return enter
+
+
+def _storm(
+    codec: str = "ancf", codec_in: CodecIn = "auto"
+) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
+    @contextmanager
+    def enter(model: nn.Module, device: torch.device, address: str) -> Iterator[Active]:
+        if codec_in == "client":
+            _need_gpu(device)
+        with storm.connect(
+            address, embedded="never", timeout=_CONNECT_SECONDS, codec_in=codec_in
+        ) as client:
+            offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec)
+            yield Active(lambda: offload, lambda: _figures(offload.stats()))
+
+    return enter
+
+
+METHODS: Final[dict[str, Method]] = {
+    "none": Method(_nothing),
+    "checkpoint": Method(_nothing, recompute=True),
+    "save-on-cpu": Method(_save_on_cpu),
+    "trl": Method(_peer("trl.models.activation_offloading")),
+    "torchtune": Method(_peer("torchtune.training")),
+    "storm": Method(_storm()),
+    "storm-in-client": Method(_storm(codec_in="client")),
+    "storm-raw": Method(_storm("raw")),
+    "storm-checkpoint": Method(_storm(), recompute=True),
+}
+
+
+def _need_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise Unavailable(_NEEDS_A_GPU)
+
+
+def _figures(stats: storm.OffloadStats) -> dict[str, Any]:
+    """Return the totals since the start as JSON values."""
+    return {
+        "saved_bytes": stats.saved_bytes,
+        "deduplicated_bytes": stats.deduplicated_bytes,
+        "offloaded_bytes": stats.offloaded_bytes,
+        "stored_bytes": stats.stored_bytes,
+        "kept_bytes": stats.kept_bytes,
+        "kept": dict(stats.kept),
+        "ratio": stats.ratio,
+        "stored_by_mode": dict(stats.stored_by_mode),
+        "store_seconds": stats.store_seconds,
+        "restore_wait_seconds": stats.restore_wait_seconds,
+    }

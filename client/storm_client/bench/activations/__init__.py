@@ -1,5 +1,0 @@
-"""`stormd bench codec`: the codec on what autograd saves in real training steps.
-
-Only tensors that an offloading client would send are counted: whole storages, each once, and no
-parameters.
-"""

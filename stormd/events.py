@@ -1,0 +1,211 @@
+"""What passes between the ledger, the gateway and the lanes: jobs, results, instructions.
+
+All of it is plain data with named fields, made by keyword: a record of ten numbers in a row hides a
+swapped pair. Carrying an instruction out cannot fail in a way that the ledger would not be told of
+by a later event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from storm_kernels.ancf import DType
+
+from stormd.arena import Block, Space
+from stormd.protocol import MapSegment, Message
+
+__all__ = [
+    "Detach",
+    "Detached",
+    "Ended",
+    "Instruction",
+    "Map",
+    "Probe",
+    "Reply",
+    "RestoreDone",
+    "RestoreFailed",
+    "RestoreJob",
+    "Result",
+    "SegmentMapped",
+    "SegmentRefused",
+    "Skip",
+    "StoreDone",
+    "StoreFailed",
+    "StoreJob",
+    "Unmap",
+]
+
+# --- jobs for lanes -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreJob:
+    """Encode `nbytes` at `offset` of `segment`; place the blob on `space`'s promise of `promised`.
+
+    `sequence` is the value of the session's `published` counter to wait for (cuda lane). With a
+    `result` other than 0 the client has encoded them: the blob is there, as long as that result
+    in the timeline page says.
+    """
+
+    session: int
+    entry: int
+    segment: int
+    offset: int
+    nbytes: int
+    dtype: DType
+    codec: str
+    sequence: int
+    promised: int
+    space: Space
+    result: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreJob:
+    """Decode the blob in `block` to `nbytes` at `offset` of `segment`."""
+
+    session: int
+    ticket: int
+    entry: int
+    block: Block
+    segment: int
+    offset: int
+    nbytes: int
+    sequence: int
+
+
+# --- what lanes answer, one result a job ----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreDone:
+    """The blob is in the arena at `block`; `seconds` of work on it, waiting left out."""
+
+    session: int
+    entry: int
+    block: Block
+    mode: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFailed:
+    """There is no blob, and nothing is placed: the promise still stands, to be withdrawn."""
+
+    session: int
+    entry: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreDone:
+    """The destination holds the verified bytes."""
+
+    session: int
+    ticket: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreFailed:
+    """The destination may hold anything; `kind` is "CorruptBlob" or "ActivationLost"."""
+
+    session: int
+    ticket: int
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentMapped:
+    """Jobs may name the segment from now on."""
+
+    session: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentRefused:
+    """The segment was not mapped."""
+
+    session: int
+    segment: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Detached:
+    """The last result of a session: all its jobs have been answered, its memory is let go."""
+
+    session: int
+
+
+Result = (
+    StoreDone
+    | StoreFailed
+    | RestoreDone
+    | RestoreFailed
+    | SegmentMapped
+    | SegmentRefused
+    | Detached
+)
+
+
+# --- what else the ledger has done ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Send the message to the session's client; `request` is 0 where it answers none."""
+
+    session: int
+    request: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """Tell the session's lane that no job will follow for this sequence number."""
+
+    session: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map:
+    """Have the session's lane map the segment."""
+
+    session: int
+    segment: MapSegment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmap:
+    """Have the session's lane unmap the segment once nothing uses it."""
+
+    session: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Find out whether the silent session's client can still be reached; end it if not."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Detach:
+    """Have the session's lane let go of the session; its client is not answered any more."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The session is gone and holds nothing: close its lifeline."""
+
+    session: int
+
+
+Instruction = Reply | StoreJob | RestoreJob | Skip | Map | Unmap | Probe | Detach | Ended

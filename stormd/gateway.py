@@ -1,0 +1,608 @@
+"""Who may speak, and what a message asks of whom: the shell between sockets, ledger and lanes.
+
+Nothing is granted to a peer of another protocol version, of a user who is not allowed, or under a
+routing id that it chose itself. Every request is answered, also with an error, or its session ends;
+a frame of one client, whatever is in it, changes nothing for another. Answers that arise in one
+turn of the loop leave in one frame, and those that may wait leave with the next within
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import zmq
+
+from stormd import __version__
+from stormd.cache.items import Caller
+from stormd.cache.requests import CACHE_REQUESTS
+from stormd.control import ControlSocket, Delivery
+from stormd.counters import Counters
+from stormd.errors import LaneUnavailable
+from stormd.events import (
+    Detach,
+    Ended,
+    Instruction,
+    Map,
+    Probe,
+    Reply,
+    RestoreJob,
+    Result,
+    Skip,
+    StoreJob,
+    Unmap,
+)
+from stormd.lanes import Attachment, Lane
+from stormd.ledger import Ledger
+from stormd.lifeline import LifelineListener
+from stormd.protocol import (
+    CACHE_FEATURE,
+    NO_LANE,
+    PROTOCOL_VERSION,
+    Admitted,
+    CacheNames,
+    Envelope,
+    Goodbye,
+    Hello,
+    MapSegment,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Release,
+    Restore,
+    Status,
+    StatusRequest,
+    Store,
+    UnmapSegment,
+    Welcome,
+    decode,
+    encode,
+    hello_version,
+)
+from stormd.protocol.limits import TOKEN_BYTES
+from stormd.sessions import SessionInfo
+
+__all__ = ["Credentials", "Gateway", "Peer", "Peers", "Terms"]
+
+log = logging.getLogger(__name__)
+
+MESSAGES_A_FRAME: Final = 512
+"""Answers in one frame: far below what a frame holds, whatever texts they carry."""
+
+HELD_SECONDS: Final = 0.005
+"""How long Admitted may stay behind to leave with Stored: each frame wakes a thread of ZeroMQ's
+here, and one of the client's."""
+
+LARGE_BYTES: Final = 8 << 20
+"""Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
+
+NAME_SHOWN: Final = 64
+"""Characters of a client's name that are kept: a status of 1,024 sessions must fit into a frame,
+or nobody would get one."""
+
+
+class Credentials(NamedTuple):
+    """Whose process it is, as the kernel says; `pid` 0 where it is of another namespace."""
+
+    uid: int
+    gid: int
+    pid: int
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Peer:
+    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent."""
+
+    session: int
+    route: bytes
+    credentials: Credentials
+    lane: Lane
+    token: bytes
+    descriptors: tuple[int, ...]
+    outbox: list[Envelope] = field(default_factory=list)
+
+
+class Peers:
+    """All clients, by session and, until they are cut off, by route."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[int, Peer] = {}
+        self._by_route: dict[bytes, Peer] = {}
+        self._waiting: dict[int, Peer] = {}  # by session: no lifeline yet
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self._by_session.values()))
+
+    def add(self, peer: Peer) -> None:
+        """Add a client that has no lifeline yet."""
+        self._by_session[peer.session] = peer
+        self._by_route[peer.route] = peer
+        self._waiting[peer.session] = peer
+
+    def at(self, route: bytes) -> Peer | None:
+        """Return the client that speaks from this route, if it has a session."""
+        return self._by_route.get(route)
+
+    def of(self, session: int) -> Peer:
+        """Return a session's client."""
+        return self._by_session[session]
+
+    def claim(self, token: bytes, uid: int) -> Peer | None:
+        """Return the client whose lifeline this token and user open; each only once.
+
+        Every waiting token is compared, in constant time, so that nothing is learned by trying.
+        """
+        found = None
+        for peer in self._waiting.values():
+            if hmac.compare_digest(peer.token, token) and peer.credentials.uid == uid:
+                found = peer
+        if found is not None:
+            del self._waiting[found.session]
+        return found
+
+    def cut_off(self, peer: Peer) -> None:
+        """Neither hear nor answer the client any more; its session is ending."""
+        if self._by_route.get(peer.route) is peer:
+            del self._by_route[peer.route]
+        self._waiting.pop(peer.session, None)
+        peer.outbox.clear()
+
+    def remove(self, session: int) -> None:
+        """Forget a client that was cut off and whose session is gone."""
+        del self._by_session[session]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Who may have a session, and what Welcome says of every one.
+
+    `allowed_uids` are the users that may connect; `cache_part_bytes` is the largest part of a
+    session for the cache, 0 where there is none.
+    """
+
+    allowed_uids: frozenset[int]
+    lifeline_path: str
+    cache_part_bytes: int
+    lease_seconds: float
+
+
+class Gateway:
+    """Binds ledger, lanes and sockets together. All methods run on the event loop.
+
+    `status` returns what a StatusRequest is answered with; `on_progress` is called whenever the
+    state may have changed; `later` has a call made on the loop after so many seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        counters: Counters,
+        lanes: Mapping[str, Lane],
+        control: ControlSocket,
+        terms: Terms,
+        status: Callable[[], dict[str, Any]],
+        on_progress: Callable[[], None],
+        later: Callable[[float, Callable[[], None]], asyncio.TimerHandle],
+    ) -> None:
+        self._ledger = ledger
+        self._counters = counters
+        self._lanes = lanes
+        self._control = control
+        self._terms = terms
+        self._status = status
+        self._on_progress = on_progress
+        self._later = later
+        self._peers = Peers()
+        self._lifelines: LifelineListener
+        self._unsent: dict[Peer, None] = {}  # peers with an outbox that must leave, in order
+        self._held: dict[Peer, asyncio.TimerHandle] = {}  # those with one that may wait so long
+        self._freeing: asyncio.TimerHandle | None = None
+        self._requests = self._request_handlers()
+        self._actions = self._instruction_handlers()
+
+    def start(self, lifelines: LifelineListener) -> None:
+        """Begin to serve."""
+        self._lifelines = lifelines
+        self._control.start(self.take_frame, self._flush)
+
+    def allow(self, uids: frozenset[int]) -> None:
+        """Let other users connect from now on; sessions that are open stay."""
+        self._terms = replace(self._terms, allowed_uids=uids)
+
+    # --- events -----------------------------------------------------------------------------
+
+    def take_frame(self, route: bytes, frame: zmq.Frame | None) -> None:
+        """Take a message from a client; the control socket flushes after a batch of them."""
+        peer = self._peers.at(route)
+        try:
+            if peer is None:
+                self._take_from_stranger(route, frame)
+            else:
+                self._take_from_peer(peer, frame)
+        except Exception:
+            # Our bug. It ends the one session whose frame met it and nobody else's.
+            log.exception("a frame could not be handled")
+            peer = self._peers.at(route)
+            if peer is not None:
+                self.end(peer.session, "failed")
+
+    def take_token(self, token: bytes, uid: int) -> tuple[int, tuple[int, ...]] | None:
+        """Give a lifeline the session of its token, and the descriptors to hand over."""
+        peer = self._peers.claim(token, uid)
+        if peer is None:
+            self._counters.refused += 1
+            return None
+        self._ledger.attach(peer.session, time.monotonic())
+        descriptors, peer.descriptors = peer.descriptors, ()
+        return peer.session, descriptors
+
+    def lose(self, session: int) -> None:
+        """End a session whose lifeline has ended."""
+        self.end(session, "died")
+        self.flush()
+
+    def take_results(self, results: list[Result]) -> None:
+        """Take what lanes have done."""
+        now = time.monotonic()
+        for result in results:
+            try:
+                self._perform(self._ledger.result(result, now))
+            except Exception:
+                # Our bug, as above. The session's end waits for this result in vain.
+                log.exception("a result could not be handled: %s", type(result).__name__)
+                if result.session in self._ledger.sessions:
+                    self.end(result.session, "failed")
+        self.flush()
+
+    def tick(self) -> None:
+        """Look after leases; called about once a second."""
+        self._perform(self._ledger.tick(time.monotonic()))
+        self._go_on_freeing()
+        self.flush()
+
+    def end(self, session: int, cause: str) -> None:
+        """Begin a session's end; `flush` must follow."""
+        self._perform(self._ledger.end(session, cause))
+        self._go_on_freeing()
+
+    def end_all(self, cause: str) -> None:
+        """Begin the end of all sessions."""
+        for session in self._ledger.sessions:
+            self.end(session, cause)
+        self.flush()
+
+    def _free_some(self) -> None:
+        """Free more of what sessions that end have held, and look again after others had a turn."""
+        self._freeing = None
+        self._perform(self._ledger.free_some())
+        self._go_on_freeing()
+        self.flush()
+
+    def _go_on_freeing(self) -> None:
+        if self._freeing is None and self._ledger.is_freeing:
+            self._freeing = self._later(0.0, self._free_some)
+
+    def flush(self) -> None:
+        """Send what is in the outboxes, at the end of any event but a frame."""
+        self._flush()
+        self._control.settle()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            peer = next(iter(self._unsent))
+            del self._unsent[peer]
+            self._send_outbox(peer)
+        self._on_progress()
+
+    # --- who handles what -------------------------------------------------------------------
+
+    def _request_handlers(self) -> dict[type[Message], Callable[[Peer, int, Any], None]]:
+        return {
+            Store: self._store,
+            Restore: self._restore,
+            Release: self._release,
+            Ping: self._ping,
+            MapSegment: self._map_segment,
+            UnmapSegment: self._unmap_segment,
+            StatusRequest: self._status_request,
+            Goodbye: self._goodbye,
+            **dict.fromkeys(CACHE_REQUESTS, self._cached),
+        }
+
+    def _instruction_handlers(self) -> dict[type[Instruction], Callable[[Any], None]]:
+        def lane(instruction: Instruction) -> Lane:
+            return self._peers.of(instruction.session).lane
+
+        return {
+            Reply: self._reply,
+            StoreJob: lambda job: lane(job).store(job),
+            RestoreJob: lambda job: lane(job).restore(job),
+            Skip: lambda skip: lane(skip).skip(skip.session, skip.sequence),
+            Map: lambda made: lane(made).map_segment(made.session, made.segment),
+            Unmap: lambda made: lane(made).unmap_segment(made.session, made.segment),
+            Probe: self._probe,
+            Detach: self._detach,
+            Ended: self._ended,
+        }
+
+    # --- connections without a session ------------------------------------------------------
+
+    def _take_from_stranger(self, route: bytes, frame: zmq.Frame | None) -> None:
+        """Answer a frame of a connection without a session; a Hello in it may open one."""
+        try:
+            batch = decode(b"" if frame is None else frame.bytes)
+        except ProtocolError as error:
+            self._refuse(route, 0, self._undecodable(frame, error))
+            return
+        assert frame is not None, "nothing is no frame"
+        credentials = _credentials(frame)
+        problem = self._stranger_problem(route, credentials.uid)
+        for request, message in batch:
+            peer = self._peers.at(route)
+            if problem is not None:
+                self._refuse(route, request, problem)
+            elif peer is not None:
+                self._request(peer, request, message)
+            else:
+                self._answer_stranger(route, credentials, request, message)
+
+    def _stranger_problem(self, route: bytes, uid: int) -> Refused | None:
+        if route[:1] != b"\0":  # ZeroMQ's own begin with a zero byte, chosen ones cannot
+            return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
+        if uid not in self._terms.allowed_uids:
+            return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
+        return None
+
+    def _undecodable(self, frame: zmq.Frame | None, error: ProtocolError) -> Refused:
+        version = None if frame is None else hello_version(frame.bytes)
+        if version is not None and version != PROTOCOL_VERSION:
+            return _mismatch(version)
+        self._counters.malformed += 1
+        return Refused("UsageError", str(error))
+
+    def _answer_stranger(
+        self, route: bytes, credentials: Credentials, request: int, message: Message
+    ) -> None:
+        answer: Message
+        if isinstance(message, Hello):
+            answer = self._open(route, credentials, message)
+        elif isinstance(message, StatusRequest):
+            answer = Status(self._status())
+        else:
+            answer = Refused("DaemonLost", "this connection has no session: send Hello first")
+        if isinstance(answer, Refused):
+            self._refuse(route, request, answer)
+        else:
+            self._control.send(route, encode([Envelope(request, answer)]))
+
+    def _refuse(self, route: bytes, request: int, answer: Refused) -> None:
+        self._counters.refused += 1
+        self._control.send(route, encode([Envelope(request, answer)]))
+
+    def _open(self, route: bytes, credentials: Credentials, hello: Hello) -> Welcome | Refused:
+        has_lane = hello.device != NO_LANE
+        problem = self._hello_problem(credentials.uid, hello)
+        problem = problem or self._ledger.refusal(has_lane=has_lane)
+        if problem is not None:
+            return problem
+        lane = self._lanes[hello.device]
+        session = secrets.randbits(63) or 1
+        try:
+            attachment = lane.attach(session, hello)
+        except LaneUnavailable as error:
+            return Refused("UsageError", str(error))
+        if CACHE_FEATURE in hello.features:
+            part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
+            attachment = replace(attachment, part_bytes=part_bytes)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._peers.add(
+            Peer(
+                session=session,
+                route=route,
+                credentials=credentials,
+                lane=lane,
+                token=token,
+                descriptors=attachment.descriptors,
+            )
+        )
+        self._enter(session, credentials, hello, attachment)
+        return Welcome(
+            session=session,
+            token=token,
+            protocol=PROTOCOL_VERSION,
+            features=[CACHE_FEATURE] if self._terms.cache_part_bytes else [],
+            version=__version__,
+            lifeline=self._terms.lifeline_path,
+            staging_bytes=attachment.staging_bytes,
+            part_bytes=attachment.part_bytes,
+            lease_seconds=self._terms.lease_seconds,
+        )
+
+    def _enter(
+        self, session: int, credentials: Credentials, hello: Hello, attachment: Attachment
+    ) -> None:
+        """Put the session into the ledger. A pid of another namespace is 0: then Hello's is."""
+        uid, gid, pid = credentials
+        info = SessionInfo(
+            session=session,
+            device=hello.device,
+            uid=uid,
+            pid=pid or hello.pid,
+            name=hello.name[:NAME_SHOWN],
+        )
+        self._ledger.open(
+            info,
+            part_bytes=attachment.part_bytes,
+            staging_bytes=attachment.segment_bytes,
+            now=time.monotonic(),
+            caller=Caller(uid, gid) if CACHE_FEATURE in hello.features else None,
+        )
+        log.info("session opened", extra={"session": session, "pid": info.pid, "uid": uid})
+
+    def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:
+        if hello.protocol != PROTOCOL_VERSION:
+            return _mismatch(hello.protocol)
+        if hello.uid != uid:
+            return Refused("UsageError", f"Hello says user {hello.uid}, the kernel says {uid}")
+        if CACHE_FEATURE in hello.features and not self._terms.cache_part_bytes:
+            return Refused(
+                "UsageError", "this daemon keeps no cache: start it with --cache-bytes above 0"
+            )
+        if CACHE_FEATURE in hello.features and hello.device == NO_LANE:
+            return Refused("UsageError", "a session for the cache needs a lane: name a device")
+        if hello.device not in self._lanes:
+            offered = ", ".join(name for name in self._lanes if name != NO_LANE)
+            return Refused(
+                "UsageError",
+                f"this daemon has no {hello.device} lane, only {offered}: start it with --device "
+                f"{hello.device}, or train on another device",
+            )
+        return None
+
+    # --- clients with a session -------------------------------------------------------------
+
+    def _take_from_peer(self, peer: Peer, frame: zmq.Frame | None) -> None:
+        self._ledger.touch(peer.session, time.monotonic())
+        try:
+            batch = decode(b"" if frame is None else frame.bytes)
+        except ProtocolError as error:
+            self._counters.malformed += 1
+            self._send(peer, 0, Refused("UsageError", str(error)))
+            return
+        for request, message in batch:
+            self._request(peer, request, message)
+
+    def _request(self, peer: Peer, request: int, message: Message) -> None:
+        handler = self._requests.get(type(message))
+        if self._peers.at(peer.route) is not peer:
+            return  # the session ended with an earlier message of this frame
+        if handler is None:
+            self._counters.malformed += 1
+            name = type(message).__name__
+            self._send(peer, request, Refused("UsageError", f"{name} is not for an open session"))
+            return
+        handler(peer, request, message)
+
+    def _store(self, peer: Peer, request: int, message: Store) -> None:
+        self._perform(self._ledger.store(peer.session, request, message, time.monotonic()))
+        if message.nbytes >= LARGE_BYTES:
+            self._unsent[peer] = None
+
+    def _restore(self, peer: Peer, request: int, message: Restore) -> None:
+        self._perform(self._ledger.restore(peer.session, request, message, time.monotonic()))
+
+    def _release(self, peer: Peer, _request: int, message: Release) -> None:
+        self._perform(self._ledger.release(peer.session, message))
+
+    def _map_segment(self, peer: Peer, request: int, message: MapSegment) -> None:
+        self._perform(self._ledger.map_segment(peer.session, request, message))
+
+    def _unmap_segment(self, peer: Peer, request: int, message: UnmapSegment) -> None:
+        self._perform(self._ledger.unmap_segment(peer.session, request, message))
+
+    def _cached(self, peer: Peer, request: int, message: Message) -> None:
+        self._perform(self._ledger.cached(peer.session, request, message, time.monotonic()))
+
+    def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
+        self._send(peer, request, Pong())
+
+    def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
+        """Answer in a frame of its own: a state is large, a batch of them might not fit."""
+        self._send_frame(peer, [Envelope(request, Status(self._status()))])
+
+    def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
+        self._send_outbox(peer)
+        self.end(peer.session, "goodbye")
+
+    # --- instructions -----------------------------------------------------------------------
+
+    def _perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            self._actions[type(instruction)](instruction)
+
+    def _reply(self, reply: Reply) -> None:
+        peer = self._peers.of(reply.session)
+        if isinstance(reply.message, CacheNames):  # large, like a state: in a frame of its own
+            self._send_frame(peer, [Envelope(reply.request, reply.message)])
+        else:
+            self._send(peer, reply.request, reply.message)
+
+    def _probe(self, probe: Probe) -> None:
+        """Send what the client ignores: ZeroMQ says whether there is anybody to send it to."""
+        self._send(self._peers.of(probe.session), 0, Pong())
+
+    def _detach(self, detach: Detach) -> None:
+        peer = self._peers.of(detach.session)
+        self._peers.cut_off(peer)
+        self._unsent.pop(peer, None)
+        self._let_leave(peer)
+        for descriptor in peer.descriptors:
+            os.close(descriptor)
+        peer.descriptors = ()
+        peer.lane.detach(detach.session)
+
+    def _ended(self, ended: Ended) -> None:
+        self._peers.remove(ended.session)
+        self._lifelines.end(ended.session)
+        log.info("session ended", extra={"session": ended.session})
+
+    # --- sending ----------------------------------------------------------------------------
+
+    def _send(self, peer: Peer, request: int, message: Message) -> None:
+        peer.outbox.append(Envelope(request, message))
+        self._counters.refused += isinstance(message, Refused)
+        if not isinstance(message, Admitted) or len(peer.outbox) >= MESSAGES_A_FRAME:
+            self._unsent[peer] = None
+        elif peer not in self._held:
+            self._held[peer] = self._later(HELD_SECONDS, partial(self._send_held, peer))
+
+    def _send_held(self, peer: Peer) -> None:
+        """Send what has waited long enough."""
+        self._unsent[peer] = None
+        self.flush()
+
+    def _send_outbox(self, peer: Peer) -> None:
+        self._let_leave(peer)
+        outbox, peer.outbox = peer.outbox, []
+        for start in range(0, len(outbox), MESSAGES_A_FRAME):
+            if self._peers.at(peer.route) is not peer:
+                return  # cut off by the frame before
+            self._send_frame(peer, outbox[start : start + MESSAGES_A_FRAME])
+
+    def _let_leave(self, peer: Peer) -> None:
+        """Hold the peer's answers no longer."""
+        timer = self._held.pop(peer, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _send_frame(self, peer: Peer, batch: list[Envelope]) -> None:
+        if self._control.send(peer.route, encode(batch)) is not Delivery.SENT:
+            # It does not read, or is gone: it would wait for ever for what it has missed.
+            self._counters.unsent += 1
+            self.end(peer.session, "unreachable")
+
+
+def _credentials(frame: zmq.Frame) -> Credentials:
+    """Return who is at the other end, as the kernel told ZeroMQ: "localhost:uid:gid:pid"."""
+    _, uid, gid, pid = str(frame.get("Peer-Address")).split(":")
+    return Credentials(uid=int(uid), gid=int(gid), pid=int(pid))
+
+
+def _mismatch(version: int) -> Refused:
+    return Refused(
+        "ProtocolMismatch",
+        f"the client speaks protocol {version}, this daemon (stormd {__version__}) "
+        f"{PROTOCOL_VERSION}: install the same version of stormd on both sides",
+    )

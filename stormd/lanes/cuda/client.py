@@ -1,0 +1,203 @@
+"""One client's memory and counters as one GPU of the daemon sees them.
+
+An address that is given out lies in memory that the client has offered and the daemon has mapped,
+and what the client writes into the shared page is checked before it is used.
+
+Both directions of a session work with it. Memory is mapped and unmapped between their jobs.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Final
+
+from storm_kernels.ancf.layout import Mode
+from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_value
+from storm_kernels.errors import CudaDriverError, KernelsError
+
+from stormd.errors import LaneUnavailable
+from stormd.events import RestoreJob, StoreJob
+from stormd.lanes import Post, blob_bound
+from stormd.lanes.cuda.device import CudaDevice
+from stormd.lanes.cuda.scratch import LARGEST_PARTS, ScratchRing
+from stormd.protocol import MapSegment
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
+from stormd.shared_memory import SharedMemory
+from stormd.sizes import format_size
+
+__all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]
+
+log = logging.getLogger(__name__)
+
+SKIPPED: Final = "the session ended before it was done"
+UNWRITTEN: Final = (1 << 64) - 1
+"""Status that the codec must overwrite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What both directions of a session need on the device, from its first segment on."""
+
+    page: RegisteredHost
+    store_stream: Stream
+    restore_stream: Stream
+    store_scratch: ScratchRing
+    restore_scratch: ScratchRing
+    owned: ExitStack
+    """What lets all of it go, when no stream uses it any more."""
+
+
+class CudaClient:
+    """What the daemon has of the client of one session; results go to `post`."""
+
+    def __init__(
+        self,
+        session: int,
+        device: CudaDevice,
+        page: SharedMemory,
+        *,
+        part_bytes: int,
+        post: Post,
+    ) -> None:
+        self.session = session
+        self.device = device
+        self.post = post
+        self._part_bytes = part_bytes
+        self._page = page
+        self._timelines = Timelines(page.address)
+        # The two below: written by the store thread while no job needs them, read by both.
+        self._segments: dict[int, IpcMapping] = {}
+        self._opened: Opened | None = None
+
+    # --- for both directions ----------------------------------------------------------------
+
+    @property
+    def opened(self) -> Opened:
+        """What was made before the first segment was mapped, which every job names one of."""
+        assert self._opened is not None, "a job came before a segment"
+        return self._opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether that has been made."""
+        return self._opened is not None
+
+    def address(self, job: StoreJob | RestoreJob) -> int:
+        """Return the device address of a job's range.
+
+        Raises:
+            ValueError: it does not lie in its segment, which the ledger has checked before.
+        """
+        mapping = self._segments[job.segment]
+        if job.offset + job.nbytes > mapping.nbytes:
+            raise ValueError(
+                f"bytes {job.offset} to {job.offset + job.nbytes} are not in segment {job.segment} "
+                f"of {mapping.nbytes}"
+            )
+        return mapping.address + job.offset
+
+    def counter(self, counter: int) -> int:
+        """Return the device's address of one of the session's counters."""
+        return self.opened.page.device_address + counter
+
+    def has_published(self, sequence: int) -> bool:
+        """Tell whether the client's work up to that number is done, or the client is dead."""
+        return self._timelines.read(PUBLISHED) >= sequence
+
+    def result(self, job: StoreJob) -> EncoderResult:
+        """Return what the client's encoder has left of a blob.
+
+        Raises:
+            ValueError: that is not what an encoder leaves.
+        """
+        result = self._timelines.result(job.result)
+        if result.status or not 0 < result.nbytes <= blob_bound(job.nbytes):
+            raise ValueError(
+                f"the client's encoder left status {result.status:#x} and {result.nbytes} bytes "
+                f"for {job.nbytes}, of which a blob takes 1 to {blob_bound(job.nbytes)}"
+            )
+        Mode(result.mode)
+        return result
+
+    def note(self, counter: int, value: int) -> None:
+        """Raise one of the session's counters from the CPU."""
+        self._timelines.store(counter, value)
+
+    def pass_over(self, sequence: int) -> None:
+        """Raise STORED to the number of a rejected store, behind the encoders on the stream."""
+        try:
+            if self.is_open:
+                write_value(self.opened.store_stream.handle, self.counter(STORED), sequence)
+                return
+        except CudaDriverError:
+            log.exception("the store stream of session %d is broken", self.session)
+        self.note(STORED, sequence)
+
+    def poison(self) -> None:
+        """Release what waits for the client, now and from now on."""
+        self._timelines.poison(PUBLISHED)
+
+    # --- while neither has a job ------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make what both directions need on the device; on an error nothing is kept.
+
+        Raises:
+            LaneUnavailable: the device gives no memory or stream.
+        """
+        with ExitStack() as made:
+            try:
+                page = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
+                _, greatest = self.device.context.priorities()
+                stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
+                storing, restoring = (
+                    made.enter_context(closing(ScratchRing(self.device, self._part_bytes)))
+                    for _ in range(2)
+                )
+            except CudaDriverError as error:
+                raise LaneUnavailable(
+                    f"the GPU gives a session no scratch ({error}): make room there, or start the "
+                    f"daemon with a part_bytes_cuda of less than {format_size(self._part_bytes)}, "
+                    f"of which a session takes {2 * LARGEST_PARTS}"
+                ) from error
+            owned = made.pop_all()
+        self._opened = Opened(page, stores, restores, storing, restoring, owned)
+
+    def map(self, request: MapSegment) -> None:
+        """Map what the client offers.
+
+        Raises:
+            KernelsError, ValueError: it cannot be mapped, or is not what was offered.
+        """
+        mapping = IpcMapping(request.handle)
+        if mapping.nbytes < request.nbytes:
+            mapping.close()
+            raise ValueError(f"the handle leads to {mapping.nbytes} bytes, not {request.nbytes}")
+        self._segments[request.segment] = mapping
+
+    def unmap(self, segment: int) -> None:
+        """Unmap a segment."""
+        try:
+            self._segments.pop(segment).close()
+        except KernelsError:
+            log.exception("segment %d of session %d cannot be unmapped", segment, self.session)
+
+    def close(self) -> None:
+        """Let all go: the memory, the device's objects, the page."""
+        try:
+            self.device.context.make_current()
+            if self.is_open:
+                self.device.settle(self.opened.store_stream)  # it may have a number to write yet
+            with ExitStack() if self._opened is None else self._opened.owned as owned:
+                for mapping in self._segments.values():
+                    owned.callback(mapping.close)
+        except KernelsError:
+            log.exception("session %d could not let all its device memory go", self.session)
+        self._page.close()
+
+
+def error_text(error: Exception) -> str:
+    """Return the error as the client is told."""
+    return f"{type(error).__name__}: {error}"[:1000]

@@ -1,0 +1,122 @@
+"""One GPU as all its sessions share it: context, codec, the pool as the device sees it, the link.
+
+The pool is registered before the first session and until after the last. Each direction of the link
+has one stream, so that both are busy at once and neither waits for the other. On these two nothing
+waits for a client.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
+from storm_kernels.ancf.prepared import PreparedCodec
+from storm_kernels.cuda_driver import (
+    PrimaryContext,
+    RegisteredHost,
+    Stream,
+    copy_async,
+)
+from storm_kernels.errors import CudaDriverError
+
+from stormd.arena import Block
+from stormd.health import Heartbeat
+from stormd.host_pool import HostPool
+from stormd.link_meter import LinkMeter
+
+__all__ = ["CudaDevice", "DevicePool"]
+
+log = logging.getLogger(__name__)
+
+
+class DevicePool:
+    """The host's pool, registered for all devices of these ordinals. Needs `close`.
+
+    The driver takes a range once, for all contexts there are. So theirs are made before, and kept.
+
+    Raises:
+        BackendUnavailable, CudaDriverError: there is no such device, or it cannot reach the pool.
+    """
+
+    def __init__(self, ordinals: list[int], pool: HostPool) -> None:
+        self.address = pool.address
+        with ExitStack() as made:
+            contexts = [made.enter_context(closing(PrimaryContext(n))) for n in ordinals]
+            self._context = contexts[0]
+            self._context.make_current()
+            self._registered = made.enter_context(
+                closing(RegisteredHost(pool.address, pool.nbytes))
+            )
+            self._made = made.pop_all()
+
+    def pieces(self, block: Block) -> Iterator[tuple[int, int]]:
+        """Yield a block's ranges as (address, bytes), each of which one copy can cover."""
+        for offset, nbytes in block.pieces():
+            yield from self._registered.pieces(offset, nbytes)
+
+    def close(self) -> None:
+        """Unregister the pool, which must still be mapped; no device uses it any more."""
+        self._context.make_current()
+        self._made.close()
+
+
+class CudaDevice:
+    """The device of one ordinal, ready to encode. Needs `close`.
+
+    Raises:
+        BackendUnavailable, CudaDriverError: the device cannot be used; nothing of it is left.
+    """
+
+    def __init__(self, ordinal: int, pool: DevicePool) -> None:
+        self._pool = pool
+        with ExitStack() as made:
+            self.context = made.enter_context(closing(PrimaryContext(ordinal)))
+            self.context.make_current()
+            self.codec = made.enter_context(closing(PreparedCodec(ordinal)))
+            self.down = made.enter_context(closing(Stream()))
+            self.up = made.enter_context(closing(Stream()))
+            self._made = made.pop_all()
+        self.uuid = self.context.uuid
+        self.is_shared_by_mps = self.context.shared_by_mps()
+        self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
+        self.heartbeat = Heartbeat(f"cuda:{ordinal}")
+
+    def copy_down(self, source: int, block: Block) -> None:
+        """Put the copy of the blob at `source` to its block on the stream `down`."""
+        for target, size in self._pool.pieces(block):
+            copy_async(target, source, size, self.down.handle)
+            source += size
+
+    def copy_up(self, block: Block, destination: int) -> None:
+        """Put the copy of a block's blob to `destination` on the stream `up`."""
+        for source, size in self._pool.pieces(block):
+            copy_async(destination, source, size, self.up.handle)
+            destination += size
+
+    def kind(self, block: Block) -> BlobKind:
+        """Return what the blob's header, whose start no extent cuts in two, says it is.
+
+        Raises:
+            CorruptBlob: it names no element type.
+        """
+        header = self._pool.address + block.extents[0].offset
+        return blob_kind(ctypes.string_at(header, KIND_BYTES))
+
+    def settle(self, stream: Stream) -> None:
+        """Wait until the stream is done; on a device that is broken nothing runs any more.
+
+        It stays so for this process, which says by its heartbeat that it has to be started again.
+        """
+        try:
+            stream.synchronize()
+        except CudaDriverError as error:
+            log.error("the device is broken: %s", error)  # noqa: TRY400 - its job's error is logged
+            self.heartbeat.ended(str(error))
+
+    def close(self) -> None:
+        """Let the device go; its sessions are gone."""
+        self.context.make_current()
+        self._made.close()

@@ -1,0 +1,145 @@
+"""The cuda lane: tensors in device memory, encoded and decoded there, blobs in the pinned pool.
+
+The event loop makes no CUDA call, it only hands over. A session is served by the device whose UUID
+its Hello names, whatever number that device has in either process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack, closing
+from typing import Final
+
+from storm_kernels.errors import KernelsError
+
+from stormd.errors import LaneUnavailable
+from stormd.events import RestoreJob, StoreJob
+from stormd.health import Heartbeat
+from stormd.host_pool import HostPool
+from stormd.lanes import Attachment, Post
+from stormd.lanes.cuda.client import CudaClient
+from stormd.lanes.cuda.device import CudaDevice, DevicePool
+from stormd.lanes.cuda.session import CudaSession
+from stormd.protocol import Hello, MapSegment
+from stormd.protocol.timeline import PAGE_BYTES
+from stormd.shared_memory import SharedMemory
+
+__all__ = ["CudaLane"]
+
+log = logging.getLogger(__name__)
+
+
+class CudaLane:
+    """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
+
+    `staging_bytes` and `part_bytes` are the most that a session is granted. `close` must follow.
+
+    Raises:
+        LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
+    """
+
+    device: Final = "cuda"
+
+    def __init__(
+        self,
+        ordinals: list[int],
+        *,
+        pool: HostPool,
+        post: Post,
+        staging_bytes: int,
+        part_bytes: int,
+    ) -> None:
+        self._post = post
+        self._staging_bytes = staging_bytes
+        self._part_bytes = part_bytes
+        self._opened = ExitStack()
+        self._devices = _devices(ordinals, pool, self._opened)
+        self.links = tuple(device.link for device in self._devices.values())
+        # Changed on the loop alone.
+        self._sessions: dict[int, CudaSession] = {}
+        self._ending: list[CudaSession] = []
+
+    # --- called on the event loop -----------------------------------------------------------
+
+    @property
+    def heartbeats(self) -> tuple[Heartbeat, ...]:
+        """The signs of life of the devices, and of the threads that serve sessions now."""
+        devices = (device.heartbeat for device in self._devices.values())
+        sessions = [*self._sessions.values(), *self._ending]
+        return (*devices, *(heartbeat for session in sessions for heartbeat in session.heartbeats))
+
+    def attach(self, session: int, hello: Hello) -> Attachment:
+        """Make the timeline page; the client makes the staging area and maps it as segment 0."""
+        device = self._devices.get(hello.device_uuid)
+        if device is None:
+            raise LaneUnavailable(
+                f"this daemon does not serve the GPU {hello.device_uuid or 'without a UUID'}, "
+                f"only {', '.join(self._devices)}: check CUDA_VISIBLE_DEVICES on both sides"
+            )
+        try:
+            page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
+        except OSError as error:
+            raise LaneUnavailable(
+                f"no shared page for a session ({error.strerror}): raise the limit of open files"
+            ) from error
+        staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
+        part = max(1, min(self._part_bytes, staging // 2))
+        client = CudaClient(session, device, page, part_bytes=part, post=self._post)
+        self._sessions[session] = CudaSession(client)
+        return Attachment(
+            descriptors=(page.take_descriptor(),),
+            staging_bytes=staging,
+            part_bytes=part,
+            segment_bytes=0,
+        )
+
+    def store(self, job: StoreJob) -> None:
+        """Hand a store to its session's pipeline."""
+        self._sessions[job.session].stores.put(job)
+
+    def skip(self, session: int, sequence: int) -> None:
+        """Pass a rejected store over, once those before it have been read."""
+        self._sessions[session].pass_over(sequence)
+
+    def restore(self, job: RestoreJob) -> None:
+        """Hand a restore to its session's pipeline."""
+        self._sessions[job.session].restores.put(job)
+
+    def map_segment(self, session: int, request: MapSegment) -> None:
+        """Map a client's allocation by its CUDA IPC handle."""
+        self._sessions[session].map_segment(request)
+
+    def unmap_segment(self, session: int, segment: int) -> None:
+        """Unmap the segment once the jobs that were queued before are done."""
+        self._sessions[session].unmap_segment(segment)
+
+    def detach(self, session: int) -> None:
+        """Release what waits for the client, and let all of the session go."""
+        self._ending = [ending for ending in self._ending if not ending.join(0.0)]
+        self._ending.append(self._sessions.pop(session))
+        self._ending[-1].detach()
+
+    def close(self, seconds: float) -> bool:
+        """Let the devices go; False, and they are kept, where a session still uses one."""
+        deadline = time.monotonic() + seconds
+        for ending in self._ending:
+            if not ending.join(max(0.0, deadline - time.monotonic())):
+                return False
+        try:
+            self._opened.close()
+        except KernelsError as error:  # a device that is broken, on which nothing runs any more
+            log.warning("not all that was on the devices could be let go: %s", error)
+        return not self._sessions
+
+
+def _devices(ordinals: list[int], pool: HostPool, opened: ExitStack) -> dict[str, CudaDevice]:
+    """Open the devices, all or none, to be closed by `opened`; the result is by UUID."""
+    try:
+        with ExitStack() as made:
+            shared = made.enter_context(closing(DevicePool(ordinals, pool)))
+            devices = [made.enter_context(closing(CudaDevice(n, shared))) for n in ordinals]
+            opened.push(made.pop_all())
+    except KernelsError as error:
+        raise LaneUnavailable(f"CUDA cannot be used: {error}") from error
+    return {device.uuid: device for device in devices}

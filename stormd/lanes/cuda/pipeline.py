@@ -1,0 +1,300 @@
+"""Jobs that a device works on in order, several at once: begun one after another, finished so.
+
+Every job that was put in is answered exactly once, those that the device does in their order. No
+more is under way than there is scratch for. Jobs that are due and have scratch are begun before the
+thread sleeps.
+
+Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
+any size. The thread does not wait inside the driver, which costs a processor more than looking
+(DESIGN.md has the measurement): it looks whether the device has got further whenever it has
+something to do, and otherwise several times a millisecond.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from stormd.health import Heartbeat
+
+__all__ = ["Pipeline", "ScratchSource", "Stages"]
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 0.0001
+"""Until the device is looked at again; twice as long each time that nothing has happened."""
+
+LONGEST_LOOK_SECONDS: Final = 0.0004
+"""What the link is to do next waits so long at the most; with less, looks at a client that lets us
+wait take more than a few hundredths of a processor."""
+
+IDLE_LOOKS: Final = 2500
+"""So many in vain, a second of them, and the client is not about to go on: it evaluates, or waits
+in a debugger. Then looks are rarer."""
+
+IDLE_LOOK_SECONDS: Final = 0.01
+
+Job = TypeVar("Job")
+Job_contra = TypeVar("Job_contra", contravariant=True)
+Scratch = TypeVar("Scratch")
+Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
+
+
+class Stages(Protocol[Job, Scratch_contra]):
+    """What is done with a batch of jobs. The first five may raise; then `settle` and `fail` follow.
+
+    Where a batch of several cannot be begun, each of its jobs is tried alone before it fails.
+    """
+
+    def is_due(self, job: Job) -> bool:
+        """Tell whether the job may be begun: asked until it may, and those behind it wait."""
+
+    def fits(self, batch: list[Job], job: Job) -> bool:
+        """Tell whether the job may be done together with those of `batch`, which is not empty."""
+
+    def begin(self, batch: list[Job], scratch: Scratch_contra) -> None:
+        """Put the batch's work on the device, without waiting for it."""
+
+    def passed(self, batch: list[Job], scratch: Scratch_contra) -> bool:
+        """Tell whether the device has done what was put on it last."""
+
+    def go_on(self, batch: list[Job], scratch: Scratch_contra) -> bool:
+        """Answer the jobs, True, or put what follows on the device, False; `passed` said yes.
+
+        What then stays in the batch is what is left to be answered.
+        """
+
+    def settle(self) -> None:
+        """Wait until the device uses no scratch, not that of a batch begun in part either."""
+
+    def fail(self, batch: list[Job], scratch: Scratch_contra, error: Exception) -> None:
+        """Answer jobs that came to nothing."""
+
+    def refuse(self, job: Job) -> None:
+        """Answer a job that was never begun."""
+
+
+class ScratchSource(Protocol[Job_contra, Scratch]):
+    """Scratch for the batches under way. None of this may raise."""
+
+    def has_for(self, job: Job_contra) -> bool:
+        """Tell whether there is scratch for any batch that begins with the job.
+
+        There must be for any job at all when none is under way.
+        """
+
+    def take(self, batch: Sequence[Job_contra]) -> Scratch:
+        """Return scratch for a batch, for whose first job there was some."""
+
+    def give_back(self, scratch: Scratch) -> None:
+        """Take back what a batch has used."""
+
+
+class _Call(NamedTuple):
+    """What the thread calls once all jobs before it are begun, or `when_finished` not before."""
+
+    action: Callable[[], None]
+    when_finished: bool
+
+
+class Pipeline(Generic[Job, Scratch]):
+    """One thread that runs jobs through `stages`, as many batches at one time as have scratch.
+
+    Besides jobs it takes calls, made between jobs: when none is under way (`run`), or when those
+    before have been begun (`follow`). They must not raise. `heartbeat` says that batches which have
+    gone on go further: the first stage may wait for somebody, no later one.
+    """
+
+    def __init__(self, name: str, stages: Stages[Job, Scratch]) -> None:
+        self.heartbeat = Heartbeat(name)
+        self._stages = stages
+        self._scratch_source: ScratchSource[Job, Scratch] | None = None
+        self._items: SimpleQueue[Job | _Call | None] = SimpleQueue()
+        self._skip = threading.Event()
+        # The thread's own. Loads are in the order in which the device does them.
+        self._pending: deque[Job | _Call | None] = deque()
+        self._begun: deque[tuple[list[Job], Scratch]] = deque()
+        self._continued: deque[tuple[list[Job], Scratch]] = deque()
+        self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
+        self._pause = LOOK_SECONDS
+        self._in_vain = 0  # looks since there was anything to do
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    # --- from any thread --------------------------------------------------------------------
+
+    def put(self, job: Job) -> None:
+        """Queue a job."""
+        self._items.put(job)
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Queue a call, made once all jobs before it are finished."""
+        self._items.put(_Call(action, when_finished=True))
+
+    def follow(self, action: Callable[[], None]) -> None:
+        """Queue a call, made once all jobs before it have been begun."""
+        self._items.put(_Call(action, when_finished=False))
+
+    def end(self) -> None:
+        """Refuse the jobs that wait, finish those under way, make the calls, then end."""
+        self._skip.set()
+        self._items.put(None)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the thread; False where it still runs after `seconds`."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # --- from the pipeline's own thread, in a call ------------------------------------------
+
+    def provide(self, source: ScratchSource[Job, Scratch]) -> None:
+        """Take scratch from `source`. A job that comes before there is any is refused."""
+        self._scratch_source = source
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.heartbeat.ended(f"{type(error).__name__}: {error}")
+            raise
+
+    def _work(self) -> None:
+        while (item := self._next()) is not None:
+            if isinstance(item, _Call):
+                if item.when_finished:
+                    self._finish_all()
+                item.action()
+            elif (source := self._open_source()) is None:
+                self._stages.refuse(item)
+            else:
+                self._begin(self._batch(item), source)
+        self._finish_all()
+
+    def _next(self) -> Job | _Call | None:
+        """Return the next item that may come, having gone on with what is under way until then."""
+        while True:
+            has_moved = self._look()
+            self._take_items()
+            if self._pending and self._may_come(self._pending[0]):
+                return self._pending.popleft()
+            if not has_moved:
+                self._wait()
+
+    def _may_come(self, item: Job | _Call | None) -> bool:
+        source = self._open_source()
+        if item is None or isinstance(item, _Call) or source is None:
+            return True
+        return self._stages.is_due(item) and source.has_for(item)
+
+    def _open_source(self) -> ScratchSource[Job, Scratch] | None:
+        """Return where jobs get their scratch; None where they are refused."""
+        return None if self._skip.is_set() else self._scratch_source
+
+    def _take_items(self) -> None:
+        while not self._items.empty():
+            self._pending.append(self._items.get())
+
+    def _wait(self) -> None:
+        """Sleep until there is reason to look again, or something to do."""
+        if self._pending:
+            time.sleep(self._pause)
+        elif self._begun or self._continued:
+            with suppress(Empty):
+                self._pending.append(self._items.get(timeout=self._pause))
+        else:
+            self._pending.append(self._items.get())
+        self._look_later()
+
+    def _look_later(self) -> None:
+        """Pause longer before the next look."""
+        self._in_vain += 1
+        longest = LONGEST_LOOK_SECONDS if self._in_vain < IDLE_LOOKS else IDLE_LOOK_SECONDS
+        self._pause = min(2 * self._pause, longest)
+
+    def _look_soon(self) -> None:
+        self._in_vain, self._pause = 0, LOOK_SECONDS
+
+    def _batch(self, first: Job) -> list[Job]:
+        """Return `first` with those that wait behind it and may be done together with it."""
+        batch = [first]
+        if self._alone:
+            self._alone -= 1
+            return batch
+        while self._pending:
+            following = self._pending[0]
+            if following is None or isinstance(following, _Call):
+                break
+            if not (self._stages.is_due(following) and self._stages.fits(batch, following)):
+                break
+            batch.append(following)
+            self._pending.popleft()
+        return batch
+
+    def _begin(self, batch: list[Job], source: ScratchSource[Job, Scratch]) -> None:
+        scratch = source.take(batch)
+        self._look_soon()
+        try:
+            self._stages.begin(batch, scratch)
+        except Exception as error:
+            log.exception("a batch of %d jobs could not be begun", len(batch))
+            self._stages.settle()
+            source.give_back(scratch)
+            if len(batch) == 1:
+                self._stages.fail(batch, scratch, error)
+            else:
+                self._pending.extendleft(reversed(batch))
+                self._alone = len(batch)
+        else:
+            self._begun.append((batch, scratch))
+
+    def _look(self) -> bool:
+        """Go on with all that the device has done; tell whether there was any."""
+        # The later stage first, because its scratch is free then.
+        has_moved = self._look_at(self._continued)
+        has_moved = self._look_at(self._begun) or has_moved
+        if not self._continued:
+            self.heartbeat.rest()
+        elif has_moved or self.heartbeat.is_resting:
+            self.heartbeat.work()
+        return has_moved
+
+    def _look_at(self, stage: deque[tuple[list[Job], Scratch]]) -> bool:
+        has_moved = False
+        while stage and self._go_on(*stage[0]):
+            stage.popleft()
+            has_moved = True
+        if has_moved:
+            self._look_soon()
+        return has_moved
+
+    def _go_on(self, batch: list[Job], scratch: Scratch) -> bool:
+        """Go on with a batch if the device is ready; tell whether it is in another state now."""
+        try:
+            if not self._stages.passed(batch, scratch):
+                return False
+            is_over = self._stages.go_on(batch, scratch)
+        except Exception as error:
+            log.exception("a batch of %d jobs could not be finished", len(batch))
+            self._stages.settle()
+            self._stages.fail(batch, scratch, error)
+            is_over = True
+        if is_over:
+            assert self._scratch_source is not None, "scratch came from somewhere"
+            self._scratch_source.give_back(scratch)
+        else:
+            self._continued.append((batch, scratch))
+        return True
+
+    def _finish_all(self) -> None:
+        while self._begun or self._continued:
+            if not self._look():
+                time.sleep(self._pause)
+                self._look_later()

@@ -1,0 +1,121 @@
+"""The way back into one client's GPU memory: copy up from the pool, then decode on the device.
+
+A destination is written only from where `published` says that it may be, and RestoreDone is posted
+only after the decoder has verified the bytes.
+"""
+
+from __future__ import annotations
+
+from storm_kernels.cuda_driver import wait_event
+from storm_kernels.errors import CorruptBlob
+
+from stormd.events import RestoreDone, RestoreFailed, RestoreJob, Result
+from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
+from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
+from stormd.nvtx import nvtx_range
+
+__all__ = ["Restores"]
+
+
+class Restores:
+    """The stages of a restore: copy up, then decode to where its client lets it be written."""
+
+    def __init__(self, client: CudaClient) -> None:
+        self._client = client
+
+    def is_due(self, job: RestoreJob) -> bool:  # noqa: ARG002 - copies may come before
+        """Tell that its blob may be copied: it is the daemon's own memory that it goes to."""
+        return True
+
+    def fits(self, batch: list[RestoreJob], job: RestoreJob) -> bool:
+        """Tell whether the job's blob has room beside theirs."""
+        return self._client.opened.restore_scratch.fits(batch, job)
+
+    def begin(self, batch: list[RestoreJob], scratch: Scratch) -> None:
+        """Put the copies of the blobs on the link."""
+        device = self._client.device
+        scratch.kinds = [device.kind(job.block) for job in batch]
+        scratch.is_coding = False
+        scratch.copy_began.record(device.up.handle)
+        for job, room in zip(batch, scratch.rooms, strict=True):
+            with nvtx_range("copy up", job.block.nbytes, job.entry):
+                device.copy_up(job.block, room)
+        scratch.copied.record(device.up.handle)
+
+    def passed(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
+        """Tell whether the destinations may be written, or the tensors are there and verified."""
+        if scratch.is_coding:
+            return scratch.coded.done()
+        return self._client.has_published(_last(batch))
+
+    def go_on(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
+        """Put the decoders behind the copies, or answer: they have verified what they wrote."""
+        if scratch.is_coding:
+            self._answer(batch, scratch)
+            return True
+        self._decode(batch, scratch)
+        return False
+
+    def settle(self) -> None:
+        """Wait until nothing is copied or decoded."""
+        device = self._client.device
+        device.settle(device.up)
+        device.settle(self._client.opened.restore_stream)
+
+    def fail(self, batch: list[RestoreJob], scratch: Scratch, error: Exception) -> None:  # noqa: ARG002 - nothing is placed
+        """Answer restores that failed; nothing of them is under way."""
+        self._client.post(*(_failed(job, error) for job in batch))
+
+    def refuse(self, job: RestoreJob) -> None:
+        """Answer a job that was not begun because the session ended."""
+        self._client.post(
+            RestoreFailed(
+                session=job.session, ticket=job.ticket, kind="ActivationLost", detail=SKIPPED
+            )
+        )
+
+    def _decode(self, batch: list[RestoreJob], scratch: Scratch) -> None:
+        client, device = self._client, self._client.device
+        stream = client.opened.restore_stream.handle
+        wait_event(stream, scratch.copied)
+        scratch.code_began.record(stream)
+        blobs = zip(batch, scratch.kinds, scratch.rooms, strict=True)
+        for index, (job, kind, room) in enumerate(blobs):
+            first = index * RESULT_WORDS
+            scratch.words[first] = UNWRITTEN
+            with nvtx_range("decode", job.nbytes, job.entry):
+                device.codec.decode(
+                    kind,
+                    (room, job.block.nbytes),
+                    (client.address(job), job.nbytes),
+                    scratch=scratch.work.address,
+                    result=scratch.result.device_address + 8 * first,
+                    stream=stream,
+                )
+        scratch.coded.record(stream)
+        scratch.is_coding = True
+
+    def _answer(self, batch: list[RestoreJob], scratch: Scratch) -> None:
+        client, copying = self._client, scratch.copying_seconds()
+        client.device.link.copied("restore", sum(job.block.nbytes for job in batch), copying)
+        each = (copying + scratch.coding_seconds()) / len(batch)
+        results = [self._result(job, scratch, n, each) for n, job in enumerate(batch)]
+        client.post(*results)
+
+    def _result(self, job: RestoreJob, scratch: Scratch, index: int, seconds: float) -> Result:
+        status = int(scratch.words[index * RESULT_WORDS])
+        if status:
+            return _failed(job, CorruptBlob(self._client.device.codec.explain(status)))
+        return RestoreDone(session=job.session, ticket=job.ticket, seconds=seconds)
+
+
+def _last(batch: list[RestoreJob]) -> int:
+    """Return the number from which on all destinations may be written."""
+    return max(job.sequence for job in batch)
+
+
+def _failed(job: RestoreJob, error: Exception) -> RestoreFailed:
+    kind = "CorruptBlob" if isinstance(error, CorruptBlob) else "ActivationLost"
+    return RestoreFailed(
+        session=job.session, ticket=job.ticket, kind=kind, detail=error_text(error)
+    )

@@ -1,0 +1,122 @@
+"""One session on one GPU: its two directions, and its beginning and end.
+
+Each job is answered once, whatever becomes of the client. A client's memory is mapped and unmapped
+only while no job uses it. No stream waits for a client: on a device with fewer queues than streams
+that would hold other sessions up, or this one for ever.
+
+Stores and restores have a pipeline each, so that they overlap. Their threads look how far the
+client's counter has come, and put on the device what may be done.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from typing import Final
+
+from storm_kernels.errors import KernelsError
+
+from stormd.errors import LaneUnavailable
+from stormd.events import Detached, RestoreJob, SegmentMapped, SegmentRefused, StoreJob
+from stormd.lanes.cuda.client import CudaClient
+from stormd.lanes.cuda.pipeline import Pipeline
+from stormd.lanes.cuda.restores import Restores
+from stormd.lanes.cuda.scratch import Scratch
+from stormd.lanes.cuda.stores import Stores
+from stormd.protocol import MapSegment
+
+__all__ = ["CudaSession"]
+
+log = logging.getLogger(__name__)
+
+POISON_SECONDS: Final = 0.01
+"""Between two poisonings of a dead client's counter, until both threads have ended: a write that
+the client's device still had under way may undo the first."""
+
+
+class CudaSession:
+    """Serves a client until `detach`; results go to its `post`, from several threads.
+
+    The page stays mapped, and the client's memory too, until Detached has been posted.
+    """
+
+    def __init__(self, client: CudaClient) -> None:
+        self._client = client
+        name = f"{client.session & 0xFFFFFFFF:x}"
+        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(f"stormd-out-{name}", Stores(client))
+        self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
+            f"stormd-back-{name}", Restores(client)
+        )
+        self.heartbeats = (self.stores.heartbeat, self.restores.heartbeat)
+        self._end = threading.Thread(target=self._let_go, name=f"stormd-end-{name}", daemon=True)
+        for pipeline in (self.stores, self.restores):
+            pipeline.run(client.device.context.make_current)
+
+    # --- called on the event loop -----------------------------------------------------------
+
+    def map_segment(self, request: MapSegment) -> None:
+        """Map the segment in the store thread; answered by SegmentMapped or SegmentRefused."""
+        self.stores.run(partial(self._map, request))
+
+    def unmap_segment(self, segment: int) -> None:
+        """Unmap the segment once the jobs that were queued before are done."""
+        both = threading.Barrier(2, action=partial(self._client.unmap, segment))
+        for pipeline in (self.stores, self.restores):
+            pipeline.run(partial(_meet, both))
+
+    def pass_over(self, sequence: int) -> None:
+        """Note that the store of that number was rejected, behind the encoders of those before."""
+        self.stores.follow(partial(self._client.pass_over, sequence))
+
+    def detach(self) -> None:
+        """Release what waits for the client, end both threads, let all go; then Detached."""
+        self._client.poison()
+        self.stores.end()
+        self.restores.end()
+        self._end.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the end that `detach` began; False where it is not over after `seconds`."""
+        self._end.join(seconds)
+        return not self._end.is_alive()
+
+    # --- run between jobs, in the store thread ----------------------------------------------
+
+    def _map(self, request: MapSegment) -> None:
+        client = self._client
+        try:
+            if not client.is_open:
+                self._open()
+            client.map(request)
+        except (KernelsError, LaneUnavailable, ValueError) as error:
+            detail = f"segment {request.segment} cannot be mapped: {error}"
+            log.warning("session %d: %s", client.session, detail)
+            client.post(
+                SegmentRefused(
+                    session=client.session, segment=request.segment, detail=detail[:1000]
+                )
+            )
+            return
+        client.post(SegmentMapped(session=client.session, segment=request.segment))
+
+    def _open(self) -> None:
+        """Give both directions their scratch, before the first job of either can come."""
+        self._client.open()
+        opened = self._client.opened
+        self.stores.provide(opened.store_scratch)
+        self.restores.run(partial(self.restores.provide, opened.restore_scratch))
+
+    # --- run by a thread of its own at the end ----------------------------------------------
+
+    def _let_go(self) -> None:
+        for pipeline in (self.stores, self.restores):
+            while not pipeline.join(POISON_SECONDS):
+                self._client.poison()
+        self._client.close()
+        self._client.post(Detached(self._client.session))
+
+
+def _meet(barrier: threading.Barrier) -> None:
+    """Wait for the other thread. It comes: calls are made even when the session has ended."""
+    barrier.wait()

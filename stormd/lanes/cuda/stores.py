@@ -1,0 +1,184 @@
+"""The way out of one client's GPU memory: encode on the device, then copy down to the pool.
+
+A source is read only from where `published` says that it is ready, and `stored` says when it may be
+used again. What an encoder left is checked before it is used to place a blob.
+
+Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed. What a
+client has encoded needs nothing of the device before it is copied.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from storm_kernels.ancf.layout import Mode
+from storm_kernels.cuda_driver import write_value
+
+from stormd.events import StoreDone, StoreFailed, StoreJob
+from stormd.lanes import blob_bound
+from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
+from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
+from stormd.nvtx import nvtx_range
+from stormd.protocol.timeline import STORED, EncoderResult
+
+__all__ = ["Stores"]
+
+log = logging.getLogger(__name__)
+
+MODE_NAMES: Final = {int(mode): mode.name.lower() for mode in Mode}
+
+
+class Stores:
+    """The stages of a store: encode from the client's memory, then copy down.
+
+    What the client has encoded is copied from where it lies, as soon as its counter says so.
+    """
+
+    def __init__(self, client: CudaClient) -> None:
+        self._client = client
+
+    def is_due(self, job: StoreJob) -> bool:
+        """Tell whether its source, or the blob that its client has made of it, is there."""
+        return self._client.has_published(job.sequence)
+
+    def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
+        """Tell whether the job's blob has room beside theirs, and comes in the same way."""
+        same_way = bool(job.result) == bool(batch[0].result)
+        return same_way and self._client.opened.store_scratch.fits(batch, job)
+
+    def begin(self, batch: list[StoreJob], scratch: Scratch) -> None:
+        """Put the encoders on the store stream, and then that the sources may be used again."""
+        scratch.placed.clear()
+        if batch[0].result:
+            return
+        client, stream = self._client, self._client.opened.store_stream.handle
+        scratch.code_began.record(stream)
+        for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
+            self._encode(job, scratch, index, room)
+        write_value(stream, client.counter(STORED), batch[-1].sequence)
+        scratch.coded.record(stream)
+
+    def passed(self, batch: list[StoreJob], scratch: Scratch) -> bool:
+        """Tell whether the blobs are there, or in the pool."""
+        if scratch.placed:
+            return scratch.copied.done()
+        return bool(batch[0].result) or scratch.coded.done()
+
+    def go_on(self, batch: list[StoreJob], scratch: Scratch) -> bool:
+        """Put the copies of the blobs on the link, then answer."""
+        if scratch.placed:
+            self._answer(batch, scratch)
+            return True
+        sources = self._sources(batch, scratch)
+        if sources:
+            self._copy_down(batch, scratch, sources)
+        return not sources
+
+    def settle(self) -> None:
+        """Wait until nothing is encoded or copied."""
+        device = self._client.device
+        device.settle(self._client.opened.store_stream)
+        device.settle(device.down)
+
+    def fail(self, batch: list[StoreJob], scratch: Scratch, error: Exception) -> None:
+        """Answer stores that failed; their sources are free, and later ones may still succeed."""
+        for job, block in zip(batch, scratch.placed, strict=False):  # of some, where one failed
+            job.space.unplace(block, job.promised)
+        for job in batch:
+            self._fail(job, error)
+
+    def refuse(self, job: StoreJob) -> None:
+        """Answer a job that was not begun because the session ended."""
+        self._client.post(StoreFailed(session=job.session, entry=job.entry, detail=SKIPPED))
+
+    def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
+        first = index * RESULT_WORDS
+        scratch.words[first], scratch.words[first + 1] = 0, UNWRITTEN
+        with nvtx_range("encode", job.nbytes, job.entry):
+            self._client.device.codec.encode(
+                (self._client.address(job), job.nbytes),
+                job.dtype,
+                (room, blob_bound(job.nbytes)),
+                raw=job.codec == "raw",
+                scratch=scratch.work.address,
+                result=scratch.result.device_address + 8 * first,
+                stream=self._client.opened.store_stream.handle,
+            )
+
+    def _sources(self, batch: list[StoreJob], scratch: Scratch) -> list[tuple[int, EncoderResult]]:
+        """Return where the blobs lie and what their encoders say; drop what cannot be stored."""
+        found: list[tuple[int, EncoderResult]] = []
+        for index, (job, room) in enumerate(zip(tuple(batch), scratch.rooms, strict=True)):
+            try:
+                found.append(self._source(job, scratch, index, room))
+            except Exception as error:
+                if job.result:  # its client left it so: it may have died
+                    log.info("entry %d of session %d is no blob: %s", job.entry, job.session, error)
+                else:
+                    log.exception("entry %d cannot be stored", job.entry)
+                batch.remove(job)
+                self._fail(job, error)
+        return found
+
+    def _source(
+        self, job: StoreJob, scratch: Scratch, index: int, room: int
+    ) -> tuple[int, EncoderResult]:
+        if job.result:
+            return self._client.address(job), self._client.result(job)
+        return room, _encoded(job, scratch, index)
+
+    def _copy_down(
+        self, batch: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]
+    ) -> None:
+        """Place the blobs and put their copies on the link."""
+        device = self._client.device
+        scratch.copy_began.record(device.down.handle)
+        for index, (job, (source, result)) in enumerate(zip(batch, sources, strict=True)):
+            scratch.words[index * RESULT_WORDS + 2] = result.mode
+            block = job.space.place(job.promised, result.nbytes)
+            scratch.placed.append(block)
+            with nvtx_range("copy down", block.nbytes, job.entry):
+                device.copy_down(source, block)
+        scratch.copied.record(device.down.handle)
+
+    def _answer(self, batch: list[StoreJob], scratch: Scratch) -> None:
+        """Say that the blobs lie in the pool."""
+        client, blocks = self._client, scratch.placed
+        copying = scratch.copying_seconds()
+        coding = 0.0 if batch[0].result else scratch.coding_seconds() / len(batch)
+        client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
+        each = coding + copying / len(batch)
+        modes = scratch.words[2::RESULT_WORDS]
+        client.post(
+            *(
+                StoreDone(
+                    session=job.session,
+                    entry=job.entry,
+                    block=block,
+                    mode=MODE_NAMES[mode],
+                    seconds=each,
+                )
+                for job, block, mode in zip(batch, blocks, modes, strict=False)
+            )
+        )
+
+    def _fail(self, job: StoreJob, error: Exception) -> None:
+        self._client.note(STORED, job.sequence)
+        self._client.post(
+            StoreFailed(session=job.session, entry=job.entry, detail=error_text(error))
+        )
+
+
+def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:
+    """Return what the encoder left, its size checked before it is used to place and copy.
+
+    Raises:
+        RuntimeError: it failed, or left what is no size of a blob.
+    """
+    result = EncoderResult(*scratch.words[index * RESULT_WORDS : index * RESULT_WORDS + 3])
+    if result.status or not 0 < result.nbytes <= blob_bound(job.nbytes):
+        raise RuntimeError(
+            f"the encoder left status {result.status:#x} and {result.nbytes} bytes for {job.nbytes}"
+        )
+    return result

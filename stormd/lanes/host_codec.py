@@ -1,0 +1,116 @@
+"""Moves bytes between a session's memory and blobs in the arena, on the processor.
+
+Nothing outside the given ranges is read or written, also when a client changes its memory meanwhile
+(the codec's promise: the blob is then garbage and found to be so), and what is decoded is verified
+by the codec before it is called restored.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Final
+
+from storm_kernels import ancf
+
+from stormd.arena import Block
+from stormd.events import StoreJob
+from stormd.host_pool import HostPool
+from stormd.huge_pages import advise_huge_pages
+from stormd.lanes import blob_bound
+
+__all__ = ["Buffer", "HostCodec"]
+
+MODE_OFFSET: Final = 6
+"""Where an ANCF header says its mode; a test holds it to what the codec reads."""
+
+
+class Buffer:
+    """`nbytes` of private memory at `address`, aligned to a page."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        advise_huge_pages(self._mapping)
+        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def close(self) -> None:
+        """Unmap. Twice is fine."""
+        self._mapping.close()
+
+
+class HostCodec:
+    """One worker's stores and restores of up to `part_bytes` each. Not thread-safe.
+
+    Its scratch holds a blob whose size is not known yet, or that lies in pieces. Its pages are
+    taken when touched, so raw blobs in one piece, which do not need it, cost nothing.
+    """
+
+    def __init__(self, pool: HostPool, part_bytes: int) -> None:
+        self._codec = ancf.host_backend()
+        self._pool = pool
+        self._blob = Buffer(blob_bound(part_bytes))
+
+    def store(self, source: int, job: StoreJob) -> tuple[Block, str]:
+        """Encode the bytes at address `source`; return where the blob is, and its mode.
+
+        On an error nothing is placed: the job's promise still stands.
+        """
+        if job.codec == "raw":
+            return self._store_raw(source, job), "raw"
+        size = self._codec.encode_into(
+            source, job.nbytes, job.dtype, self._blob.address, job.promised
+        )
+        block = job.space.place(job.promised, size)
+        self._scatter(block)
+        return block, _mode(self._blob.address)
+
+    def restore(self, block: Block, destination: int, nbytes: int) -> None:
+        """Decode the blob to `nbytes` at address `destination`.
+
+        Raises:
+            CorruptBlob: the blob is damaged; the destination may hold anything.
+        """
+        if block.offset is None:
+            self._gather(block)
+        self._codec.decode_into(self._address(block), block.nbytes, destination, nbytes)
+
+    def close(self) -> None:
+        """Give the scratch back. Twice is fine."""
+        self._blob.close()
+
+    def _store_raw(self, source: int, job: StoreJob) -> Block:
+        """Encode straight into the arena, where it has room in one piece: the size is known."""
+        block = job.space.place(job.promised, blob_bound(job.nbytes))
+        try:
+            self._encode_raw(source, job, block)
+        except BaseException:
+            job.space.unplace(block, job.promised)
+            raise
+        return block
+
+    def _encode_raw(self, source: int, job: StoreJob, block: Block) -> None:
+        target = self._address(block)
+        self._codec.encode_into(source, job.nbytes, job.dtype, target, block.nbytes, mode="raw")
+        if block.offset is None:
+            self._scatter(block)
+
+    def _address(self, block: Block) -> int:
+        """Return where the blob is to be whole: in the arena, or in scratch if there in pieces."""
+        return self._blob.address if block.offset is None else self._pool.address + block.offset
+
+    def _scatter(self, block: Block) -> None:
+        done = 0
+        for offset, nbytes in block.pieces():
+            ctypes.memmove(self._pool.address + offset, self._blob.address + done, nbytes)
+            done += nbytes
+
+    def _gather(self, block: Block) -> None:
+        done = 0
+        for offset, nbytes in block.pieces():
+            ctypes.memmove(self._blob.address + done, self._pool.address + offset, nbytes)
+            done += nbytes
+
+
+def _mode(blob: int) -> str:
+    """Return the mode of a blob that was just encoded, without reading the whole header again."""
+    return ancf.Mode(ctypes.string_at(blob + MODE_OFFSET, 1)[0]).name.lower()

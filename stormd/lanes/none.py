@@ -1,0 +1,55 @@
+"""What stands where a session has no lane: one for control alone, which asks and stores nothing.
+
+The ledger refuses such a session every job, so that nothing of it ever comes here but its beginning
+and its end.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from stormd.events import Detached, RestoreJob, SegmentRefused, StoreJob
+from stormd.lanes import Attachment, Post
+from stormd.protocol import NO_LANE, Hello, MapSegment
+
+__all__ = ["NoLane"]
+
+
+class NoLane:
+    """Keeps the contract of a lane for sessions that share no memory; answers go to `post`."""
+
+    device: Final = NO_LANE
+    heartbeats: Final = ()
+    links: Final = ()
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+
+    def attach(self, session: int, hello: Hello) -> Attachment:  # noqa: ARG002 - nothing is shared
+        """Share nothing."""
+        return Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
+
+    def store(self, job: StoreJob) -> None:
+        """Do nothing: there is no such job."""
+
+    def skip(self, session: int, sequence: int) -> None:
+        """Do nothing: nobody waits for a sequence number."""
+
+    def restore(self, job: RestoreJob) -> None:
+        """Do nothing: there is no such job."""
+
+    def map_segment(self, session: int, request: MapSegment) -> None:
+        """Refuse."""
+        refused = SegmentRefused(session=session, segment=request.segment, detail="no lane")
+        self._post(refused)
+
+    def unmap_segment(self, session: int, segment: int) -> None:
+        """Do nothing: there is no segment."""
+
+    def detach(self, session: int) -> None:
+        """Say that nothing of the session is left."""
+        self._post(Detached(session))
+
+    def close(self, seconds: float) -> bool:  # noqa: ARG002 - nothing runs
+        """Return True: there are no workers."""
+        return True

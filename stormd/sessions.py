@@ -1,0 +1,166 @@
+"""What the ledger keeps: a session, its entries and the restores under way.
+
+These hold state only; every change to them is made by the ledger and its accounting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from stormd.arena import Block, Space
+from stormd.cache.items import Caller, Loan
+from stormd.protocol import NO_LANE, CachePut, Restore
+from stormd.protocol.limits import FIRST_LEASED
+
+__all__ = [
+    "CacheAccess",
+    "Entry",
+    "Limits",
+    "OpenPut",
+    "Phase",
+    "Session",
+    "SessionInfo",
+    "Ticket",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one session may hold and for how long it may be silent; 0 bytes sets no quota.
+
+    `user_quota_bytes` is what all sessions of one user may hold together, `share_bytes` what of
+    the pool is kept for each of `max_sessions` sessions, whether there is one or not.
+    """
+
+    max_sessions: int
+    max_entries: int
+    quota_bytes: int
+    lease_seconds: float
+    user_quota_bytes: int = 0
+    share_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionInfo:
+    """Who a session is, for the operator. `pid` and `uid` as the kernel knows them.
+
+    `device` is NO_LANE where it is for control alone.
+    """
+
+    session: int
+    device: str
+    uid: int
+    pid: int
+    name: str
+
+    @property
+    def has_lane(self) -> bool:
+        """Whether it can store, and so takes one of the places and shares there are."""
+        return self.device != NO_LANE
+
+
+class Phase(Enum):
+    """A session's life. Only ATTACHED ones may store and restore."""
+
+    OPENED = auto()
+    ATTACHED = auto()
+    ENDING = auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class Ticket:
+    """One restore, asked for at `since`. `started` once the lane has its job: it is held back
+    while the entry, or that of an earlier one, is encoded.
+    """
+
+    entry: int
+    request: int
+    message: Restore
+    since: float
+    started: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One stored range of `space`. `block` is None while it is encoded; `charge` is what it counts
+    for. An entry with a `loan` is the cache's: its session may read it and is not charged for it.
+
+    `since` is when it was asked for. `restores` counts the lane's jobs that read the block,
+    `held` the tickets that wait for it. `released` entries are invisible to the client and freed
+    once nothing uses them.
+    """
+
+    raw_bytes: int
+    codec: str
+    since: float
+    promised: int
+    charge: int
+    space: Space
+    block: Block | None = None
+    restores: int = 0
+    held: list[int] = field(default_factory=list)
+    released: bool = False
+    loan: Loan | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the lane reads or writes for this entry, or is about to."""
+        return self.block is None or self.restores > 0 or bool(self.held)
+
+
+@dataclass(slots=True)
+class OpenPut:
+    """A tensor on its way into the cache; `unspent` bytes of its promise are not yet an entry's."""
+
+    message: CachePut
+    unspent: int
+
+
+@dataclass(slots=True)
+class CacheAccess:
+    """What makes a session one for the cache: for whom, what it puts, the next loan's number."""
+
+    caller: Caller
+    put: OpenPut | None = None
+    next_loan: int = FIRST_LEASED
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One client. `used_bytes` is the sum of its entries' charges, `seen` a time of the caller's.
+
+    `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
+    number and size. `waiting` are the tickets that have not been started, in the order of asking.
+    While the session ends, `to_free` are the entries not yet given up; `detached` once its lane has
+    let go of it.
+    """
+
+    info: SessionInfo
+    part_bytes: int
+    seen: float
+    segments: dict[int, int]
+    phase: Phase = Phase.OPENED
+    mapping: dict[int, tuple[int, int]] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    waiting: deque[int] = field(default_factory=deque)
+    last_entry: int = 0
+    used_bytes: int = 0
+    cache: CacheAccess | None = None
+    to_free: list[int] = field(default_factory=list)
+    detached: bool = False
+
+    def as_status(self) -> dict[str, Any]:
+        """Return the session as `stormd status` shows it."""
+        return {
+            "id": self.info.session,
+            "pid": self.info.pid,
+            "uid": self.info.uid,
+            "device": self.info.device,
+            "name": self.info.name,
+            "entries": len(self.entries),
+            "used_bytes": self.used_bytes,
+        }

@@ -1,0 +1,56 @@
+"""Following child processes: reports, failures, and none left behind."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+from storm_bench.demo import trainers
+from storm_bench.demo.run import Plan
+from storm_bench.demo.trainers import run_trainers
+
+from stormd.errors import ChildFailed
+
+SECONDS = 300.0
+
+TINY = Plan(device="cpu", dtype="float32", steps=2, layers=1, width=32, heads=2, rows=2, length=32)
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_two_trainers_report_every_step() -> None:
+    seen: list[tuple[int, int]] = []
+    commands = [TINY.arguments(index, None) for index in range(2)]
+    trained = run_trainers(commands, lambda index, done, _loss: seen.append((index, done)), SECONDS)
+    assert sorted(seen) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert all(len(one.steps) == 2 and one.peak_bytes > 1 << 20 for one in trained)
+    assert trained[0].steps[0].gradients != trained[1].steps[0].gradients
+
+
+def test_the_same_seed_gives_the_same_bits() -> None:
+    one, two = run_trainers([TINY.arguments(0, None)] * 2, lambda *_: None, SECONDS)
+    assert [(step.loss, step.gradients) for step in one.steps] == [
+        (step.loss, step.gradients) for step in two.steps
+    ]
+
+
+def test_a_failing_trainer_ends_the_others_and_tells_why() -> None:
+    before = _children()
+    commands = [TINY.arguments(0, None), [*TINY.arguments(1, None), "--no-such-flag"]]
+    with pytest.raises(ChildFailed, match=r"trainer 1 ended with status 2(.|\n)*no-such-flag"):
+        run_trainers(commands, lambda *_: None, SECONDS)
+    assert _children() == before
+
+
+def test_the_time_limit_ends_them_all() -> None:
+    before = _children()
+    with pytest.raises(ChildFailed, match=r"longer than 0\.2 s"):
+        run_trainers([TINY.arguments(0, None)], lambda *_: None, 0.2)
+    assert _children() == before
+
+
+def test_names_the_module_that_exists() -> None:
+    import importlib.util
+
+    assert importlib.util.find_spec(trainers._MODULE)

@@ -1,0 +1,18 @@
+"""What the codec makes of kinds of tensors; the ratios are the same on every machine."""
+
+from __future__ import annotations
+
+import pytest
+from storm_bench.codec import measure_codec, print_codec
+
+
+def test_reaches_its_ratios(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = measure_codec(values=300_000, rounds=1)
+    ratios = {(one["kind"], one["speed"]): one["ratio"] for one in figures}
+    assert ratios["bfloat16, dense N(0,1)", "fast"] >= 1.42
+    assert ratios["bfloat16, after ReLU", "fast"] >= 2.5
+    assert ratios["float32, dense N(0,1)", "dense"] >= 1.19
+    assert ratios["uint8, random", "dense"] >= 0.995
+    assert all(one["encode_bytes_per_second"] > 0 for one in figures)
+    print_codec(figures)
+    assert capsys.readouterr().out.count("\n") == len(figures) + 1

@@ -1,0 +1,132 @@
+"""train/command.py: a table and a picture of what was measured, and of what was not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from storm_bench.pictures import draw_train
+from storm_bench.train import command as bench_train
+from storm_bench.train.command import METHODS, WORKLOADS, measure_train, print_train
+from storm_bench.train.gpt import WORKLOADS as THEIR_WORKLOADS
+from storm_bench.train.methods import METHODS as THEIR_METHODS
+
+from stormd import cli
+from stormd.commands import arguments
+from stormd.errors import ConfigError
+
+ROW = {
+    "step_seconds": 0.1,
+    "forward_seconds": 0.04,
+    "backward_seconds": 0.06,
+    "peak_bytes": 3 << 30,
+    "device_name": "a card",
+    "process_device_bytes": None,
+}
+FIGURES: dict[str, Any] = {
+    "device": "cuda",
+    "mps": False,
+    "workloads": {"W0": {"none": ROW, "trl": {"skipped": "no TRL"}}},
+}
+
+
+def _arguments(*line: str) -> Any:
+    return cli.parser().parse_args(["bench", "train", *line])
+
+
+def test_names_are_those_of_the_client() -> None:
+    assert tuple(THEIR_METHODS) == METHODS
+    assert list(THEIR_WORKLOADS) == list(WORKLOADS)
+    for name, work in THEIR_WORKLOADS.items():
+        said = f"width {work.width}, {work.layers} layers, {work.batch} x {work.length} tokens"
+        assert WORKLOADS[name] == said
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_train(FIGURES)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"W0: {WORKLOADS['W0']}, a card, MPS off"
+    assert lines[2].split() == ["none", "100.00", "40.00", "60.00", "3.00"]
+    assert lines[3].split(maxsplit=1) == ["trl", "left out: no TRL"]
+
+
+def test_picture(tmp_path: Path) -> None:
+    draw_train(FIGURES, tmp_path / "train.png")
+    assert (tmp_path / "train.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arguments, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        measure_train(_arguments("--image=x.png", "--device=cpu"))
+
+
+def test_an_interrupt_right_behind_the_timers_start_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Timer.start
+    started: list[threading.Timer] = []
+
+    def interrupted(timer: threading.Timer) -> None:
+        start(timer)
+        started.append(timer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Timer, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench_train._answer(Mock())
+    (timer,) = started
+    assert timer.daemon
+    timer.join(10)
+    assert not timer.is_alive()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
+    command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
+    small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
+    with subprocess.Popen(
+        [*command, *small, "--pool-bytes=512MiB"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr.readline().startswith("W0 none: ")
+        process.send_signal(ending)
+        result = json.loads(process.communicate(timeout=60)[0])
+        assert process.returncode == 130
+    assert result["figures"]["interrupted"]
+    rows = result["figures"]["workloads"]["W0"]
+    assert rows["none"]["step_seconds"] > 0
+    assert rows["storm"] == {"skipped": "interrupted before"}
+
+
+def test_a_run() -> None:
+    """Two methods, one of which cannot run without a GPU."""
+    command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
+    small = ["--workloads=W0", "--methods", "trl", "storm", "--steps=1", "--warm-ups=1"]
+    done = subprocess.run(
+        [*command, *small, "--pool-bytes=512MiB"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "W0 trl: left out" in done.stderr
+    result = json.loads(done.stdout)
+    assert result["benchmark"] == "train"
+    rows = result["figures"]["workloads"]["W0"]
+    assert list(rows["trl"]) == ["skipped"]
+    assert rows["storm"]["offload"]["offloaded_bytes"] > 64 << 20
+    assert rows["storm"]["daemon_operations"] > 0
+    assert rows["storm"]["daemon_seconds_per_operation"] > 0

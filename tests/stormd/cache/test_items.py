@@ -1,0 +1,320 @@
+"""The shared cache: whose names, for how long, what goes first, and who may still read."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from stormd.arena import GRANULE, Space
+from stormd.cache import items as cache_module
+from stormd.cache.items import Cache, CachePart, Caller, Item, Label, Loan
+from stormd.counters import CacheCounts
+
+CAPACITY = 16 * GRANULE
+ANNA, BERT, MATE = Caller(1001, 100), Caller(1002, 200), Caller(1003, 100)
+
+
+class Fixture:
+    """A cache, and puts of one part each."""
+
+    def __init__(self) -> None:
+        self.space = Space(CAPACITY, base=4 * GRANULE)
+        self.counts = CacheCounts()
+        self.cache = Cache(self.space, self.counts)
+        self.now = 0.0
+
+    def put(
+        self,
+        name: str,
+        granules: int = 4,
+        *,
+        caller: Caller = ANNA,
+        ttl: float = math.inf,
+        parts: int = 1,
+    ) -> Item | None:
+        nbytes = granules * GRANULE
+        if self.cache.reserve(parts * nbytes, self.now) is not None:
+            return None
+        placed = [
+            CachePart(block=self.space.place(nbytes, nbytes), raw_bytes=nbytes, codec="raw")
+            for _ in range(parts)
+        ]
+        label = Label(
+            name=name, dtype="uint8", shape=(nbytes,), nbytes=parts * nbytes, part_bytes=nbytes
+        )
+        return self.cache.put(label, caller, tuple(placed), self.now + ttl)
+
+    def find(self, name: str, caller: Caller = ANNA) -> Item | None:
+        return self.cache.find(name, caller, self.now)
+
+    def held(self, *names: str) -> list[str]:
+        return [name for name in names if self.find(name) is not None]
+
+
+@pytest.fixture
+def made() -> Any:
+    fixture = Fixture()
+    yield fixture
+    fixture.cache.assert_invariants()
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def test_what_was_put_is_found_until_it_is_deleted(made: Fixture) -> None:
+    item = made.put("a")
+    assert made.find("a") is item
+    assert made.cache.delete("a", ANNA, 0.0)
+    assert made.find("a") is None
+    assert not made.cache.delete("a", ANNA, 0.0)
+    assert made.space.use().used == 0
+
+
+def test_the_last_put_of_a_name_wins(made: Fixture) -> None:
+    first, second = made.put("a", 4), made.put("a", 2)
+    assert first is not None
+    assert first.gone
+    assert made.find("a") is second
+    assert made.space.use().used == 2 * GRANULE
+
+
+def test_a_group_reads_what_its_members_put_and_nobody_else_does(made: Fixture) -> None:
+    item = made.put("a", caller=ANNA)
+    assert made.find("a", MATE) is item
+    assert made.find("a", BERT) is None
+    assert made.cache.names(MATE, "", 9, 0.0) == (["a"], True)
+    assert made.cache.names(BERT, "", 9, 0.0) == ([], True)
+
+
+def test_a_user_reads_its_own_under_every_group(made: Fixture) -> None:
+    item = made.put("a", caller=ANNA)
+    assert made.find("a", Caller(ANNA.uid, 777)) is item
+
+
+def test_names_are_a_users_own(made: Fixture) -> None:
+    theirs, mine = made.put("a", caller=BERT), made.put("a", caller=ANNA)
+    assert made.find("a", BERT) is theirs
+    assert made.find("a", ANNA) is mine
+    assert not made.cache.delete("a", MATE, 0.0), "only its owner deletes"
+    assert made.find("a", MATE) is mine
+
+
+def test_ones_own_tensor_comes_before_a_newer_one_of_the_group(made: Fixture) -> None:
+    mine = made.put("a", caller=ANNA)
+    newer = made.put("a", caller=MATE)
+    assert made.find("a", ANNA) is mine
+    assert made.find("a", Caller(1004, 100)) is newer
+
+
+def test_names_come_sorted_and_in_pages(made: Fixture) -> None:
+    for name in ("c", "a", "d", "b"):
+        made.put(name, 1)
+    assert made.cache.names(ANNA, "", 2, 0.0) == (["a", "b"], False)
+    assert made.cache.names(ANNA, "b", 2, 0.0) == (["c", "d"], True)
+
+
+# --- room ---------------------------------------------------------------------------------------
+
+
+def test_what_was_used_longest_ago_makes_room(made: Fixture) -> None:
+    for name in ("a", "b", "c", "d"):
+        made.put(name)
+    item = made.find("a")
+    assert item is not None
+    for loan in made.cache.lend(item):
+        loan.end()
+    made.put("e")
+    assert made.held("a", "b", "c", "d", "e") == ["a", "c", "d", "e"]
+    assert made.counts.evictions == 1
+
+
+def test_looking_whether_it_is_there_is_no_use(made: Fixture) -> None:
+    for name in ("a", "b", "c", "d"):
+        made.put(name)
+    made.find("a")
+    made.put("e")
+    assert made.find("a") is None
+
+
+def test_a_put_larger_than_the_cache_evicts_nothing(made: Fixture) -> None:
+    made.put("a")
+    problem = made.cache.reserve(CAPACITY + 1, 0.0)
+    assert problem is not None
+    assert "raise cache_bytes" in problem
+    assert made.held("a") == ["a"]
+    assert made.space.use().promised == 0
+
+
+def test_room_is_promised_also_by_an_optimised_interpreter() -> None:
+    code = (
+        "from stormd.arena import Space; from stormd.cache.items import Cache;"
+        "from stormd.counters import CacheCounts; space = Space(1 << 20);"
+        "print(Cache(space, CacheCounts()).reserve(4096, 0.0), space.use().promised)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["None", "4096"]
+
+
+def test_what_is_read_is_not_evicted_and_a_put_that_needs_it_is_refused(made: Fixture) -> None:
+    item = made.put("a", 12)
+    assert item is not None
+    (loan,) = made.cache.lend(item)
+    problem = made.cache.reserve(8 * GRANULE, 0.0)
+    assert problem is not None
+    assert "try again later" in problem
+    loan.end()
+    assert made.cache.reserve(8 * GRANULE, 0.0) is None
+    made.space.withdraw(8 * GRANULE)
+
+
+def test_the_table_does_not_grow_without_limit(
+    made: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_ITEMS", 3)
+    for name in ("a", "b", "c", "d"):
+        made.put(name, 1)
+    assert made.held("a", "b", "c", "d") == ["b", "c", "d"]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "expired", "damaged"])
+def test_whoever_reads_finishes(made: Fixture, how: str) -> None:
+    item = made.put("a", 2, ttl=5.0, parts=2)
+    assert item is not None
+    loans = made.cache.lend(item)
+    if how == "deleted":
+        made.cache.delete("a", ANNA, 0.0)
+    elif how == "replaced":
+        made.put("a", 0, parts=0)
+    elif how == "expired":
+        made.now = 5.0
+    else:
+        loans[0].spoil()
+        loans[1].spoil()
+    assert made.find("a") is not item
+    made.cache.assert_invariants()
+    assert made.space.use().used == 4 * GRANULE
+    loans[0].end()
+    assert made.space.use().used == 4 * GRANULE, "one part is still being read"
+    loans[1].end()
+    assert made.space.use().used == 0
+
+
+def test_a_tensor_of_no_bytes_needs_no_loan(made: Fixture) -> None:
+    item = made.put("empty", parts=0)
+    assert item is not None
+    assert made.cache.lend(item) == []
+    assert made.counts.hits == 1
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def test_a_tensor_outlives_its_session_but_not_its_time(made: Fixture) -> None:
+    made.put("short", ttl=2.0)
+    made.put("long", ttl=3.0)
+    made.put("for ever")
+    made.now = 1.9
+    assert made.held("short", "long", "for ever") == ["short", "long", "for ever"]
+    made.now = 2.0
+    assert made.held("short", "long", "for ever") == ["long", "for ever"]
+    made.cache.expire(1e9)
+    assert made.held("long", "for ever") == ["for ever"]
+    assert made.counts.expirations == 2
+
+
+def test_a_put_under_the_same_name_has_its_own_time(made: Fixture) -> None:
+    made.put("a", ttl=1.0)
+    made.put("a")
+    made.cache.expire(1e9)
+    assert made.held("a") == ["a"]
+
+
+# --- anything in any order ----------------------------------------------------------------------
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Puts, reads and time in any order, against a model of what must be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = Fixture()
+        self.loans: list[Loan] = []
+        self.promised: list[int] = []
+
+    @rule(
+        name=st.sampled_from("abc"),
+        granules=st.integers(1, 5),
+        parts=st.integers(0, 3),
+        caller=st.sampled_from([ANNA, BERT, MATE]),
+        ttl=st.sampled_from([1.0, 3.0, math.inf]),
+    )
+    def put(self, name: str, granules: int, parts: int, caller: Caller, ttl: float) -> None:
+        item = self.made.put(name, granules, parts=parts, caller=caller, ttl=ttl)
+        if item is not None:
+            assert self.made.find(name, caller) is item
+
+    @rule(granules=st.integers(1, 6))
+    def begin_a_put(self, granules: int) -> None:
+        if self.made.cache.reserve(granules * GRANULE, self.made.now) is None:
+            self.promised.append(granules * GRANULE)
+
+    @precondition(lambda self: self.promised)
+    @rule()
+    def give_a_put_up(self) -> None:
+        self.made.space.withdraw(self.promised.pop())
+
+    @rule(name=st.sampled_from("abc"), caller=st.sampled_from([ANNA, BERT, MATE]))
+    def read(self, name: str, caller: Caller) -> None:
+        item = self.made.find(name, caller)
+        if item is not None:
+            assert caller.uid == item.owner.uid or caller.gid == item.owner.gid
+            assert item.expires > self.made.now
+            self.loans += self.made.cache.lend(item)
+
+    @precondition(lambda self: self.loans)
+    @rule(damaged=st.booleans(), at=st.integers(0, 1000))
+    def end_a_loan(self, damaged: bool, at: int) -> None:
+        loan = self.loans.pop(at % len(self.loans))
+        if damaged:
+            loan.spoil()
+        loan.end()
+
+    @rule(name=st.sampled_from("abc"), caller=st.sampled_from([ANNA, BERT, MATE]))
+    def delete(self, name: str, caller: Caller) -> None:
+        self.made.cache.delete(name, caller, self.made.now)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.made.now += seconds
+        self.made.cache.expire(self.made.now)
+
+    @invariant()
+    def holds_together(self) -> None:
+        self.made.cache.assert_invariants()
+        use = self.made.space.use()
+        assert use.used == self.made.cache.held_bytes()
+        assert use.promised == sum(self.promised)
+
+    def teardown(self) -> None:
+        for loan in self.loans:
+            loan.end()
+        for name in "abc":
+            for caller in (ANNA, BERT, MATE):
+                self.made.cache.delete(name, caller, self.made.now)
+        assert self.made.space.use().used == 0
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30)

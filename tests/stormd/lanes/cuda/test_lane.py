@@ -1,0 +1,343 @@
+"""The cuda lane's order and answers, on a device made of threads; its GPU part is e2e."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+from storm_kernels import ancf
+from support import fake_cuda
+from support.cuda_bench import PART, SESSION, Bench, fill, hello, offer
+from support.waiting import wait_until
+
+from stormd.errors import LaneUnavailable
+from stormd.events import (
+    RestoreDone,
+    RestoreFailed,
+    SegmentMapped,
+    SegmentRefused,
+    StoreDone,
+    StoreFailed,
+)
+from stormd.lanes import blob_bound
+from stormd.protocol import MapSegment
+from stormd.protocol.timeline import RESULTS, STORED, EncoderResult
+
+
+@pytest.mark.parametrize("codec", ["ancf", "raw"])
+def test_what_was_stored_comes_back(bench: Bench, codec: str) -> None:
+    bench.map()
+    before = fill(bench)
+    for entry in range(1, 9):
+        bench.store(entry, (entry - 1) * PART, PART - 2 * entry, codec)
+    bench.publish(8)
+    bench.expect(StoreDone, 8)
+    blocks = {done.entry: done.block for done in bench.results if isinstance(done, StoreDone)}
+    assert bench.counters.read(STORED) == 8
+    bench.memory[:] = 0xA5
+    for entry, block in blocks.items():
+        bench.restore(8 + entry, block, (entry - 1) * PART, PART - 2 * entry)
+    bench.publish(16)
+    bench.expect(RestoreDone, 8)
+    for entry in blocks:
+        begin, end = (entry - 1) * PART, entry * PART - 2 * entry
+        assert np.array_equal(bench.memory[begin:end], before[begin:end])
+        assert (bench.memory[end : entry * PART] == 0xA5).all()
+    for block in blocks.values():
+        bench.space.release(block)
+
+
+def test_modes_and_sizes_are_reported(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART, "raw")
+    bench.store(2, 0, PART, "ancf")
+    bench.publish(2)
+    raw, coded = bench.expect(StoreDone, 1), bench.expect(StoreDone, 2)
+    assert (raw.mode, raw.block.nbytes) == ("raw", blob_bound(PART))
+    assert coded.mode == "window"
+    assert coded.block.nbytes < PART / 1.3
+    bench.space.release(raw.block)
+    bench.space.release(coded.block)
+
+
+def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
+    bench.map()
+    bench.memory[:] = 0
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    first = bench.expect(StoreDone)
+    bench.store(2, PART, PART)
+    assert bench.counters.read(STORED) == 1
+    before = fill(bench)  # as if the client's copy came only now
+    bench.publish(2)
+    second = bench.expect(StoreDone, 2)
+    bench.restore(3, second.block, 0, PART)
+    bench.publish(3)
+    bench.expect(RestoreDone)
+    assert np.array_equal(bench.memory[:PART], before[PART : 2 * PART])
+    bench.space.release(first.block)
+    bench.space.release(second.block)
+
+
+def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    bench.memory[:] = 0x77
+    bench.restore(2, block, 0, PART)
+    bench.store(3, 2 * PART, PART)  # the other direction goes on meanwhile
+    assert (bench.memory[:PART] == 0x77).all()
+    bench.publish(3)
+    bench.expect(RestoreDone)
+    other = bench.expect(StoreDone, 2).block
+    bench.space.release(block)
+    bench.space.release(other)
+
+
+@pytest.mark.parametrize("has_segment", [True, False])
+def test_a_rejected_store_is_passed_over(bench: Bench, has_segment: bool) -> None:
+    if has_segment:
+        bench.map()
+    bench.lane.skip(SESSION, 5)
+    wait_until(lambda: bench.counters.read(STORED) == 5)
+
+
+def test_a_rejected_store_is_passed_over_behind_those_before_it(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    bench.lane.skip(SESSION, 2)
+    bench.store(3, 0, PART)
+    time.sleep(0.05)
+    assert bench.counters.read(STORED) == 0
+    bench.publish(1)
+    wait_until(lambda: bench.counters.read(STORED) == 2)
+    bench.publish(3)
+    bench.expect(StoreDone, 2)
+    assert bench.counters.read(STORED) == 3
+    for done in bench.results:
+        if isinstance(done, StoreDone):
+            bench.space.release(done.block)
+
+
+def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
+    bench.map()
+    before = fill(bench)
+    ready = next(iter(bench.lane._devices.values())).codec._ready
+    wait_until(lambda: ready.get(ancf.DType.BFLOAT16) == "auto")
+    ready.pop(ancf.DType.BFLOAT16)
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    done = bench.expect(StoreDone)
+    assert (done.mode, done.block.nbytes) == ("raw", blob_bound(PART))
+    ready[ancf.DType.BFLOAT16] = "auto"
+    bench.restore(2, done.block, 3 * PART, PART)
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert np.array_equal(bench.memory[3 * PART : 4 * PART], before[:PART])
+    bench.space.release(done.block)
+
+
+def test_what_is_compiled_for_dense_tensors_only_is_stored_as_one(bench: Bench) -> None:
+    bench.map()
+    bench.memory[:] = 0
+    ready = next(iter(bench.lane._devices.values())).codec._ready
+    wait_until(lambda: ready.get(ancf.DType.BFLOAT16) == "auto")
+    for entry, (mode, found) in enumerate((("window", "window"), ("auto", "constant")), 1):
+        ready[ancf.DType.BFLOAT16] = mode
+        bench.store(entry, 0, PART)
+        bench.publish(entry)
+        done = bench.expect(StoreDone, entry)
+        assert done.mode == found
+        bench.space.release(done.block)
+
+
+def test_a_header_without_a_type_is_corrupt(bench: Bench) -> None:
+    bench.map()
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    ctypes.c_uint8.from_address(bench.pool.address + block.extents[0].offset + 7).value = 250
+    bench.restore(2, block, 0, PART)
+    bench.publish(2)
+    assert bench.expect(RestoreFailed).kind == "CorruptBlob"
+    bench.space.release(block)
+
+
+def test_a_gpu_that_is_not_served_is_refused_by_name(bench: Bench) -> None:
+    with pytest.raises(LaneUnavailable, match=f"does not serve the GPU abc, only {fake_cuda.UUID}"):
+        bench.lane.attach(99, hello("abc"))
+
+
+def test_a_segment_larger_than_its_handle_is_refused(bench: Bench) -> None:
+    bench.lane.map_segment(SESSION, offer(bench.area, bench.area.nbytes + 1))
+    assert "1048576 bytes, not 1048577" in bench.expect(SegmentRefused).detail
+
+
+def test_a_bad_handle_is_refused(bench: Bench) -> None:
+    bench.lane.map_segment(SESSION, MapSegment(segment=0, handle=b"x" * 64, nbytes=8))
+    assert "CUDA_ERROR_INVALID_VALUE" in bench.expect(SegmentRefused).detail
+
+
+def test_an_encoder_that_fails_costs_its_own_store_only(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    fake_cuda.CudaCodec.broken = 0
+    bench.store(1, 0, PART)
+    bench.store(2, 0, PART)
+    bench.publish(2)
+    assert "does not start" in bench.expect(StoreFailed).detail
+    bench.space.release(bench.expect(StoreDone).block)
+    bench.space.withdraw(blob_bound(PART))
+    wait_until(lambda: bench.counters.read(STORED) == 2)
+
+
+@pytest.mark.parametrize(
+    "left", [(0, 0, 1), (blob_bound(PART) + 1, 0, 1), (1 << 63, 0, 1), (100, 7, 1)]
+)
+def test_what_the_encoder_left_is_checked_by_any_interpreter(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, left: tuple[int, int, int]
+) -> None:
+    """No assertion: an optimised interpreter would place and copy whatever the size says."""
+    bench.map()
+    fill(bench)
+    name = "stormd.lanes.cuda.stores.EncoderResult"
+    monkeypatch.setattr(name, lambda *_: EncoderResult(*left))
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    failed = bench.expect(StoreFailed)
+    assert failed.detail.startswith("RuntimeError: the encoder left status")
+    bench.space.withdraw(blob_bound(PART))
+
+
+def test_a_damaged_blob_is_never_called_restored(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    flipped = ctypes.c_uint8.from_address(bench.pool.address + block.extents[0].offset + 4000)
+    flipped.value ^= 0x10
+    bench.restore(2, block, 0, PART)
+    bench.publish(2)
+    failed = bench.expect(RestoreFailed)
+    assert (failed.kind, failed.ticket) == ("CorruptBlob", 2)
+    assert "damage number 7" in failed.detail
+    bench.space.release(block)
+
+
+def test_what_crosses_the_link_is_counted_by_direction(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    (link,) = bench.lane.links
+    assert (link.device, link.uuid) == ("cuda:0", fake_cuda.UUID)
+    bench.store(1, 0, PART)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    assert link.as_status()["store"]["bytes"] == block.nbytes
+    assert link.as_status()["restore"]["bytes"] == 0
+    bench.restore(2, block, PART, PART)
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert link.as_status()["restore"]["bytes"] == block.nbytes
+    bench.space.release(block)
+
+
+def test_a_profiler_is_told_of_each_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+
+    def nvtx_range(what: str, nbytes: int, number: int) -> nullcontext[None]:
+        told.append((what, nbytes, number))
+        return nullcontext()
+
+    for direction in ("stores", "restores"):
+        monkeypatch.setattr(sys.modules[f"stormd.lanes.cuda.{direction}"], "nvtx_range", nvtx_range)
+    bench.map()
+    fill(bench)
+    bench.store(7, 0, PART)
+    bench.publish(7)
+    block = bench.expect(StoreDone).block
+    bench.restore(8, block, PART, PART)
+    bench.publish(8)
+    bench.expect(RestoreDone)
+    assert told[:2] == [("encode", PART, 7), ("copy down", block.nbytes, 7)]
+    assert [one[0] for one in told[2:]] == ["copy up", "decode"]
+    bench.space.release(block)
+
+
+def test_what_the_client_has_encoded_is_stored_as_it_is(bench: Bench) -> None:
+    bench.map()
+    plain = bench.encode(1, 0, PART, result=RESULTS)
+    bench.publish(1)
+    done = bench.expect(StoreDone)
+    blob = bench.memory[: done.block.nbytes].tobytes()
+    begin = bench.pool.address + done.block.extents[0].offset
+    assert done.mode == "raw"
+    assert ctypes.string_at(begin, len(blob)) == blob
+    bench.memory[:] = 0xA5
+    bench.restore(2, done.block, PART, PART)  # the daemon decodes what it has not encoded
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert bench.memory[PART : 2 * PART].tobytes() == plain
+    bench.space.release(done.block)
+
+
+def test_a_blob_is_not_read_before_it_is_published(bench: Bench) -> None:
+    bench.map()
+    bench.encode(1, 0, PART)
+    bench.leave(1, (0, 7, 9))  # as a store before it has left them
+    late = bench.encode(2, 4 * PART, PART, result=2)
+    assert not bench.results[1:]
+    plain = bench.encode_again(1, 0, PART)
+    bench.publish(2)
+    for number, expected in ((1, plain), (2, late)):
+        block = bench.expect(StoreDone, number).block
+        bench.restore(2 + number, block, 8 * PART, PART)
+        bench.publish(2 + number)
+        bench.expect(RestoreDone, number)
+        assert bench.memory[8 * PART : 9 * PART].tobytes() == expected
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize(
+    "words", [(0, 0, 0), (blob_bound(PART) + 1, 0, 0), (100, 3, 0), (100, 0, 99), (1 << 63, 0, 0)]
+)
+def test_a_result_that_no_encoder_leaves_is_refused(
+    bench: Bench, words: tuple[int, int, int]
+) -> None:
+    bench.map()
+    bench.encode(1, 0, PART)
+    bench.leave(1, words)
+    bench.store(2, 4 * PART, PART)
+    bench.publish(2)
+    assert bench.expect(StoreFailed).entry == 1
+    bench.space.release(bench.expect(StoreDone).block)
+    bench.space.withdraw(blob_bound(PART))
+
+
+def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]) -> None:
+    first = lanes([0, 1])
+    second = Bench(first.lane, first.pool, first.space, first.results, SESSION + 1, ordinal=1)
+    for number, bench in enumerate((first, second), 1):
+        bench.lane.map_segment(bench.session, offer(bench.area))
+        bench.expect(SegmentMapped, number)
+        before = fill(bench, seed=number)
+        bench.store(number, 0, PART)
+        bench.publish(number)
+        block = bench.expect(StoreDone, number).block
+        bench.restore(2 + number, block, PART, PART)
+        bench.publish(2 + number)
+        bench.expect(RestoreDone, number)
+        assert np.array_equal(bench.memory[PART : 2 * PART], before[:PART])
+        bench.space.release(block)
+    assert [link.device for link in first.lane.links] == ["cuda:0", "cuda:1"]
+    assert all(link.as_status()["store"]["bytes"] for link in first.lane.links)
+    second.end()

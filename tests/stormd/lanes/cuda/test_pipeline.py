@@ -1,0 +1,435 @@
+"""A pipeline answers every job once and in order, whatever its stages do."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from support.waiting import wait_until
+
+from stormd.lanes.cuda import pipeline as module
+from stormd.lanes.cuda.pipeline import Pipeline
+from stormd.lanes.cuda.ring import Ring
+
+WAIT = 10.0
+BROKEN = (13, 17, 19)
+
+
+class Recorder:
+    """Stages that note what is asked of them; a batch is at its first stage, then at its second.
+
+    The device does nothing while `hold` is clear. Jobs up to `together` share a batch. Job 13
+    cannot be begun, 17 breaks the device in its first stage and 19 what follows.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.batches: list[list[int]] = []
+        self.used: list[str] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.together = 1
+        self.due = 99  # from this job on, none may be begun
+        self.passing = 99  # from this job on, none passes
+        self.looks = 0
+        self.seconds: set[str] = set()
+
+    def is_due(self, job: int) -> bool:
+        return job < self.due
+
+    def fits(self, batch: list[int], job: int) -> bool:
+        return len(batch) < self.together
+
+    def begin(self, batch: list[int], scratch: str) -> None:
+        assert scratch not in self.seconds
+        if 13 in batch:
+            raise ValueError("no such job")
+        self.used.append(scratch)
+        self.batches.append(list(batch))
+        self.note("begin", batch)
+
+    def passed(self, batch: list[int], scratch: str) -> bool:
+        self.looks += 1
+        if not self.hold.is_set() or batch[0] >= self.passing:
+            return False
+        if 17 in batch:
+            raise RuntimeError("broken")
+        return True
+
+    def go_on(self, batch: list[int], scratch: str) -> bool:
+        if scratch in self.seconds:
+            self.seconds.remove(scratch)
+            self.note("finish", batch)
+            return True
+        if 19 in batch:
+            raise KeyError("broken")
+        self.seconds.add(scratch)
+        return False
+
+    def settle(self) -> None:
+        self.events.append(("settle", 0))
+
+    def fail(self, batch: list[int], scratch: str, error: Exception) -> None:
+        self.seconds.discard(scratch)
+        self.note(type(error).__name__, batch)
+
+    def refuse(self, job: int) -> None:
+        self.note("refuse", [job])
+
+    def note(self, name: str, batch: list[int]) -> None:
+        self.events.extend((name, job) for job in batch)
+
+    def kinds(self, *names: str) -> list[int]:
+        return [job for name, job in self.events if name in names]
+
+    def answers(self) -> list[tuple[str, int]]:
+        return [event for event in self.events if event[0] not in {"begin", "settle"}]
+
+    def answered(self, count: int) -> Callable[[], bool]:
+        return lambda: len(self.answers()) == count
+
+
+class Items(list[str]):
+    """Scratch by name."""
+
+    def has_for(self, job: int) -> bool:
+        return bool(self)
+
+    def take(self, batch: Sequence[int]) -> str:
+        return self.pop()
+
+    def give_back(self, scratch: str) -> None:
+        self.append(scratch)
+
+
+@pytest.fixture
+def stages() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def pipeline(stages: Recorder) -> Iterator[Pipeline[int, str]]:
+    running: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    yield running
+    stages.hold.set()
+    stages.due = 99
+    running.end()
+    assert running.join(WAIT)
+    assert not running.heartbeat.trouble(0.0)
+
+
+def put_at_once(pipeline: Pipeline[int, str], jobs: list[int]) -> None:
+    """Have the thread find all of them when it looks."""
+    ready = threading.Event()
+    pipeline.run(lambda: ready.wait(WAIT) and None)
+    for job in jobs:
+        pipeline.put(job)
+    ready.set()
+
+
+def test_jobs_are_begun_and_finished_in_order(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    for job in range(10):
+        pipeline.put(job)
+    wait_until(stages.answered(10), WAIT, lambda: stages.events)
+    assert stages.kinds("begin") == stages.kinds("finish") == list(range(10))
+
+
+def test_no_more_are_under_way_than_there_is_scratch(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    for job in range(5):
+        pipeline.put(job)
+    wait_until(lambda: len(stages.kinds("begin")) == 2, WAIT, lambda: stages.events)
+    stages.hold.set()
+    wait_until(stages.answered(5), WAIT, lambda: stages.events)
+    under_way = most = 0
+    for name, _ in stages.events:
+        under_way += 1 if name == "begin" else -1
+        most = max(most, under_way)
+    assert most <= 2
+
+
+def test_a_job_waits_for_scratch_of_its_own_and_calls_do_not(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    class ForSmallOnes(Items):
+        def has_for(self, job: int) -> bool:
+            return super().has_for(job) and (job < 5 or len(self) == 2)
+
+    stages.hold.clear()
+    called = threading.Event()
+    pipeline.run(lambda: pipeline.provide(ForSmallOnes(["a", "b"])))
+    pipeline.put(1)
+    pipeline.follow(called.set)
+    pipeline.put(5)
+    pipeline.put(2)
+    assert called.wait(WAIT)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 3, WAIT)
+    assert stages.kinds("begin") == [1]  # 5 wants all scratch, and 2 does not overtake it
+    stages.hold.set()
+    wait_until(stages.answered(3), WAIT, lambda: stages.events)
+    assert stages.answers() == [("finish", 1), ("finish", 5), ("finish", 2)]
+
+
+def test_waiting_jobs_are_begun_before_the_first_wait(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
+    put_at_once(pipeline, [0, 1, 2])
+    wait_until(lambda: len(stages.kinds("begin")) == 3, WAIT, lambda: stages.events)
+    assert stages.answers() == []
+
+
+def test_a_job_that_comes_while_the_device_works_is_begun(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    for job in range(2):
+        pipeline.put(job)
+        wait_until(lambda: job in stages.kinds("begin"), WAIT)  # noqa: B023 - it is called now
+    assert stages.answers() == []
+
+
+def test_what_waits_together_is_done_together(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.together = 3
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    put_at_once(pipeline, list(range(7)))
+    wait_until(stages.answered(7), WAIT, lambda: stages.events)
+    assert stages.batches == [[0, 1, 2], [3, 4, 5], [6]]
+    assert stages.kinds("finish") == list(range(7))
+
+
+def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.due, stages.together = 2, 3
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    put_at_once(pipeline, list(range(5)))
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    assert stages.batches == [[0, 1]]
+    stages.due = 4
+    wait_until(stages.answered(4), WAIT, lambda: stages.events)
+    stages.due = 5
+    wait_until(stages.answered(5), WAIT, lambda: stages.events)
+    assert stages.batches == [[0, 1], [2, 3], [4]]
+
+
+def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    stages.due = 1
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    for job in range(3):
+        pipeline.put(job)
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
+    pipeline.end()
+    assert pipeline.join(WAIT)
+    assert stages.answers() == [("finish", 0), ("refuse", 1), ("refuse", 2)]
+
+
+def test_a_call_parts_a_load(pipeline: Pipeline[int, str], stages: Recorder) -> None:
+    stages.together = 3
+    ready = threading.Event()
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.run(lambda: ready.wait(WAIT) and None)
+    pipeline.put(0)
+    pipeline.run(lambda: None)
+    pipeline.put(1)
+    ready.set()
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    assert stages.batches == [[0], [1]]
+
+
+def test_a_failing_job_is_answered_and_the_next_one_done(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    for job in (1, 13, 2, 17, 3, 19, 4):
+        pipeline.put(job)
+    wait_until(stages.answered(7), WAIT, lambda: stages.events)
+    assert stages.answers() == [
+        ("finish", 1),
+        ("ValueError", 13),
+        ("finish", 2),
+        ("RuntimeError", 17),
+        ("finish", 3),
+        ("KeyError", 19),
+        ("finish", 4),
+    ]
+    for broken in BROKEN:
+        place = next(
+            n for n, (name, job) in enumerate(stages.events) if job == broken and "Err" in name
+        )
+        assert stages.events[place - 1] == ("settle", 0)
+
+
+def test_a_job_that_cannot_be_begun_costs_no_other(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.together = 4
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    put_at_once(pipeline, [1, 2, 13, 3, 4, 5])
+    wait_until(stages.answered(6), WAIT, lambda: stages.events)
+    assert stages.kinds("ValueError") == [13]
+    assert stages.kinds("finish") == [1, 2, 3, 4, 5]
+    assert stages.batches == [[1], [2], [3], [4, 5]]
+
+
+class Halves:
+    """Scratch for so many jobs, of which half must be free before there is any again."""
+
+    def __init__(self, jobs: int) -> None:
+        self._ring = Ring(jobs, jobs, by_halves=True)
+        self.give_back = self._ring.give_back
+
+    def has_for(self, job: int) -> bool:
+        return self._ring.has(1)
+
+    def take(self, batch: Sequence[int]) -> range:
+        return self._ring.take(1)
+
+
+def test_jobs_are_begun_together_once_scratch_ran_out(stages: Recorder) -> None:
+    pipeline: Pipeline[int, range] = Pipeline("pipeline-under-test", stages)
+    pipeline.run(lambda: pipeline.provide(Halves(4)))
+    stages.passing = 0
+    for job in range(6):
+        pipeline.put(job)
+    for passing, begun in ((0, 4), (1, 4), (2, 6)):
+        stages.passing = passing
+        wait_until(lambda: len(stages.kinds("finish")) == passing, WAIT)  # noqa: B023 - called now
+        looks = stages.looks
+        wait_until(lambda: stages.looks > looks + 3, WAIT)  # noqa: B023 - it is called now
+        assert stages.kinds("begin") == list(range(begun))
+    stages.passing = 99
+    pipeline.end()
+    assert pipeline.join(WAIT)
+
+
+def test_scratch_for_one_job_serves_all_of_them(stages: Recorder) -> None:
+    pipeline: Pipeline[int, range] = Pipeline("pipeline-under-test", stages)
+    pipeline.run(lambda: pipeline.provide(Halves(1)))
+    pipeline.put(1)
+    pipeline.put(2)
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    pipeline.end()
+    assert pipeline.join(WAIT)
+    assert stages.kinds("finish") == [1, 2]
+
+
+def seen_in_a_call(
+    queue: Callable[[Callable[[], None]], None], look: Callable[[], list[int]]
+) -> list[int]:
+    """Return what `look` gives in a call of the pipeline's thread."""
+    seen: list[int] = []
+    called = threading.Event()
+    queue(lambda: seen.extend(look()))
+    queue(called.set)
+    assert called.wait(WAIT)
+    return seen
+
+
+def test_a_call_is_made_when_nothing_is_under_way(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
+    for job in range(3):
+        pipeline.put(job)
+    assert seen_in_a_call(pipeline.run, lambda: stages.kinds("finish")) == [0, 1, 2]
+
+
+def test_a_call_that_follows_is_made_while_those_before_are_under_way(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b", "c"])))
+    for job in range(2):
+        pipeline.put(job)
+    assert seen_in_a_call(pipeline.follow, lambda: stages.kinds("begin")) == [0, 1]
+    assert stages.kinds("finish") == []
+    stages.hold.set()
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+
+
+def test_the_end_finishes_what_runs_refuses_what_waits_and_makes_the_calls(
+    stages: Recorder,
+) -> None:
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    pipeline.put(1)
+    wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
+    pipeline.put(2)
+    called = threading.Event()
+    pipeline.run(called.set)
+    pipeline.end()
+    stages.hold.set()
+    assert pipeline.join(WAIT)
+    assert stages.kinds("finish") == [1]
+    assert stages.kinds("refuse") == [2]
+    assert called.is_set()
+
+
+def test_a_job_before_any_scratch_is_refused(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    pipeline.put(1)
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
+    assert stages.events == [("refuse", 1)]
+
+
+def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    pipeline.run(lambda: pipeline.provide(Items(["a"])))
+    stages.hold.clear()
+    pipeline.put(1)
+    wait_until(lambda: stages.kinds("begin") == [1], WAIT, lambda: stages.events)
+    assert pipeline.heartbeat.is_resting
+    real = stages.go_on
+
+    def hold_then(batch: list[int], scratch: str) -> bool:
+        stages.hold.clear()
+        return real(batch, scratch)
+
+    stages.go_on = hold_then  # type: ignore[method-assign]
+    stages.hold.set()
+    wait_until(lambda: "at one job" in pipeline.heartbeat.trouble(0.0), WAIT)
+    stages.hold.set()
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
+    wait_until(lambda: pipeline.heartbeat.is_resting, WAIT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_by_itself_is_seen(stages: Recorder) -> None:
+    def fails(job: int) -> None:
+        raise SystemExit("no more")
+
+    stages.refuse = fails  # type: ignore[method-assign]
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    pipeline.put(1)
+    assert pipeline.join(WAIT)
+    assert "has ended: SystemExit: no more" in pipeline.heartbeat.trouble()
+
+
+def test_looks_are_rarer_once_nothing_has_happened_for_long(
+    pipeline: Pipeline[int, str], stages: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_LOOKS", 20)
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    pipeline.put(1)
+    wait_until(lambda: pipeline._pause == module.IDLE_LOOK_SECONDS, WAIT)
+    assert stages.looks >= 20
+    pipeline.put(2)
+    stages.hold.set()
+    wait_until(lambda: stages.kinds("finish") == [1, 2], WAIT)
+    wait_until(lambda: pipeline._pause < module.IDLE_LOOK_SECONDS, WAIT)

@@ -1,0 +1,216 @@
+"""Small parts that the cuda lane takes together."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from support import fake_cuda
+from support.cuda_bench import PART, SESSION, Bench, fill
+from support.waiting import wait_until
+
+from stormd.events import RestoreDone, RestoreFailed, StoreDone
+from stormd.protocol.timeline import STORED
+
+SMALL = tuple(PART // 8 - 2 * n for n in range(8))
+"""Sizes of parts that fit into one scratch."""
+
+
+@contextmanager
+def waiting_together(pipeline: Any) -> Iterator[list[int]]:
+    """Have the jobs put inside found together; yield how many each batch begins with."""
+    ready, batches, begin = threading.Event(), [], pipeline._stages.begin
+
+    def noting(batch: list[Any], scratch: Any) -> None:
+        begin(batch, scratch)
+        batches.append(len(batch))
+
+    pipeline._stages.begin = noting
+    pipeline.run(lambda: ready.wait(10.0) and None)
+    yield batches
+    ready.set()
+
+
+def stored_together(bench: Bench, published: int) -> list[Any]:
+    """Store small parts, `published` of them ready, and return where they are."""
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
+        for entry, nbytes in enumerate(SMALL, 1):
+            bench.store(entry, (entry - 1) * PART, nbytes)
+        bench.publish(published)
+    wait_until(lambda: bench.counters.read(STORED) >= published)
+    bench.publish(len(SMALL))
+    bench.expect(StoreDone, len(SMALL))
+    assert batches == [some for some in (published, len(SMALL) - published) if some]
+    assert bench.counters.read(STORED) == len(SMALL)
+    done = [result for result in bench.results if isinstance(result, StoreDone)]
+    assert [one.entry for one in done] == list(range(1, 9))
+    return [one.block for one in done]
+
+
+def restore_at_once(bench: Bench, blocks: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+    """Ask for parts back that are found together, numbered behind as many; see waiting_together."""
+    bench.memory[:] = 0xA5
+    with waiting_together(bench.lane._sessions[SESSION].restores) as batches:
+        for index, (block, nbytes) in enumerate(zip(blocks, sizes, strict=True)):
+            bench.restore(len(sizes) + 1 + index, block, index * PART, nbytes)
+    return batches
+
+
+def assert_back(bench: Bench, before: np.ndarray, sizes: Sequence[int]) -> None:
+    """Check that parts of these sizes are where they were, and nothing else was written."""
+    for index, nbytes in enumerate(sizes):
+        begin, end = index * PART, index * PART + nbytes
+        assert np.array_equal(bench.memory[begin:end], before[begin:end])
+        assert (bench.memory[end : (index + 1) * PART] == 0xA5).all()
+
+
+def results_of(bench: Bench, kind: type) -> int:
+    return sum(isinstance(result, kind) for result in bench.results)
+
+
+@pytest.mark.parametrize("published", [0, 3, len(SMALL)])
+def test_small_parts_go_and_come_together(bench: Bench, published: int) -> None:
+    bench.map()
+    before = fill(bench)
+    blocks = stored_together(bench, published)
+    batches = restore_at_once(bench, blocks, SMALL)
+    wait_until(lambda: batches == [len(SMALL)])
+    assert (bench.memory == 0xA5).all()
+    bench.publish(16)
+    bench.expect(RestoreDone, len(SMALL))
+    assert_back(bench, before, SMALL)
+    (link,) = bench.lane.links
+    total = sum(block.nbytes for block in blocks)
+    assert [link.as_status()[one]["bytes"] for one in ("store", "restore")] == [total, total]
+    for block in blocks:
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize("place", [7, 4000])  # of the element type, which is looked at first
+def test_a_damaged_blob_among_others_fails_alone(bench: Bench, place: int) -> None:
+    bench.map()
+    before = fill(bench)
+    blocks = stored_together(bench, len(SMALL))
+    damaged = ctypes.c_uint8.from_address(bench.pool.address + blocks[2].extents[0].offset + place)
+    damaged.value ^= 0xF0
+    restore_at_once(bench, blocks, SMALL)
+    bench.publish(16)
+    failed = bench.expect(RestoreFailed)
+    assert (failed.kind, failed.ticket) == ("CorruptBlob", 11)
+    bench.expect(RestoreDone, len(SMALL) - 1)
+    for index, nbytes in enumerate(SMALL):
+        begin, end = index * PART, index * PART + nbytes
+        assert index == 2 or np.array_equal(bench.memory[begin:end], before[begin:end])
+    for block in blocks:
+        bench.space.release(block)
+
+
+def test_a_client_may_wait_for_the_first_before_it_makes_the_next(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
+        for entry in (1, 2):
+            bench.store(entry, (entry - 1) * PART, SMALL[entry])
+    bench.publish(1)
+    bench.space.release(bench.expect(StoreDone).block)
+    assert bench.counters.read(STORED) == 1
+    bench.publish(2)
+    bench.space.release(bench.expect(StoreDone, 2).block)
+    assert batches == [1, 1]
+
+
+def test_what_is_too_large_together_goes_one_by_one(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
+        for entry in range(1, 5):
+            bench.store(entry, (entry - 1) * PART, PART // 2)
+        bench.publish(4)
+    for number in range(1, 5):
+        bench.space.release(bench.expect(StoreDone, number).block)
+    assert batches == [2, 2]
+
+
+def test_a_source_is_not_read_again_once_it_counts_as_read(bench: Bench) -> None:
+    """Though the batch right behind it cannot be begun, and its jobs are tried again alone."""
+    bench.map()
+    before = fill(bench)
+    fake_cuda.CudaCodec.broken = 1
+    bench.publish(1)
+    with waiting_together(bench.lane._sessions[SESSION].stores) as batches:
+        for entry in (1, 2, 3):
+            bench.store(entry, (entry - 1) * PART, SMALL[entry])
+    wait_until(lambda: bench.counters.read(STORED) == 1)
+    bench.memory[:PART] = 0x5A  # its client uses the memory for something else
+    bench.publish(3)
+    bench.expect(StoreDone, 3)
+    assert fake_cuda.CudaCodec.broken is None
+    assert batches == [1, 1, 1]
+    assert bench.counters.read(STORED) == 3
+    blocks = {one.entry: one.block for one in bench.results if isinstance(one, StoreDone)}
+    for number, (entry, block) in enumerate(blocks.items(), 1):
+        bench.restore(3 + entry, block, 8 * PART, SMALL[entry])
+        bench.publish(3 + entry)
+        bench.expect(RestoreDone, number)
+        begin = (entry - 1) * PART
+        restored = bench.memory[8 * PART : 8 * PART + SMALL[entry]]
+        assert np.array_equal(restored, before[begin : begin + SMALL[entry]])
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_of_all_sizes_share_the_scratch(bench: Bench, seed: int) -> None:
+    """More of them than it has room for, both ways."""
+    bench.map()
+    before = fill(bench, seed)
+    random = np.random.default_rng(seed)
+    sizes = [PART, PART, PART, 2]
+    sizes += [2 * int(n) for n in random.integers(1, PART // 2, len(before) // PART - 4)]
+    random.shuffle(sizes)
+    bench.publish(2 * len(sizes))
+    with waiting_together(bench.lane._sessions[SESSION].stores):
+        for entry, nbytes in enumerate(sizes, 1):
+            bench.store(entry, (entry - 1) * PART, nbytes)
+    bench.expect(StoreDone, len(sizes))
+    done = [result for result in bench.results if isinstance(result, StoreDone)]
+    blocks = [result.block for result in done]
+    restore_at_once(bench, blocks, sizes)
+    bench.expect(RestoreDone, len(sizes))
+    assert_back(bench, before, sizes)
+    for block in blocks:
+        bench.space.release(block)
+
+
+@pytest.mark.parametrize(("by_mps", "begun"), [(False, [4, 4, 6]), (True, [4, 5, 6])])
+def test_without_mps_parts_are_begun_again_when_half_of_the_scratch_is_free(
+    lanes: Callable[[list[int]], Bench],
+    monkeypatch: pytest.MonkeyPatch,
+    by_mps: bool,
+    begun: list[int],
+) -> None:
+    monkeypatch.setattr(fake_cuda, "shared_by_mps", by_mps)
+    bench = lanes([0])
+    bench.map()
+    before, sizes = fill(bench), [PART] * 6
+    bench.publish(len(sizes))
+    for entry in range(1, 7):
+        bench.store(entry, (entry - 1) * PART, PART)
+    bench.expect(StoreDone, len(sizes))
+    blocks = [result.block for result in bench.results if isinstance(result, StoreDone)]
+    batches = restore_at_once(bench, blocks, sizes)
+    for back, count in enumerate(begun):
+        bench.publish(len(sizes) + back)
+        wait_until(lambda: results_of(bench, RestoreDone) == back)  # noqa: B023 - it is called now
+        time.sleep(0.02)
+        assert batches == [1] * count
+    bench.publish(2 * len(sizes))
+    bench.expect(RestoreDone, len(sizes))
+    assert_back(bench, before, sizes)
+    for block in blocks:
+        bench.space.release(block)

@@ -1,0 +1,421 @@
+"""What a session gets from the daemon: real sockets, a daemon in a thread of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from support.daemon_thread import DaemonThread
+from support.raw_client import RawClient
+from support.waiting import wait_until
+
+from stormd.protocol import (
+    CACHE_FEATURE,
+    Admitted,
+    CacheCommit,
+    CacheFound,
+    CacheGet,
+    CacheList,
+    CacheNames,
+    CachePut,
+    CacheReady,
+    CacheTensor,
+    Failed,
+    Goodbye,
+    Ping,
+    Pong,
+    Refused,
+    Rejected,
+    Restore,
+    StatusRequest,
+    Stored,
+    Welcome,
+    encode,
+)
+from stormd.protocol.framing import Envelope
+from stormd.protocol.limits import FIRST_LEASED, MAX_COSTLY
+
+MIB = 1 << 20
+Connect = Callable[..., RawClient]
+MakeDaemon = Callable[..., DaemonThread]
+
+
+@pytest.mark.parametrize("codec", ["raw", "ancf"])
+def test_what_was_stored_comes_back(client: RawClient, codec: str) -> None:
+    data = os.urandom(100_001)
+    entry = client.stored(data, codec=codec)
+    assert client.staging is not None
+    client.staging[: len(data)] = bytes(len(data))
+    assert client.restored(entry, len(data), offset=MIB) == data
+
+
+def test_compressible_bytes_take_less_room(client: RawClient) -> None:
+    entry = client.store(bytes(MIB), codec="ancf", dtype="bfloat16")
+    stored = client.wait_for(Stored, entry=entry)
+    assert stored.mode == "constant"
+    assert stored.stored_bytes < MIB // 100
+
+
+def test_a_request_of_one_batch_is_answered_in_one_frame(client: RawClient) -> None:
+    client.send(Ping(), Ping(), Ping())
+    assert client.socket.poll(10_000)
+    client.wait_for(Pong)
+    assert len(client.received) == 2
+
+
+def test_released_entries_free_the_pool(daemon: DaemonThread, client: RawClient) -> None:
+    entries = [client.stored(os.urandom(MIB)) for _ in range(3)]
+    client.release(*entries, 999)
+    wait_until(lambda: daemon.status()["pool"]["used_bytes"] == 0)
+    daemon.check()
+
+
+def test_an_entry_released_while_it_is_encoded_is_freed(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(pool_bytes=64 * MIB)  # for all of them, should none be encoded meanwhile
+    client = connect(daemon).open()
+    for _ in range(50):
+        client.release(client.store(os.urandom(MIB), codec="ancf", dtype="bfloat16"))
+    for _ in range(50):
+        client.wait_for(Stored)
+    wait_until(lambda: daemon.status()["pool"]["used_bytes"] == 0)
+    daemon.check()
+
+
+def test_a_restore_may_be_asked_before_the_store_is_done(client: RawClient) -> None:
+    data = os.urandom(MIB)
+    entry = client.store(data)
+    assert client.restored(entry, MIB, offset=2 * MIB) == data
+
+
+def test_goodbye_ends_the_session_once_all_is_freed(
+    daemon: DaemonThread, client: RawClient
+) -> None:
+    client.stored(os.urandom(MIB))
+    client.send(Goodbye())
+    assert client.is_cut_off()
+    assert daemon.status()["sessions"] == []
+    assert daemon.status()["counters"]["deaths"] == 0
+
+
+def test_a_full_pool_rejects_and_goes_on(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(pool_bytes=4 * MIB)
+    client = connect(daemon).open()
+    entries = [client.stored(os.urandom(MIB)) for _ in range(3)]
+    rejected = client.wait_for(Rejected, entry=client.store(os.urandom(MIB)))
+    assert rejected.reason == "pool_full"
+    assert "MiB" in rejected.detail
+    client.release(entries[0])
+    client.stored(os.urandom(MIB))
+    assert daemon.status()["counters"]["rejected"]["pool_full"] == 1
+
+
+def test_a_quota_holds_for_each_session(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(session_quota_bytes=2 * MIB)
+    first, second = connect(daemon).open(), connect(daemon).open()
+    first.stored(os.urandom(MIB))
+    assert first.wait_for(Rejected, entry=first.store(os.urandom(MIB))).reason == "quota"
+    second.stored(os.urandom(MIB))
+
+
+def test_entries_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None:
+    client = connect(make_daemon(max_entries_per_session=2)).open()
+    client.stored(b"1")
+    client.stored(b"2")
+    assert client.wait_for(Rejected, entry=client.store(b"3")).reason == "too_many_entries"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offset": 4 * MIB - 1, "nbytes": 2},
+        {"offset": (1 << 63) - 1, "nbytes": 1},
+        {"nbytes": MIB + 1},
+        {"nbytes": 1 << 30},
+        {"segment": 1},
+        {"dtype": "float5"},
+        {"dtype": "float32", "nbytes": 3},
+        {"entry": 0},
+    ],
+)
+def test_what_does_not_fit_is_rejected(client: RawClient, changes: dict[str, object]) -> None:
+    entry = client.store(b"", **{"nbytes": 1, **changes})
+    rejected = client.wait_for(Rejected, entry=changes.get("entry", entry))
+    assert rejected.reason == "invalid"
+    assert rejected.detail
+    client.stored(b"the next one is served")
+
+
+def test_an_entry_number_is_used_once(client: RawClient) -> None:
+    client.stored(b"once")
+    client.store(b"again", entry=1)
+    assert client.wait_for(Rejected, entry=1).reason == "invalid"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"entry": 77}, "ActivationLost"),
+        ({"nbytes": 99}, "UsageError"),
+        ({"offset": 4 * MIB}, "UsageError"),
+        ({"segment": 3}, "UsageError"),
+        ({"ticket": 0}, "UsageError"),
+    ],
+)
+def test_a_restore_that_cannot_be_fails(
+    client: RawClient, changes: dict[str, int], kind: str
+) -> None:
+    entry = client.stored(b"x" * 100)
+    fields = {"ticket": 5, "entry": entry, "segment": 0, "offset": 0, "nbytes": 100, "sequence": 0}
+    fields |= changes
+    failed = client.ask(Restore(**fields))
+    assert (failed.kind, failed.ticket) == (kind, fields["ticket"])
+
+
+def test_a_session_sees_only_its_own_entries(daemon: DaemonThread, connect: Connect) -> None:
+    owner, other = connect(daemon).open(), connect(daemon).open()
+    entry = owner.stored(b"secret")
+    other.release(entry)
+    assert (
+        other.ask(Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=6, sequence=0)).kind
+        == "ActivationLost"
+    )
+    assert owner.restored(entry, 6) == b"secret"
+
+
+def test_a_damaged_blob_is_reported_and_never_returned(
+    daemon: DaemonThread, client: RawClient
+) -> None:
+    import ctypes
+
+    entry = client.stored(bytes(range(256)) * 100)
+    pool = daemon.server._pool
+    ctypes.memset(pool.address + 256 + 1000, 0xFF, 1)
+    failed = client.ask(
+        Restore(ticket=1, entry=entry, segment=0, offset=0, nbytes=25600, sequence=0)
+    )
+    assert isinstance(failed, Failed)
+    assert failed.kind == "CorruptBlob"
+    assert daemon.status()["counters"]["corrupt"] == 1
+
+
+def test_a_tensor_is_put_and_got_by_another(daemon: DaemonThread, connect: Connect) -> None:
+    data = os.urandom(MIB) + b"rest"
+    with connect(daemon).open(features=[CACHE_FEATURE]) as putter:
+        assert (
+            putter.ask(
+                CachePut(
+                    name="a",
+                    dtype="uint8",
+                    shape=[len(data)],
+                    nbytes=len(data),
+                    part_bytes=MIB,
+                    ttl_seconds=0.0,
+                )
+            )
+            == CacheReady()
+        )
+        entries = [putter.stored(data[:MIB]), putter.stored(data[MIB:], offset=MIB)]
+        assert putter.ask(CacheCommit(entries)) == CacheFound(found=True)
+    wait_until(lambda: not daemon.status()["sessions"])
+    reader = connect(daemon).open(features=[CACHE_FEATURE])
+    found = reader.ask(CacheGet("a"))
+    assert found == CacheTensor(
+        dtype="uint8", shape=[len(data)], nbytes=len(data), part_bytes=MIB, first_entry=FIRST_LEASED
+    )
+    assert reader.restored(FIRST_LEASED, MIB) == data[:MIB]
+    assert reader.restored(FIRST_LEASED + 1, 4, ticket=2) == b"rest"
+    daemon.check()
+    assert daemon.status()["pool"]["used_bytes"] == 0
+
+
+def test_a_damaged_tensor_is_reported_once_and_then_missing(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    import ctypes
+
+    client = connect(daemon).open(features=[CACHE_FEATURE])
+    client.ask(
+        CachePut(
+            name="a", dtype="uint8", shape=[25600], nbytes=25600, part_bytes=MIB, ttl_seconds=0.0
+        )
+    )
+    client.ask(CacheCommit([client.stored(bytes(range(256)) * 100)]))
+    first = client.ask(CacheGet("a")).first_entry
+    base = daemon.server._cache.space.base
+    ctypes.memset(daemon.server._pool.address + base + 256 + 1000, 0xFF, 1)
+    assert (
+        client.ask(
+            Restore(ticket=1, entry=first, segment=0, offset=0, nbytes=25600, sequence=0)
+        ).kind
+        == "CorruptBlob"
+    )
+    assert client.ask(CacheGet("a")) == CacheFound(found=False)
+
+
+def test_many_pages_of_names_asked_for_at_once_are_all_answered(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    client = connect(daemon).open(features=[CACHE_FEATURE])
+    names = [f"{number:03}" + "\N{EARTH GLOBE EUROPE-AFRICA}" * 250 for number in range(300)]
+    for name in names:
+        client.send(
+            CachePut(
+                name=name, dtype="uint8", shape=[0], nbytes=0, part_bytes=MIB, ttl_seconds=0.0
+            ),
+            CacheCommit([]),
+        )
+    frames = [client.send(*[CacheList("")] * MAX_COSTLY) for _ in range(3)]
+    for request in chain.from_iterable(frames):
+        page = client.wait(lambda envelope, wanted=request: envelope.request == wanted).message
+        assert page == CacheNames(names, complete=True)
+
+
+def test_a_session_of_activations_is_not_one_for_the_cache(
+    daemon: DaemonThread, client: RawClient
+) -> None:
+    refused = client.ask(CacheGet("a"))
+    assert daemon.status()["counters"]["refused"] == 1
+    assert isinstance(refused, Refused)
+    assert "Hello" in refused.detail
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\xc1", b"\x90", b"\x93", encode([Envelope(1, Stored(1, 1, "raw"))]), os.urandom(3000)],
+)
+def test_a_malformed_frame_is_answered_counted_and_harms_nobody(
+    daemon: DaemonThread, client: RawClient, connect: Connect, frame: bytes
+) -> None:
+    stranger = connect(daemon)
+    stranger.send_bytes(frame)
+    stranger.wait_for(Refused)
+    client.send_bytes(frame)
+    client.wait_for(Refused)
+    assert daemon.status()["counters"]["malformed"] >= 1
+    assert client.restored(client.stored(b"still served"), 12) == b"still served"
+
+
+def test_a_frame_in_several_parts_is_refused(client: RawClient) -> None:
+    client.socket.send_multipart([b"", b"part"])
+    client.wait_for(Refused)
+    assert isinstance(client.ask(Ping()), Pong)
+
+
+def test_a_frame_above_the_limit_cuts_its_sender_off_only(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    client, neighbour = connect(daemon).open(), connect(daemon).open()
+    client.send_bytes(bytes((1 << 20) + 1))
+    neighbour.stored(b"served")
+
+
+def test_a_store_before_the_lifeline_is_rejected(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    client.welcome = client.hello()
+    client.staging = memoryview(bytearray(10))  # type: ignore[assignment]
+    assert client.wait_for(Rejected, entry=client.store(b"x")).reason == "invalid"
+    client.staging = None
+    client.send(Goodbye())
+
+
+def test_a_lifeline_needs_the_right_token(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    welcome = client.hello()
+    assert isinstance(welcome, Welcome)
+    for token in (bytes(16), welcome.token[:-1], welcome.token + b"x"):
+        assert client.connect_lifeline(welcome.lifeline, token) == []
+        client.line.close()  # type: ignore[union-attr]
+    for descriptor in client.connect_lifeline(welcome.lifeline, welcome.token):
+        os.close(descriptor)
+    other = connect(daemon)
+    assert other.connect_lifeline(welcome.lifeline, welcome.token) == []
+
+
+def test_talking_on_the_lifeline_ends_the_session(client: RawClient) -> None:
+    client.line.sendall(b"?")  # type: ignore[union-attr]
+    assert client.is_cut_off()
+
+
+def test_a_client_that_reads_nothing_is_cut_off(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon()
+    client, neighbour = connect(daemon, RCVHWM=1).open(), connect(daemon).open()
+    for _ in range(500):
+        client.send(*[StatusRequest()] * MAX_COSTLY)
+    assert client.is_cut_off()
+    assert daemon.status()["counters"]["ended"]["unreachable"] == 1
+    neighbour.stored(b"served")
+
+
+KILLED_CLIENT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+from support.raw_client import RawClient
+client = RawClient(sys.argv[1]).open()
+client.stored(os.urandom(1 << 20))
+for _ in range(8):
+    client.store(os.urandom(1 << 20), codec="ancf", dtype="bfloat16")
+print("holding", flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_client_leaves_nothing_and_its_neighbours_go_on(
+    daemon: DaemonThread, client: RawClient
+) -> None:
+    entry = client.stored(b"neighbour")
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", KILLED_CLIENT, daemon.address, tests]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        assert len(daemon.status()["sessions"]) == 2
+        process.send_signal(signal.SIGKILL)
+        wait_until(lambda: len(daemon.status()["sessions"]) == 1)
+    assert daemon.status()["pool"]["used_bytes"] == 256 + 256
+    ended = daemon.status()["counters"]["ended"]
+    assert ended["died"] + ended["unreachable"] == 1  # the lifeline tells it, or a late answer
+    daemon.check()
+    assert client.restored(entry, 9) == b"neighbour"
+
+
+def test_a_session_without_a_lifeline_ends(
+    daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormd.ledger.ATTACH_SECONDS", 0.0)
+    assert isinstance(connect(daemon).hello(), Welcome)
+    wait_until(lambda: not daemon.status()["sessions"])
+    assert daemon.status()["counters"]["ended"]["unattached"] == 1
+
+
+def test_a_silent_client_is_kept_while_it_can_be_reached(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(lease_seconds=0.1)
+    client = connect(daemon).open()
+    client.wait_for(Pong)
+    client.wait_for(Pong)
+    assert len(daemon.status()["sessions"]) == 1
+
+
+def test_a_client_without_its_control_connection_ends(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(lease_seconds=0.1)
+    client = connect(daemon).open()
+    client.socket.close()
+    assert client.is_cut_off()
+    assert daemon.status()["counters"]["ended"]["unreachable"] == 1
+
+
+def test_answers_keep_the_order_of_requests(client: RawClient) -> None:
+    first, second = client.store(b"1"), client.store(b"2")
+    assert client.wait_for(Admitted).entry == first
+    assert client.wait_for(Admitted).entry == second

@@ -1,0 +1,180 @@
+"""Which answers leave the gateway together, and when: without sockets and lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+from stormd.arena import Space
+from stormd.control import Delivery
+from stormd.counters import Counters
+from stormd.events import StoreDone, StoreFailed, StoreJob
+from stormd.gateway import LARGE_BYTES, Credentials, Gateway, Peer
+from stormd.ledger import Ledger
+from stormd.protocol import Admitted, Message, Ping, Pong, Rejected, Store, Stored, decode, encode
+from stormd.protocol.framing import Envelope
+from stormd.sessions import Limits, SessionInfo
+
+MIB = 1 << 20
+
+
+class Timer:
+    """A call that somebody has asked for later."""
+
+    def __init__(self, seconds: float, call: Callable[[], None]) -> None:
+        self.seconds, self.call = seconds, call
+        self.is_cancelled = False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Core:
+    """A gateway without sockets and lanes: frames go in, and what it sends is kept."""
+
+    device = "cuda"
+
+    def __init__(self, part_bytes: int = MIB) -> None:
+        self.sent: list[list[Message]] = []
+        self.timers: list[Timer] = []
+        self.jobs: list[StoreJob] = []
+        self.space, counters, nothing = Space(64 * MIB), Counters(), Mock()
+        self._part_bytes = part_bytes
+        self._ledger = Ledger(
+            self.space,
+            Limits(max_sessions=4, max_entries=100, quota_bytes=64 * MIB, lease_seconds=5.0),
+            counters,
+        )
+        self.gateway = Gateway(
+            ledger=self._ledger, counters=counters, lanes={}, control=self, terms=nothing,
+            status=dict, on_progress=nothing, later=self.later,
+        )  # fmt: skip
+        self.open(1)
+        self.gateway.start(nothing)
+
+    def open(self, session: int) -> None:
+        self._ledger.open(
+            SessionInfo(session=session, device="cuda", uid=0, pid=1, name="x"),
+            part_bytes=self._part_bytes,
+            staging_bytes=self._part_bytes,
+            now=0.0,
+        )
+        token = bytes([session]) * 16
+        self.gateway._peers.add(
+            Peer(
+                session=session,
+                route=b"%d" % session,
+                credentials=Credentials(uid=0, gid=0, pid=1),
+                lane=self,
+                token=token,
+                descriptors=(),
+            )
+        )
+        self._ledger.attach(session, 0.0)
+
+    def start(self, on_frame: Any, on_batch: Callable[[], None]) -> None:
+        self.on_batch = on_batch
+
+    def settle(self) -> None:
+        pass
+
+    def send(self, route: bytes, frame: bytes) -> Delivery:
+        self.sent.append([message for _, message in decode(frame)])
+        return Delivery.SENT
+
+    def later(self, seconds: float, call: Callable[[], None]) -> Any:
+        self.timers.append(Timer(seconds, call))
+        return self.timers[-1]
+
+    def store(self, job: StoreJob) -> None:
+        self.jobs.append(job)
+
+    def skip(self, session: int, sequence: int) -> None:
+        pass
+
+    def detach(self, session: int) -> None:
+        pass
+
+    def feed(self, *messages: Message, session: int = 1) -> None:
+        frame = Mock(bytes=encode([Envelope(1, message) for message in messages]))
+        self.gateway.take_frame(b"%d" % session, frame)
+        self.on_batch()
+
+    def done(self, job: StoreJob) -> StoreDone:
+        return StoreDone(
+            session=job.session,
+            entry=job.entry,
+            block=self.space.place(job.promised, 100),
+            mode="raw",
+            seconds=0.0,
+        )
+
+
+def a_store(entry: int, nbytes: int = 4096) -> Store:
+    return Store(
+        entry=entry, segment=0, offset=0, nbytes=nbytes, dtype="uint8", codec="raw", sequence=entry
+    )
+
+
+def test_admitted_leaves_with_stored() -> None:
+    core = Core()
+    core.feed(a_store(1), a_store(2))
+    assert core.sent == []
+    core.gateway.take_results([core.done(job) for job in core.jobs])
+    assert [[type(message) for message in frame] for frame in core.sent] == [
+        [Admitted, Admitted, Stored, Stored]
+    ]
+    assert [timer.is_cancelled for timer in core.timers] == [True]
+
+
+def test_admitted_of_a_large_part_leaves_at_once() -> None:
+    core = Core(part_bytes=LARGE_BYTES)
+    core.feed(a_store(1), a_store(2, LARGE_BYTES))
+    assert core.sent == [[Admitted(1), Admitted(2)]]
+    assert [timer.is_cancelled for timer in core.timers] == [True]
+
+
+def test_admitted_leaves_alone_where_its_store_takes_long() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    (timer,) = core.timers
+    assert timer.seconds <= 0.01
+    timer.call()
+    core.feed(a_store(2))
+    assert core.sent == [[Admitted(1)]]
+    assert len(core.timers) == 2
+
+
+def test_no_other_answer_waits() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    core.feed(
+        Store(entry=1, segment=0, offset=0, nbytes=4096, dtype="uint8", codec="raw", sequence=1)
+    )
+    assert [type(message) for message in core.sent[0]] == [Admitted, Rejected]
+    core.feed(a_store(2))
+    core.feed(Ping())
+    assert core.sent[1] == [Admitted(2), Pong()]
+
+
+def test_a_result_that_cannot_be_handled_ends_its_session_alone() -> None:
+    core = Core()
+    core.open(2)
+    core.feed(a_store(1), session=2)
+    (job,) = core.jobs
+    core.gateway.take_results(
+        [StoreFailed(session=1, entry=77, detail="of no entry"), core.done(job)]
+    )
+    assert [type(message) for message in core.sent[0]] == [Admitted, Stored]
+    core.feed(a_store(2))
+    assert core.jobs == [job]
+
+
+def test_what_waits_for_a_session_that_ends_is_dropped() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    core.gateway.end(1, "died")
+    assert core.timers[0].is_cancelled
+    core.gateway.flush()
+    assert core.sent == []

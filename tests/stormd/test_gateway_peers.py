@@ -1,0 +1,49 @@
+"""The clients of the sessions: found by session, by route while they are heard, by token once."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from stormd.gateway import Credentials, Peer, Peers
+from stormd.lanes import Lane
+from stormd.protocol import Envelope, Ping
+
+
+def peer(session: int) -> Peer:
+    token = bytes([session]) * 16
+    credentials = Credentials(uid=1000 + session, gid=100, pid=1)
+    return Peer(
+        session=session,
+        route=b"\0%d" % session,
+        credentials=credentials,
+        lane=cast("Lane", None),
+        token=token,
+        descriptors=(),
+    )
+
+
+def test_a_token_and_its_user_claim_a_client_once() -> None:
+    peers = Peers()
+    first, second = peer(1), peer(2)
+    peers.add(first)
+    peers.add(second)
+    assert peers.claim(second.token, first.credentials.uid) is None
+    assert peers.claim(b"x" * 16, second.credentials.uid) is None
+    assert peers.claim(second.token, second.credentials.uid) is second
+    assert peers.claim(second.token, second.credentials.uid) is None
+
+
+def test_who_is_cut_off_is_not_heard_but_still_known() -> None:
+    peers = Peers()
+    one = peer(1)
+    peers.add(one)
+    one.outbox.append(Envelope(0, Ping()))
+    assert peers.at(one.route) is one
+    peers.cut_off(one)
+    assert peers.at(one.route) is None
+    assert peers.claim(one.token, one.credentials.uid) is None
+    assert one.outbox == []
+    assert peers.of(1) is one
+    assert list(peers) == [one]
+    peers.remove(1)
+    assert list(peers) == []

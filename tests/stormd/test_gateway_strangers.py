@@ -1,0 +1,195 @@
+"""Who gets a session, and what everybody else is told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from support.daemon_thread import DaemonThread
+from support.raw_client import RawClient
+from support.waiting import wait_until
+
+from stormd.gateway import NAME_SHOWN
+from stormd.protocol import (
+    CACHE_FEATURE,
+    NO_LANE,
+    PROTOCOL_VERSION,
+    Envelope,
+    Goodbye,
+    Hello,
+    MapSegment,
+    Ping,
+    Pong,
+    Refused,
+    Restore,
+    Status,
+    StatusRequest,
+    Store,
+    Welcome,
+    encode,
+)
+from stormd.protocol.limits import MAX_FRAME_BYTES, MAX_ID, MAX_TEXT
+from stormd.server import SESSIONS_SHOWN
+
+MIB = 1 << 20
+Connect = Callable[..., RawClient]
+MakeDaemon = Callable[..., DaemonThread]
+
+
+def test_status_needs_no_session(daemon: DaemonThread, connect: Connect) -> None:
+    assert isinstance(connect(daemon).ask(StatusRequest()), Status)
+
+
+def test_no_names_of_clients_are_too_long_for_a_status(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(staging_bytes_cpu=64 << 10, part_bytes_cpu=32 << 10)
+    longest = "\N{CJK UNIFIED IDEOGRAPH-20000}" * MAX_TEXT
+    clients = [connect(daemon).open(name=longest) for _ in range(64)]
+    for asking in (clients[0], connect(daemon)):
+        state = asking.ask(StatusRequest()).state
+        assert [len(session["name"]) for session in state["sessions"]] == [NAME_SHOWN] * 64
+    client = {**state["sessions"][0], "id": MAX_ID, "used_bytes": MAX_ID, "entries": MAX_ID}
+    full = {**state, "sessions": [client] * SESSIONS_SHOWN}
+    assert len(encode([Envelope(1, Status(full))])) < MAX_FRAME_BYTES
+
+
+def test_sessions_are_counted(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(max_sessions=1)
+    connect(daemon).open()
+    refused = connect(daemon).hello()
+    assert refused.kind == "QuotaExceeded"
+    assert "max_sessions" in refused.detail
+
+
+def test_a_session_for_control_takes_nobodys_place(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    """As many trainers as there are shares for, each of which may ask by a session of its own."""
+    daemon = make_daemon(max_sessions=1)
+    control = connect(daemon)
+    welcome = control.hello(device=NO_LANE)
+    assert isinstance(welcome, Welcome)
+    assert welcome.staging_bytes == 0
+    assert control.connect_lifeline(welcome.lifeline, welcome.token) == []
+    trainer = connect(daemon).open()
+    entry = trainer.stored(b"kept")
+    assert connect(daemon).hello().kind == "QuotaExceeded"
+    assert connect(daemon).hello(device=NO_LANE).kind == "QuotaExceeded"
+    listed = control.ask(StatusRequest()).state["sessions"]
+    assert [one["device"] for one in listed] == [NO_LANE, "cpu"]
+    fields = {"entry": 1, "segment": 0, "offset": 0, "nbytes": 4, "dtype": "uint8"}
+    rejected = control.ask(Store(**fields, codec="raw", sequence=0))
+    assert rejected.reason == "invalid"
+    assert "for control alone" in rejected.detail
+    assert isinstance(control.ask(MapSegment(segment=1, handle=b"x" * 64, nbytes=4)), Refused)
+    assert isinstance(control.ask(Ping()), Pong)
+    control.send(Goodbye())
+    assert control.is_cut_off()
+    assert trainer.restored(entry, 4) == b"kept"
+
+
+def test_a_session_for_the_cache_is_one_of_a_device(daemon: DaemonThread, connect: Connect) -> None:
+    refused = connect(daemon).hello(device=NO_LANE, features=[CACHE_FEATURE])
+    assert "needs a lane" in refused.detail
+
+
+def test_another_protocol_version_is_told_so(daemon: DaemonThread, connect: Connect) -> None:
+    import msgpack
+
+    client = connect(daemon)
+    client.send_bytes(msgpack.packb([[1, 7, 999, "anything", "a later version sends"]]))
+    refused = client.wait_for(Refused)
+    assert refused.kind == "ProtocolMismatch"
+    assert "999" in refused.detail
+    assert connect(daemon).hello(protocol=PROTOCOL_VERSION + 1).kind == "ProtocolMismatch"
+
+
+def test_a_chosen_routing_id_is_refused(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon, ROUTING_ID=b"chosen")
+    assert "routing id" in client.hello().detail
+
+
+def test_messages_without_a_session_are_refused(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    assert client.ask(Ping()).kind == "DaemonLost"
+    assert (
+        client.ask(Restore(ticket=1, entry=1, segment=0, offset=0, nbytes=1, sequence=0)).kind
+        == "DaemonLost"
+    )
+
+
+def test_a_second_hello_and_an_absent_device_are_refused(
+    daemon: DaemonThread, client: RawClient, connect: Connect
+) -> None:
+    assert isinstance(client.hello(), Refused)
+    assert "cuda" in connect(daemon).hello(device="cuda").detail
+
+
+def test_hello_must_name_the_user_that_the_kernel_sees(
+    daemon: DaemonThread, connect: Connect
+) -> None:
+    refused = connect(daemon).hello(uid=os.getuid() + 1)
+    assert isinstance(refused, Refused)
+    assert f"the kernel says {os.getuid()}" in refused.detail
+
+
+def test_users_who_are_not_allowed_are_refused(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(allowed_uids=(os.getuid() + 1,))
+    client = connect(daemon)
+    for answer in (client.hello(), client.ask(StatusRequest())):
+        assert "allowed_uids" in answer.detail
+    assert daemon.status()["counters"]["refused"] == 2
+
+
+def test_a_session_for_the_cache_needs_a_cache(make_daemon: MakeDaemon, connect: Connect) -> None:
+    daemon = make_daemon(cache_bytes=0)
+    refused = connect(daemon).hello(features=[CACHE_FEATURE])
+    assert refused.kind == "UsageError"
+    assert "--cache-bytes" in refused.detail
+    assert connect(daemon).hello().features == []
+
+
+def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    daemon = make_daemon(part_bytes_cpu=MIB, part_bytes_cuda=MIB // 4)
+    assert connect(daemon).hello().part_bytes == MIB
+    welcome = connect(daemon).hello(features=[CACHE_FEATURE])
+    assert (welcome.part_bytes, welcome.features) == (MIB // 4, [CACHE_FEATURE])
+
+
+def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=os.getuid(),
+        device="cpu",
+        device_uuid="",
+        staging_bytes=0,
+        name="test",
+    )
+    client.send(hello, Ping(), Goodbye(), Ping())
+    assert isinstance(client.wait_for(Welcome), Welcome)
+    assert isinstance(client.wait_for(Pong), Pong)
+    wait_until(lambda: daemon.status()["counters"]["ended"]["goodbye"] == 1)
+
+
+def test_the_session_shows_the_kernels_process_id(daemon: DaemonThread, connect: Connect) -> None:
+    client = connect(daemon)
+    client.hello(pid=1)
+    assert daemon.status()["sessions"][0]["pid"] == os.getpid()
+    client.send(Goodbye())
+
+
+def test_a_lane_without_room_for_a_session_refuses_it(
+    daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", no_memory)
+    assert "Too many open files" in connect(daemon).hello().detail
