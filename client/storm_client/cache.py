@@ -59,7 +59,7 @@ class Cache:
         self._lock = threading.Lock()  # protects the two below
         self._sessions: dict[torch.device, CacheSession | None] = {}
         self._closed = False
-        abandon_with(self, self._sessions)
+        self._abandons = abandon_with(self, self._sessions)
 
     def put(self, name: str, tensor: torch.Tensor, ttl: float | None = None) -> None:
         """Keep a copy of `tensor` as `name`, for at most `ttl` seconds from now on.
@@ -129,6 +129,7 @@ class Cache:
         for session in sessions:
             if session is not None:
                 session.close()
+        self._abandons.detach()
 
     # --- helpers ----------------------------------------------------------------------------
 

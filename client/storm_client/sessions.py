@@ -6,31 +6,39 @@ question each time. Sessions that nobody can use any more end, though nobody has
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Protocol
 
 import torch
 
+from storm_client.connection import Connection
 from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.lanes import Lane
+from storm_client.lanes import Lane, LaneHello
 from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
+from stormd.protocol import NO_LANE, Message
 
 __all__ = ["Sessions", "abandon_with", "lane_for"]
 
 CPU = torch.device("cpu")
+
+NVIDIA: Final = Path("/dev/nvidiactl")
+"""There where NVIDIA's driver is."""
 
 
 class Sessions:
     """All sessions with the daemon at one address."""
 
     def __init__(self, address: str, timeout: float, codec_in: str = "auto") -> None:
-        """Open the session of the host's memory; it also carries status requests.
+        """Connect, by the session of the host's memory where that is the only device.
 
-        `codec_in` says where tensors on a GPU are encoded, as `connect` does.
+        Where there is a GPU it is by one that only asks, and takes nobody's share. `codec_in` says
+        where tensors on a GPU are encoded, as `connect` does.
 
         Raises:
             StormError: as Connection.
@@ -41,21 +49,28 @@ class Sessions:
         self._lock = threading.Lock()  # protects what is opened and _closed
         self._closed = False
         self._sessions: dict[torch.device, Session | None] = {}
-        self.control = Session(address, CpuLane(), timeout)
-        self._sessions[CPU] = self.control
-        self._abandons = abandon_with(self, self._sessions)
+        self.control: Session | Control
+        """Carries the questions that are about no device."""
+        if _may_have_gpu():
+            self.control = Control(address, timeout)
+        else:
+            self.control = self._sessions[CPU] = Session(address, CpuLane(), timeout)
+        self._abandons = abandon_with(self, self._sessions, self.control)
 
     def check(self) -> None:
         """Raise what keeps the sessions from being used: closed, forked, daemon lost by now."""
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
+        self.control.connection.check_now()
         for session in self._open_sessions():
             session.connection.check_now()
 
     @property
     def lost(self) -> bool:
         """Whether a session has lost its daemon, or was closed."""
-        return any(session.connection.lost for session in self._open_sessions())
+        return self.control.connection.lost or any(
+            session.connection.lost for session in self._open_sessions()
+        )
 
     def of(self, device: torch.device) -> Session | None:
         """Return the session of `device`, opening it if need be; None where there is none."""
@@ -89,6 +104,7 @@ class Sessions:
             self._closed = True
         for session in self._open_sessions():
             session.close()
+        self.control.close()
         self._abandons.detach()
 
     def _open(self, device: torch.device) -> Session | None:
@@ -110,26 +126,70 @@ class Sessions:
         return [session for session in list(self._sessions.values()) if session is not None]
 
 
+class Control:
+    """A session that holds nothing: it asks the daemon, and notices its end."""
+
+    def __init__(self, address: str, timeout: float) -> None:
+        """Connect within `timeout` seconds.
+
+        Raises:
+            StormError: as Connection.
+        """
+        self.connection = Connection(address, LaneHello(device=NO_LANE), timeout)
+        for descriptor in self.connection.descriptors:
+            os.close(descriptor)
+        self.connection.start(self)
+
+    def abandon(self) -> None:
+        """Have it end by itself, for nobody can use it any more. Destructors call it."""
+        self.connection.abandon()
+
+    def close(self) -> None:
+        """End it. Calling it twice is fine."""
+        self.connection.close()
+
+    def on_message(self, request: int, message: Message) -> None:
+        """Pass over what nobody has asked for."""
+
+    def on_wake(self) -> None:
+        """Send what was posted."""
+        self.connection.flush()
+
+    def on_lost(self) -> None:
+        """Do nothing: nobody waits for the daemon by other means."""
+
+    def on_abandoned(self) -> None:
+        """End, for nobody else can have it end."""
+        self.close()
+
+
 class _Abandoned(Protocol):
     def abandon(self) -> None: ...
 
 
 def abandon_with(
-    owner: object, sessions: Mapping[torch.device, _Abandoned | None]
+    owner: object, sessions: Mapping[torch.device, _Abandoned | None], *others: _Abandoned
 ) -> weakref.finalize[..., object]:
     """Have sessions end by themselves when `owner` dies, through which alone they are used.
 
-    Those count that are among `sessions` then.
+    Those count that are among `sessions` then, and `others`.
     """
-    finalizer = weakref.finalize(owner, _abandon, sessions)
+    finalizer = weakref.finalize(owner, _abandon, sessions, others)
     finalizer.atexit = False
     return finalizer
 
 
-def _abandon(sessions: Mapping[torch.device, _Abandoned | None]) -> None:
-    for session in sessions.values():
+def _abandon(
+    sessions: Mapping[torch.device, _Abandoned | None], others: tuple[_Abandoned, ...]
+) -> None:
+    for session in (*sessions.values(), *others):
         if session is not None:
             session.abandon()
+
+
+def _may_have_gpu() -> bool:
+    """Tell whether tensors will probably be on a GPU; CUDA is not asked, which would start it."""
+    return torch.version.cuda is not None and NVIDIA.exists()
 
 
 def lane_for(device: torch.device, codec_in: str = "auto") -> Lane:

@@ -43,7 +43,7 @@ def test_a_child_that_was_forked_while_a_thread_held_the_lock(
     with offload:
         loss = x.exp().sum()
     offload.stats()
-    lock = client._supply.sessions.control.connection.lock
+    lock = client._supply.sessions.of(torch.device("cpu")).connection.lock
     for use in (client.status, offload.__enter__, loss.backward):
         with held_by_a_thread(lock):
             assert errors_in_child(use) == ["UsageError"]

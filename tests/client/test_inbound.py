@@ -164,7 +164,7 @@ def test_what_is_fetched_ahead_stays_in_the_staging_area(inner_daemon: DaemonThr
         thread = threading.Thread(target=loss.backward)
         thread.start()
         assert hold.wait(30)
-        transfers = client._supply.sessions.control.transfers
+        transfers = client._supply.sessions.of(torch.device("cpu")).transfers
         wait_until(lambda: not transfers._pending, 30)
         ahead = transfers._ahead_bytes
         go_on.set()
@@ -186,7 +186,7 @@ def test_an_abandoned_graph_gives_up_what_was_fetched_ahead(inner_daemon: Daemon
             loss = last.sum()
         offload.stats()
         (gradient,) = torch.autograd.grad(loss, h, retain_graph=True)
-        session = client._supply.sessions.control
+        session = client._supply.sessions.of(torch.device("cpu"))
         assert gradient is not None
         del h, last, loss, gradient
         gc.collect()
@@ -206,7 +206,7 @@ def test_no_tensor_is_left_behind_by_many_steps(inner_daemon: DaemonThread) -> N
             if number % 3:
                 loss.backward(retain_graph=number % 3 == 2)
             del loss
-        session = client._supply.sessions.control
+        session = client._supply.sessions.of(torch.device("cpu"))
         wait_until(lambda: knows_nothing(session), 30)
 
 

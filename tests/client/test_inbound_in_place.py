@@ -86,7 +86,7 @@ def paused(offload: storm.Offload, x: Tensor) -> tuple[threading.Thread, Tensor]
 def test_as_much_comes_early_as_there_is_memory(
     client: storm.Client, way: FakeInPlace, daemon: DaemonThread, spare: int, ahead: int
 ) -> None:
-    session = client._supply.sessions.control
+    session = client._supply.sessions.of(torch.device("cpu"))
     session.transfers.window._ceiling = 32 * MIB
     way.spare = spare
     x = leaf()
@@ -103,7 +103,7 @@ def test_as_much_comes_early_as_there_is_memory(
 def test_what_is_fetched_ahead_travels_together(
     client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = client._supply.sessions.control
+    session = client._supply.sessions.of(torch.device("cpu"))
     session.transfers.window._ceiling, session.transfers.window.limit = 32 * MIB, MIB
     way.spare = 12 * MIB
     numbers: list[int] = []
@@ -131,7 +131,7 @@ def test_where_nothing_is_away_no_room_is_measured(
 ) -> None:
     measured: list[int] = []
     monkeypatch.setattr(way, "headroom", lambda: measured.append(1) or 0)
-    session = client._supply.sessions.control
+    session = client._supply.sessions.of(torch.device("cpu"))
     session.transfers.window._ceiling = session.transfers.window.limit = 64 * MIB
     x = leaf()
     offload = client.offload(min_bytes=1)
@@ -151,7 +151,7 @@ def test_where_nothing_is_away_no_room_is_measured(
 
 def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
-    session = client._supply.sessions.control
+    session = client._supply.sessions.of(torch.device("cpu"))
     transfers = session.transfers
     thread, loss = paused(client.offload(min_bytes=1), x)
     with session.connection.lock:
@@ -177,7 +177,7 @@ def test_a_damaged_blob_is_an_error(
     with pytest.raises(storm.CorruptBlob):
         loss.backward()
     assert x.grad is None
-    transfers = client._supply.sessions.control.transfers
+    transfers = client._supply.sessions.of(torch.device("cpu")).transfers
     del loss
     wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
 
@@ -185,7 +185,9 @@ def test_a_damaged_blob_is_an_error(
 def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     thread, loss = paused(client.offload(min_bytes=1), x)
-    client._supply.sessions.control.connection._fail(storm.DaemonLost("the daemon ended"))
+    client._supply.sessions.of(torch.device("cpu")).connection._fail(
+        storm.DaemonLost("the daemon ended")
+    )
     failures: list[str] = []
     threading.excepthook, before = (
         (lambda args: failures.append(args.exc_type.__name__)),

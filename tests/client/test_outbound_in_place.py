@@ -111,7 +111,7 @@ def test_no_more_than_may_be_held_is_let_go_unread(client: storm.Client, way: Fa
         assert len(way.overtaken) == most
         assert not saving.done()
         way.read = 1 << 40
-        session = client._supply.sessions.control
+        session = client._supply.sessions.of(torch.device("cpu"))
         wait_until(lambda: looks_again(session) or saving.done())
         assert torch.equal(gradient(saving.result(), x), gradient(chain(x), x))
     assert way.found > most + 2
