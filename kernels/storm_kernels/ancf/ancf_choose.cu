@@ -39,13 +39,15 @@ DEVICE void count_sample(Counts &counts, const Request &request, const Part &par
 DEVICE void rank(ChooseShared &shared, const Request &request, const Summary &sample, u32 choice, u32 lane) {
   Ranking &ranking = shared.rankings[choice];
   bool rest = is_rest(choice), exponent = is_exponent(choice);
-  u32 left_out = rest ? sample.facts.fills : 0;
+  bool signs_apart = choice == kExponentRest && keeps_signs_apart(request, sample);
+  u32 left_out = !rest ? 0 : signs_apart ? sample.facts.zeros : sample.facts.fills;
   u32 fill_symbol = joint_symbol(sample.fill) & (exponent ? kExponents - 1 : kBins - 1);
   u32 occurring = collect_keys(shared.counts, ranking.keys, exponent, fill_symbol, left_out, lane);
   u32 key = rank_keys(ranking.keys, occurring, ranking.ranked, lane);
   u32 drop = rest ? droppable(request, sample) : window_drop(request, sample);
   bool dense = rest || drop || request.dense;
-  Coding coding = cheapest_coding(choice, key, sample.count - left_out, drop, dense, lane);
+  u32 rotate = exponent && !signs_apart;  /* magnitudes have no sign to turn */
+  Coding coding = cheapest_coding(choice, rotate, key, sample.count - left_out, drop, dense, lane);
   if (lane != 0) return;
   ranking.occurring = occurring;
   ranking.coding = coding;
@@ -68,9 +70,11 @@ DEVICE Outcome choose(ChooseShared &shared, const Request &request, const u8 *sr
   if (may_be_few) find_few(shared.few, src, n);
   if (warp != 0) return {};
   const Coding &window = better_coding(rankings[kJointAll].coding, rankings[kExponentAll].coding);
-  const Coding &rest = better_coding(rankings[kJointRest].coding, rankings[kExponentRest].coding);
+  bool signs_apart = keeps_signs_apart(request, sample);
+  const Coding &exponent_rest = rankings[kExponentRest].coding;
+  const Coding &rest = signs_apart ? exponent_rest : better_coding(rankings[kJointRest].coding, exponent_rest);
   const FewValues *few = may_be_few ? &shared.few.found : nullptr;
-  return Decision{request, sample, window, rest, few, n <= kSampleMax}.outcome();
+  return Decision{request, sample, window, rest, few, n <= kSampleMax, signs_apart}.outcome();
 }
 
 /* Chooses the plan of `src` and clears the work area. Blocks of kChooseThreads: the first chooses,

@@ -15,6 +15,7 @@ DEVICE u32 joint_symbol(Value x) { return static_cast<u32>(x >> kMantissa); }
 /* Numbers of a warp's part of the sample, or of all of it. */
 struct Facts {
   u32 fills, any_of_pair, second_of_pair;  /* as FORMAT.md's Z, a and c */
+  u32 zeros, any_magnitude, second_magnitude;  /* the same of magnitudes and 0 */
   u32 differ;                              /* whether an element is unlike the first */
   Value low_bits;                          /* or of all elements */
   Value least, most;                       /* in the type's order, from 0 up; integers alone */
@@ -80,10 +81,11 @@ DEVICE Facts facts_of(const Part &part, Value fill, Value first) {
   static_assert(kOwn == 16, "a bit an element, in 16 bits");
   Facts facts = {};
   Value unlike = 0;
-  u32 kept = 0;  /* bit i: element i is not the fill */
+  u32 kept = 0, big = 0;  /* bit i: element i is not the fill, not 0 of either sign */
 #pragma unroll
   for (u32 i = 0; i < kOwn; i++) {
     kept |= part.x[i] != fill ? 1u << i : 0;
+    big |= (part.x[i] & kAllBits / 2) != 0 ? 1u << i : 0;
     unlike |= part.x[i] ^ first;
     facts.low_bits |= part.x[i];
   }
@@ -92,6 +94,9 @@ DEVICE Facts facts_of(const Part &part, Value fill, Value first) {
   facts.fills = part.own - ones(kept & ((1u << part.own) - 1));
   facts.any_of_pair = ones((kept | kept >> 1) & pairs);
   facts.second_of_pair = ones(kept >> 1 & pairs);
+  facts.zeros = part.own - ones(big & ((1u << part.own) - 1));
+  facts.any_magnitude = ones((big | big >> 1) & pairs);
+  facts.second_magnitude = ones(big >> 1 & pairs);
   return facts;
 }
 
@@ -112,6 +117,9 @@ DEVICE Facts over_lanes(const Facts &mine, bool with_bounds) {
   all.fills = sum_of_lanes(mine.fills);
   all.any_of_pair = sum_of_lanes(mine.any_of_pair);
   all.second_of_pair = sum_of_lanes(mine.second_of_pair);
+  all.zeros = sum_of_lanes(mine.zeros);
+  all.any_magnitude = sum_of_lanes(mine.any_magnitude);
+  all.second_magnitude = sum_of_lanes(mine.second_magnitude);
   all.differ = any_lane(mine.differ != 0);
   all.low_bits = or_of_lanes(mine.low_bits);
   all.least = with_bounds ? least_of_lanes(mine.least) : 0;

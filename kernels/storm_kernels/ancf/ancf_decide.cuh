@@ -51,6 +51,14 @@ DEVICE u32 droppable(const Request &request, const Summary &sample) {
   return 0;
 }
 
+/* Whether so many zeros have a sign that signs get a plane of their own in a sparse tensor: that costs
+ * a bit for each zero, and a -0.0 that is coded costs at least its residue. */
+DEVICE bool keeps_signs_apart(const Request &request, const Summary &sample) {
+  if (!request.is_float || sample.fill != 0) return false;
+  u32 negative = sample.facts.zeros - sample.facts.fills;
+  return negative * (kMantissa - droppable(request, sample) + 1) > sample.facts.zeros;
+}
+
 /* The same for codes without a bitmap, which a forced mode may settle. */
 DEVICE u32 window_drop(const Request &request, const Summary &sample) {
   if (request.mode == kWindow) return 0;
@@ -74,12 +82,15 @@ struct Decision {
   const Coding &window, &rest;
   const FewValues *few;  /* or none, where they were not counted */
   bool everything;       /* the sample is the whole tensor */
+  bool signs_apart;      /* `rest` is of magnitudes */
 
   DEVICE u32 pair_bits() const {
-    return sample.count / 2 + sample.facts.any_of_pair + sample.facts.second_of_pair;
+    u32 any = signs_apart ? sample.facts.any_magnitude : sample.facts.any_of_pair;
+    u32 second = signs_apart ? sample.facts.second_magnitude : sample.facts.second_of_pair;
+    return sample.count / 2 + any + second;
   }
   DEVICE bool pairs() const { return pair_bits() * 17 < sample.count * 16; }
-  DEVICE u32 sparse_bits() const { return (pairs() ? pair_bits() : sample.count) + rest.bits; }
+  DEVICE u32 sparse_bits() const { return (pairs() ? pair_bits() : sample.count) + (signs_apart ? sample.count : 0) + rest.bits; }
 
   /* The best mode without a bitmap; `bits` comes with the cost of the elements as they are. */
   DEVICE u32 best_float(u32 &bits) const {
@@ -109,7 +120,7 @@ struct Decision {
   }
 
   DEVICE Outcome sparse(bool may_be_constant) const {
-    u32 bitmap = pairs() ? kBitmapPairs : kBitmapPlain;
+    u32 bitmap = (pairs() ? kBitmapPairs : kBitmapPlain) | (signs_apart ? kBitmapSigns : 0);
     return {kSparse, bitmap, droppable(request, sample), sample.fill, &rest, nullptr, may_be_constant};
   }
   DEVICE Outcome outcome() const {
@@ -159,7 +170,7 @@ DEVICE Plan plan_for(const Request &request, const Outcome &outcome, u32 dict_co
   plan.dict_count = dict_count;
   if (outcome.mode == kTernary) plan.k1 = 2;
   if (outcome.coding) {
-    plan.rotate = is_exponent(outcome.coding->choice);
+    plan.rotate = outcome.coding->rotate;
     plan.residue_bits = outcome.coding->residue_bits;
     plan.k1 = outcome.coding->k1;
     plan.k2 = outcome.coding->k2;

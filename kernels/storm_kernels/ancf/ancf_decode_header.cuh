@@ -33,11 +33,12 @@ struct Header {
 DEVICE bool is_window_code(const Plan &plan) {
   bool fast = plan.k1 == 3 && plan.k2 == 0 && plan.mode == kWindow;
   bool dense = (plan.k1 == 2 && plan.k2 == 3) || (plan.k1 == 3 && plan.k2 == 4);
-  bool bitmap = plan.mode == kSparse ? plan.bitmap == kBitmapPlain || plan.bitmap == kBitmapPairs
-                                     : plan.bitmap == kBitmapNone;
+  u32 kind = plan.bitmap & ~kBitmapSigns;
+  bool bitmap = plan.mode == kSparse ? kind == kBitmapPlain || kind == kBitmapPairs : plan.bitmap == kBitmapNone;
+  bool signs = !keeps_signs_apart(plan.bitmap) || (plan.rotate == 0 && plan.fill == 0);
   bool truncates = (plan.width == 4 && (plan.drop == 16 || plan.drop == 13)) || (plan.width == 8 && plan.drop == 29);
   bool drop = plan.mode == kWindow ? plan.drop == 0 : truncates || (plan.mode == kSparse && plan.drop == 0);
-  return (fast || dense) && bitmap && drop && plan.rotate <= 1 &&
+  return (fast || dense) && bitmap && signs && drop && plan.rotate <= 1 &&
          plan.residue_bits == plan.mantissa - plan.drop + plan.rotate;
 }
 

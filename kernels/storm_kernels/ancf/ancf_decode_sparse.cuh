@@ -122,6 +122,26 @@ DEVICE uint4 take_piece(const SparseMemory &memory, u32 place, Element fill) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
+/* Gives the elements of a piece their signs: bit i is element i's. */
+DEVICE void add_signs(uint4 &piece, u32 signs) {
+  u32 words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (u32 i = 0; i < kPiece; i++) {
+    u32 bit = (i + 1) * kWidth * 8 - 1;  /* of the piece, the sign's; a constant, once the loop is unrolled */
+    words[bit / 32] |= (signs >> i & 1) << bit % 32;
+  }
+  piece = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+/* The same for the rows of a chunk from element `first` on, from the tile's plane of signs. */
+DEVICE void add_signs(uint4 (&rows)[kRows], const u8 *plane, u32 first, u32 count, u32 lane) {
+#pragma unroll
+  for (u32 row = 0; row < kRows; row++) {
+    u32 place = first + row * kRowElements + lane * kPiece;
+    if (place < count) add_signs(rows[row], read_lane_bits<kPiece>(plane, place));
+  }
+}
+
 template <class C>
 DEVICE void decode_sparse_tile(Decoding &job, const TopPlaces &places, SparseMemory &memory, u32 tile, Reader record) {
   const u32 lane = job.lane, count = job.launch.tile_elements(tile);
@@ -141,6 +161,10 @@ DEVICE void decode_sparse_tile(Decoding &job, const TopPlaces &places, SparseMem
     uint4 rows[kRows];
 #pragma unroll
     for (u32 row = 0; row < kRows; row++) rows[row] = take_piece(memory, first + row * kRowElements + lane * kPiece, job.launch.fill);
+    if (C::kRotate == 0 && job.launch.has_signs) {
+      const u8 *signs = job.launch.block(tile) + bitmap_bytes(job.launch.has_pairs, count);
+      add_signs(rows, signs, first, count, lane);
+    }
     if (end > count) end_rows(rows, first, count, lane);
     job.store<false>(rows, (static_cast<u64>(tile) * kTile + first) * kWidth);
   }

@@ -32,7 +32,7 @@ struct Launch {
   Work *work;
   u64 raw_nbytes, fill;
   u32 payload_units, block_size, tiles, whole_tiles, last_elements;
-  bool checks, has_pairs, dst_aligned;
+  bool checks, has_pairs, has_signs, dst_aligned;
 
   /* By all threads of the block, which have to meet before they read. */
   DEVICE void prepare(const Plan &plan, const u8 *from, u8 *to, Work *shared_work) {
@@ -46,12 +46,13 @@ struct Launch {
     raw_nbytes = plan.raw_nbytes;
     fill = plan.fill;
     payload_units = static_cast<u32>(plan.payload_bytes / kRecordUnit);
-    block_size = static_cast<u32>(block_bytes(plan, kTile));
+    block_size = block_bytes(plan, kTile);
     tiles = plan.tiles;
     whole_tiles = static_cast<u32>(plan.elements / kTile);
     last_elements = static_cast<u32>(plan.elements % kTile);
     checks = (plan.flags & kFlagChecksum) != 0;
-    has_pairs = plan.bitmap == kBitmapPairs;
+    has_pairs = ::has_pairs(plan.bitmap);
+    has_signs = keeps_signs_apart(plan.bitmap);
     dst_aligned = aligned(to);
   }
   DEVICE u32 tile_elements(u32 tile) const { return tile < whole_tiles ? kTile : last_elements; }

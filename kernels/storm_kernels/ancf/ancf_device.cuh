@@ -10,7 +10,8 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads)
+/* One block at a time is said, or the compiler may spill registers to make room for two. */
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
 /* The same, with registers for two blocks at a time on one multiprocessor. */
 #define KERNEL_TWICE(threads) extern "C" __global__ void __launch_bounds__(threads, 2)
 #define DEVICE __device__ __forceinline__

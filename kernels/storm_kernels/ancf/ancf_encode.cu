@@ -22,7 +22,7 @@ DEVICE void encode_by_teams(const u8 *src, u8 *dst, u8 *scratch, Result *result,
   TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
   u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kArenaBytes;
   u8 *table = memory + kTeams * (sizeof(TeamShared) + kArenaBytes);
-  Encoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, static_cast<u32>(block_bytes(plan, kTile)),
+  Encoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, block_bytes(plan, kTile),
                static_cast<u32>(plan.elements / kTile), static_cast<u32>(plan.elements % kTile),
                (plan.flags & kFlagChecksum) != 0, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
                team, shared, arena, false, 0, 0};
@@ -70,7 +70,7 @@ DEVICE void encode_by_warps(const u8 *src, u8 *dst, u8 *scratch, Result *result)
   const Plan &plan = *plan_of(scratch);
   if (pipeline_of(plan) != kPipeline) return;
   u8 *memory = shared_memory();
-  WarpEncoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, static_cast<u32>(block_bytes(plan, kTile)),
+  WarpEncoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, block_bytes(plan, kTile),
                    plan.tiles, src, dst, work_of(scratch), prefixes_of(scratch),
                    memory + thread_in_block() / kWarpThreads * kRoom, thread_in_block() % kWarpThreads,
                    (plan.flags & kFlagChecksum) != 0, 0};

@@ -46,6 +46,29 @@ struct KeptMask {
   DEVICE u32 either() const { return (halves | halves >> 16) & 0xffff; }
 };
 
+/* The signs of a run's elements, in order. */
+DEVICE u32 signs_of(const Octet (&octets)[kOctets]) {
+  u32 signs = 0;
+  if constexpr (kWidth == 2) {
+#pragma unroll
+    for (u32 word = 0; word < 16; word++) signs |= (octets[word / 4].words[word % 4] >> 15 & 0x00010001) << word;
+    return interleaved(signs);
+  } else {
+#pragma unroll
+    for (u32 i = 0; i < kRunElements; i++) signs |= static_cast<u32>(octets[i / 8].at(i % 8) >> (8 * kWidth - 1)) << i;
+    return signs;
+  }
+}
+
+DEVICE void remove_signs(Octet (&octets)[kOctets]) {
+  constexpr u32 kMask = kWidth == 1 ? 0x7f7f7f7f : kWidth == 2 ? 0x7fff7fff : 0x7fffffff;
+#pragma unroll
+  for (u32 i = 0; i < kOctets; i++) {
+#pragma unroll
+    for (u32 word = kWidth == 8 ? 1 : 0; word < 2 * kWidth; word += kWidth == 8 ? 2 : 1) octets[i].words[word] &= kMask;
+  }
+}
+
 /* What a tile has, so far: elements kept, pairs with one, pairs whose second is one. */
 struct SparseCounts {
   u32 kept, either, odd;
@@ -60,12 +83,13 @@ struct SparseEncoder {
   Tail<C> tail;
   u32 *pairs;     /* planes B and C */
   u64 fill;
-  bool has_pairs;
+  bool has_pairs, has_signs;
 
   DEVICE static SparseEncoder make(WarpEncoding &job, const Table &table) {
     u32 *pairs = reinterpret_cast<u32 *>(job.room + kTileBytes);
     Tail<C> tail = {pairs + 2 * kPairWords, 0, 0};
-    return {job, table, tail, pairs, job.plan.fill, job.plan.bitmap == kBitmapPairs};
+    u32 bitmap = job.plan.bitmap;
+    return {job, table, tail, pairs, job.plan.fill, ::has_pairs(bitmap), C::kRotate == 0 && keeps_signs_apart(bitmap)};
   }
 
   DEVICE void encode_all() {
@@ -104,7 +128,7 @@ struct SparseEncoder {
       if (has_pairs) write_pairs(place.record, counts);
       write_planes({place.record + head, runs * kRunElements}, runs);
       if (tail.is_kept()) tail.write(place.record + front, padded - bytes, job.lane);
-      else tail.template write_again<true>(job, tile, place.record + front, padded - bytes, table);
+      else tail.template write_again<true>(job, tile, place.record + front, padded - bytes, table, has_signs);
     }
     warp_barrier();
   }
@@ -120,6 +144,10 @@ struct SparseEncoder {
       Octet octets[kOctets];
 #pragma unroll
       for (u32 i = 0; i < kOctets; i++) octets[i] = run.octet(i);
+      if (C::kRotate == 0 && has_signs) {
+        write_signs(job.block(tile) + bitmap_bytes(has_pairs, count), first, count, octets);
+        remove_signs(octets);
+      }
       KeptMask mask = KeptMask::of(octets, fill, existing(first, count));
       write_plane(job.block(tile), first, count, mask);
       LaneRank sum = LaneRank::of(ones(mask.halves) | ones(mask.either()) << 11 | ones(mask.odd()) << 21);
@@ -142,6 +170,10 @@ struct SparseEncoder {
     } else {
       if (first < round_up(count, 128)) *reinterpret_cast<u32 *>(plane + first / 8) = mask.in_order();
     }
+  }
+
+  DEVICE void write_signs(u8 *plane, u32 first, u32 count, const Octet (&octets)[kOctets]) const {
+    if (first < round_up(count, 128)) *reinterpret_cast<u32 *>(plane + first / 8) = signs_of(octets);
   }
 
   /* Adds a run's bits of planes B and C. */

@@ -45,6 +45,7 @@ enum Mode : u32 {
   kTruncated = 5, kTernary = 6, kValues = 7, kInteger = 8,
 };
 enum Bitmap : u32 { kBitmapNone = 0, kBitmapPlain = 1, kBitmapPairs = 2 };
+constexpr u32 kBitmapSigns = 4;  /* added to one of these: a plane of all signs beside the bitmap */
 
 /* What a kernel leaves in a status word. kNotDecoded: no kernel for this blob was launched. */
 enum Status : u32 { kOk = 0, kBadHeader = 1, kBadRecord = 2, kBadChecksum = 3, kNotDecoded = 4 };
@@ -129,12 +130,20 @@ DEVICE u64 *prefixes_of(u8 *scratch) {
 
 DEVICE u64 round_up(u64 value, u64 multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+DEVICE bool has_pairs(u32 bitmap) { return (bitmap & ~kBitmapSigns) == kBitmapPairs; }
+DEVICE bool keeps_signs_apart(u32 bitmap) { return (bitmap & kBitmapSigns) != 0; }
+
+/* Bytes of a bit plane of a tile of `count` elements, and of one of its pairs. */
+DEVICE u32 plane_bytes(u32 count) { return (count + 127) / 128 * 16; }
+DEVICE u32 pair_plane_bytes(u32 count) { return (count + 255) / 256 * 16; }
+/* Bytes of a bitmap's plane A. */
+DEVICE u32 bitmap_bytes(bool pairs, u32 count) { return pairs ? pair_plane_bytes(count) : plane_bytes(count); }
+
 /* Bytes of the fixed block of a tile of `count` elements. */
-DEVICE u64 block_bytes(const Plan &plan, u32 count) {
-  if (plan.mode == kSparse) {
-    return plan.bitmap == kBitmapPairs ? round_up(count, 256) / 16 : round_up(count, 128) / 8;
-  }
-  return round_up(count, 128) / 8 * (plan.residue_bits + plan.k1);
+DEVICE u32 block_bytes(const Plan &plan, u32 count) {
+  bool sparse = plan.mode == kSparse, pairs = sparse && has_pairs(plan.bitmap);
+  u32 planes = sparse ? (pairs ? 0 : 1) + plan.bitmap / kBitmapSigns : plan.residue_bits + plan.k1;
+  return planes * plane_bytes(count) + (pairs ? pair_plane_bytes(count) : 0);
 }
 
 /* Which kernels work on a blob: each kind has its own, so that none pays for another's registers. */

@@ -17,7 +17,7 @@ DEVICE bool is_rest(u32 choice) { return choice >= kJointRest; }
 
 /* Two widths of codes and their cost over the sample, in bits. */
 struct Coding {
-  u32 bits, choice, residue_bits, k1, k2;
+  u32 bits, choice, rotate, residue_bits, k1, k2;
 };
 
 struct Ranking {
@@ -114,21 +114,21 @@ DEVICE u32 rank_keys(u32 *keys, u32 occurring, u32 *ranked, u32 lane) {
 /* How many elements the first `slots` entries cover. */
 DEVICE u32 covered(u32 key, u32 slots, u32 lane) { return sum_of_lanes(lane < slots ? count_of(key) : 0); }
 
-/* The cost of codes of k1 and, for what these miss, k2 bits over `count` elements. */
-DEVICE Coding coding_of(u32 choice, u32 key, u32 count, u32 drop, u32 k1, u32 k2, u32 lane) {
-  u32 residue_bits = kMantissa - drop + is_exponent(choice);
+/* The cost of codes of k1 and, for what these miss, k2 bits over `count` elements; `rotate` as in the plan. */
+DEVICE Coding coding_of(u32 choice, u32 rotate, u32 key, u32 count, u32 drop, u32 k1, u32 k2, u32 lane) {
+  u32 residue_bits = kMantissa - drop + rotate;
   u32 escape_bits = drop ? 8 * kWidth : 8 * kWidth - residue_bits <= 8 ? 8 : 16;
   u32 missed = count - covered(key, slots_of(k1), lane);
   u32 escaped = count - covered(key, slots_of(k1) + slots_of(k2), lane);
   u32 bits = count * (residue_bits + k1) + missed * k2 + escaped * escape_bits;
-  return {bits, choice, residue_bits, k1, k2};
+  return {bits, choice, rotate, residue_bits, k1, k2};
 }
 
 /* FORMAT.md, section 10: which widths the symbols are coded with. */
-DEVICE Coding cheapest_coding(u32 choice, u32 key, u32 count, u32 drop, bool dense, u32 lane) {
-  if (!dense) return coding_of(choice, key, count, drop, 3, 0, lane);
-  Coding narrow = coding_of(choice, key, count, drop, 2, 3, lane);
-  Coding wide = coding_of(choice, key, count, drop, 3, 4, lane);
+DEVICE Coding cheapest_coding(u32 choice, u32 rotate, u32 key, u32 count, u32 drop, bool dense, u32 lane) {
+  if (!dense) return coding_of(choice, rotate, key, count, drop, 3, 0, lane);
+  Coding narrow = coding_of(choice, rotate, key, count, drop, 2, 3, lane);
+  Coding wide = coding_of(choice, rotate, key, count, drop, 3, 4, lane);
   return wide.bits < narrow.bits ? wide : narrow;
 }
 

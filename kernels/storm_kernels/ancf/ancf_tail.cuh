@@ -89,9 +89,10 @@ struct Tail {
   }
 
   /* Writes to `to` what was not kept, from the tile's elements or, with a bitmap, those other than
-   * the fill. */
+   * the fill; without their signs if asked. */
   template <bool kHasBitmap>
-  DEVICE void write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table) const;
+  DEVICE void write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table,
+                          bool without_signs = false) const;
 };
 
 /* The same by a second pass over a tile in the tensor, an element a lane. */
@@ -100,6 +101,7 @@ struct TailAgain {
   const u8 *from;
   u32 count;
   u64 fill;
+  Element mask;            /* the bits that elements are coded with */
   u8 *to;
   u32 bytes, plane_bytes;  /* of all with its padding, of a plane of second codes */
   const CodeTable<C> *table;
@@ -111,7 +113,7 @@ struct TailAgain {
     u32 missed = 0, escaped = 0, below = low_bits(lane);
     for (u32 first = 0; first < count; first += kWarpThreads) {
       u32 i = first + lane;
-      Element x = i < count ? read_element(from + static_cast<u64>(i) * kWidth) : 0;
+      Element x = i < count ? read_element(from + static_cast<u64>(i) * kWidth) & mask : 0;
       bool coded = i < count && !(kHasBitmap && x == fill);
       u32 code = code_of(x), second = code >> C::kFirst;
       bool misses = coded && (code & C::kFirstSlots) == C::kFirstSlots, escapes = misses && second == C::kSecondSlots;
@@ -139,9 +141,11 @@ struct TailAgain {
 
 template <class C>
 template <bool kHasBitmap>
-DEVICE void Tail<C>::write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table) const {
+DEVICE void Tail<C>::write_again(const WarpEncoding &job, u32 tile, u8 *to, u32 padding, const CodeTable<C> &table,
+                                 bool without_signs) const {
   const u8 *from = job.src + static_cast<u64>(tile) * kTile * kWidth;
-  TailAgain<C, kHasBitmap> again = {from, job.tile_elements(tile), job.plan.fill, to, bytes() + padding, plane_bytes(),
-                                    &table, job.lane};
+  const Element mask = without_signs ? ~0ull >> (65 - 8 * kWidth) : ~0ull;
+  TailAgain<C, kHasBitmap> again = {from, job.tile_elements(tile), job.plan.fill, mask, to, bytes() + padding,
+                                    plane_bytes(), &table, job.lane};
   again.write();
 }

@@ -61,11 +61,11 @@ uint64_t directory_offset(const struct ancf_header *header)
 
 uint64_t block_bytes(const struct ancf_header *header, uint64_t count)
 {
-    if (header->bitmap == ANCF_PLAIN)
-        return ancf_up(count, 128) / 8;
-    if (header->bitmap == ANCF_PAIRS)
-        return ancf_up(count, 256) / 16;
-    return ancf_up(count, 128) / 8 * (uint64_t)(header->residue_bits + header->k1);
+    uint64_t plane = ancf_up(count, 128) / 8;
+    if (header->bitmap)
+        return bitmap_bytes(header->bitmap & ~ANCF_SIGNS, count) +
+               (header->bitmap & ANCF_SIGNS ? plane : 0);
+    return plane * (uint64_t)(header->residue_bits + header->k1);
 }
 
 static uint64_t fixed_bytes(const struct ancf_header *header)
@@ -140,10 +140,12 @@ static int window_is_known(const struct ancf_header *h)
     const struct ancf_dtype_info *dtype = &dtypes[h->dtype];
     int fast = h->k1 == 3 && h->k2 == 0;
     int dense = (h->k1 == 2 && h->k2 == 3) || (h->k1 == 3 && h->k2 == 4);
-    int has_bitmap = h->bitmap == ANCF_PLAIN || h->bitmap == ANCF_PAIRS;
+    int kind = h->bitmap & ~ANCF_SIGNS, has_bitmap = kind == ANCF_PLAIN || kind == ANCF_PAIRS;
     if (!(dense || (fast && h->mode == ANCF_WINDOW)))
         return 0;
     if (h->mode == ANCF_SPARSE ? !has_bitmap : h->bitmap != ANCF_NO_BITMAP)
+        return 0;
+    if ((h->bitmap & ANCF_SIGNS) && (h->rotate || h->fill))
         return 0;
     return drop_is_known(h, dtype->bits) && h->rotate <= 1 &&
            h->residue_bits == dtype->mantissa - h->drop + h->rotate;
@@ -209,12 +211,14 @@ void make_coder(const struct plan *plan, struct coder *coder)
         .rotate = h->rotate,
         .drop = h->drop,
         .residue_bits = h->residue_bits,
-        .symbol_bits = (unsigned)dtypes[h->dtype].bits - h->drop - h->residue_bits,
+        .symbol_bits = (unsigned)dtypes[h->dtype].bits - h->drop - h->residue_bits -
+                       ((h->bitmap & ANCF_SIGNS) != 0),
         .k1 = h->k1,
         .k2 = h->k2,
         .escape_bytes = h->escape_bytes,
         .mode = h->mode,
-        .bitmap = h->bitmap,
+        .bitmap = h->bitmap & ~(unsigned)ANCF_SIGNS,
+        .signs_apart = (h->bitmap & ANCF_SIGNS) != 0,
         .is_signed = dtypes[h->dtype].is_signed,
         .dict_count = h->dict_count,
         .fill = h->fill,

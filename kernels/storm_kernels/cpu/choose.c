@@ -71,14 +71,21 @@ static void count_symbols(const struct sample *s, struct histogram *out)
         out->count[s->elements[i] >> s->mantissa]++;
 }
 
-/* The same over the elements other than fill. */
-static void leave_out(const struct sample *s, uint64_t fill, struct histogram *h)
+/* The same over the elements other than fill, of which there are `fills`. */
+static void leave_out(const struct sample *s, uint64_t fill, uint32_t fills, struct histogram *h)
 {
-    uint32_t fills = 0;
-    for (uint32_t i = 0; i < s->count; i++)
-        fills += s->elements[i] == fill;
     h->count[(fill >> s->mantissa) & (MAX_SYMBOLS - 1)] -= fills;
     h->total -= fills;
+}
+
+/* The same without signs. */
+static void fold_signs(struct histogram *h)
+{
+    unsigned half = 1u << (h->bits - 1);
+    for (unsigned symbol = 0; symbol < half; symbol++) {
+        h->count[symbol] += h->count[symbol + half];
+        h->count[symbol + half] = 0;
+    }
 }
 
 struct coding {
@@ -204,11 +211,20 @@ static unsigned integer_width(const struct sample *s)
     return most == least ? 0 : 64 - (unsigned)__builtin_clzll(most - least);
 }
 
-static uint64_t bitmap_cost(const struct sample *s, uint64_t fill, unsigned *bitmap)
+/* How many elements equal `fill` in the bits of `mask`. */
+static uint32_t count_equal(const struct sample *s, uint64_t fill, uint64_t mask)
+{
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < s->count; i++)
+        count += (s->elements[i] & mask) == fill;
+    return count;
+}
+
+static uint64_t bitmap_cost(const struct sample *s, uint64_t fill, uint64_t mask, unsigned *bitmap)
 {
     uint64_t bits = s->count / 2;
     for (uint32_t i = 0; i + 1 < s->count; i += 2) {
-        int first = s->elements[i] != fill, second = s->elements[i + 1] != fill;
+        int first = (s->elements[i] & mask) != fill, second = (s->elements[i + 1] & mask) != fill;
         bits += (uint64_t)((first | second) + second);
     }
     *bitmap = bits * 17 < (uint64_t)s->count * 16 ? ANCF_PAIRS : ANCF_PLAIN;
@@ -271,9 +287,22 @@ struct view {
     const struct sample *sample;
     struct histogram all, rest; /* rest: the elements other than fill */
     uint64_t fill;
+    uint64_t sparse_mask; /* the bits that a bitmap compares: all, or those below the sign */
     unsigned drop;
-    int dense;
+    int dense, signs_apart;
 };
+
+/* Mode sparse: its bitmap with the flag for signs, the coding of the other elements, all bits. */
+static uint64_t sparse_cost(const struct view *v, unsigned *bitmap, struct coding *coding)
+{
+    const struct sample *s = v->sample;
+    uint64_t bits = bitmap_cost(s, v->fill, v->sparse_mask, bitmap);
+    *coding = v->signs_apart ? cheapest(s, &v->rest, 1, v->drop, 1)
+                             : best_coding(s, &v->rest, v->drop, 1);
+    if (v->signs_apart)
+        *bitmap |= ANCF_SIGNS;
+    return bits + (v->signs_apart ? s->count : 0) + coding->cost;
+}
 
 static int best_float(const struct view *v, uint64_t *cost)
 {
@@ -304,14 +333,13 @@ static int best_mode(const struct view *v)
 {
     uint64_t cost;
     unsigned bitmap;
+    struct coding coding;
     if (v->sample->dtype == ANCF_BOOL)
         return ANCF_BOOLEAN;
     if (holds_one_value(v->sample))
         return ANCF_CONSTANT;
     int mode = v->sample->is_float ? best_float(v, &cost) : best_integer(v, &cost);
-    uint64_t sparse = bitmap_cost(v->sample, v->fill, &bitmap) +
-                      best_coding(v->sample, &v->rest, v->drop, 1).cost;
-    return sparse * 9 < cost * 8 ? ANCF_SPARSE : mode;
+    return sparse_cost(v, &bitmap, &coding) * 9 < cost * 8 ? ANCF_SPARSE : mode;
 }
 
 static void set_coding(struct ancf_header *h, const struct coding *coding)
@@ -344,8 +372,8 @@ static void plan_window(const struct view *v, int mode, struct ancf_header *h)
 static void plan_sparse(const struct view *v, struct ancf_header *h)
 {
     unsigned bitmap;
-    struct coding coding = best_coding(v->sample, &v->rest, v->drop, 1);
-    bitmap_cost(v->sample, v->fill, &bitmap);
+    struct coding coding;
+    sparse_cost(v, &bitmap, &coding);
     h->mode = ANCF_SPARSE;
     h->bitmap = (uint8_t)bitmap;
     h->fill = v->fill;
@@ -359,15 +387,30 @@ static void plan_values(struct sample *s, int mode, int policy, struct plan *pla
     plan->header.dict_count = frequent_values(s, (1u << k1) - 1, plan->dictionary);
 }
 
+/* What mode sparse codes: elements other than the fill or, where so many zeros are -0.0 that a bit
+ * for each zero costs less than their residues, magnitudes other than 0. */
+static void look_at_rest(struct view *v)
+{
+    const struct sample *s = v->sample;
+    uint64_t all = ~UINT64_C(0), below_sign = (UINT64_C(1) << (s->bits - 1)) - 1;
+    uint32_t fills = count_equal(s, v->fill, all);
+    uint32_t zeros = v->fill || !s->is_float ? fills : count_equal(s, 0, below_sign);
+    v->signs_apart = (uint64_t)(zeros - fills) * (s->mantissa - v->drop + 1) > zeros;
+    v->sparse_mask = v->signs_apart ? below_sign : all;
+    v->rest = v->all;
+    if (v->signs_apart)
+        fold_signs(&v->rest);
+    leave_out(s, v->fill, v->signs_apart ? zeros : fills, &v->rest);
+}
+
 void choose_plan(struct sample *sample, int mode, int dense, int policy, uint64_t fill,
                  struct plan *plan)
 {
     struct view v = {.sample = sample, .fill = fill, .dense = dense};
     struct ancf_header *h = &plan->header;
     count_symbols(sample, &v.all);
-    v.rest = v.all;
-    leave_out(sample, fill, &v.rest);
     v.drop = droppable_bits(sample);
+    look_at_rest(&v);
     if (mode == ANCF_AUTO)
         mode = best_mode(&v);
     h->mode = (uint8_t)mode;

@@ -24,12 +24,13 @@ struct coder {
     unsigned rotate;
     unsigned drop;
     unsigned residue_bits;
-    unsigned symbol_bits; /* up to 8 where symbols are handled as bytes */
+    unsigned symbol_bits; /* that can be set; up to 8 where symbols are handled as bytes */
     unsigned k1;
     unsigned k2;
     unsigned escape_bytes;
     unsigned mode;
-    unsigned bitmap;
+    unsigned bitmap;     /* without the flag for signs */
+    unsigned signs_apart; /* elements are coded without their signs, which have a plane */
     unsigned is_signed;
     unsigned dict_count;
     uint64_t fill;

@@ -69,6 +69,7 @@ enum ancf_dtype {
 };
 
 enum ancf_bitmap { ANCF_NO_BITMAP = 0, ANCF_PLAIN = 1, ANCF_PAIRS = 2 };
+#define ANCF_SIGNS 4 /* added to one of these: a plane of all signs beside the bitmap */
 
 #define ANCF_FLAG_CHECKSUM 1
 
@@ -115,6 +116,12 @@ struct ancf_dtype_info {
 static inline uint64_t ancf_up(uint64_t value, uint64_t multiple)
 {
     return (value + multiple - 1) / multiple * multiple;
+}
+
+/* Plane A of a bitmap of `count` elements. */
+static inline uint64_t bitmap_bytes(unsigned kind, uint64_t count)
+{
+    return kind == ANCF_PAIRS ? ancf_up(count, 256) / 16 : ancf_up(count, 128) / 8;
 }
 
 #endif

@@ -24,5 +24,9 @@
 #define expand_u16 portable_expand_u16
 #define expand_u32 portable_expand_u32
 #define expand_u64 portable_expand_u64
+#define expand_signed_u8 portable_expand_signed_u8
+#define expand_signed_u16 portable_expand_signed_u16
+#define expand_signed_u32 portable_expand_signed_u32
+#define expand_signed_u64 portable_expand_signed_u64
 
 #include "tile_template.h"

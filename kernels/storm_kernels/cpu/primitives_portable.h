@@ -8,6 +8,8 @@
 
 #include "coder.h"
 
+#define INLINE inline __attribute__((always_inline))
+
 static inline uint64_t load_u64(const void *from)
 {
     uint64_t word;

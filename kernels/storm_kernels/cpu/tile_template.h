@@ -2,8 +2,8 @@
  *
  * The includer defines TABLE (the name of its `struct kernels`), TABLE_NAME, and the primitives
  *   planes_of_bytes, bytes_of_planes, planes_of_symbols, symbols_of_planes, put_bytes, take_bytes,
- *   mover, make_mover, extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and compress_ and expand_
- *   for u8, u16, u32 and u64,
+ *   mover, make_mover, extract_bits, deposit_bits, kernel_checksum, kernel_copy_checksum, and
+ *   compress_, expand_ and expand_signed_ for u8, u16, u32 and u64,
  * by its own functions or those of primitives_portable.h. The loops below are plain C that the
  * compiler vectorises under the includer's flags. Everything is static: two instruction sets in
  * one library cannot be mixed up by the linker. */
@@ -355,10 +355,8 @@ static int take_bitmap(const struct coder *c, const uint8_t *fixed, struct reade
 /* How an element splits into symbol and residue: the coder's numbers, known to the compiler where
  * that makes better loops. */
 struct shape {
-    unsigned rotate, drop, residue_bits;
+    unsigned rotate, drop, residue_bits, symbol_bits;
 };
-
-#define INLINE inline __attribute__((always_inline))
 
 /* -- Everything that depends on the element's width ------------------------------------------- */
 

@@ -35,6 +35,21 @@ static inline void FN(portable_expand)(const T *restrict kept, const uint64_t *m
     }
 }
 
+/* The same with 0 as the fill, and with the sign set of each element that has a bit in `signs`. */
+static inline void FN(portable_expand_signed)(const T *restrict kept, const uint64_t *mask,
+                                              const uint64_t *signs, unsigned count,
+                                              void *restrict out)
+{
+    ANY *x = out;
+    uint64_t planes[1][WORDS];
+    uint8_t flags[ANCF_TILE];
+    FN(expand)(kept, mask, count, 0, out);
+    memcpy(planes, signs, groups_of(count) * sizeof *signs);
+    bytes_of_planes((const uint64_t(*)[WORDS])planes, groups_of(count), 1, flags);
+    for (unsigned i = 0; i < count; i++)
+        x[i] |= (T)((T)flags[i] << (BITS - 1));
+}
+
 /* -- planes(values, k, p) of FORMAT.md, section 5 ----------------------------------------------- */
 
 /* Writes the low k bits of v[0, p); v is readable up to the next multiple of 64. */

@@ -11,22 +11,26 @@
 #if BITS == 16
 #define WITH_SHAPE(c, call)                                                                       \
     if ((c)->rotate && (c)->residue_bits == 8) { /* bfloat16, exponent */                         \
-        const struct shape shape = {1, 0, 8};                                                     \
+        const struct shape shape = {1, 0, 8, 8};                                                  \
+        call;                                                                                     \
+    } else if ((c)->signs_apart && (c)->residue_bits == 7) { /* bfloat16 without sign */          \
+        const struct shape shape = {0, 0, 7, 8};                                                  \
         call;                                                                                     \
     } else if (!(c)->rotate && (c)->residue_bits == 7) { /* bfloat16, joint */                    \
-        const struct shape shape = {0, 0, 7};                                                     \
+        const struct shape shape = {0, 0, 7, 9};                                                  \
         call;                                                                                     \
     } else if ((c)->rotate) { /* float16, exponent */                                             \
-        const struct shape shape = {1, 0, 11};                                                    \
+        const struct shape shape = {1, 0, 11, 5};                                                 \
         call;                                                                                     \
-    } else { /* float16, joint */                                                                 \
-        const struct shape shape = {0, 0, 10};                                                    \
+    } else { /* float16, joint or without sign */                                                 \
+        const struct shape shape = {0, 0, 10, 6};                                                 \
         call;                                                                                     \
     }
 #else
 #define WITH_SHAPE(c, call)                                                                       \
     {                                                                                             \
-        const struct shape shape = {(c)->rotate, BITS >= 32 ? (c)->drop : 0, (c)->residue_bits};  \
+        const struct shape shape = {(c)->rotate, BITS >= 32 ? (c)->drop : 0, (c)->residue_bits,   \
+                                    (c)->symbol_bits};                                            \
         call;                                                                                     \
     }
 #endif
@@ -92,14 +96,13 @@ static INLINE uint8_t *FN(split)(const struct coder *c, const struct shape shape
 {
     const unsigned groups = groups_of(p), padded = 64 * groups, r = shape.residue_bits;
     FN(rotate)(shape, x, m, padded, v);
-    const unsigned symbol_bits = BITS - shape.drop - r;
     uint8_t code[SCRATCH];
     for (unsigned i = 0; i < padded; i++)
         symbols[i] = (uint8_t)(v[i] >> r);
-    if (symbol_bits <= 8) {
+    if (shape.symbol_bits <= 8) {
         planes_of_symbols(c, 0, symbols, groups, codes->planes);
 #ifdef LOOKS_UP_SYMBOLS
-    } else if (symbol_bits == 9) {
+    } else if (shape.symbol_bits == 9) {
         for (unsigned i = 0; i < padded; i++)
             code[i] = (uint8_t)(v[i] >> (BITS - shape.drop - 1)); /* the sign */
         planes_of_joint_symbols(c, code, symbols, groups, codes->planes);
@@ -127,7 +130,7 @@ static uint8_t *FN(put_window)(const struct coder *c, const ANY *x, unsigned m, 
     find_escapes(c, &codes, groups);
     put_level1(c, &codes, p, planes);
     rest = put_level2(c, &codes, groups, rest);
-    if (c->symbol_bits <= 8 && c->drop == 0)
+    if (c->escape_bytes == 1 && c->drop == 0)
         return put_bytes(symbols, codes.escapes, groups, rest);
     return FN(put_escapes)(c, x, v, codes.escapes, groups, rest);
 }
@@ -141,14 +144,39 @@ static void FN(mark_others)(const ANY *restrict x, unsigned count, T fill, uint6
     planes_of_bytes(flags, WORDS, 1, (uint64_t(*)[WORDS])bitmap);
 }
 
+#define MAGNITUDE ((T)((T)~(T)0 >> 1))
+
+/* The bitmap of elements other than 0 of either sign, and the plane of all signs. */
+static void FN(mark_magnitudes)(const ANY *restrict x, unsigned count, uint64_t planes[2][WORDS])
+{
+    uint8_t flags[ANCF_TILE];
+    for (unsigned i = 0; i < count; i++)
+        flags[i] = (uint8_t)(((x[i] & MAGNITUDE) != 0) | (x[i] >> (BITS - 1) << 1));
+    memset(flags + count, 0, sizeof flags - count);
+    planes_of_bytes(flags, WORDS, 2, planes);
+}
+
+static void FN(remove_signs)(T *x, unsigned count)
+{
+    for (unsigned i = 0; i < count; i++)
+        x[i] &= MAGNITUDE;
+}
+
 static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned count,
                                uint8_t *fixed, uint8_t *record)
 {
-    uint64_t bitmap[WORDS];
+    uint64_t planes[2][WORDS]; /* the bitmap, and where signs are apart theirs */
     T kept[SCRATCH];
-    FN(mark_others)(x, count, (T)c->fill, bitmap);
-    unsigned m = FN(compress)(x, bitmap, count, kept), p = (unsigned)ancf_up(m, 32);
-    record = put_bitmap(c, bitmap, count, fixed, record);
+    if (c->signs_apart)
+        FN(mark_magnitudes)(x, count, planes);
+    else
+        FN(mark_others)(x, count, (T)c->fill, planes[0]);
+    unsigned m = FN(compress)(x, planes[0], count, kept), p = (unsigned)ancf_up(m, 32);
+    if (c->signs_apart) {
+        FN(remove_signs)(kept, m);
+        memcpy(fixed + bitmap_bytes(c->bitmap, count), planes[1], ancf_up(count, 128) / 8);
+    }
+    record = put_bitmap(c, planes[0], count, fixed, record);
     return FN(put_window)(c, kept, m, p, record, record + p / 8 * (c->residue_bits + c->k1));
 }
 
@@ -170,8 +198,10 @@ static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned cou
             uint64_t mask = escapes[g];                                                           \
             const type *end = next + __builtin_popcountll(mask);                                  \
             do {                                                                                  \
-                for (unsigned step = 0; step < 4; step++, mask &= mask - 1)                       \
-                    (to)[mask ? 64 * g + (unsigned)__builtin_ctzll(mask) : SCRATCH - 1] = *next++; \
+                for (unsigned step = 0; step < 4; step++, mask &= mask - 1) {                     \
+                    unsigned at = mask ? 64 * g + (unsigned)__builtin_ctzll(mask) : SCRATCH - 1;  \
+                    (to)[at] = (__typeof__(*(to)))*next++;                                        \
+                }                                                                                 \
             } while (mask != 0);                                                                  \
             next = end;                                                                           \
         }                                                                                         \
@@ -179,6 +209,14 @@ static uint8_t *FN(put_sparse)(const struct coder *c, const ANY *x, unsigned cou
 
 static int FN(take_wide_escapes)(const uint64_t *escapes, unsigned groups, struct reader *rest,
                                  uint16_t *symbols)
+{
+    TAKE_ESCAPES(uint16_t, symbols);
+    return 0;
+}
+
+/* The same of symbols that would fit into a byte: those of elements without sign. */
+static int FN(take_wide_escapes_of_bytes)(const uint64_t *escapes, unsigned groups,
+                                          struct reader *rest, uint8_t *symbols)
 {
     TAKE_ESCAPES(uint16_t, symbols);
     return 0;
@@ -199,7 +237,7 @@ static INLINE void FN(join)(const struct shape shape, const uint8_t *restrict sy
                             unsigned m, unsigned p, T *restrict v, ANY *restrict out)
 {
     const unsigned drop = shape.drop, sign = BITS - 1 - drop, r = shape.residue_bits;
-    const int narrow = BITS - drop - r <= 8, one_plane = r == 8;
+    const int narrow = shape.symbol_bits <= 8, one_plane = r == 8;
     if (!one_plane) {
         for (unsigned i = 0; i < m; i++)
             v[i] = (T)((T)(narrow ? symbols[i] : wide_symbols[i]) << r);
@@ -232,6 +270,8 @@ static int FN(take_symbols)(const struct coder *c, const struct codes *codes, un
     symbols_of_planes(planes, groups, code_bits(c), low_bytes, symbols);
     if (c->drop)
         return 0;
+    if (c->escape_bytes == 2)
+        return FN(take_wide_escapes_of_bytes)(codes->escapes, groups, rest, symbols);
     uint8_t padded[ANCF_TILE + 64];
     unsigned total = count_ones(codes->escapes, groups);
     const uint8_t *from = take(rest, total);
@@ -267,7 +307,7 @@ static int FN(take_window)(const struct coder *c, const uint8_t *planes, unsigne
 static int FN(take_sparse)(const struct coder *c, const uint8_t *fixed, struct reader *record,
                            unsigned count, ANY *out)
 {
-    uint64_t bitmap[WORDS] = {0};
+    uint64_t bitmap[WORDS] = {0}, signs[WORDS];
     T kept[SCRATCH];
     if (take_bitmap(c, fixed, record, count, bitmap) != 0)
         return -1;
@@ -276,8 +316,14 @@ static int FN(take_sparse)(const struct coder *c, const uint8_t *fixed, struct r
     if (planes == NULL || FN(take_window)(c, planes, m, p, record, kept) != 0)
         return -1;
     memset(kept + m, 0, 64 * sizeof *kept);
-    FN(expand)(kept, bitmap, count, (T)c->fill, out);
+    if (c->signs_apart) {
+        memcpy(signs, fixed + bitmap_bytes(c->bitmap, count), ancf_up(count, 128) / 8);
+        FN(expand_signed)(kept, bitmap, signs, count, out);
+    } else {
+        FN(expand)(kept, bitmap, count, (T)c->fill, out);
+    }
     return 0;
 }
 
 #undef WITH_SHAPE
+#undef MAGNITUDE

@@ -76,6 +76,18 @@ def test_every_mode_and_dtype(dtype, mode):
         check_all_sets(bell_shaped(count, dtype, zeros), dtype, mode=mode, speed=speed)
 
 
+@pytest.mark.parametrize("mode", ["auto", "sparse", "constant"])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_zeros_of_either_sign(dtype, mode):
+    elements = bell_shaped(4096 * 3 + 77, dtype, 0.0).view(f"<u{dtype.element_bytes}")
+    sign = elements.dtype.type(1 << (dtype.width - 1))
+    for count, zeros in [(1, 1.0), (129, 0.5), (4097, 0.5), (elements.size, 0.75)]:
+        masked = np.random.default_rng(count).random(count) < zeros
+        data = np.where(masked, elements[:count] & sign, elements[:count]).view(np.uint8)
+        check_all_sets(data, dtype, mode=mode)
+        check_all_sets(data, dtype, 1, mode=mode, checksum=False)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [DType.UINT8, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64])
 def test_random_bits(dtype, mode):

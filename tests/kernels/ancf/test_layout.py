@@ -61,6 +61,9 @@ NUMBERS = {  # ours: C's, CUDA's
     "CHECK_MIX": ("ANCF_C2", "kCheckMix"),
     "CHECK_LENGTH": ("ANCF_C3", "kCheckLength"),
     "FLAG_CHECKSUM": ("ANCF_FLAG_CHECKSUM", "kFlagChecksum"),
+    "BITMAP_PLAIN": ("ANCF_PLAIN", "kBitmapPlain"),
+    "BITMAP_PAIRS": ("ANCF_PAIRS", "kBitmapPairs"),
+    "BITMAP_SIGNS": ("ANCF_SIGNS", "kBitmapSigns"),
 }
 
 

@@ -135,19 +135,39 @@ static inline uint64_t avx512_lanes(unsigned first, unsigned count, unsigned lan
         return kept;                                                                              \
     }                                                                                             \
                                                                                                   \
-    static inline void avx512_expand_u##BITS(const uint##BITS##_t *kept, const uint64_t *mask,    \
-                                             unsigned count, uint##BITS##_t fill, void *out)      \
+    /* `signs` is a plane of them to add, or NULL. */                                             \
+    static INLINE void avx512_expand_all_u##BITS(const uint##BITS##_t *kept,                      \
+                                                 const uint64_t *mask, const uint64_t *signs,     \
+                                                 unsigned count, uint##BITS##_t fill, void *out)  \
     {                                                                                             \
         const unsigned lanes = 512 / BITS;                                                        \
         const __m512i fills = avx512_fill_u##BITS(fill);                                          \
+        const __m512i sign = avx512_fill_u##BITS((uint##BITS##_t)(UINT64_C(1) << (BITS - 1)));    \
         uint8_t *to = out;                                                                        \
         for (unsigned i = 0; i < count; i += lanes) {                                             \
             uint64_t bits = avx512_bits(mask, i, lanes), live = avx512_lanes(i, count, lanes);    \
             __m512i values = _mm512_mask_expand_epi##BITS(fills, (__mmask##SET)bits,              \
                                                           _mm512_loadu_si512(kept));              \
+            if (signs != NULL) {                                                                  \
+                __mmask##SET negative = (__mmask##SET)avx512_bits(signs, i, lanes);               \
+                values = _mm512_or_si512(values, _mm512_maskz_mov_epi##BITS(negative, sign));     \
+            }                                                                                     \
             _mm512_mask_storeu_epi##BITS(to + BITS / 8 * (size_t)i, (__mmask##SET)live, values);  \
             kept += _mm_popcnt_u64(bits);                                                         \
         }                                                                                         \
+    }                                                                                             \
+                                                                                                  \
+    static inline void avx512_expand_u##BITS(const uint##BITS##_t *kept, const uint64_t *mask,    \
+                                             unsigned count, uint##BITS##_t fill, void *out)      \
+    {                                                                                             \
+        avx512_expand_all_u##BITS(kept, mask, NULL, count, fill, out);                            \
+    }                                                                                             \
+                                                                                                  \
+    static inline void avx512_expand_signed_u##BITS(const uint##BITS##_t *kept,                   \
+                                                    const uint64_t *mask, const uint64_t *signs,  \
+                                                    unsigned count, void *out)                    \
+    {                                                                                             \
+        avx512_expand_all_u##BITS(kept, mask, signs, count, 0, out);                              \
     }
 
 static inline __m512i avx512_fill_u8(uint8_t fill) { return _mm512_set1_epi8((char)fill); }
@@ -264,5 +284,9 @@ static uint64_t avx512_copy_checksum(uint8_t *dst, const uint8_t *data, size_t c
 #define expand_u16 avx512_expand_u16
 #define expand_u32 avx512_expand_u32
 #define expand_u64 avx512_expand_u64
+#define expand_signed_u8 avx512_expand_signed_u8
+#define expand_signed_u16 avx512_expand_signed_u16
+#define expand_signed_u32 avx512_expand_signed_u32
+#define expand_signed_u64 avx512_expand_signed_u64
 
 #include "../tile_template.h"
