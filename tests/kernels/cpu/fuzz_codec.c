@@ -40,6 +40,7 @@ static uint8_t *make_tensor(uint64_t n, unsigned bits, unsigned mantissa)
     unsigned bytes = bits / 8, zeros = (unsigned)below(100), kind = (unsigned)below(6);
     uint64_t spread = 1 + below(24), low = kind == 1 ? 0xFFFF : kind == 2 ? 0x1FFF : 0;
     uint64_t mask = bits == 64 ? ~UINT64_C(0) : (UINT64_C(1) << bits) - 1;
+    uint64_t signs = below(2) ? 0 : UINT64_C(1) << (bits - 1); /* whether zeros keep theirs */
     uint64_t silent = below(4) ? 0 : below(n + 1);
     uint8_t *data = malloc(n * bytes + 1);
     for (uint64_t i = 0; i < n; i++) {
@@ -53,7 +54,7 @@ static uint8_t *make_tensor(uint64_t n, unsigned bits, unsigned mantissa)
         if (kind == 5 || below(300) == 0)
             element = draw() & mask;
         if (below(100) < zeros || i < silent)
-            element = 0;
+            element &= signs;
         memcpy(data + i * bytes, &element, bytes);
     }
     return data;
