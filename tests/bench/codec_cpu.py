@@ -28,7 +28,7 @@ import numpy as np
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, reference
 from storm_kernels.ancf.cpu import CpuCodec
-from storm_kernels.cpu import available_sets
+from storm_kernels.native import available_sets
 
 from stormd.machine import describe, package_versions
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, Mode, cpu, reference
-from storm_kernels.cpu import InstructionSet, available_sets
 from storm_kernels.errors import BackendUnavailable
+from storm_kernels.native import InstructionSet, available_sets
 
 from .conftest import Guarded
 
@@ -110,18 +110,16 @@ def test_small_sizes(count):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2047, 2048, 2049, 9_000_001])
 def test_checksum_while_copying(nbytes):
-    from storm_kernels.cpu import load
-
     data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     expected = ancf.checksum.checksum(data)
     for one in SETS:
         for offset in (0, 5):
             copy = Guarded(nbytes, offset)
             address = data.ctypes.data
-            found = load().storm_ancf_copy_checksum(copy.address, address, nbytes, one)
+            found = cpu.library().storm_ancf_copy_checksum(copy.address, address, nbytes, one)
             copy.check()
             assert (copy.data == data).all()
-            assert found == expected == load().storm_ancf_checksum(address, nbytes, one)
+            assert found == expected == cpu.library().storm_ancf_checksum(address, nbytes, one)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])

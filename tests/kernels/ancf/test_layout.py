@@ -11,8 +11,8 @@ from storm_kernels.ancf import layout
 
 MASK = (1 << 64) - 1
 ANCF = Path(ancf.__file__).parent
-C_HEADER = ANCF.parent / "cpu" / "format.h"
-CUDA_HEADER = ANCF / "ancf_format.cuh"
+C_HEADER = ANCF / "csrc" / "format.h"
+CUDA_HEADER = ANCF / "csrc" / "cuda" / "ancf_format.cuh"
 FORMAT = (ANCF / "FORMAT.md").read_text()
 
 
