@@ -1,4 +1,4 @@
-"""Kernels for stormd: the ANCF activation codec and associative scans, on NumPy, C and CUDA.
+"""Kernels for stormd: ANCF, associative scans and ternary products, on NumPy, C and CUDA.
 
 Importing this package loads neither torch, CuPy nor CUDA.
 """

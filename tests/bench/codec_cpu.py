@@ -28,7 +28,7 @@ import numpy as np
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, reference
 from storm_kernels.ancf.cpu import CpuCodec
-from storm_kernels.cpu import available_sets
+from storm_kernels.native import available_sets
 
 from stormd.machine import describe, package_versions
 
@@ -91,6 +91,13 @@ def mostly_zero(nbytes: int) -> Bytes:
     return with_zeros(nbytes, 0.75)
 
 
+def masked(nbytes: int) -> Bytes:
+    """bfloat16 times a mask: 75% zeros, half of them -0.0."""
+    elements = normal(nbytes).view("<u2").copy()
+    elements[np.random.default_rng(1).random(elements.size) < 0.75] &= 0x8000
+    return elements.view(np.uint8)
+
+
 def mask(nbytes: int) -> Bytes:
     return (np.random.default_rng(0).random(nbytes) < 0.1).astype(np.uint8)
 
@@ -118,6 +125,7 @@ CASES = [
     Case("fp32 N(0,1) dense", DType.FLOAT32, normal_fp32, "dense"),
     Case("bf16 ReLU, 50% zeros", BF16, relu),
     Case("bf16 no sign, 75% zeros", BF16, mostly_zero),
+    Case("bf16 75% zeros of either sign", BF16, masked),
     Case("bool p = 0.1", DType.BOOL, mask),
     Case("fp32 holding bf16", DType.FLOAT32, bf16_in_fp32),
     Case("int64 token ids", DType.INT64, token_ids),

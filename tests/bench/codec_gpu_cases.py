@@ -51,6 +51,12 @@ def dropped_out(n: int) -> torch.Tensor:
     return torch.where(torch.rand(n // 2, device="cuda") < 0.25, values, 0).to(torch.bfloat16)
 
 
+def masked(n: int) -> torch.Tensor:
+    """Half of the zeros are -0.0."""
+    values = torch.randn(n // 2, device="cuda")
+    return (values * (torch.rand(n // 2, device="cuda") < 0.25)).to(torch.bfloat16)
+
+
 def mask(n: int) -> torch.Tensor:
     return torch.rand(n, device="cuda") < 0.1
 
@@ -75,6 +81,7 @@ CASES = [
     Case("bf16 ReLU, 50% zeros", relu, "fast", 2.5, 1000, 1200),
     Case("bf16 no sign, 75% zeros", mostly_zero, "fast", 4.4, 1000, 1200),
     Case("bf16 signed, 75% zeros", dropped_out, "fast"),
+    Case("bf16 75% zeros of either sign", masked, "fast", 3.6),
     Case("bool p = 0.1", mask, "fast", 7.99, 1500, 1500),
     Case("fp32 holding bf16", bf16_in_fp32, "fast", 2.8, 1500, 1500),
     Case("random bits", noise, "fast", 0.995),

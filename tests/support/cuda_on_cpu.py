@@ -19,7 +19,7 @@ from storm_kernels.ancf.options import POLICIES
 from support.fenced_memory import Fenced
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "kernels/storm_kernels/ancf"
+SOURCES = ROOT / "kernels/storm_kernels/ancf/csrc/cuda"
 HOST = ROOT / "tests/kernels/cuda_on_cpu"
 GUARD = 64
 POISON = 0xA5

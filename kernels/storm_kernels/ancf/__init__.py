@@ -12,7 +12,6 @@ from .analyze import Analysis, analyze
 from .api import HostBackend, decode, encode, host_backend
 from .blob import Blob
 from .dtypes import DType, dtype_of
-from .encoder import Encoder, LayerStats
 from .header import Header, read_header
 from .layout import Mode
 from .plan import max_encoded_bytes
@@ -23,10 +22,8 @@ __all__ = [
     "Blob",
     "CorruptBlob",
     "DType",
-    "Encoder",
     "Header",
     "HostBackend",
-    "LayerStats",
     "Mode",
     "UsageError",
     "analyze",

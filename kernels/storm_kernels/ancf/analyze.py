@@ -37,7 +37,7 @@ class Candidate:
 class Analysis:
     """What `analyze` found. Bits are per element, shares 0..1, ratios original / encoded.
 
-    `bound` is the ratio of an ideal order-0 coder of zeros and of sign and exponent together,
+    `bound` is the ratio of an ideal order-0 coder of +0.0, -0.0, and of sign and exponent together,
     which keeps mantissas as they are; for integers and booleans, of whole values.
     """
 
@@ -84,7 +84,7 @@ def analyze(tensor: torch.Tensor, speed: str = "fast", backend: str = "auto") ->
         raw_nbytes=chosen.raw_nbytes,
         bound=dtype.width / bits if bits else float("inf"),
         bound_bits=bits,
-        zeros=float((elements == 0).mean()) if elements.size else 0.0,
+        zeros=float((_magnitudes(elements, dtype) == 0).mean()) if elements.size else 0.0,
         chosen=chosen.mode,
         chosen_ratio=chosen.ratio,
         escape_rate=escape_rate(chosen.host_data()),
@@ -99,15 +99,20 @@ def bound_bits(elements: NDArray[np.unsignedinteger], dtype: DType) -> float:
         return 0.0
     if not dtype.is_float:
         return _entropy(np.unique(elements, return_counts=True)[1])
-    others = elements[elements != 0]
-    share = others.size / elements.size
+    negative = elements == 1 << (dtype.width - 1)
+    others = elements[(elements != 0) & ~negative]
+    kinds = np.array([others.size, negative.sum(), elements.size - others.size - negative.sum()])
     if not others.size:
-        return 0.0
+        return _entropy(kinds)
+    share = others.size / elements.size
     drop = Sample(others, dtype).drop  # of all elements here: low bits that none has set
     mantissa = dtype.mantissa_bits - drop
     symbols = np.bincount((others >> others.dtype.type(dtype.mantissa_bits)).astype(np.int64))
-    zero_bits = _entropy(np.array([others.size, elements.size - others.size]))
-    return zero_bits + float(share) * (_entropy(symbols) + mantissa)
+    return _entropy(kinds) + float(share) * (_entropy(symbols) + mantissa)
+
+
+def _magnitudes(elements: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.unsignedinteger]:
+    return Sample(elements, dtype).magnitudes if dtype.is_float else elements
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:

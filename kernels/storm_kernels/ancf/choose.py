@@ -106,14 +106,38 @@ class Sample:
 
     @cached_property
     def rest(self) -> NDArray[np.unsignedinteger]:
-        """The elements other than `fill`."""
-        others: NDArray[np.unsignedinteger] = self.elements[self.elements != self.fill]
+        """The elements other than `fill`, as a sparse tile codes them."""
+        elements = self.sparse_elements
+        others: NDArray[np.unsignedinteger] = elements[elements != self.fill]
         return others
 
     @property
     def fills(self) -> int:
         """How many elements equal `fill` (Z)."""
-        return self.count - self.rest.size
+        return self.count - int((self.elements != self.fill).sum())
+
+    @cached_property
+    def magnitudes(self) -> NDArray[np.unsignedinteger]:
+        """The elements without their signs."""
+        mask = self.elements.dtype.type((1 << (self.dtype.width - 1)) - 1)
+        bare: NDArray[np.unsignedinteger] = self.elements & mask
+        return bare
+
+    @cached_property
+    def keeps_signs_apart(self) -> bool:
+        """Whether so many zeros have a sign that all signs get a plane of their own.
+
+        That costs a bit for each zero, and a -0.0 that is coded costs at least its residue.
+        """
+        if self.fill or not self.dtype.is_float:
+            return False
+        zeros = int((self.magnitudes == 0).sum())
+        return (zeros - self.fills) * (self.dtype.mantissa_bits - self.drop + 1) > zeros
+
+    @property
+    def sparse_elements(self) -> NDArray[np.unsignedinteger]:
+        """What a bitmap tells `fill` from: the elements, or their magnitudes."""
+        return self.magnitudes if self.keeps_signs_apart else self.elements
 
     @cached_property
     def drop(self) -> int:
@@ -145,7 +169,8 @@ class Sample:
 
     def sparse_plan(self) -> Plan:
         """Return the plan of mode sparse with this sample's `fill`."""
-        return _plan(Mode.SPARSE, self._rest_coding, self._bitmap[0], self.fill)
+        signs = layout.BITMAP_SIGNS if self.keeps_signs_apart else 0
+        return _plan(Mode.SPARSE, self._rest_coding, self._bitmap[0] | signs, self.fill)
 
     def frequent_values(self, limit: int) -> tuple[int, ...]:
         """Return the `limit` most frequent elements, the most frequent first."""
@@ -156,7 +181,8 @@ class Sample:
     @property
     def sparse_bits(self) -> int:
         """Cost of mode sparse."""
-        return self._bitmap[1] + self._rest_coding.bits
+        signs = self.count if self.keeps_signs_apart else 0
+        return self._bitmap[1] + signs + self._rest_coding.bits
 
     @property
     def integer_width(self) -> int:
@@ -186,12 +212,14 @@ class Sample:
 
     @cached_property
     def _rest_coding(self) -> _Coding:
+        if self.keeps_signs_apart:
+            return self._cheapest(self.rest, 0, self.drop, DENSE)
         return self._coding(self.rest, self.drop, dense=True)
 
     @cached_property
     def _bitmap(self) -> tuple[int, int]:
         """The bitmap kind, and its bits."""
-        pairs = (self.elements != self.fill)[: self.count // 2 * 2].reshape(-1, 2)
+        pairs = (self.sparse_elements != self.fill)[: self.count // 2 * 2].reshape(-1, 2)
         bits = len(pairs) + int(pairs.any(axis=1).sum()) + int(pairs[:, 1].sum())
         if bits * 17 < self.count * 16:
             return layout.BITMAP_PAIRS, bits

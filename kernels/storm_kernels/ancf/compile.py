@@ -1,10 +1,9 @@
-"""Compiles the CUDA codec ahead of its first use: all of it takes some twenty seconds.
+"""Compiles the CUDA codec ahead of its first use.
 
     CUPY_CACHE_DIR=/var/cache/stormd/cupy python -m storm_kernels.ancf.compile [bfloat16 ...]
 
-What stays true: afterwards a process with the same cache, sources and kind of GPU compiles
-nothing. It needs such a GPU, so it belongs where a node or a volume is set up, not in the build
-of an image.
+Afterwards a process with the same cache, sources and kind of GPU compiles nothing. It needs such a
+GPU, so it belongs where a node or a volume is set up, not in the build of an image.
 """
 
 from __future__ import annotations

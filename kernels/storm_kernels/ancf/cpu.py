@@ -1,4 +1,4 @@
-"""ANCF by the C library: the same bytes as reference.py writes, some hundred times as fast.
+"""ANCF by the C library: the same bytes as reference.py writes, at the speed of memory.
 
 Addresses are host memory of any alignment. Nothing outside `[src, src + nbytes)` is read, and
 nothing outside `[dst, dst + dst_bytes)` is written, whatever a blob says, and also when another
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NoReturn
 
-from ..cpu import InstructionSet, Options, Status, available_sets, load
 from ..errors import BackendUnavailable, CorruptBlob, UsageError
+from ..native import InstructionSet, Status, available_sets, load, probe
 from .header import read_header
 from .options import POLICIES, check_request, check_threads, parse_mode
 from .reference import memory
@@ -21,18 +22,33 @@ from .reference import memory
 if TYPE_CHECKING:
     from .dtypes import DType
 
-__all__ = ["CpuCodec", "decode_into", "encode_into", "probe"]
+__all__ = ["CpuCodec", "Options", "decode_into", "encode_into", "library", "probe"]
 
 AUTO = -1  # ANCF_AUTO in format.h
 
 
-def probe() -> tuple[bool, str]:
-    """Return whether the library works here, and its best instruction set or why it does not."""
-    try:
-        best = available_sets()[-1]
-    except BackendUnavailable as missing:
-        return False, str(missing)
-    return True, best.name.lower()
+class Options(ctypes.Structure):
+    """`struct storm_ancf_options` in ancf.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("mode", "dense", "checksum", "policy", "threads", "isa")
+    )
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Return the library with the functions of ancf.h declared; raises BackendUnavailable."""
+    loaded = load()
+    address, size, number = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int
+    options = ctypes.POINTER(Options)
+    loaded.storm_ancf_encode.argtypes = [address, size, number, address, size, options]
+    loaded.storm_ancf_encode.restype = ctypes.c_int64
+    loaded.storm_ancf_decode.argtypes = [address, size, address, size, options]
+    loaded.storm_ancf_checksum.argtypes = [address, size, number]
+    loaded.storm_ancf_checksum.restype = ctypes.c_uint64
+    loaded.storm_ancf_copy_checksum.argtypes = [address, address, size, number]
+    loaded.storm_ancf_copy_checksum.restype = ctypes.c_uint64
+    return loaded
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class CpuCodec:
             threads=threads,
             isa=self.instruction_set,
         )
-        size: int = load().storm_ancf_encode(
+        size: int = library().storm_ancf_encode(
             src, nbytes, dtype, dst, dst_bytes, ctypes.byref(options)
         )
         if size < 0:
@@ -92,7 +108,9 @@ class CpuCodec:
         """
         check_threads(threads)
         options = Options(threads=threads, isa=self.instruction_set)
-        status = load().storm_ancf_decode(blob, blob_bytes, dst, dst_bytes, ctypes.byref(options))
+        status = library().storm_ancf_decode(
+            blob, blob_bytes, dst, dst_bytes, ctypes.byref(options)
+        )
         if status == Status.CORRUPT:
             _explain_damage(blob, blob_bytes, dst_bytes)
         if status < 0:

@@ -2,7 +2,7 @@
 
 `CudaCodec` launches on the caller's stream and neither allocates nor synchronises: output,
 scratch and the places for size and status are the caller's. The kernels are the `.cu` files
-beside this module, compiled by CuPy at first use for the device's own architecture and kept in
+in csrc/cuda, compiled by CuPy at first use for the device's own architecture and kept in
 CuPy's cache on disk. CuPy and torch are loaded only when something here is called.
 """
 
@@ -16,7 +16,8 @@ from itertools import chain, product
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from ..errors import BackendUnavailable, CorruptBlob, UsageError
+from ..cuda_compiler import load_cupy, probe
+from ..errors import CorruptBlob, UsageError
 from .cuda_launches import (
     BEGIN_THREADS,
     DECODE_ARGUMENTS,
@@ -30,7 +31,7 @@ from .cuda_launches import (
     encoding,
     scratch_bytes,
 )
-from .cuda_modules import Modules, load_cupy, wanted
+from .cuda_modules import Modules, wanted
 from .dtypes import DType
 from .layout import Mode
 from .options import SPEEDS
@@ -57,21 +58,6 @@ _STATUS = {
     3: "the decoded bytes do not match the blob's checksum",
     4: "the blob is of another element type or pipeline than the caller named",
 }
-
-
-def probe() -> tuple[bool, str]:
-    """Return whether a device can be used, and its name or why not."""
-    try:
-        cupy = load_cupy()
-        count = cupy.cuda.runtime.getDeviceCount()
-        properties = cupy.cuda.runtime.getDeviceProperties(0)
-        import storm_kernels.cuda_driver  # noqa: F401 (missing bindings are a reason too)
-    except BackendUnavailable as missing:
-        return False, str(missing)
-    except Exception as error:  # noqa: BLE001 (CuPy's own error types need CuPy to name them)
-        return False, f"no usable CUDA device: {error}"
-    name = properties["name"].decode()
-    return True, f"{count} x {name}, sm_{properties['major']}{properties['minor']}"
 
 
 class CudaCodec:

@@ -1,7 +1,7 @@
 """Which kernels a call of the CUDA codec launches, and how large: pure, decided without a device.
 
-What stays true: whatever plan the device finds for a tensor, one of the kernels launched for it
-is the one that carries it out. Kernels for plans that the arguments rule out are not launched.
+The device chooses a tensor's plan, and the host does not wait for it: kernels for all plans that
+the arguments leave open are launched, and one of them carries out the one that was chosen.
 """
 
 from __future__ import annotations

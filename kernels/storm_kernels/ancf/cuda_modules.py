@@ -1,11 +1,9 @@
 """The compiled modules of one device: which module holds a kernel, and each compiled only once.
 
-What stays true: whoever asks for a kernel gets it, or an error that says why it cannot be had;
-of several threads that ask for one module, one compiles it and the others wait for that.
-
-A module is a source and, where its kernels are of several pipelines, one of these: compiling the
-four of an element type takes up to ten times as long as the longest (float32: 26 s, of one core).
-CuPy compiles and keeps the outcome on disk, where CUPY_CACHE_DIR says; threads may do so at once.
+A module is a source and, where its kernels are of several pipelines, one of these, since compiling
+takes seconds (DESIGN.md). Of several threads that ask for one module, one compiles it and the
+others wait; each gets the kernel, or an error that says why it cannot be had. CuPy compiles and
+keeps the outcome on disk, where CUPY_CACHE_DIR says; threads may do so at once.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from ..cuda_compiler import load_cupy
 from ..errors import BackendUnavailable
 from .cuda_launches import PIPELINES
 
@@ -32,7 +31,7 @@ __all__ = ["Modules", "Preparation", "Wanted", "load_cupy", "wanted"]
 MOST_COMPILERS: Final = 8
 """Threads that compile: more would take a node's processors from whoever trains there."""
 
-_FOLDER: Final = Path(__file__).parent
+_FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 _OPTIONS: Final = ("-std=c++17", f"-I{_FOLDER}")
 
 
@@ -153,17 +152,6 @@ class Preparation:
     def _next(self) -> Wanted | None:
         with self._lock:
             return self._left.popleft() if self._left else None
-
-
-def load_cupy() -> Any:
-    """Return CuPy; raise BackendUnavailable where it is missing."""
-    try:
-        import cupy
-    except ImportError as missing:
-        raise BackendUnavailable(
-            f"CuPy is not installed ({missing}); pip install cupy-cuda13x"
-        ) from missing
-    return cupy
 
 
 def _compiled(which: Wanted, device: int) -> Any:

@@ -12,6 +12,7 @@ __all__ = [
     "BITMAP_NONE",
     "BITMAP_PAIRS",
     "BITMAP_PLAIN",
+    "BITMAP_SIGNS",
     "CHECK_CHUNK_BYTES",
     "CHECK_INDEX",
     "CHECK_KEYS",
@@ -43,6 +44,7 @@ RECORD_UNIT = 8  # bytes: the directory counts in it
 MAX_RECORDS_BYTES = 1 << 35  # the payload of a blob stays below: a directory entry is a u32
 FLAG_CHECKSUM = 1
 BITMAP_NONE, BITMAP_PLAIN, BITMAP_PAIRS = 0, 1, 2
+BITMAP_SIGNS = 4  # added to one of these: a plane of all signs beside the bitmap
 WINDOW_SLOTS = 32  # u16 entries of the dictionary in the header
 
 SAMPLE_MAX = 16384  # elements

@@ -12,7 +12,7 @@ from . import layout
 from .dtypes import DType
 from .layout import Mode
 
-__all__ = ["DROPS", "Geometry", "Plan", "max_encoded_bytes", "round_up"]
+__all__ = ["DROPS", "Geometry", "Plan", "bitmap_bytes", "max_encoded_bytes", "round_up"]
 
 FAST, DENSE, TERNARY = (3, 0), ((2, 3), (3, 4)), (2, 0)  # (k1, k2)
 DROPS = {32: (16, 13), 64: (29,)}  # low bits that a truncated float of that width may lack
@@ -33,6 +33,11 @@ def round_up(value: int, multiple: int) -> int:
 def max_encoded_bytes(nbytes: int, dtype: DType) -> int:  # noqa: ARG001 (part of the contract)
     """Return the bytes that no blob of `nbytes` original bytes exceeds, in any mode."""
     return layout.HEADER_BYTES + nbytes
+
+
+def bitmap_bytes(kind: int, count: int) -> int:
+    """Return the size of plane A of a tile of `count` elements."""
+    return round_up(count, 256) // 16 if kind == layout.BITMAP_PAIRS else round_up(count, 128) // 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,16 @@ class Plan:
     def dictionary_is_apart(self) -> bool:
         """Whether entries are u64 after the header rather than u16 inside it."""
         return self.mode in _WHOLE_VALUE_CODES
+
+    @property
+    def bitmap_kind(self) -> int:
+        """The bitmap without the flag for signs."""
+        return self.bitmap & ~layout.BITMAP_SIGNS
+
+    @property
+    def keeps_signs_apart(self) -> bool:
+        """Whether signs have a plane of their own and elements are coded without theirs."""
+        return bool(self.bitmap & layout.BITMAP_SIGNS)
 
     @property
     def slots(self) -> tuple[int, int]:
@@ -90,9 +105,11 @@ class Plan:
     def _window_problem(self, dtype: DType) -> str | None:
         if (self.k1, self.k2) not in _WINDOW_CODES[self.mode]:
             return f"codes of {self.k1} and {self.k2} bits in mode {self.mode.name.lower()}"
-        bitmaps = (1, 2) if self.mode is Mode.SPARSE else (0,)
+        bitmaps = (1, 2, 5, 6) if self.mode is Mode.SPARSE else (0,)
         if self.bitmap not in bitmaps:
             return f"bitmap kind {self.bitmap} in mode {self.mode.name.lower()}"
+        if self.keeps_signs_apart and (self.rotate or self.fill):
+            return f"signs apart with rotation {self.rotate} and fill value {self.fill:#x}"
         if self.drop not in self._drops(dtype):
             return f"{self.drop} dropped bits of {dtype.name.lower()}"
         if self.rotate > 1 or self.residue_bits != dtype.mantissa_bits - self.drop + self.rotate:
@@ -148,10 +165,9 @@ class Geometry:
     def block_bytes(self, count: int) -> int:
         """Return the size of the fixed block of a tile of `count` elements (F)."""
         plan = self.plan
-        if plan.bitmap == layout.BITMAP_PLAIN:
-            return round_up(count, 128) // 8
-        if plan.bitmap == layout.BITMAP_PAIRS:
-            return round_up(count, 256) // 16
+        if plan.bitmap:
+            signs = round_up(count, 128) // 8 if plan.keeps_signs_apart else 0
+            return bitmap_bytes(plan.bitmap_kind, count) + signs
         return round_up(count, 128) // 8 * (plan.residue_bits + plan.k1)
 
     def tile_elements(self, tile: int) -> int:

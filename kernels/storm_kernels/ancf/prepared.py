@@ -1,12 +1,10 @@
 """A device's codec, usable from the start while most of it is still to be compiled.
 
-What stays true: whoever encodes never waits for a compiler. Until the kernels of an element type
-are there its bytes are encoded raw, which the blob says of itself; a decoder finds the kernels
-that its blob was made with.
-
-Where no cache on disk has them, compiling takes a second or two for the kernels of dense tensors,
-and up to half a minute for those of sparse and truncated ones. So floats are coded as dense ones
-first. A daemon that were ready only when all is would look dead to whoever started it.
+Compiling all kernels takes long where no cache on disk has them (DESIGN.md), and a daemon that was
+ready only then would look dead to whoever started it. So whoever encodes never waits for a
+compiler: until the kernels of an element type are there its bytes are encoded raw, which the blob
+says of itself, and floats are coded as dense ones first, whose kernels are compiled soonest. A
+decoder finds the kernels that its blob was made with.
 
 A training process prepares what it asks for, and has it compiled by another process: compilers'
 threads would slow its own down, and none may run when it ends.

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import CorruptBlob
 from . import layout
 from .layout import Mode
-from .plan import Plan, round_up
+from .plan import Plan, bitmap_bytes, round_up
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -97,6 +97,7 @@ class TileCoder:
         self._plan = plan
         self._dtype = dtype
         self._word = np.dtype(f"<u{dtype.element_bytes}")
+        self._sign = self._word.type(1 << (dtype.width - 1))
         self._escape = np.dtype(f"<u{plan.escape_bytes(dtype) or 1}")
         self._entries = np.zeros(sum(plan.slots) + 1, np.uint64)
         self._entries[: len(plan.dictionary)] = plan.dictionary
@@ -109,8 +110,13 @@ class TileCoder:
         if not self._plan.bitmap:
             planes, rest = self._encode_symbols(tile, round_up(tile.size, 128))
             return planes, rest
+        signs = np.empty(0, np.uint8)
+        if self._plan.keeps_signs_apart:
+            signs = _bits(tile >= self._sign, 128)
+            tile = tile & ~self._sign
         present = tile != self._plan.fill
-        block, head = _encode_bitmap(present, self._plan.bitmap)
+        block, head = _encode_bitmap(present, self._plan.bitmap_kind)
+        block = np.concatenate([block, signs])
         kept = tile[present]
         planes, rest = self._encode_symbols(kept, round_up(kept.size, 32))
         return block, np.concatenate([head, planes, rest])
@@ -122,10 +128,13 @@ class TileCoder:
             return self._decode_integers(reader, count)
         if not self._plan.bitmap:
             return self._decode_symbols(_Reader(block), reader, round_up(count, 128), count)
-        present = _decode_bitmap(block, reader, self._plan.bitmap, count)
+        plane_a, signs = self._split_block(block, count)
+        present = _decode_bitmap(plane_a, reader, self._plan.bitmap_kind, count)
         kept = int(present.sum())
         tile = np.full(count, self._plan.fill, self._word)
         tile[present] = self._decode_symbols(reader, reader, round_up(kept, 32), kept)
+        if self._plan.keeps_signs_apart:
+            tile[np.unpackbits(signs, bitorder="little")[:count].astype(np.bool_)] |= self._sign
         return tile
 
     def count(self, block: Bytes, record: Bytes, count: int) -> tuple[int, int]:
@@ -133,10 +142,16 @@ class TileCoder:
         planes, rest, kept = _Reader(block), _Reader(record), count
         padded = round_up(count, 128)
         if self._plan.bitmap:
-            kept = int(_decode_bitmap(block, rest, self._plan.bitmap, count).sum())
+            plane_a, _ = self._split_block(block, count)
+            kept = int(_decode_bitmap(plane_a, rest, self._plan.bitmap_kind, count).sum())
             planes, padded = rest, round_up(kept, 32)
         _, index = self._decode_index(planes, rest, padded, kept)
         return kept, int((index == sum(self._plan.slots)).sum())
+
+    def _split_block(self, block: Bytes, count: int) -> tuple[Bytes, Bytes]:
+        """Return the bitmap's plane A and the plane of signs, which may be empty."""
+        end = bitmap_bytes(self._plan.bitmap_kind, count)
+        return block[:end], block[end:]
 
     def _encode_symbols(self, tile: Elements, padded: int) -> tuple[Bytes, Bytes]:
         """Return the planes of residues and first codes; and level 2 with the escapes."""

@@ -1,8 +1,8 @@
 """Thin, checked, typed wrappers of the CUDA driver calls that both ends of the CUDA lane need.
 
-What stays true: one class holds one CUDA object and gives it back once; every failed call
-raises an error that names it. Importing this package needs the CUDA bindings and raises
-errors.BackendUnavailable without them, so it is imported where a CUDA lane is opened, never before.
+A class holds one CUDA object and gives it back once; a call that fails raises an error that names
+it. Importing this package needs the CUDA bindings and raises errors.BackendUnavailable without
+them, so it is imported where a CUDA lane is opened, never before.
 """
 
 from storm_kernels.cuda_driver.device import PrimaryContext, device_uuids

@@ -1,7 +1,7 @@
 """The one way into the CUDA driver: a call that either succeeds or raises.
 
-What stays true: no outcome of a driver call is passed over. The bindings release the
-interpreter lock during every call, so that one may block without stopping other threads.
+All calls come here, so that no outcome is passed over. The bindings release the interpreter lock
+during each, so that one may block without stopping other threads.
 """
 
 from __future__ import annotations

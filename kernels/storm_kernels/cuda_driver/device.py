@@ -1,7 +1,7 @@
 """A CUDA device and the context that all libraries of a process share on it.
 
-What stays true: the primary context is the one that PyTorch and CuPy use, so addresses, streams
-and events of this package and theirs may be mixed freely.
+It is the primary context, the one that PyTorch and CuPy use: addresses, streams and events of this
+package and theirs may be mixed freely.
 """
 
 from __future__ import annotations

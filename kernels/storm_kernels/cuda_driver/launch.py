@@ -1,7 +1,7 @@
-"""Kernel launches that cost the host little: two microseconds instead of ten.
+"""Kernel launches by the driver itself, which cost the host a few microseconds less than CuPy's.
 
-What stays true: what is packed for a launch is read before the launch returns, so that one
-`Arguments` serves all launches of a thread, one after another, and no two threads at once.
+The driver reads the packed arguments before a launch returns, so one `Arguments` serves all
+launches of a thread, one after another; two threads need two.
 """
 
 from __future__ import annotations

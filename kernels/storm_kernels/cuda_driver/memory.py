@@ -1,7 +1,7 @@
 """Device memory, memory mapped from another process, and host memory that a device can reach.
 
-What stays true: an object that exists holds a valid resource, `close()` gives it back exactly
-once, and who closes has made sure that no stream still uses the memory.
+An object that exists holds a valid resource, and `close()` gives it back once. Whoever closes sees
+to it that no stream uses the memory any more.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Streams, events, and the operations that are put on a stream.
 
-What stays true: a function that takes `stream` as a number takes any stream of the process's
-primary context, PyTorch's too, and never waits for the device. The context must be current in
-the calling thread.
+Functions that take `stream` as a number take any stream of the process's primary context, PyTorch's
+too, and never wait for the device. The context must be current in the calling thread.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Stream:
 class Event:
     """A point on a stream. A waiting host thread sleeps, it does not spin.
 
-    For an event that keeps time the driver does spin, whatever it was asked for (170 us of a
-    processor in a wait of 200; CUDA 13.0). So a timed one has a second behind it, to wait for;
-    `awaited=False` does without, where nobody asks whether the point has been passed.
+    For an event that keeps time the driver does spin, whatever it was asked for. So a timed one has
+    a second behind it, to wait for; `awaited=False` does without, where nobody asks whether the
+    point has been passed.
     """
 
     def __init__(self, *, timed: bool = False, awaited: bool = True) -> None:

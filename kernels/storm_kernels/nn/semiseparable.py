@@ -10,8 +10,8 @@ layer has decay; W projects back. The gate g opens the first ranks of a position
 others, softly: one learned number a position, its complexity, says how many. So a penalty on the
 complexity lowers the rank in use, and ranks that no position opens may be cut off.
 
-What stays true: position t of the output depends on positions up to t alone (`forward`), and
-`step`, given the positions one after the other, gives the same outputs.
+Position t of the output depends on positions up to t alone, so `step`, given the positions one
+after the other, gives the outputs of `forward`.
 """
 
 from __future__ import annotations

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from ..cpu import InstructionSet, Status, available_sets, load
 from ..errors import BackendUnavailable, UsageError
+from ..native import InstructionSet, Status, available_sets, load, probe
 from .layout import Arrangement, arrange
 
 if TYPE_CHECKING:
@@ -35,16 +34,6 @@ _DTYPES: Final = {
 
 _OPS: Final = {"add": 0, "mul": 1, "max": 2, "min": 3, "logaddexp": 4, "compensated": 5}
 """`enum storm_scan_op` in scan.h."""
-
-
-@lru_cache(maxsize=1)
-def probe() -> tuple[bool, str]:
-    """Return whether the library works here, and its best instruction set or why it does not."""
-    try:
-        best = available_sets()[-1]
-    except BackendUnavailable as missing:
-        return False, str(missing)
-    return True, best.name.lower()
 
 
 class _Shape(ctypes.Structure):

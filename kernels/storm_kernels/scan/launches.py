@@ -1,7 +1,7 @@
 """Which tiles a scan on a GPU is cut into: a small table, no measuring at first use.
 
-What stays true: the tiles, and with them the order in which numbers are combined, follow from the
-shape, the strides and the type alone, not from the GPU or what runs beside. DESIGN.md says what
+Tiles, and with them the order in which numbers are combined, follow from the shape, the strides and
+the type alone, not from the GPU or what runs beside, so that results repeat. DESIGN.md says what
 the figures were measured with.
 """
 

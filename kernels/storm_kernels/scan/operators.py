@@ -1,10 +1,9 @@
 """The scans as PyTorch operators `storm_kernels::...`: each with a fake kernel, gradients, vmap.
 
-What stays true: every gradient is made of these operators again, so any order of them works; an
-operator's result is laid out in memory as `torch.empty_like` of its input says, for real tensors
-and fake ones alike; nothing but the backend's own kernels sees the data, so torch.compile keeps
-each operator whole. Under autocast they take and give float32, as torch.cumsum does on CUDA.
-Arguments were checked by api.py.
+Gradients are made of these operators again, so any order of them works. A result is laid out in
+memory as `torch.empty_like` of the input says, for real tensors and fake ones alike. Only the
+backend's own kernels see the data, so torch.compile keeps each operator whole. Under autocast they
+take and give float32, as torch.cumsum does on CUDA. Arguments were checked by api.py.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Nothing is copied to the host, except that `encode` and `decode` wait to learn whether every value
 was fit. Integers are exactly those of reference.py. Few x of float32 are too; `multiply` says
-where floats are summed in another order. The kernels are the `ternary*.cu*` files beside this
-module, compiled by CuPy at first use and kept in its cache.
+where floats are summed in another order. The kernels are the files in csrc/cuda, compiled by CuPy
+at first use and kept in its cache.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..ancf.cuda import probe
-from ..ancf.cuda_modules import load_cupy
+from ..cuda_compiler import load_cupy, probe
 from ..errors import BackendUnavailable, UsageError
 from .planes import LANE_COLUMNS, ROW_ALIGN, Kind, Product, refuse_pair, row_bytes
 
@@ -56,7 +55,7 @@ MATMUL_COLUMNS: Final = 1 << 22
 """Below it the int32 sums of tensor cores, of up to 2 * 128 a column, cannot overflow."""
 
 _LETTERS: Final = {Kind.INT8: "i8", Kind.FLOAT32: "f32", Kind.BFLOAT16: "bf16"}
-_FOLDER: Final = Path(__file__).parent
+_FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 
 # Arguments of the kernels: P an address, Q a size, i and f numbers of 32 bits.
 _TAKEN: Final = {

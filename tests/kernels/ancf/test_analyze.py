@@ -26,6 +26,8 @@ def test_bound_of_normal_numbers():
         (np.zeros(100, "<u2"), 0),
         (np.array([0, 0, 0x3F80, 0x4000], "<u2"), 1 + 0.5 * (1 + 7)),
         (np.array([0x3F80, 0xBF80], "<u2"), 1 + 7),
+        (np.array([0, 0x8000, 0, 0x8000], "<u2"), 1),
+        (np.array([0, 0x8000, 0x3F80, 0xBF80], "<u2"), 2 + 0.5 * 7),
     ],
 )
 def test_bound_by_hand(elements, bits):
@@ -45,7 +47,9 @@ def test_low_bits_that_are_never_set_are_free():
 def test_dense_is_within_six_percent_of_the_bound(dtype):
     noise = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
     gelu, silu = torch.nn.functional.gelu(noise), torch.nn.functional.silu(noise)
-    for tensor in (noise, noise.relu(), noise.relu().square(), gelu, silu, silu * noise.flip(0)):
+    masked = noise * (noise.flip(0) > 0.67)
+    relu, gated = noise.relu(), silu * noise.flip(0)
+    for tensor in (noise, masked, relu, relu.square(), gelu, silu, gated):
         elements = tensor.to(dtype).view(torch.uint8).numpy().view(f"<u{dtype.itemsize}")
         bound = 8 * dtype.itemsize / bound_bits(elements, dtype_of(dtype))
         assert 0.94 * bound < ancf.encode(tensor.to(dtype), speed="dense").ratio < bound

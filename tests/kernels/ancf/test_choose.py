@@ -53,6 +53,25 @@ def test_three_quarters_zeros(normal, uniform):
     assert min(signed.ratio, positive.ratio) >= 4.4
 
 
+def test_three_quarters_zeros_of_either_sign(normal, uniform):
+    masked = (normal * (uniform < 0.25)).bfloat16()
+    assert (masked.view(torch.int16) == -(2**15)).float().mean() > 0.37
+    blob = ancf.encode(masked)
+    assert blob.mode == "sparse"
+    assert blob.ratio >= 3.6
+
+
+@pytest.mark.parametrize(("negative", "apart"), [(0, False), (1, False), (2, True), (8, True)])
+def test_signs_apart_have_to_cost_less_than_residues_of_zeros(normal, uniform, negative, apart):
+    """A residue of bfloat16 is 8 bits: more than an eighth of the zeros has to be -0.0."""
+    count = 1 << 14
+    values = normal[:count].bfloat16().view(torch.int16).numpy().view("<u2").copy()
+    zeros = np.flatnonzero(uniform[:count].numpy() < 0.5)
+    values[zeros] = np.where(np.arange(zeros.size) % 10 < negative, 0x8000, 0)
+    plan = choose(Sample(values, DType.BFLOAT16), Mode.SPARSE, dense=False, policy="adaptive")
+    assert plan.keeps_signs_apart == apart
+
+
 def test_boolean_mask(uniform):
     blob = ancf.encode((uniform < 0.1).repeat(2))
     assert blob.mode == "boolean"

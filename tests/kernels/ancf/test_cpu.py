@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, Mode, cpu, reference
-from storm_kernels.cpu import InstructionSet, available_sets
 from storm_kernels.errors import BackendUnavailable
+from storm_kernels.native import InstructionSet, available_sets
 
 from .conftest import Guarded
 
@@ -76,6 +76,18 @@ def test_every_mode_and_dtype(dtype, mode):
         check_all_sets(bell_shaped(count, dtype, zeros), dtype, mode=mode, speed=speed)
 
 
+@pytest.mark.parametrize("mode", ["auto", "sparse", "constant"])
+@pytest.mark.parametrize("dtype", list(DType))
+def test_zeros_of_either_sign(dtype, mode):
+    elements = bell_shaped(4096 * 3 + 77, dtype, 0.0).view(f"<u{dtype.element_bytes}")
+    sign = elements.dtype.type(1 << (dtype.width - 1))
+    for count, zeros in [(1, 1.0), (129, 0.5), (4097, 0.5), (elements.size, 0.75)]:
+        masked = np.random.default_rng(count).random(count) < zeros
+        data = np.where(masked, elements[:count] & sign, elements[:count]).view(np.uint8)
+        check_all_sets(data, dtype, mode=mode)
+        check_all_sets(data, dtype, 1, mode=mode, checksum=False)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [DType.UINT8, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64])
 def test_random_bits(dtype, mode):
@@ -98,18 +110,16 @@ def test_small_sizes(count):
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2047, 2048, 2049, 9_000_001])
 def test_checksum_while_copying(nbytes):
-    from storm_kernels.cpu import load
-
     data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     expected = ancf.checksum.checksum(data)
     for one in SETS:
         for offset in (0, 5):
             copy = Guarded(nbytes, offset)
             address = data.ctypes.data
-            found = load().storm_ancf_copy_checksum(copy.address, address, nbytes, one)
+            found = cpu.library().storm_ancf_copy_checksum(copy.address, address, nbytes, one)
             copy.check()
             assert (copy.data == data).all()
-            assert found == expected == load().storm_ancf_checksum(address, nbytes, one)
+            assert found == expected == cpu.library().storm_ancf_checksum(address, nbytes, one)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])

@@ -23,7 +23,7 @@ from storm_kernels.ancf.cuda_launches import (
 from storm_kernels.ancf.options import SPEEDS
 from storm_kernels.errors import CorruptBlob, UsageError
 
-FOLDER = Path(storm_kernels.ancf.__file__).parent
+FOLDER = Path(storm_kernels.ancf.__file__).parent / "csrc" / "cuda"
 SOURCES = "".join(path.read_text() for path in FOLDER.glob("*.cu"))
 MODES = ("auto", *(mode.name.lower() for mode in Mode))
 

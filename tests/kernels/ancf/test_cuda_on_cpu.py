@@ -51,15 +51,19 @@ def tensors(count: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(7)
     normal = rng.standard_normal(count)
     words = normal.astype(np.float32).view(np.uint32)
+    mask, bf16 = rng.random(count), (words & np.uint32(0xFFFF0000)).view(np.float32)
     return {
         "normal": normal,
         "relu": np.maximum(normal, 0),
         "few": np.where(rng.random(count) < 0.1, normal, 0),
+        "masked": normal * (mask < 0.25),
+        "half masked": normal * (mask < 0.5),
+        "masked bf16": bf16 * (mask < 0.25),
         "silu": normal / (1 + np.exp(-3 * normal)),
         "same": np.full(count, 1.5),
         "nearly the same": np.where(np.arange(count) == count - 2, 7.0, 1.5),
         "three values": np.sign(normal) * (abs(normal) > 0.8) * 0.37,
-        "bf16": (words & np.uint32(0xFFFF0000)).view(np.float32),
+        "bf16": bf16,
         "tf32": (words & np.uint32(0xFFFFE000)).view(np.float32),
         "steps": np.round(normal * 40) / 40,
     }  # fmt: skip
@@ -159,6 +163,19 @@ def test_sizes_and_alignment(check, count):
     data = bits(tensors(12_289)["normal"], DType.BFLOAT16)[: 2 * count]
     check(data, DType.BFLOAT16, blocks=2, unit_tiles=1, offset=2)
     check(data, DType.BFLOAT16, mode="sparse", speed="dense", unit_tiles=4)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, DType.FLOAT8_E4M3FN], ids=lambda d: d.name)
+@pytest.mark.parametrize("count", [1, 129, 4097, 12_289])
+def test_zeros_of_either_sign(check, dtype, count):
+    """The second tile is random bits: more second codes and escapes than a warp keeps."""
+    rng = np.random.default_rng(count)
+    data = rng.integers(0, 256, count * dtype.element_bytes, dtype=np.uint8)
+    elements = data.view(f"<u{dtype.element_bytes}")
+    elements[(rng.random(count) < 0.9) & (np.arange(count) // 4096 != 1)] &= 1 << (dtype.width - 1)
+    blob = check(data, dtype, mode="sparse", blocks=2)
+    assert read_header(blob).plan.keeps_signs_apart or count < 4096  # raw
+    check(data, dtype)
 
 
 @pytest.mark.parametrize("mode", ["window", "sparse"])

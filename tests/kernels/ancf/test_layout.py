@@ -11,8 +11,8 @@ from storm_kernels.ancf import layout
 
 MASK = (1 << 64) - 1
 ANCF = Path(ancf.__file__).parent
-C_HEADER = ANCF.parent / "cpu" / "format.h"
-CUDA_HEADER = ANCF / "ancf_format.cuh"
+C_HEADER = ANCF / "csrc" / "format.h"
+CUDA_HEADER = ANCF / "csrc" / "cuda" / "ancf_format.cuh"
 FORMAT = (ANCF / "FORMAT.md").read_text()
 
 
@@ -61,6 +61,9 @@ NUMBERS = {  # ours: C's, CUDA's
     "CHECK_MIX": ("ANCF_C2", "kCheckMix"),
     "CHECK_LENGTH": ("ANCF_C3", "kCheckLength"),
     "FLAG_CHECKSUM": ("ANCF_FLAG_CHECKSUM", "kFlagChecksum"),
+    "BITMAP_PLAIN": ("ANCF_PLAIN", "kBitmapPlain"),
+    "BITMAP_PAIRS": ("ANCF_PAIRS", "kBitmapPairs"),
+    "BITMAP_SIGNS": ("ANCF_SIGNS", "kBitmapSigns"),
 }
 
 

@@ -222,6 +222,8 @@ def examples() -> dict[str, tuple[np.ndarray, DType, dict[str, str]]]:
     bf16 = (fp32.view("<u4") >> 16).astype("<u2")
     relu = np.where(bf16 >> 15, 0, bf16).astype("<u2")
     rare = np.where(np.arange(9000) % 5, 0, bf16).astype("<u2")
+    signs = (bf16 & 0x8000).astype("<u2")
+    masked = np.where(np.arange(9000) % 2, signs, bf16)
     tokens = (fp32 * 8000 + 25_000).astype("<i8")
     inputs = {
         "raw": (bf16, DType.BFLOAT16, {"mode": "raw"}),
@@ -235,6 +237,8 @@ def examples() -> dict[str, tuple[np.ndarray, DType, dict[str, str]]]:
         "dense float32": (fp32, DType.FLOAT32, {"speed": "dense"}),
         "plain bitmap": (relu, DType.BFLOAT16, {}),
         "pairs": (rare, DType.BFLOAT16, {}),
+        "signs apart": (masked, DType.BFLOAT16, {}),
+        "pairs, signs apart": (np.where(rare, bf16, signs), DType.BFLOAT16, {}),
         "truncated": (fp32.view("<u4") >> 16 << 16, DType.FLOAT32, {}),
         "boolean": ((bf16 & 1).astype(np.uint8), DType.BOOL, {}),
         "constant": (np.full(9000, 7, np.uint8), DType.UINT8, {}),
@@ -320,6 +324,8 @@ GOLDEN = {  # bytes, and the start of the SHA-256
     "dense float32": (30776, "6649f11665e8efa9"),
     "plain bitmap": (7088, "2563540b025e4eb9"),
     "pairs": (3832, "abc06a4868a60304"),
+    "signs apart": (8184, "bd1adcc3bfe82ddf"),
+    "pairs, signs apart": (4736, "6f7fe2ad306a9a93"),
     "truncated": (12680, "a21fbcc8e0e34979"),
     "boolean": (1392, "d2b660d1533dce92"),
     "constant": (256, "056589375877623c"),

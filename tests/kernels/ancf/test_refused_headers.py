@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf import DType, Mode, reference
-from storm_kernels.ancf.header import header_check
+from storm_kernels.ancf.header import Header, header_check
+from storm_kernels.ancf.plan import Plan
 from support.cuda_on_cpu import BAD_HEADER, OK
 
 from .conftest import Codec
@@ -101,6 +102,21 @@ def test_a_fill_wider_than_an_element(refuses, mode):
     assert refuses(changed(blob_in(mode), FILL, 8, 1 << 16), DType.BFLOAT16)
 
 
+def with_signs_apart(rotate: int, fill: int) -> np.ndarray:
+    """A blob without kept elements and without records, with these fields in its header."""
+    plan = Plan(Mode.SPARSE, 5, rotate, 0, 7 + rotate, 2, 3, fill)
+    header = Header(plan, DType.BFLOAT16, NBYTES, 0, None)
+    blob = np.zeros(header.encoded_nbytes, np.uint8)
+    blob[:256] = np.frombuffer(header.pack(), np.uint8)
+    return blob
+
+
+def test_signs_apart_of_rotated_elements_or_beside_a_fill(refuses):
+    assert not refuses(with_signs_apart(rotate=0, fill=0), DType.BFLOAT16)
+    assert refuses(with_signs_apart(rotate=1, fill=0), DType.BFLOAT16)
+    assert refuses(with_signs_apart(rotate=0, fill=1), DType.BFLOAT16)
+
+
 @pytest.mark.parametrize("mode", ["raw", "constant", "boolean"])
 def test_records_in_modes_without_a_directory(refuses, mode):
     blob = blob_in(mode)
@@ -117,6 +133,7 @@ def test_numbers_that_contradict_each_other(refuses, mode, dtype):
     assert refuses(changed(blob, CHECKSUM, 8, 1), dtype)
     assert refuses(changed(blob, FLAGS, 1, 2), dtype)
     assert refuses(changed(blob, BITMAP, 1, 3), dtype)
+    assert refuses(changed(blob, BITMAP, 1, 7), dtype)
     assert refuses(changed(blob, TILES, 4, 77), dtype)
     assert refuses(changed(blob, DICT_COUNT, 4, 512), dtype)
     assert refuses(changed(blob, ZERO, 1, 1), dtype)

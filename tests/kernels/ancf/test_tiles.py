@@ -56,6 +56,20 @@ def test_pairs_of_a_bitmap():
     assert record[4] == 0b10
 
 
+@pytest.mark.parametrize(("bitmap", "signs_at"), [(5, 16), (6, 16)])
+def test_signs_follow_the_bitmap(bitmap, signs_at):
+    plan = Plan(Mode.SPARSE, bitmap, 0, 0, 7, 2, 3, 0, (1,))
+    tile = np.array([0x8000, 0x0080, 0x8085, 0, 0x8000], "<u2")
+    coder = TileCoder(plan, DType.BFLOAT16)
+    block, record = coder.encode(tile)
+    assert block.size == 32
+    assert block[0] == (0b00110 if bitmap == 5 else 0b011)
+    assert block[signs_at] == 0b10101
+    planes = record[0 if bitmap == 5 else 8 :]
+    assert [int(plane[0]) for plane in planes[:28].reshape(7, 4)] == [2, 0, 2, 0, 0, 0, 0]
+    assert coder.decode(block, record, 5).tolist() == tile.tolist()
+
+
 def test_records_that_are_too_short_are_refused():
     plan = Plan(Mode.WINDOW, 0, 1, 0, 8, 2, 3, 0, (1,))
     coder = TileCoder(plan, DType.BFLOAT16)

@@ -3,10 +3,10 @@
  */
 #include <cstddef>
 
-#include "../../../kernels/storm_kernels/ancf/ancf_choose.cu"
-#include "../../../kernels/storm_kernels/ancf/ancf_values.cu"
-#include "../../../kernels/storm_kernels/ancf/ancf_encode.cu"
-#include "../../../kernels/storm_kernels/ancf/ancf_decode.cu"
+#include "../../../kernels/storm_kernels/ancf/csrc/cuda/ancf_choose.cu"
+#include "../../../kernels/storm_kernels/ancf/csrc/cuda/ancf_values.cu"
+#include "../../../kernels/storm_kernels/ancf/csrc/cuda/ancf_encode.cu"
+#include "../../../kernels/storm_kernels/ancf/csrc/cuda/ancf_decode.cu"
 
 extern "C" size_t scratch_bytes(u64 nbytes) {
   return kPlanBytes + kValuesBytes + kWorkBytes + 8 * (nbytes / kWidth / kTile + 2);

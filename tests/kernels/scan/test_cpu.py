@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from storm_kernels import BackendUnavailable, UsageError, backends
-from storm_kernels.cpu import InstructionSet, available_sets
+from storm_kernels.native import InstructionSet, available_sets
 from storm_kernels.scan import cpu, reference
 from storm_kernels.scan.cpu import CpuScans
 from support.guarded_tensors import Guarded

@@ -15,7 +15,7 @@ from storm_kernels.ternary.cpu import Variant
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "kernels" / "storm_kernels"
-SOURCES = KERNELS / "ternary" / "csrc"
+SOURCES, SHARED = KERNELS / "ternary" / "csrc", KERNELS / "native"
 COMMON = ["-std=gnu11", "-O2", "-g", "-ffp-contract=off", "-Wall", "-Werror"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AVX2 = "-mavx2 -mbmi -mbmi2 -mlzcnt -mpopcnt"
@@ -37,25 +37,14 @@ PLAIN = ["kernels_portable.c", "ternary.c", "variants.c"]
 def build(cc: str, machine: str, folder: Path, extra: list[str]) -> Path:
     """Return the program for an architecture, with all variants of it."""
     have = [f"-DSTORM_HAVE_{name}" for name, _, _ in SETS[machine]]
-    features = folder / "features.c"
-    features.write_text(
-        "int storm_isa_available(int isa);\n"
-        + (
-            "int storm_isa_available(int isa) { return isa == 0 || isa == 3; }\n"
-            if machine == "aarch64"
-            else "int storm_isa_available(int isa) { __builtin_cpu_init(); return isa == 0 ||\n"
-            '    (isa == 1 && __builtin_cpu_supports("avx2")) ||\n'
-            '    (isa == 2 && __builtin_cpu_supports("avx512vbmi2")); }\n'
-        )
-    )
     sources = [SOURCES / name for name in PLAIN]
-    sources += [features, KERNELS / "cpu" / "parallel.c", HERE / "compare_variants.c"]
+    sources += [SHARED / "features.c", SHARED / "parallel.c", HERE / "compare_variants.c"]
     work = [(source, "") for source in sources]
     work += [(SOURCES / source, flags) for _, source, flags in SETS[machine]]
     objects = []
     for number, (source, flags) in enumerate(work):
         objects.append(folder / f"{number}.o")
-        command = [cc, *COMMON, *extra, *have, *flags.split(), "-c", str(source)]
+        command = [cc, *COMMON, *extra, *have, *flags.split(), f"-I{SHARED}", "-c", str(source)]
         subprocess.run([*command, "-o", str(objects[-1])], check=True)
     program = folder / "compare_variants"
     linking = [cc, *COMMON, *extra, *map(str, objects), "-lpthread", "-lm", "-o", str(program)]

@@ -17,14 +17,7 @@ struct range {
 
 static const struct scan_kernels *scan_kernels_for(int isa)
 {
-    if (isa == STORM_ISA_BEST) {
-        if (storm_isa_available(STORM_ISA_AVX512))
-            isa = STORM_ISA_AVX512;
-        else if (storm_isa_available(STORM_ISA_AVX2))
-            isa = STORM_ISA_AVX2;
-        else
-            return &scan_kernels_portable;
-    }
+    isa = storm_named_isa(isa);
     if (!storm_isa_available(isa))
         return NULL;
     switch (isa) {

@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#include "ancf.h"
+#include "native.h"
 
 enum storm_scan_dtype {
     STORM_SCAN_F64 = 0,

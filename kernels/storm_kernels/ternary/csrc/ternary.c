@@ -3,9 +3,9 @@
 
 #include <stdlib.h>
 
-#include "../../cpu/ancf.h"
-#include "../../cpu/parallel.h"
 #include "kernels.h"
+#include "native.h"
+#include "parallel.h"
 
 /* x as planes from which on decoding them pays: a row of w is then read once for several x. */
 #define DECODED_PLANES 4

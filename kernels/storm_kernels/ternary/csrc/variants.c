@@ -1,7 +1,7 @@
 /* Which variants this build holds and this processor runs. The instruction sets themselves are
  * asked of the library's one place for that; only what is optional within them is asked here. */
-#include "../../cpu/ancf.h"
 #include "kernels.h"
+#include "native.h"
 
 #if defined(STORM_HAVE_NEON_DOT)
 #include <sys/auxv.h>

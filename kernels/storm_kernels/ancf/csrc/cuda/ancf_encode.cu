@@ -1,0 +1,128 @@
+/* The encode kernels: one pass over the tensor, whatever the plan says (FORMAT.md).
+ *
+ * Tiles come from a ticket counter. Fixed blocks go straight to their place, records to the payload
+ * once their place is known. A kernel ends whatever the number of blocks, and
+ * every byte of the blob depends on the input alone.
+ */
+#include <ancf_encode_dense.cuh>
+#include <ancf_encode_fast.cuh>
+#include <ancf_encode_header.cuh>
+#include <ancf_encode_sparse.cuh>
+#include <ancf_encode_whole.cuh>
+
+/* Pipelines fast and whole: blocks of kBlockThreads, which are teams. */
+template <Pipeline kPipeline>
+DEVICE void encode_by_teams(const u8 *src, u8 *dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  let_next_begin();
+  await_launches_before();
+  const Plan &plan = *plan_of(scratch);
+  if (pipeline_of(plan) != kPipeline) return;
+  Team team = Team::here();
+  u8 *memory = shared_memory();
+  TeamShared *shared = reinterpret_cast<TeamShared *>(memory) + team.id;
+  u8 *arena = memory + kTeams * sizeof(TeamShared) + team.id * kArenaBytes;
+  u8 *table = memory + kTeams * (sizeof(TeamShared) + kArenaBytes);
+  Encoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, block_bytes(plan, kTile),
+               static_cast<u32>(plan.elements / kTile), static_cast<u32>(plan.elements % kTile),
+               (plan.flags & kFlagChecksum) != 0, src, dst, work_of(scratch), prefixes_of(scratch), unit_tiles,
+               team, shared, arena, false, 0, 0};
+  if constexpr (kPipeline == kFast) {
+    with_code<kFast>(plan, EncodeFast{job, table});
+  } else {
+    if (!has_tiles(plan.mode)) encode_flat(job);
+    else if (plan.mode == kInteger) encode_integers(job);
+    else encode_values(job, values_of(scratch));
+  }
+  finish(plan, job.units(), job.check, dst, scratch, result);
+}
+
+/* How blocks of the other two are made up: of warps, with a CodeTable at the end. Two blocks share a
+ * multiprocessor. Dense has as many warps as leave each thread the registers that it needs. */
+constexpr u32 kCodeTableBytes = kWidth == 8 ? 32768 : 4096;
+constexpr u32 kDenseWarps = kWidth == 8 ? 7 : kWidth == 4 ? 8 : 12;
+constexpr u32 kBitmapWarps = kWidth == 1 ? 16 : kWidth == 2 ? 11 : kWidth == 4 ? 6 : 2;
+constexpr u32 kDenseShared = kDenseWarps * kDenseRoom + kCodeTableBytes;
+constexpr u32 kBitmapShared = kBitmapWarps * kSparseRoom + kCodeTableBytes;
+
+/* Runs the encoder of a code. */
+template <Pipeline kPipeline>
+struct EncodeByWarps {
+  WarpEncoding &job;
+  u8 *memory;
+  template <class C>
+  DEVICE void run() const {
+    static_assert(sizeof(CodeTable<C>) <= kCodeTableBytes, "a table must fit");
+    CodeTable<C> &table = *reinterpret_cast<CodeTable<C> *>(memory);
+    table.fill(job.plan);
+    barrier(0, threads_in_block());
+    if constexpr (kPipeline == kWithBitmap) SparseEncoder<C>::make(job, table).encode_all();
+    else DenseEncoder<C>::make(job, table).encode_all();
+  }
+};
+
+template <Pipeline kPipeline>
+DEVICE void encode_by_warps(const u8 *src, u8 *dst, u8 *scratch, Result *result) {
+  constexpr bool kHasBitmap = kPipeline == kWithBitmap;
+  constexpr u32 kRoom = kHasBitmap ? kSparseRoom : kDenseRoom, kWarps = kHasBitmap ? kBitmapWarps : kDenseWarps;
+  static_assert(kRoom % 16 == 0, "aligned rooms");
+  let_next_begin();
+  await_launches_before();
+  const Plan &plan = *plan_of(scratch);
+  if (pipeline_of(plan) != kPipeline) return;
+  u8 *memory = shared_memory();
+  WarpEncoding job{plan, plan.raw_nbytes, dst + plan.fixed_offset, block_bytes(plan, kTile),
+                   plan.tiles, src, dst, work_of(scratch), prefixes_of(scratch),
+                   memory + thread_in_block() / kWarpThreads * kRoom, thread_in_block() % kWarpThreads,
+                   (plan.flags & kFlagChecksum) != 0, 0};
+  with_code<kPipeline>(plan, EncodeByWarps<kPipeline>{job, memory + kWarps * kRoom});
+  finish(plan, plan.tiles, job.check, dst, scratch, result);
+}
+
+/* Encode `src` to `dst` as the plan in `scratch` says: one of these does. Any number of blocks;
+ * the host knows their threads, and reads here their dynamic shared memory. `dst`: 16-byte
+ * aligned, kHeaderBytes + raw_nbytes bytes. */
+#if ANCF_PIPELINES & 2
+extern "C" __device__ const u32 ancf_encode_fast_shared_bytes = kSharedBytes;
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_fast(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  encode_by_teams<kFast>(src, dst, scratch, result, unit_tiles);
+}
+#endif
+#if ANCF_PIPELINES & 4
+extern "C" __device__ const u32 ancf_encode_dense_shared_bytes = kDenseShared;
+KERNEL_TWICE(kDenseWarps * kWarpThreads)
+ancf_encode_dense(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result) {
+  encode_by_warps<kDense>(src, dst, scratch, result);
+}
+#endif
+#if ANCF_PIPELINES & 8
+extern "C" __device__ const u32 ancf_encode_bitmap_shared_bytes = kBitmapShared;
+KERNEL_TWICE(kBitmapWarps * kWarpThreads)
+ancf_encode_bitmap(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result) {
+  encode_by_warps<kWithBitmap>(src, dst, scratch, result);
+}
+#endif
+#if ANCF_PIPELINES & 1
+extern "C" __device__ const u32 ancf_encode_whole_shared_bytes = kSharedBytes;
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_whole(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result, u32 unit_tiles) {
+  encode_by_teams<kWhole>(src, dst, scratch, result, unit_tiles);
+}
+#endif
+
+/* Runs after these: copies the original bytes where only then it was clear that the blob
+ * must be raw. */
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {
+  await_launches_before();
+  const Plan &plan = *plan_of(scratch);
+  if (!work_of(scratch)->copy_raw) return;
+  u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;
+  u64 warp = static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads) + thread_in_block() / kWarpThreads;
+  u32 lane = thread_in_block() % kWarpThreads;
+  for (u64 at = warp * kCheckChunkBytes; at < plan.raw_nbytes; at += stride) {
+    uint4 rows[kRows];
+    load_chunk(rows, src, at, plan.raw_nbytes, lane);
+    store_chunk(rows, dst + kHeaderBytes, at, plan.raw_nbytes, lane);
+  }
+}
