@@ -16,7 +16,7 @@ from stormd.health import STUCK_SECONDS
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
 
-UNITS = ("stormd.gateway", "nvidia-mps.service")
+UNITS = ("stormd.service", "nvidia-mps.service")
 MOST_EXPOSURE = 4.0
 
 needs_systemd = pytest.mark.skipif(
@@ -73,13 +73,13 @@ def test_verify_finds_nothing(installed: Path, name: str) -> None:
 @needs_systemd
 def test_verify_would_notice_a_missing_program(installed: Path) -> None:
     (installed / "opt/stormd/bin/stormd").unlink()
-    outcome = analyze("verify", f"--root={installed}", "--man=no", "stormd.gateway")
+    outcome = analyze("verify", f"--root={installed}", "--man=no", "stormd.service")
     assert "/opt/stormd/bin/stormd is not executable" in outcome.stderr
 
 
 @needs_systemd
 def test_exposure_is_low(deploy: Path) -> None:
-    unit = deploy / "systemd" / "stormd.gateway"
+    unit = deploy / "systemd" / "stormd.service"
     threshold = f"--threshold={round(MOST_EXPOSURE * 10)}"
     outcome = analyze("security", "--offline=true", "--no-pager", threshold, str(unit))
     assert outcome.returncode == 0, outcome.stdout
@@ -88,7 +88,7 @@ def test_exposure_is_low(deploy: Path) -> None:
 @needs_systemd
 def test_sysusers_makes_the_units_user(deploy: Path, tmp_path: Path) -> None:
     users, groups = made_users(deploy, tmp_path)
-    unit = settings(deploy / "systemd" / "stormd.gateway")
+    unit = settings(deploy / "systemd" / "stormd.service")
     assert unit["User"][0] in users
     assert unit["Group"][0] in groups
 
@@ -120,7 +120,7 @@ def ids(table: Path) -> dict[str, int]:
 
 
 def test_tmpfiles_and_unit_agree_on_the_runtime_directory(deploy: Path) -> None:
-    unit = settings(deploy / "systemd" / "stormd.gateway")
+    unit = settings(deploy / "systemd" / "stormd.service")
     lines = (deploy / "systemd" / "stormd.tmpfiles.conf").read_text().splitlines()
     rules = {line.split()[1]: line.split() for line in lines if line and line[0] != "#"}
     directory = f"/run/{unit['RuntimeDirectory'][0]}"
@@ -131,7 +131,7 @@ def test_tmpfiles_and_unit_agree_on_the_runtime_directory(deploy: Path) -> None:
 
 
 def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
-    unit = settings(deploy / "systemd" / "stormd.gateway")
+    unit = settings(deploy / "systemd" / "stormd.service")
     program, command, *rest = shlex.split(unit["ExecStart"][0])
     assert (Path(program).name, command) == ("stormd", "serve")
     flags = dict(zip(rest[::2], rest[1::2], strict=True))
@@ -143,7 +143,7 @@ def test_the_command_line_is_one_the_daemon_takes(deploy: Path) -> None:
 
 
 def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:
-    unit = settings(deploy / "systemd" / "stormd.gateway")
+    unit = settings(deploy / "systemd" / "stormd.service")
     assert float(unit["TimeoutStopSec"][0]) > Config().shutdown_seconds
     assert float(unit["WatchdogSec"][0]) > STUCK_SECONDS
     assert unit["Type"] == ["notify"]
@@ -152,7 +152,7 @@ def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:
 
 def test_daemon_and_mps_use_one_pipe_directory(deploy: Path) -> None:
     mps = settings(deploy / "systemd" / "nvidia-mps.service")
-    daemon = settings(deploy / "systemd" / "stormd.gateway")
+    daemon = settings(deploy / "systemd" / "stormd.service")
     pipe = f"CUDA_MPS_PIPE_DIRECTORY=/run/{mps['RuntimeDirectory'][0]}"
     assert any(pipe in value.split() for value in mps["Environment"])
     assert any(pipe in value.split() for value in daemon["Environment"])

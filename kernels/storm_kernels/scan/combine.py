@@ -4,7 +4,12 @@ A *map* says what a stretch of a sequence does to the state that enters it, a *s
 leaves it. For sums and their like both are one number, with its rounding error beside it where the
 sum is compensated. For h = a*h + b a map is (a, b) and a state (h,), complex numbers being two
 components each. Combining maps keeps the order: the left one comes first in the sequence.
+
+Triton compiles what follows a branch although the branch has returned, so each choice among
+operations is one chain down to an `else`.
 """
+
+# ruff: noqa: RET505 - see above
 
 from __future__ import annotations
 
@@ -79,20 +84,21 @@ def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr, REVERSE: tl.constexpr):
     """Return the inclusive scan of a tuple of tensors along an axis, backwards if REVERSE."""
     if OP == "add":
         return tl.associative_scan(maps, AXIS, _add, reverse=REVERSE)
-    if OP == "mul":
+    elif OP == "mul":
         return tl.associative_scan(maps, AXIS, _mul, reverse=REVERSE)
-    if OP == "max":
+    elif OP == "max":
         return tl.associative_scan(maps, AXIS, _max, reverse=REVERSE)
-    if OP == "min":
+    elif OP == "min":
         return tl.associative_scan(maps, AXIS, _min, reverse=REVERSE)
-    if OP == "logaddexp":
+    elif OP == "logaddexp":
         return tl.associative_scan(maps, AXIS, _logaddexp, reverse=REVERSE)
-    if OP == "compensated":
+    elif OP == "compensated":
         return tl.associative_scan(maps, AXIS, _two_sum, reverse=REVERSE)
-    if OP == "linear":
+    elif OP == "linear":
         return tl.associative_scan(maps, AXIS, _linear, reverse=REVERSE)
-    tl.static_assert(OP == "complex_linear")
-    return tl.associative_scan(maps, AXIS, _complex_linear, reverse=REVERSE)
+    else:
+        tl.static_assert(OP == "complex_linear")
+        return tl.associative_scan(maps, AXIS, _complex_linear, reverse=REVERSE)
 
 
 @triton.jit
@@ -100,16 +106,17 @@ def combine(left, right, OP: tl.constexpr):
     """Return what `left` and then `right` do."""
     if OP == "add":
         return (_add(left[0], right[0]),)
-    if OP == "mul":
+    elif OP == "mul":
         return (_mul(left[0], right[0]),)
-    if OP == "max":
+    elif OP == "max":
         return (_max(left[0], right[0]),)
-    if OP == "min":
+    elif OP == "min":
         return (_min(left[0], right[0]),)
-    if OP == "logaddexp":
+    elif OP == "logaddexp":
         return (_logaddexp(left[0], right[0]),)
-    tl.static_assert(OP == "compensated")
-    return _two_sum(left[0], left[1], right[0], right[1])
+    else:
+        tl.static_assert(OP == "compensated")
+        return _two_sum(left[0], left[1], right[0], right[1])
 
 
 @triton.jit
@@ -117,12 +124,13 @@ def apply(state, maps, OP: tl.constexpr):
     """Return the state that leaves a stretch which `state` entered."""
     if OP == "linear":
         return (maps[0] * state[0] + maps[1],)
-    if OP == "complex_linear":
+    elif OP == "complex_linear":
         return (
             maps[0] * state[0] - maps[1] * state[1] + maps[2],
             maps[0] * state[1] + maps[1] * state[0] + maps[3],
         )
-    return combine(state, maps, OP)
+    else:
+        return combine(state, maps, OP)
 
 
 @triton.jit
@@ -131,11 +139,12 @@ def identity(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
     none = tl.zeros_like(like)
     if OP == "linear":
         return (none + 1, none)
-    if OP == "complex_linear":
+    elif OP == "complex_linear":
         return (none + 1, none, none, none)
-    if OP == "compensated":
+    elif OP == "compensated":
         return (none, none)
-    return (tl.full(like.shape, NEUTRAL, like.dtype),)
+    else:
+        return (tl.full(like.shape, NEUTRAL, like.dtype),)
 
 
 @triton.jit
@@ -143,9 +152,10 @@ def seed(like, OP: tl.constexpr, NEUTRAL: tl.constexpr):
     """Return the state before the first element where the caller gives none."""
     if OP == "linear":
         return (tl.zeros_like(like),)
-    if OP == "complex_linear":
+    elif OP == "complex_linear":
         return (tl.zeros_like(like), tl.zeros_like(like))
-    return identity(like, OP, NEUTRAL)
+    else:
+        return identity(like, OP, NEUTRAL)
 
 
 @triton.jit
@@ -153,7 +163,8 @@ def lift(value, OP: tl.constexpr):
     """Return an element of a sum, product or the like as a map."""
     if OP == "compensated":
         return (value, tl.zeros_like(value))
-    return (value,)
+    else:
+        return (value,)
 
 
 @triton.jit
@@ -161,7 +172,8 @@ def read(state, OP: tl.constexpr):
     """Return the number that a state of a sum, product or the like stands for."""
     if OP == "compensated":
         return state[0] + state[1]
-    return state[0]
+    else:
+        return state[0]
 
 
 @triton.jit
@@ -169,14 +181,15 @@ def edge(maps, chosen, AXIS: tl.constexpr):
     """Return the components at the one place along AXIS where `chosen` is true."""
     if len(maps) == 1:
         return (_pick(maps[0], chosen, AXIS),)
-    if len(maps) == 2:
+    elif len(maps) == 2:
         return (_pick(maps[0], chosen, AXIS), _pick(maps[1], chosen, AXIS))
-    return (
-        _pick(maps[0], chosen, AXIS),
-        _pick(maps[1], chosen, AXIS),
-        _pick(maps[2], chosen, AXIS),
-        _pick(maps[3], chosen, AXIS),
-    )
+    else:
+        return (
+            _pick(maps[0], chosen, AXIS),
+            _pick(maps[1], chosen, AXIS),
+            _pick(maps[2], chosen, AXIS),
+            _pick(maps[3], chosen, AXIS),
+        )
 
 
 @triton.jit

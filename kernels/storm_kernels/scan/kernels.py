@@ -13,6 +13,8 @@ beginning also when it is scanned backwards; what is past its end changes no sta
 Offsets are 64-bit. Argument names: `x_outer`, `x_length`, `x_inner` are strides in elements.
 """
 
+# ruff: noqa: RET505 - Triton compiles what follows a branch although the branch has returned
+
 from __future__ import annotations
 
 import triton
@@ -81,15 +83,16 @@ def _spread(state, before, OP: tl.constexpr, REVERSE: tl.constexpr, G: tl.conste
         outer = (tl.broadcast_to(before[0][None, :], state[0].shape),)
         inner = apply(outer, maps, OP)
         return (tl.where(group == begin, outer[0], inner[0]),)
-    outer = (
-        tl.broadcast_to(before[0][None, :], state[0].shape),
-        tl.broadcast_to(before[1][None, :], state[0].shape),
-    )
-    inner = apply(outer, maps, OP)
-    return (
-        tl.where(group == begin, outer[0], inner[0]),
-        tl.where(group == begin, outer[1], inner[1]),
-    )
+    else:
+        outer = (
+            tl.broadcast_to(before[0][None, :], state[0].shape),
+            tl.broadcast_to(before[1][None, :], state[0].shape),
+        )
+        inner = apply(outer, maps, OP)
+        return (
+            tl.where(group == begin, outer[0], inner[0]),
+            tl.where(group == begin, outer[1], inner[1]),
+        )
 
 
 @triton.jit
@@ -216,8 +219,9 @@ def _behind(entering, local, OP: tl.constexpr):
     """Return the numbers (G, R, N) of scans that a state (G, N) enters."""
     if len(local) == 1:
         return read(combine((entering[0][:, None, :],), local, OP), OP)
-    left = (entering[0][:, None, :], entering[1][:, None, :])
-    return read(combine(left, local, OP), OP)
+    else:
+        left = (entering[0][:, None, :], entering[1][:, None, :])
+        return read(combine(left, local, OP), OP)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -269,11 +273,12 @@ def _one(parts):
     """Return scalars as tensors of one element, as states have them."""
     if len(parts) == 1:
         return (parts[0] + tl.zeros([1], parts[0].dtype),)
-    if len(parts) == 2:
+    elif len(parts) == 2:
         none = tl.zeros([1], parts[0].dtype)
         return (parts[0] + none, parts[1] + none)
-    none = tl.zeros([1], parts[0].dtype)
-    return (parts[0] + none, parts[1] + none, parts[2] + none, parts[3] + none)
+    else:
+        none = tl.zeros([1], parts[0].dtype)
+        return (parts[0] + none, parts[1] + none, parts[2] + none, parts[3] + none)
 
 
 # --- h = a*h + b, forwards, and its gradient ------------------------------------------------
@@ -305,7 +310,8 @@ def _load_linear(
             factor_i = -factor_i
         term_i = tl.load(b + row * b_length + 1, mask=mask, other=0).to(ACC)
         return (factor, factor_i, term, term_i)
-    return (factor, term)
+    else:
+        return (factor, term)
 
 
 @triton.jit
@@ -315,11 +321,14 @@ def _load_state(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr, GIVEN: 
         state = tl.load(address, mask=mask, other=0).to(ACC)
         if COMPLEX:
             return (state, tl.load(address + 1, mask=mask, other=0).to(ACC))
-        return (state,)
-    none = tl.zeros(mask.shape, ACC)
-    if COMPLEX:
-        return (none, none)
-    return (none,)
+        else:
+            return (state,)
+    else:
+        none = tl.zeros(mask.shape, ACC)
+        if COMPLEX:
+            return (none, none)
+        else:
+            return (none,)
 
 
 @triton.jit

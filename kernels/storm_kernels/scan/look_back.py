@@ -13,6 +13,8 @@ Each 32 bits of a component travel in a 64-bit word that says in its upper half 
 data and flag arrive together, without fences. The words are zero when the kernel starts.
 """
 
+# ruff: noqa: RET505 - Triton compiles what follows a branch although the branch has returned
+
 from __future__ import annotations
 
 import triton
@@ -131,10 +133,11 @@ def _take_state(address, LIKE, OP: tl.constexpr, NEUTRAL: tl.constexpr, N: tl.co
     wide: tl.constexpr = LIKE.dtype.primitive_bitwidth // 32
     if len(none) == 1:
         return (_take(address, known, none[0], N),)
-    return (
-        _take(address, known, none[0], N),
-        _take(address + wide * N, known, none[1], N),
-    )
+    else:
+        return (
+            _take(address, known, none[0], N),
+            _take(address + wide * N, known, none[1], N),
+        )
 
 
 @triton.jit
