@@ -128,13 +128,18 @@ class Waits:
     seconds = 0.0
 
 
-def timed_wait(connection: Connection, ready: Callable[[], bool], timeout: float) -> bool:
+def timed_wait(
+    connection: Connection,
+    ready: Callable[[], bool],
+    timeout: float,
+    every: float | None = None,
+) -> bool:
     """Stand in for Connection.wait, and count what it takes where it has to wait."""
     if ready():
         return True
     began = time.perf_counter()
     try:
-        return untimed_wait(connection, ready, timeout)
+        return untimed_wait(connection, ready, timeout, every)
     finally:
         Waits.seconds += time.perf_counter() - began
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.lanes.segments import Segments
 from storm_client.plan import DeviceWindow
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
@@ -217,7 +216,9 @@ def read(monkeypatch: pytest.MonkeyPatch, codec_in: str) -> list[int]:
         return counted
 
     if codec_in == "daemon":
-        monkeypatch.setattr(Segments, "find", counting(Segments.find, int))
+        from storm_client.lanes.cuda import _InPlace
+
+        monkeypatch.setattr(_InPlace, "find", counting(_InPlace.find, int))
     else:
         monkeypatch.setattr(CudaCoder, "encode", counting(CudaCoder.encode, len))
     return found
