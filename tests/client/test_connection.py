@@ -17,6 +17,7 @@ from storm_client import connection as connection_module
 from storm_client.connection import Connection
 from storm_client.lanes import LaneHello
 from support.daemon_process import DaemonProcess
+from support.waiting import wait_until
 
 from stormd.protocol import Envelope, Message, Ping, Pong, Release, Status, StatusRequest
 
@@ -246,6 +247,30 @@ def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> No
     thread.join(30)
     (error,) = errors
     assert "closed, and what it held is gone; call storm_client.connect() for another" in error
+
+
+def test_others_have_the_lock_while_goodbye_is_said(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    """A daemon that stands still lets a close wait; nobody else is to wait with it."""
+    daemon = make_daemon("--pool-bytes", "16MiB")
+    connection, _ = started(daemon)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        closing = threading.Thread(target=connection.close)
+        closing.start()
+        wait_until(lambda: connection.lost, 30)
+        assert connection.lock.acquire(timeout=30)
+        try:
+            assert closing.is_alive(), "it waits for the daemon"
+            with pytest.raises(storm.DaemonLost, match="closed"):
+                connection.check()
+        finally:
+            connection.lock.release()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    closing.join(30)
+    assert not closing.is_alive()
 
 
 def test_closing_where_the_lock_is_held(connection: Connection) -> None:

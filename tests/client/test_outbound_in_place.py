@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
+
+from stormd.protocol import MapSegment
 
 Make = Callable[..., DaemonThread]
 
@@ -221,3 +224,30 @@ def test_what_was_needed_at_once_goes_when_more_follows(
         del loss
     wait_until(lambda: client.status().entries == 0, 30, client.status)  # all is cleaned up
     assert offload.stats().kept["needed_at_once"] == 1
+
+
+def test_closing_while_another_thread_sweeps_or_gives_memory_back(
+    client: storm.Client, lanes: list[InPlaceCpuLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever comes first: what is closed has nothing to sweep."""
+    other = storm.connect(client.address, embedded="never", timeout=30)
+    session, way = other._supply.sessions.of(torch.device("cpu")), lanes[-1].in_place
+    swept, go_on = threading.Event(), threading.Event()
+
+    def sweep() -> bool:
+        swept.set()
+        assert go_on.wait(30)
+        return True
+
+    monkeypatch.setattr(way, "sweep", sweep)
+    monkeypatch.setattr(way, "barrier", lambda: MapSegment(segment=1, handle=b"", nbytes=1))
+    with ThreadPoolExecutor(2) as threads:
+        sweeping = threads.submit(session.give_back_memory)
+        assert swept.wait(30)
+        closing = threads.submit(session.close)
+        go_on.set()
+        sweeping.result(30)
+        closing.result(30)
+    session.sweep()
+    session.give_back_memory()
+    other.close()
