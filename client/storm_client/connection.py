@@ -41,7 +41,7 @@ from stormd.protocol import (
     encode,
 )
 
-__all__ = ["IDS_PER_RELEASE", "Connection", "Listener"]
+__all__ = ["Connection", "Listener"]
 
 PING_SECONDS = 1.0
 """Between heartbeats; a fifth of the daemon's default lease."""
@@ -54,13 +54,10 @@ GOODBYE_SECONDS = 5.0
 """How long close waits for the daemon to free the session before it leaves anyway."""
 
 FRAME_MESSAGES = 256
-"""Messages sent in one frame: of the longest kind, a Release of IDS_PER_RELEASE, they fit."""
+"""Messages sent in one frame: of the longest kind, a Release of 256 entries, they fit."""
 
 READABLE = int(zmq.POLLIN)
 """As a plain number: the enumeration's own operators take several microseconds."""
-
-IDS_PER_RELEASE = 256
-"""Entries given up in one message, of at most 9 bytes each."""
 
 
 class Listener(Protocol):

@@ -20,7 +20,6 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from storm_client.connection import IDS_PER_RELEASE
 from storm_client.dtypes import codec_name
 from storm_client.errors import StormError, named
 from storm_client.lanes import Encoded, Reader, Route, Slot, Staged
@@ -59,6 +58,9 @@ to what is needed at once."""
 
 AHEAD_PARTS = 64
 """Parts of that kind at most, however small they are."""
+
+IDS_PER_RELEASE = 256
+"""Entries given up in one message, of at most 9 bytes each: a frame has room for so many such."""
 
 REFILL_SHARE = 0.75
 """Only when no more than this share of what may be fetched ahead is in use is more fetched: looking
