@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,26 +58,35 @@ class Save(torch.autograd.Function):
         return (grad, *(None for _ in ctx.saved_tensors))
 
 
-def step(offload: storm.Offload, tensors: int) -> None:
-    """Store so many tensors of 4 KiB, give the daemon time, and bring them back."""
+def step(offload: storm.Offload, tensors: int) -> float:
+    """Store so many tensors of 4 KiB, give the daemon time, and bring them back.
+
+    Returns the seconds a tensor that leaving the block takes, where they are sent.
+    """
     x = torch.zeros(1, requires_grad=True)
     saved = [torch.randn(1024, requires_grad=True) * 1 for _ in range(tensors)]
     with offload:
         y = Save.apply(x, *saved)
-    del saved
+        del saved
+        began = time.perf_counter()
+    left = (time.perf_counter() - began) / tensors
     offload.stats()  # waits for what is under way
     y.sum().backward()
+    return left
 
 
 def measure(offload: storm.Offload, mib: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return what both hooks take, without waiting for the daemon, `mib` MiB read before each."""
     ColdHooks.memory = np.ones(mib * MIB, np.uint8)
+    left = []
     for number in range(WARM_UPS + options.steps):
         if number == WARM_UPS:
             for found in ColdHooks.seconds.values():
                 found.clear()
-        step(offload, options.tensors)
-    taken = {f"{name}_us": spread(ColdHooks.seconds[name]) for name in ("pack", "unpack")}
+        left.append(step(offload, options.tensors))
+    taken = {"leave_us": spread(left[WARM_UPS:])} | {
+        f"{name}_us": spread(ColdHooks.seconds[name]) for name in ("pack", "unpack")
+    }
     return {"mib_between": mib} | taken
 
 
