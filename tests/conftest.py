@@ -11,6 +11,8 @@ what lives no longer than a test is waited for.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -59,10 +61,14 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @cache
 def _open_cuda() -> None:
-    """Have the driver open the descriptors that it keeps for the life of the process."""
+    """Have the driver open the descriptors that it keeps for the life of the process.
+
+    And have the codec's kernels compiled: a thread that waits for them would outlive its test.
+    """
     import torch
 
     if torch.cuda.is_available():
+        subprocess.run([sys.executable, "-m", "storm_kernels.ancf.compile"], check=True)
         for ordinal in range(torch.cuda.device_count()):
             torch.ones(8, device=f"cuda:{ordinal}", requires_grad=True).square().sum().backward()
             torch.cuda.synchronize(ordinal)
