@@ -16,12 +16,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 # Before torch is loaded, here and in every process that tests start: threads that share a small
 # operation spend more time waiting for each other than they save, most of all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +33,11 @@ from support.waiting import wait_until
 # How long an example takes says how busy the machine is, not whether the code is right.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+with suppress(ImportError):  # frameworks and torch.compile have bars, which a thread would watch
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0
 
 OPEN_FILES = Path("/proc/self/fd")
 SHARED_MEMORY = Path("/dev/shm")

@@ -60,7 +60,7 @@ class ChildDaemon:
         directory = Path(self._directory.name)
         self.address = f"ipc://{directory / 'stormd.sock'}"
         self._log = (directory / "log").open("w+b")
-        command = [sys.executable, "-m", "stormd.cli", "serve", "--address", self.address]
+        command = [sys.executable, "-m", "stormd", "serve", "--address", self.address]
         self._process = subprocess.Popen(  # noqa: S603 - our own module and flags
             [*command, *self._flags], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
         )

@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     codec.add_argument(
         "--tensors", action="store_true", help="tell of each captured tensor what each mode reaches"
     )
-    codec.add_argument("--image", metavar="FILE", help="draw captured tensors' ratios (PNG, SVG)")
+    codec.add_argument(
+        "--image", metavar="FILE", help="draw captured tensors' ratios, PNG or SVG (default: no)"
+    )
     text = "ternary products beside NumPy, torch and bitblas, and what a model takes in memory"
     ternary = benchmarks.add_parser("ternary", help=text, description=text)
     add_ternary_arguments(ternary)

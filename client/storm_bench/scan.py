@@ -73,10 +73,14 @@ CASES: Final = {
 def add_scan_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is to be measured, and how."""
     names = sorted({case.name for cases in CASES.values() for case in cases})
-    parser.add_argument("--cases", nargs="+", choices=names, help="default: all of the device's")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--cases", nargs="+", choices=names, help="what to measure (default: all of the device's)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     parser.add_argument("--rounds", type=positive_int, default=20, help="the median counts")
-    parser.add_argument("--image", metavar="FILE", help="draw the times over a copy's")
+    parser.add_argument(
+        "--image", metavar="FILE", help="draw the times over a copy's (default: no)"
+    )
 
 
 def measure_scan(args: argparse.Namespace) -> dict[str, Any]:

@@ -42,8 +42,10 @@ def add_ternary_arguments(ternary: argparse.ArgumentParser) -> None:
         "--sizes", type=positive_int, nargs="+", default=[2048, 8192], help="rows and columns of w"
     )
     ternary.add_argument("--rounds", type=positive_int, default=51, help="the median counts")
-    ternary.add_argument("--threads", type=positive_int, default=1)
-    ternary.add_argument("--image", metavar="FILE", help="draw the products (PNG, SVG)")
+    ternary.add_argument("--threads", type=positive_int, default=1, help="threads of each backend")
+    ternary.add_argument(
+        "--image", metavar="FILE", help="draw the products, PNG or SVG (default: no)"
+    )
 
 
 def measure_ternary(args: argparse.Namespace) -> dict[str, Any]:

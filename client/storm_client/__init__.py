@@ -30,6 +30,7 @@ from storm_client.errors import (
 from storm_client.hooks import Offload
 from storm_client.stats import OffloadStats
 from storm_client.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
+from stormd.protocol.version import __version__
 
 __all__ = [
     "ActivationLost",
@@ -48,6 +49,7 @@ __all__ = [
     "SessionStatus",
     "StormError",
     "UsageError",
+    "__version__",
     "connect",
     "errors",
     "offload",

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from storm_client.errors import UsageError
+from storm_client.plan.planning import PlanOptions
+from stormd.protocol import BUDGET_VARIABLE, parse_budget
 
-__all__ = ["Modules", "check_options", "modules_of"]
+__all__ = ["Modules", "check_options", "modules_of", "plan_options"]
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
 
@@ -57,6 +62,48 @@ def check_options(given: Iterable[str]) -> None:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? K" if near else "k"
         raise UsageError(f"offload() has no option {name!r}: {hint}nown are {', '.join(known)}")
+
+
+def plan_options(
+    budget: str | float | None, verify: str, replay: bool | Iterable[Callable[..., Any]]
+) -> PlanOptions:
+    """Return what was asked of the plan; a `budget` of None is STORMD_BUDGET's.
+
+    Raises:
+        UsageError: a value that none of them takes.
+    """
+    if budget is None:
+        budget = os.environ.get(BUDGET_VARIABLE) or "least"
+    try:
+        parsed = parse_budget(budget)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if verify not in _VERIFY:
+        raise UsageError(f"verify is {verify!r}; choose {' or '.join(_VERIFY)}")
+    if isinstance(replay, bool):
+        return PlanOptions(parsed, verify == "always", replay)
+    functions = list(replay) if isinstance(replay, Iterable) else [replay]
+    for function in functions:
+        if not callable(function):
+            raise UsageError(
+                f"replay has {_shown(function)}; pass True, False or a list of functions"
+            )
+    spelled = frozenset(chain.from_iterable(map(_spellings, functions)))
+    return PlanOptions(parsed, verify == "always", True, spelled)
+
+
+def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield what PyTorch may call a function by: an operator is known as a packet of overloads."""
+    yield function
+    if isinstance(function, CustomOpDef):
+        function = function._opoverload
+    if isinstance(function, torch._ops.OpOverload):
+        yield from (function, function.overloadpacket)
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        yield from (getattr(function, name) for name in function.overloads())  # type: ignore[no-untyped-call]
+
+
+_VERIFY = ("learn", "always")
 
 
 def _options(function: Callable[..., Any]) -> list[str]:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
-from operator import methodcaller
+from operator import call, methodcaller
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["Blocks", "Entered", "Leaving", "untraced"]
 
@@ -25,6 +27,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_mode = torch._C._push_on_torch_function_stack
+_pop_mode = torch._C._pop_torch_function_stack
 
 
 def untraced(function: Function) -> Function:
@@ -51,8 +55,17 @@ class Entered(Protocol):
         """Return the tensor."""
         ...
 
+    @property
+    def mode(self) -> TorchFunctionMode | None:
+        """What PyTorch's functions pass through in the block."""
+        ...
+
     def end(self) -> None:
         """Note that the block has ended, and by no exception."""
+        ...
+
+    def abandon(self) -> None:
+        """Note that an exception has ended the block."""
         ...
 
 
@@ -63,14 +76,24 @@ class _Guard(weakref.ref["partial[None]"]):
     pop = _pop_hooks
 
 
+class _ModeGuard(weakref.ref["partial[None]"]):
+    """The same for the block's mode."""
+
+    __slots__ = ()
+    pop = _pop_mode
+
+
 class _Block:
     """One entry, from before its hooks are on until they are off."""
 
-    __slots__ = ("entered", "guard")
+    __slots__ = ("entered", "guard", "mode_guard", "pops")
 
     def __init__(self, entered: Entered) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
+        self.mode_guard: _ModeGuard | None = None
+        self.pops = (_pop_hooks,) if entered.mode is None else (_pop_mode, _pop_hooks)
+        """What takes off what the block has put on, called one after the other without Python."""
 
 
 class Blocks(threading.local):
@@ -89,18 +112,24 @@ class Blocks(threading.local):
     def enter(self, entered: Entered) -> None:
         """Put the hooks of `entered` on."""
         block = _Block(entered)
-        hooks = entered.pack, entered.unpack
+        hooks, mode = (entered.pack, entered.unpack), entered.mode
         leave = None if self._leaving is None else self._leaving()
         self._leaving = None
         try:
             _push_hooks(*hooks)
+            if mode is not None:
+                _push_mode(mode)
             if leave is None:
                 self._unguarded.append(block)
             else:
                 leave.args[1].append(block)
+                if mode is not None:
+                    block.mode_guard = _ModeGuard(leave, _TAKE_OFF)
                 block.guard = _Guard(leave, _TAKE_OFF)
         except BaseException:
-            block.guard = None
+            block.guard = block.mode_guard = None
+            if mode is not None and _is_on(mode):
+                _pop_mode()
             top = _top_hooks(True)
             if top is not None and top[0] is hooks[0]:
                 _pop_hooks()
@@ -110,12 +139,20 @@ class Blocks(threading.local):
         """Take the hooks of the block off, and tell it unless an exception has ended it."""
         entered = blocks or self._unguarded
         block = entered[-1]
+        pops = map(call, block.pops)
         # No signal is looked for between these, which call nothing, and the end of the call.
-        block.guard = None
+        block.guard = block.mode_guard = None
         del entered[-1]
-        _pop_hooks()
+        deque(pops, 0)
         if kind is None:
             block.entered.end()
+        else:
+            block.entered.abandon()
+
+
+def _is_on(mode: TorchFunctionMode) -> bool:
+    count = torch._C._len_torch_function_stack()
+    return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
 
 
 _TAKE_OFF = methodcaller("pop")

@@ -5,10 +5,11 @@ Closing it ends its sessions and, if it started a daemon, that daemon too.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Never
+from typing import Any, Never
 
-from storm_client.arguments import Modules, check_options, modules_of
+from storm_client.arguments import Modules, check_options, modules_of, plan_options
 from storm_client.cache import Cache
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import ProtocolMismatch, UsageError
@@ -47,12 +48,24 @@ class Client:
         *,
         min_bytes: int = 1 << 20,
         codec: str = "ancf",
+        budget: str | float | None = None,
+        verify: str = "learn",
+        replay: bool | Iterable[Callable[..., Any]] = True,
         **unknown: Never,
     ) -> Offload:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
 
         `model` is a module or several, whose parameters and buffers stay where they are, as do
         tensors of less than `min_bytes`. `codec` is "ancf" (lossless) or "raw".
+
+        `budget` says how much of what a step saves may stay on the device: "least", "fit" (what
+        the device has free), bytes, a size as "12GiB", or a fraction of what is saved as a float;
+        by default what STORMD_BUDGET says, else "least".
+
+        What is sooner computed again than shipped is, where it comes out bit for bit: each such
+        tensor is compared in the first steps, with `verify="always"` by a checksum in all.
+        `replay` switches that off, or names functions of your own that may be run again. They
+        have to be deterministic, to read nothing but their arguments, and to change none of them.
 
         Raises:
             UsageError: a bad value, an unknown option, or the client is closed.
@@ -69,7 +82,8 @@ class Client:
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
-        return Offload.of(self._supply, Policy(modules, min_bytes), codec)
+        options = plan_options(budget, verify, replay)
+        return Offload.of(self._supply, Policy(modules, min_bytes), codec, options)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

@@ -6,12 +6,13 @@ saved tensors as arguments. Blocks that are compiled one by one are asked for on
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
 
 import torch
 
-__all__ = ["CompiledModels"]
+__all__ = ["CompiledModels", "may_be_compiled"]
 
 
 class CompiledModels:
@@ -34,6 +35,19 @@ class CompiledModels:
                     RuntimeWarning,
                     stacklevel=3,
                 )
+
+
+def may_be_compiled(modules: Iterable[torch.nn.Module]) -> bool:
+    """Tell whether something that a step runs may be compiled: of the modules, or of the process.
+
+    PyTorch keeps a list of the backends of all that was handed to torch.compile.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and any(
+        backend is not None for backend in dynamo.cached_backends.values()
+    ):
+        return True
+    return any(is_compiled(part) for module in modules for part in module.modules())
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

@@ -77,7 +77,7 @@ class EmbeddedDaemon:
                 self._process.wait(END_SECONDS)
 
     def _command(self, pool_bytes: int | None) -> list[str]:
-        command = [sys.executable, "-m", "stormd.cli", "serve", "--address", self.address]
+        command = [sys.executable, "-m", "stormd", "serve", "--address", self.address]
         command.append("--exit-with-last-client")
         if pool_bytes is not None:
             command += ["--pool-bytes", str(pool_bytes)]

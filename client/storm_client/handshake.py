@@ -7,7 +7,6 @@ is left open, and the error says what to do.
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from stormd.protocol import (
     ProtocolError,
     Refused,
     Welcome,
+    accepts_connections,
     decode,
     encode,
     parse_address,
@@ -72,13 +72,7 @@ def socket_path(address: str) -> Path:
 
 def is_listening(address: str) -> bool:
     """Tell whether somebody accepts connections at the address, without speaking to them."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(socket_path(address)))
-        except OSError:
-            return False
-        return True
+    return accepts_connections(socket_path(address))
 
 
 def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:

@@ -10,6 +10,7 @@ step of its own, and PyTorch applies the innermost pair of hooks of the thread.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from copy import deepcopy
@@ -22,17 +23,37 @@ import torch
 from storm_client import ranges
 from storm_client.blocks import Blocks, Leaving, untraced
 from storm_client.compiled import CompiledModels
-from storm_client.errors import DaemonLost, UsageError, lost_in_backward, lost_in_forward
+from storm_client.errors import (
+    DaemonLost,
+    StormError,
+    UsageError,
+    lost_in_backward,
+    lost_in_forward,
+)
 from storm_client.little_saved import FirstSteps, advice
-from storm_client.plan import Keep, OrderHistory, Step
+from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
+from storm_client.plan.planning import Planning, PlanOptions
+from storm_client.plan.recipes import Replayed, Result, Trial, checksum, compare, same_bits
 from storm_client.policy import Policy
-from storm_client.saved import Handle, RangePhase, SnapshotProof, StoredRange, View
+from storm_client.saved import (
+    Handle,
+    Located,
+    RangePhase,
+    SnapshotProof,
+    StoredRange,
+    View,
+    is_result,
+)
 from storm_client.stats import OffloadStats, StatsRecorder
 from storm_client.versions import KeptTensor, SavedVersion
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from torch.overrides import TorchFunctionMode
+
+    from storm_client.plan.recording import Seen
+    from storm_client.plan.table import Plan
     from storm_client.session import Session
     from storm_client.sessions import Sessions
     from storm_client.supply import Supply
@@ -42,7 +63,7 @@ __all__ = ["Offload"]
 SETTLE_SECONDS = 1.0
 """How long stats() waits for the daemon to have encoded what was stored last."""
 
-Packed = Handle | KeptTensor
+Packed = Handle | KeptTensor | Replayed
 
 
 class Offload:
@@ -60,13 +81,15 @@ class Offload:
         )
 
     @classmethod
-    def of(cls, supply: Supply, policy: Policy, codec: str) -> Offload:
+    def of(cls, supply: Supply, policy: Policy, codec: str, options: PlanOptions) -> Offload:
         """Return one that uses the sessions of a client, whose life is not its business."""
         offload = cls.__new__(cls)
-        offload._begin(supply, policy, codec)
+        offload._begin(supply, policy, codec, options)
         return offload
 
-    def _begin(self, supply: Supply | None, policy: Policy, codec: str) -> None:
+    def _begin(
+        self, supply: Supply | None, policy: Policy, codec: str, options: PlanOptions
+    ) -> None:
         self._supply = supply
         self._policy = policy
         self._codec = codec
@@ -74,6 +97,7 @@ class Offload:
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
         self._compiled = CompiledModels()
+        self._planning = Planning(options, self._recorder.ratio)
         self.blocks = Blocks()
 
     @untraced
@@ -81,7 +105,8 @@ class Offload:
         """Begin a step in this thread.
 
         Raises:
-            UsageError, DaemonLost: the client is closed, forked or without its daemon.
+            UsageError: the client is closed or forked, or the budget cannot be kept.
+            DaemonLost: the client is without its daemon.
         """
         if self._first_steps.is_due():
             self._look_back()
@@ -96,6 +121,7 @@ class Offload:
             self._codec,
             self._recorder,
             self._history,
+            planning=self._planning,
             keeps=supply.keeps,
         )
         self.blocks.enter(step)
@@ -119,21 +145,37 @@ class Offload:
             self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
 
+    @property
+    def plan(self) -> Plan | None:
+        """What becomes of the saved tensors of the latest kind of step; None until learned.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        return self._planning.plan()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
         """Return one of the same client for the copied modules, with statistics of its own."""
         copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
         modules = deepcopy(self._policy.modules, memo)
-        copied._begin(self._supply, Policy(modules, self._policy.min_bytes), self._codec)
+        policy = Policy(modules, self._policy.min_bytes)
+        copied._begin(self._supply, policy, self._codec, self._planning.options)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what was asked for: all else belongs to this process."""
         policy = self._policy
-        return {"modules": policy.modules, "min_bytes": policy.min_bytes, "codec": self._codec}
+        return {
+            "modules": policy.modules,
+            "min_bytes": policy.min_bytes,
+            "codec": self._codec,
+            "options": self._planning.options,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew; the first block finds a daemon."""
-        self._begin(None, Policy(state["modules"], state["min_bytes"]), state["codec"])
+        policy = Policy(state["modules"], state["min_bytes"])
+        self._begin(None, policy, state["codec"], state["options"])
 
     def _look_back(self) -> None:
         """Warn where the first steps had little saved; called by `__enter__`."""
@@ -167,6 +209,7 @@ class _StepHooks:
         recorder: StatsRecorder,
         history: OrderHistory,
         *,
+        planning: Planning,
         keeps: bool,
     ) -> None:
         self._sessions = sessions
@@ -177,12 +220,22 @@ class _StepHooks:
         self._step = Step(history)
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
+        self._planned = planning.begin(
+            policy.min_bytes, policy.modules, self._pack_input, self._bring
+        )
+        self._replaying = threading.RLock()  # protects all results of the step
+
+    @property
+    def mode(self) -> TorchFunctionMode | None:
+        """What has to see PyTorch's functions in the block."""
+        return self._planned.mode
 
     def end(self) -> None:
         """Send what the block has saved and may leave: nothing is saved in it any more.
 
         Results leave now though somebody still holds them: their changes are counted.
         """
+        self._planned.end()
         results = [record for reference in self._results if (record := reference()) is not None]
         self._results.clear()
         try:
@@ -193,6 +246,10 @@ class _StepHooks:
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
+
+    def abandon(self) -> None:
+        """Let go of what was noted of a block that an exception has ended."""
+        self._planned.abandon()
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Packed:
@@ -205,7 +262,7 @@ class _StepHooks:
         try:
             session = self._sessions.of(tensor.device)
             return (
-                self._skip(tensor, "device") if session is None else self._offload(tensor, session)
+                self._skip(tensor, "device") if session is None else self._decide(tensor, session)
             )
         except DaemonLost as loss:
             if not self._keeps:
@@ -227,6 +284,8 @@ class _StepHooks:
         replaced = packed.version.replaced()
         if replaced is not None:
             return replaced
+        if isinstance(packed, Replayed):
+            return self._replay(packed)
         return packed.tensor if isinstance(packed, KeptTensor) else self._load(packed)
 
     def _load(self, handle: Handle) -> torch.Tensor:
@@ -252,15 +311,99 @@ class _StepHooks:
         self._recorder.kept(tensor.nbytes, "daemon_lost")
         return KeptTensor.of(tensor)
 
-    def _offload(self, tensor: torch.Tensor, session: Session) -> Packed:
+    def _decide(self, tensor: torch.Tensor, session: Session) -> Packed:
+        """Do what the step's plan says of a tensor that may leave."""
         storage = tensor.untyped_storage()
+        fate = self._policy.decide_storage(storage)
+        if isinstance(fate, Keep):
+            return self._skip(tensor, fate.reason)
+        seen, decision = self._planned.saved(tensor, storage)
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason)
+        if isinstance(decision, Replay) and seen is not None and seen.result is not None:
+            return self._give_up(tensor, storage, seen, seen.result, session)
+        return self._offload(tensor, storage, session)
+
+    def _give_up(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        seen: Seen,
+        result: Result,
+        session: Session,
+    ) -> Replayed:
+        """Have a tensor made again; hand it over, too, until its recipe has proved itself."""
+        trial = self._planned.trial(seen.number)
+        if trial is not None:
+            trial = trial._replace(packed=self._offload(tensor, storage, session))
+        else:
+            self._recorder.gives_up(tensor.nbytes)
+        return Replayed(
+            result,
+            View.of(tensor),
+            SavedVersion.of(tensor, storage._cdata),
+            trial=trial,
+            checksum=checksum(storage) if self._planned.verifies else None,
+        )
+
+    def _pack_input(self, tensor: torch.Tensor, decision: Decision) -> Packed:
+        """Hand over what others are to be made from; called where an operation has run."""
+        try:
+            session = self._sessions.of(tensor.device)
+            if session is None or isinstance(decision, Keep) or self._stays(tensor):
+                return KeptTensor.of(tensor)
+            return self._offload(tensor, tensor.untyped_storage(), session)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return KeptTensor.of(tensor)
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        return isinstance(self._policy.decide(tensor), Keep) or isinstance(
+            self._policy.decide_storage(tensor.untyped_storage()), Keep
+        )
+
+    def _bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
+        """Return an input as it was when it was handed over."""
+        packed.version.check()
+        return packed.tensor if isinstance(packed, KeptTensor) else self._load(packed)
+
+    def _replay(self, replayed: Replayed) -> torch.Tensor:
+        """Return a tensor that is made again, or, the first times, the tensor itself."""
+        with self._replaying:
+            if replayed.trial is not None:
+                return self._try(replayed, replayed.trial)
+            began = perf_counter()
+            with ranges.span("replay", replayed.result.nbytes):
+                storage = replayed.result.storage()
+            replayed.result.given(replayed.version)
+        if replayed.checksum is not None:
+            compare(replayed.checksum, storage)
+        self._recorder.replayed(perf_counter() - began)
+        return replayed.version.alias(replayed.view.rebuild(Located(storage)))
+
+    def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
+        """Return the tensor that was handed over, and note whether its recipe makes the same."""
+        tensor = self._bring(trial.packed)
+        try:
+            storage = replayed.result.made()
+            if same_bits(storage, tensor.untyped_storage()):
+                trial.verified.add(trial.number)
+            else:
+                trial.kind.reject(trial.number, "made again it had other bits")
+        except DaemonLost:
+            raise
+        except (RuntimeError, StormError) as error:
+            trial.kind.reject(trial.number, f"could not be made again: {error}")
+        return tensor if isinstance(trial.packed, Handle) else replayed.version.alias(tensor)
+
+    def _offload(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, session: Session
+    ) -> Handle:
         record = session.find(storage, tensor)
         if record is not None:
             self._recorder.deduplicated(tensor.nbytes)
         else:
-            decision = self._policy.decide_storage(storage)
-            if isinstance(decision, Keep):
-                return self._skip(tensor, decision.reason)
             record = self._hold(tensor, storage, session)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
             record.leaves[id(tensor)] = tensor
@@ -283,17 +426,11 @@ class _StepHooks:
                 self._recorder,
                 soon=self._step.needed_at_once(nbytes),
             )
-            if _is_result(tensor):
+            if is_result(tensor):
                 record.proof = SnapshotProof(tensor)
                 self._results.append(weakref.ref(record))
         self._recorder.saved(tensor.nbytes, perf_counter() - began)
         return record
-
-
-def _is_result(tensor: torch.Tensor) -> bool:
-    """Tell whether an operation made the tensor's memory: then its changes are counted."""
-    base = tensor._base if tensor._is_view() else tensor
-    return base is not None and base.grad_fn is not None
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
 from storm_client.plan import OFFLOAD, Decision, Keep
 from storm_client.sharing import is_foreign
 
-__all__ = ["Policy"]
+__all__ = ["Inside", "Policy"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exact types; a subclass may mean anything by its bytes."""
@@ -22,9 +23,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 """Also of tensors that are not quantized: bytes viewed as one of these."""
 
-_SMALL, _PARAMETER = Keep("small"), Keep("parameter")
+_SMALL, _PARAMETER, _OUTSIDE = Keep("small"), Keep("parameter"), Keep("outside")
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class Inside(Protocol):
+    """Tells whether the calling thread is inside one of certain layers."""
+
+    depth: int
 
 
 class Policy:
@@ -34,6 +41,8 @@ class Policy:
         """Pass over the parameters and buffers of `modules` and what is below `min_bytes`."""
         self.min_bytes = min_bytes
         self.modules = tuple(modules)
+        self.layers: Inside | None = None
+        """Set where only what is saved inside certain layers may leave."""
         self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
         """One of those that lie in a storage, by the storage's address."""
 
@@ -60,6 +69,8 @@ class Policy:
             return _SMALL
         if not (tensor.is_cuda or tensor.is_cpu):
             return Keep("meta" if tensor.is_meta else "device")
+        if self.layers is not None and not self.layers.depth:
+            return _OUTSIDE
         return self._decide_further(tensor)
 
     def decide_storage(self, storage: torch.UntypedStorage) -> Decision:

@@ -41,6 +41,7 @@ __all__ = [
     "StoredRange",
     "UpcomingUses",
     "View",
+    "is_result",
 ]
 
 
@@ -341,6 +342,11 @@ class SnapshotProof:
             and base._version == self._version
             and _covers(View.of(base).span(), View.of(tensor).span())
         )
+
+
+def is_result(tensor: torch.Tensor) -> bool:
+    """Tell whether an operation made the tensor's memory: then its changes are counted."""
+    return _base_of(tensor).grad_fn is not None
 
 
 def _base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """What an Offload did, in bytes and counts, for the script to read.
 
 Every byte that autograd handed over counts once as saved and, when the step's stores are settled,
-in exactly one of skipped, deduplicated, offloaded and kept. Saved, skipped and deduplicated bytes
-are those of tensors; offloaded, stored and kept bytes are those of the storages behind them, so
-they differ where a tensor is a view of a larger storage.
+in exactly one of skipped, deduplicated, offloaded, replayed and kept; so does what others are to be
+made from again. Saved, skipped, deduplicated and replayed bytes are those of tensors; offloaded,
+stored and kept bytes are those of the storages behind them, so they differ where a tensor is a view
+of a larger storage.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class OffloadStats:
     """What autograd handed over."""
     skipped_bytes: int
     """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
-    somebody else still holds in memory, and could change ("in_use")."""
+    somebody else still holds in memory, and could change ("in_use"); where layers were chosen, what
+    is saved outside of them ("outside")."""
     deduplicated_bytes: int
     """In a range that was stored already."""
     offloaded_bytes: int
@@ -43,6 +45,8 @@ class OffloadStats:
     """What that takes in the daemon's arena."""
     kept_bytes: int
     """Meant for the daemon but left with the client."""
+    replayed_bytes: int
+    """Given up, and made again by the operations that had made it."""
     skipped: Mapping[str, int]
     """Tensors passed over, by reason."""
     kept: Mapping[str, int]
@@ -51,6 +55,8 @@ class OffloadStats:
     """Spent by training threads on handing tensors over."""
     restore_wait_seconds: float
     """Spent by training threads on getting back what had left their memory."""
+    replay_seconds: float
+    """Spent by training threads on starting operations again, not what those take on a device."""
     offloaded_by_dtype: Mapping[str, int]
     """Offloaded bytes by the dtype of the tensor that was saved first."""
     stored_by_mode: Mapping[str, int]
@@ -68,6 +74,7 @@ class OffloadStats:
             ("  passed over", self.skipped_bytes, _listed(self.skipped, str)),
             ("  deduplicated", self.deduplicated_bytes, ""),
             ("  offloaded", self.offloaded_bytes, _listed(self.offloaded_by_dtype, format_size)),
+            ("  replayed", self.replayed_bytes, ""),
             ("  kept", self.kept_bytes, _listed(self.kept, str)),
             (
                 "stored in the pool",
@@ -78,7 +85,11 @@ class OffloadStats:
         lines = [
             f"{name:<18}  {format_size(size):>10}  {more}".rstrip() for name, size, more in rows
         ]
-        times = (("storing", self.store_seconds), ("waiting to restore", self.restore_wait_seconds))
+        times = (
+            ("storing", self.store_seconds),
+            ("waiting to restore", self.restore_wait_seconds),
+            ("replaying", self.replay_seconds),
+        )
         lines += [f"{name:<18}  {seconds:>8.3f} s" for name, seconds in times]
         return "\n".join(lines)
 
@@ -125,7 +136,7 @@ class StatsRecorder:
         self._dtypes: Counter[str] = Counter()
         self._modes: Counter[str] = Counter()
         self._details: dict[str, str] = {}
-        self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0}
+        self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
 
     def skipped(self, nbytes: int, reason: str) -> None:
         """Count a saved tensor that the policy passed over."""
@@ -163,6 +174,17 @@ class StatsRecorder:
         with self._lock:
             self._seconds["restore"] += seconds
 
+    def gives_up(self, nbytes: int) -> None:
+        """Count a saved tensor that will be made again, or that shares what will be."""
+        with self._lock:
+            self._bytes["saved"] += nbytes
+            self._bytes["replayed"] += nbytes
+
+    def replayed(self, seconds: float) -> None:
+        """Count the time that a thread spent on having a tensor made again."""
+        with self._lock:
+            self._seconds["replay"] += seconds
+
     def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
         """Count a range that the daemon has accepted."""
         with self._lock:
@@ -181,6 +203,12 @@ class StatsRecorder:
             self._details[reason] = detail
             self._kept_bytes[reason] += nbytes
             self._kept[reason] += 1
+
+    def ratio(self) -> float:
+        """Return offloaded over stored bytes, 1.0 before anything has been stored."""
+        with self._lock:
+            stored = self._bytes["stored"]
+            return max(1.0, self._bytes["offloaded"] / stored) if stored else 1.0
 
     def staying(self) -> Staying:
         """Return what has stayed so far."""
@@ -206,10 +234,12 @@ class StatsRecorder:
                 offloaded_bytes=self._bytes["offloaded"],
                 stored_bytes=self._bytes["stored"],
                 kept_bytes=self._kept_bytes.total(),
+                replayed_bytes=self._bytes["replayed"],
                 skipped=_counted(self._skipped),
                 kept=_counted(self._kept),
                 store_seconds=self._seconds["store"],
                 restore_wait_seconds=self._seconds["restore"],
+                replay_seconds=self._seconds["replay"],
                 offloaded_by_dtype=_counted(self._dtypes),
                 stored_by_mode=_counted(self._modes),
             )

@@ -3,7 +3,13 @@
 It imports the standard library and msgpack alone, so that a client never loads the daemon.
 """
 
-from stormd.protocol.addresses import default_addresses, lifeline_path, parse_address
+from stormd.protocol.addresses import (
+    accepts_connections,
+    default_addresses,
+    lifeline_path,
+    parse_address,
+)
+from stormd.protocol.budgets import BUDGET_VARIABLE, Budget, parse_budget
 from stormd.protocol.cache_messages import (
     CACHE_FEATURE,
     NAMES_A_PAGE,
@@ -52,6 +58,7 @@ from stormd.protocol.messages import (
 from stormd.protocol.variables import unknown_variables
 
 __all__ = [
+    "BUDGET_VARIABLE",
     "CACHE_FEATURE",
     "CODECS",
     "DEVICES",
@@ -60,6 +67,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "REJECTIONS",
     "Admitted",
+    "Budget",
     "CacheCancel",
     "CacheCommit",
     "CacheDelete",
@@ -92,6 +100,7 @@ __all__ = [
     "Stored",
     "UnmapSegment",
     "Welcome",
+    "accepts_connections",
     "decode",
     "default_addresses",
     "encode",
@@ -99,6 +108,7 @@ __all__ = [
     "lifeline_path",
     "message_types",
     "parse_address",
+    "parse_budget",
     "part_count",
     "unknown_variables",
 ]

@@ -6,6 +6,7 @@ beside the control socket, so one directory's permissions guard both.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from stormd.protocol.errors import ProtocolError
 
 __all__ = [
     "SYSTEM_DIRECTORY",
+    "accepts_connections",
     "default_addresses",
     "lifeline_path",
     "parse_address",
@@ -21,6 +23,7 @@ __all__ = [
 
 SYSTEM_DIRECTORY = Path("/run/stormd")
 SOCKET_NAME = "stormd.sock"
+CONNECT_SECONDS = 1.0
 
 _MAX_PATH = 107 - len(".lifeline")
 """Bytes of sun_path without its final NUL, less the longer name that lies beside it."""
@@ -48,9 +51,20 @@ def parse_address(address: str) -> Path:
     return path
 
 
-def lifeline_path(socket: Path) -> Path:
+def accepts_connections(path: Path) -> bool:
+    """Tell whether somebody listens at a socket's path, without speaking to them."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(CONNECT_SECONDS)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def lifeline_path(control: Path) -> Path:
     """Return the path of the lifeline socket that belongs to a control socket."""
-    return socket.with_name(socket.name + ".lifeline")
+    return control.with_name(control.name + ".lifeline")
 
 
 def user_directory(environ: Mapping[str, str], uid: int) -> Path:

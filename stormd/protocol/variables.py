@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Final
 
-__all__ = ["PREFIX", "SETTINGS", "unknown_variables"]
+__all__ = ["CLIENT_SETTINGS", "PREFIX", "SETTINGS", "unknown_variables"]
 
 PREFIX: Final = "STORMD_"
 
@@ -44,7 +44,11 @@ SETTINGS: Final = (
 """The daemon's settings, each of which a variable may set; clients and commands read the address.
 What they are is defined in stormd.config."""
 
-_VARIABLES: Final = tuple(PREFIX + name.upper() for name in SETTINGS)
+CLIENT_SETTINGS: Final = ("budget",)
+"""What a variable may set for training scripts; a daemon that inherits one passes over it."""
+
+_NAMES: Final = SETTINGS + CLIENT_SETTINGS
+_VARIABLES: Final = tuple(PREFIX + name.upper() for name in _NAMES)
 
 _SERVICE_LINK: Final = re.compile(
     r"STORMD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)"
@@ -63,7 +67,7 @@ def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _near(name: str) -> str:
     """Return the closest known variable, else all; the prefix, which all share, says nothing."""
-    found = get_close_matches(name.removeprefix(PREFIX).lower(), SETTINGS, n=1, cutoff=0.5)
+    found = get_close_matches(name.removeprefix(PREFIX).lower(), _NAMES, n=1, cutoff=0.5)
     if found:
         return f": did you mean {PREFIX + found[0].upper()!r}?"
     return f": known are {', '.join(_VARIABLES)}"

@@ -27,8 +27,9 @@ import psutil
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client import blocks, hooks, plan
+from storm_client import blocks, hooks
 from storm_client.connection import Connection
+from storm_client.plan import window
 from storm_kernels.ancf import DType
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -209,7 +210,7 @@ def measure(case: Case, daemon: ChildDaemon, device: torch.device) -> dict[str, 
     """Return the figures of one case."""
     torch.manual_seed(0)
     x = torch.randn(case.nbytes // 2, dtype=torch.bfloat16, device=device).requires_grad_()
-    plan.START_BYTES = case.held
+    window.START_BYTES = case.held
     with storm.connect(daemon.address, embedded="never", timeout=30.0) as client:
         offload = client.offload(None, min_bytes=64 << 10, codec=case.codec)
         TimedHooks.seconds = {name: [] for name in ("pack", "pack_wait", "unpack", "unpack_wait")}

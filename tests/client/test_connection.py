@@ -313,6 +313,8 @@ def test_closing_in_several_threads(daemon: DaemonProcess) -> None:
 
 LEFT_OPEN = """
 import sys
+
+sys.modules["dill"] = None  # torch imports it where it is, and it keeps __main__ to the very end
 import storm_client as storm
 import torch
 

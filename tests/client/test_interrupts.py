@@ -61,11 +61,14 @@ def interrupted_after(seconds: float, fired: list[int]) -> Iterator[None]:
         fired.append(number)
         raise KeyboardInterrupt
 
+    # Hypothesis has the collector call Python code, where an interrupt would be lost.
+    callbacks, gc.callbacks[:] = gc.callbacks[:], []
     before = signal.signal(signal.SIGVTALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         yield
     finally:
+        gc.callbacks[:] = callbacks
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
 

@@ -9,9 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
-from storm_client import plan
 from storm_client.outbound import Outbound
-from storm_client.plan import DeviceWindow, Step
+from storm_client.plan import DeviceWindow, Step, window
 from support.cuda_only import cuda_only
 from support.random_programs import run
 from support.training import assert_identical
@@ -27,7 +26,7 @@ def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     from storm_client.lanes.cuda import CudaLane
 
     monkeypatch.setattr(CudaLane, "keeps_stored", False)
-    monkeypatch.setattr(plan, "START_BYTES", 0)
+    monkeypatch.setattr(window, "START_BYTES", 0)
     monkeypatch.setattr(DeviceWindow, "saw", lambda window, nbytes: None)
     monkeypatch.setattr(Step, "needed_at_once", lambda step, nbytes: False)
 

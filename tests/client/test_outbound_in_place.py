@@ -50,7 +50,7 @@ def way(lanes: list[InPlaceCpuLane], request: pytest.FixtureRequest) -> FakeInPl
 def test_gradients_are_the_same(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     expected = gradient(chain(x), x)
-    offload = client.offload(min_bytes=1)
+    offload = client.offload(min_bytes=1, replay=False)
     for _ in range(3):
         with offload:
             loss = chain(x)
@@ -195,7 +195,7 @@ def test_a_change_after_saving_is_noticed(client: storm.Client, way: FakeInPlace
 def test_what_is_needed_at_once_is_not_sent(client: storm.Client, way: FakeInPlace) -> None:
     x = leaf()
     expected = gradient(chain(x), x)
-    offload = client.offload(min_bytes=1)
+    offload = client.offload(min_bytes=1, replay=False)
     for step in range(3):
         before = offload.stats()
         with offload:

@@ -30,9 +30,11 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add where and how much to train."""
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     parser.add_argument("--steps", type=positive_int, default=4, help="steps a trainer takes")
-    parser.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
+    parser.add_argument(
+        "--pool-bytes", metavar="SIZE", help="the daemon's pool (default: what the models need)"
+    )
     parser.add_argument("--small", action="store_true", help="a model for seconds, not minutes")
     add_past_vram_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -27,7 +27,9 @@ def add_past_vram_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limit = format_size(PastPlan().limit_bytes)
     parser.add_argument(
-        "--limit", metavar="SIZE", help=f"with --past-vram: GPU memory to stay in ({limit})"
+        "--limit",
+        metavar="SIZE",
+        help=f"with --past-vram: GPU memory to stay in (default: {limit})",
     )
 
 

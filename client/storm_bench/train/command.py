@@ -26,9 +26,10 @@ from storm_bench.pictures import draw_train
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
-from stormd.errors import ChildFailed
+from stormd.errors import ChildFailed, ConfigError
 from stormd.machine import memory_limit
 from stormd.nvml import Nvml, open_nvml
+from stormd.protocol import parse_budget
 from stormd.sizes import parse_size
 
 __all__ = ["METHODS", "WORKLOADS", "add_train_arguments", "measure_train", "print_train"]
@@ -47,6 +48,7 @@ METHODS: Final = (
     "trl",
     "torchtune",
     "storm",
+    "storm-no-replay",
     "storm-in-client",
     "storm-raw",
     "storm-checkpoint",
@@ -72,20 +74,36 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
         + " (default: W1 W2 W3 on a GPU, else W0)",
     )
     train.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all"
+        "--methods",
+        nargs="+",
+        choices=METHODS,
+        default=list(METHODS),
+        help="ways to train (default: all)",
     )
-    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     train.add_argument("--steps", type=positive_int, default=4, help="the median of these counts")
-    train.add_argument("--warm-ups", type=positive_int, default=2, help="steps before them")
-    train.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
+    train.add_argument("--warm-ups", type=positive_int, default=6, help="steps before them")
+    train.add_argument(
+        "--budgets",
+        nargs="+",
+        default=[],
+        metavar="BUDGET",
+        help="also measure storm with each of these: 0.5, 4GiB, fit (default: none)",
+    )
+    train.add_argument(
+        "--pool-bytes", metavar="SIZE", help="the daemon's pool (default: by workload)"
+    )
     train.add_argument(
         "--daemon-flag",
         action="append",
         default=[],
         metavar="FLAG",
-        help="one more for the daemon, as --daemon-flag=--part-bytes-cuda=16MiB; may be repeated",
+        help="one more for the daemon, as --daemon-flag=--part-bytes-cuda=16MiB; may be repeated "
+        "(default: none)",
     )
-    train.add_argument("--image", metavar="FILE", help="draw step time against peak memory")
+    train.add_argument(
+        "--image", metavar="FILE", help="draw step time against peak memory (default: no)"
+    )
 
 
 def measure_train(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,13 +117,14 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
         ChildFailed: the daemon or the compiler could not do its work.
     """
     check_picture(args.image)
+    methods = [*args.methods, *(f"storm-budget={_budget(text)}" for text in args.budgets)]
     device = _device(args.device)
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
     if device == "cuda":
         _compile_codec()
     rows: dict[str, dict[str, Any]] = {
-        name: {method: {"skipped": "interrupted before"} for method in args.methods}
+        name: {method: {"skipped": "interrupted before"} for method in methods}
         for name in args.workloads or _WORKLOADS_OF[device]
     }
     figures: dict[str, Any] = {"device": device, "mps": _mps(device), "daemon_flags": flags}
@@ -116,7 +135,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
             ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
         ):
             bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
-            for name, method in product(rows, args.methods):
+            for name, method in product(rows, methods):
                 row = rows[name][method] = bench.row(name, method)
                 sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
                 interrupts.check()
@@ -125,6 +144,19 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     if args.image:
         draw_train(figures, Path(args.image))
     return figures
+
+
+def _budget(text: str) -> str:
+    """Return the text of a budget as it was given.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        parse_budget(text)
+    except ValueError as error:
+        raise ConfigError(f"--budgets: {error}") from error
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from storm_bench.train.gpt import WORKLOADS, Gpt, attention, make
-from storm_bench.train.methods import METHODS, Active, Unavailable
+from storm_bench.train.methods import Active, Unavailable, method_of
 
 __all__ = ["Trial", "measured"]
 
@@ -59,7 +59,7 @@ def measured(trial: Trial) -> Iterator[dict[str, Any]]:
 
 
 def _measure(held: ExitStack, trial: Trial) -> dict[str, Any]:
-    method, device = METHODS[trial.method], trial.device
+    method, device = method_of(trial.method), trial.device
     model, tokens, targets = make(WORKLOADS[trial.workload], device)
     active = held.enter_context(method.enter(model, device, trial.address))
 

@@ -18,10 +18,12 @@ import torch
 from storm_client.connect import CodecIn
 from torch import nn
 
-__all__ = ["METHODS", "MIN_BYTES", "Active", "Method", "Unavailable"]
+__all__ = ["BUDGET_PREFIX", "METHODS", "MIN_BYTES", "Active", "Method", "Unavailable", "method_of"]
 
 MIN_BYTES: Final = 1 << 20
 """Smaller tensors stay where they are, with every method that can be told so."""
+
+BUDGET_PREFIX: Final = "storm-budget="
 
 _CONNECT_SECONDS: Final = 30.0
 _NEEDS_A_GPU: Final = "it is about tensors on a GPU, and there is no GPU here"
@@ -79,7 +81,7 @@ def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractConte
 
 
 def _storm(
-    codec: str = "ancf", codec_in: CodecIn = "auto"
+    codec: str = "ancf", codec_in: CodecIn = "auto", **plan: Any
 ) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
     @contextmanager
     def enter(model: nn.Module, device: torch.device, address: str) -> Iterator[Active]:
@@ -88,8 +90,8 @@ def _storm(
         with storm.connect(
             address, embedded="never", timeout=_CONNECT_SECONDS, codec_in=codec_in
         ) as client:
-            offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec)
-            yield Active(lambda: offload, lambda: _figures(offload.stats()))
+            offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec, **plan)
+            yield Active(lambda: offload, lambda: _figures(offload))
 
     return enter
 
@@ -101,10 +103,22 @@ METHODS: Final[dict[str, Method]] = {
     "trl": Method(_peer("trl.models.activation_offloading")),
     "torchtune": Method(_peer("torchtune.training")),
     "storm": Method(_storm()),
+    "storm-no-replay": Method(_storm(replay=False)),
     "storm-in-client": Method(_storm(codec_in="client")),
     "storm-raw": Method(_storm("raw")),
     "storm-checkpoint": Method(_storm(), recompute=True),
 }
+
+
+def method_of(name: str) -> Method:
+    """Return the method of that name; `storm-budget=...` is "storm" with that budget.
+
+    Raises:
+        KeyError: there is none.
+    """
+    if name.startswith(BUDGET_PREFIX):
+        return Method(_storm(budget=name.removeprefix(BUDGET_PREFIX)))
+    return METHODS[name]
 
 
 def _need_gpu(device: torch.device) -> None:
@@ -112,17 +126,21 @@ def _need_gpu(device: torch.device) -> None:
         raise Unavailable(_NEEDS_A_GPU)
 
 
-def _figures(stats: storm.OffloadStats) -> dict[str, Any]:
-    """Return the totals since the start as JSON values."""
+def _figures(offload: storm.Offload) -> dict[str, Any]:
+    """Return the totals since the start, and the plan, as JSON values."""
+    stats = offload.stats()
     return {
+        "plan": str(offload.plan).splitlines(),
         "saved_bytes": stats.saved_bytes,
         "deduplicated_bytes": stats.deduplicated_bytes,
         "offloaded_bytes": stats.offloaded_bytes,
         "stored_bytes": stats.stored_bytes,
         "kept_bytes": stats.kept_bytes,
+        "replayed_bytes": stats.replayed_bytes,
         "kept": dict(stats.kept),
         "ratio": stats.ratio,
         "stored_by_mode": dict(stats.stored_by_mode),
         "store_seconds": stats.store_seconds,
         "restore_wait_seconds": stats.restore_wait_seconds,
+        "replay_seconds": stats.replay_seconds,
     }

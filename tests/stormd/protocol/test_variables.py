@@ -8,7 +8,7 @@ from pathlib import Path
 
 from stormd.config import config_options
 from stormd.protocol import unknown_variables
-from stormd.protocol.variables import PREFIX, SETTINGS
+from stormd.protocol.variables import CLIENT_SETTINGS, PREFIX, SETTINGS
 
 ROOT = Path(__file__).parents[3]
 LITERAL = re.compile(r"""["'](STORMD_[A-Z_]*[A-Z])["']""")
@@ -29,6 +29,12 @@ def test_every_variable_that_the_sources_read_is_known() -> None:
     read = set(_named_in_sources())
     assert "STORMD_ADDRESS" in read
     assert not unknown_variables(dict.fromkeys(read, ""))
+
+
+def test_a_script_s_own_settings_are_known() -> None:
+    assert unknown_variables({PREFIX + name.upper(): "" for name in CLIENT_SETTINGS}) == {}
+    assert unknown_variables({"STORMD_BUGDET": ""})["STORMD_BUGDET"].endswith("'STORMD_BUDGET'?")
+    assert not set(CLIENT_SETTINGS) & set(SETTINGS)
 
 
 def test_an_unknown_one_gets_the_closest_known() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of saved tensors, in which order they come back, and what memory that takes.
+"""In which order the saved tensors of a step are asked for.
 
 A step is planned from what the last step of its kind did: the order in which its tensors were
 asked for, and which of them were asked for at once. A plan only decides what is sent and what is
@@ -14,12 +14,11 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice
-from typing import NamedTuple, TypeAlias
 
 from storm_client.saved import Handle, StoredRange, View
 from storm_client.versions import SavedVersion
 
-__all__ = ["OFFLOAD", "Decision", "DeviceWindow", "Keep", "Offload", "OrderHistory", "Step"]
+__all__ = ["OrderHistory", "Step"]
 
 LOOK_AGAIN = 32
 """After so many tensors all that is in sight is looked at again: what was here may have left."""
@@ -32,31 +31,6 @@ LOOKAHEAD = 64
 
 PASS_HANDLES = 4096
 """Packed before another pass begins, though nothing has been asked for."""
-
-START_BYTES = 5 << 28
-"""What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
-
-LARGEST = 3
-"""How many of the largest tensors may be held, so that the link has work while a long kernel runs
-that makes nothing to store."""
-
-LEAST_BYTES = 1 << 26
-"""However little memory there is, some tensors must be under way for the link to be busy."""
-
-
-class Keep(NamedTuple):
-    """The tensor stays with autograd, for the `reason` that statistics name."""
-
-    reason: str
-
-
-class Offload(NamedTuple):
-    """The tensor leaves as soon as nobody else can write to it."""
-
-
-Decision: TypeAlias = Keep | Offload
-
-OFFLOAD = Offload()
 
 
 class OrderHistory:
@@ -273,34 +247,3 @@ def _living(latest: _Pass | None) -> _Pass | None:
     while latest is not None and not latest.lives:
         latest = latest.earlier
     return latest
-
-
-class DeviceWindow:
-    """How much device memory one session's offloading may take; the session's lock protects it.
-
-    One limit bounds what is held after a store; what is brought back early may besides take half
-    of the memory that the step has used before and has free again. Both stay below the ceiling,
-    and running out of memory halves them.
-    """
-
-    def __init__(self, ceiling: int) -> None:
-        """Never choose more than `ceiling` bytes."""
-        self._ceiling = ceiling
-        self.limit = min(START_BYTES, self._ceiling)
-        """Bytes of sources that may be held after they were stored."""
-
-    def saw(self, nbytes: int) -> None:
-        """Note the size of a tensor that is stored in place."""
-        self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
-
-    def ahead(self, headroom: int) -> int:
-        """Return how many bytes may be brought back early.
-
-        `headroom` is by how many bytes less is allocated now than was at the most.
-        """
-        return min(self._ceiling, max(self.limit, headroom // 2))
-
-    def shrink(self) -> None:
-        """Take half from now on: the device has run out of memory."""
-        self._ceiling = max(min(LEAST_BYTES, self._ceiling), self._ceiling // 2)
-        self.limit = min(self.limit, self._ceiling)

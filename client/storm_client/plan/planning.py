@@ -1,0 +1,223 @@
+"""Has the steps of an Offload follow a plan: learns their kinds, plans each, and tries replays.
+
+The first step of a kind offloads all, and is watched and timed. The next follows the plan that is
+made of it, but hands over, too, what it makes again, and compares: a value whose bits differ once
+is never made again. From then on nothing is handed over twice. What was learned in between makes
+the plan anew where the next step begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from storm_client.compiled import may_be_compiled
+from storm_client.errors import UsageError
+from storm_client.plan.decisions import OFFLOAD, Decision, Replay
+from storm_client.plan.kinds import Kind, Kinds, StepRecord
+from storm_client.plan.operations import REPLAYABLE, Function
+from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
+from storm_client.plan.recipes import Ends, Trial
+from storm_client.plan.recording import Mark, Recorder, Recording, Seen, Span, mark
+from storm_client.plan.table import Plan
+from storm_client.sizes import format_size
+from stormd.protocol import Budget
+
+if TYPE_CHECKING:
+    from storm_client.saved import WeakStorage
+
+__all__ = ["PlanOptions", "PlannedStep", "Planning"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user asked for."""
+
+    budget: Budget = "least"
+    """As `stormd.protocol.parse_budget` returns it."""
+    verifies: bool = False
+    """Whether each tensor that is made again is compared with a checksum in every step."""
+    replays: bool = True
+    functions: frozenset[Function] = frozenset()
+    """The user's own that may be run again."""
+
+
+class Planning:
+    """The kinds of steps of one Offload, and their plans. Threads may share it."""
+
+    def __init__(self, options: PlanOptions, ratio: Callable[[], float]) -> None:
+        """Start without experience; `ratio` tells how well tensors have been compressed so far."""
+        self.options = options
+        self._functions = REPLAYABLE | options.functions
+        self._ratio = ratio
+        self._kinds = Kinds()
+        self._ends = Ends()
+        self._unended: deque[tuple[weakref.ref[Recording], deque[WeakStorage]]] = deque()
+
+    def begin(
+        self,
+        least: int,
+        modules: Iterable[torch.nn.Module],
+        pack: Callable[[torch.Tensor, Decision], Any],
+        unpack: Callable[[Any], torch.Tensor],
+    ) -> PlannedStep:
+        """Begin a step, whose tensors of `least` bytes matter.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        self._free_unended()
+        kind = self._kinds.latest
+        for one in self._kinds.outdated():
+            self._make(one)
+        step = StepRecord(self._kinds, kind)
+        recording = Recording(
+            step,
+            max(least, 1),
+            pack=partial(_pack_input, step, pack),
+            unpack=unpack,
+            functions=self._functions,
+            ends=self._ends,
+        )
+        self._unended.append((weakref.ref(recording), recording.pins))
+        mode = None
+        if self.options.replays and _has_replays(kind) and not may_be_compiled(modules):
+            mode = Recorder(recording, measures=kind is None)
+        return PlannedStep(
+            self, recording, mode, mark(is_on_gpu=kind is not None and kind.is_on_gpu)
+        )
+
+    def ended(self, step: StepRecord, begun: Mark, *, is_trial: bool) -> None:
+        """Learn from a step that has ended."""
+        followed = step.kind
+        kind = self._kinds.ended(step)
+        if kind is not None and kind is followed and kind.decisions is not None and not is_trial:
+            kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)))
+
+    def plan(self) -> Plan | None:
+        """Return the plan of the latest kind."""
+        kind = self._kinds.latest
+        if kind is None:
+            return None
+        if kind.is_outdated:
+            self._make(kind)
+        return kind.plan
+
+    def _make(self, kind: Kind) -> None:
+        costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
+        saved = [value.nbytes for value in kind.values if value.is_saved]
+        largest = max(saved, default=0)
+        budget = self.options.budget
+        if type(budget) is int and budget < largest:
+            raise UsageError(
+                f"budget is {format_size(budget)}, and the largest tensor of a step has "
+                f"{format_size(largest)}, which is the least possible; raise it, or pass "
+                "budget='least'"
+            )
+        choice = choose(
+            kind.values,
+            kind.rejected,
+            costs,
+            room=_room(budget, sum(saved), kind),
+            forward_seconds=kind.measure(),
+        )
+        kind.follow(choice.decisions)
+        kind.plan = Plan.of(kind, choice)
+
+    def _free_unended(self) -> None:
+        """Free what results that died have left, and steps that an exception ended."""
+        self._ends.look()
+        for _ in range(len(self._unended)):
+            reference, pins = self._unended.popleft()
+            if reference() is not None:
+                if pins:
+                    self._unended.append((reference, pins))
+                continue
+            while pins:
+                pins.pop().free()
+
+
+class PlannedStep:
+    """One step, in the thread of its block."""
+
+    def __init__(
+        self, planning: Planning, recording: Recording, mode: Recorder | None, begun: Mark
+    ) -> None:
+        """Follow what `recording` says."""
+        self._planning = planning
+        self._begun = begun
+        self._is_trial = False
+        self._recording: Recording | None = recording
+        self._step = recording.step
+        self.mode = mode
+        self.verifies = planning.options.verifies
+
+    def saved(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> tuple[Seen | None, Decision]:
+        """Note that autograd saves a tensor; return its value and what is to become of it."""
+        if self._recording is None or self._step.is_full:
+            return None, OFFLOAD  # by a backward pass, after the block; or in a block without end
+        return self._recording.saved(tensor, storage)
+
+    def trial(self, number: int) -> Trial | None:
+        """Return what is to be noted of a value that has not proved itself; None if it has."""
+        kind = self._step.kind
+        if kind is None or number in kind.verified:
+            return None
+        self._is_trial = True
+        return Trial(kind, number, kind.verified)
+
+    def end(self) -> None:
+        """Learn from the step; nothing runs or is saved in it any more."""
+        if self._recording is not None:
+            self._planning.ended(self._step, self._begun, is_trial=self._is_trial)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget what the step has done so far; nothing runs or is saved in it any more."""
+        recording, self._recording = self._recording, None
+        if self.mode is not None:
+            self.mode.end()
+        if recording is not None:
+            recording.end()
+
+
+def _pack_input(
+    step: StepRecord,
+    pack: Callable[[torch.Tensor, Decision], Any],
+    tensor: torch.Tensor,
+    number: int,
+) -> Any:
+    return pack(tensor, step.decided(number))
+
+
+def _has_replays(kind: Kind | None) -> bool:
+    """Tell whether a kind makes something again, or nobody knows yet."""
+    if kind is None or kind.decisions is None:
+        return True
+    return any(isinstance(decision, Replay) for decision in kind.decisions)
+
+
+def _room(budget: Budget, saved: int, kind: Kind) -> int:
+    """Return how many bytes may stay of a step that saves `saved`."""
+    if budget == "least":
+        return 0
+    if budget == "fit":
+        return _free_bytes(kind)
+    return int(budget * saved) if isinstance(budget, float) else budget
+
+
+def _free_bytes(kind: Kind) -> int:
+    """Return what the device of a kind had free at its fullest, less a tenth for what varies."""
+    if not kind.is_on_gpu:
+        return 0
+    free, _ = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return int(0.9 * max(0, free + unused))

@@ -1,0 +1,380 @@
+"""How a value is made again: the operation that has made it, run on the same inputs.
+
+A recipe is made when the operation has just been run, so its inputs are at hand. Each of them is
+held in one of four ways: as what autograd would be handed for it (offloaded or kept), as the result
+of another recipe, as an alias (parameters, and small results whose version is watched), or as a
+copy (what is small and could change without being counted). A result holds its recipe and that its
+inputs: what autograd still holds can be made, and dies with it.
+
+What is made is held for as long as somebody is expected to ask for it once more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from storm_client.errors import ActivationLost
+from storm_client.plan.kinds import Kind
+from storm_client.plan.operations import Function
+from storm_client.saved import Located, View, WeakStorage
+from storm_client.versions import SavedVersion
+
+__all__ = [
+    "Alias",
+    "Ends",
+    "Made",
+    "Recipe",
+    "Replayed",
+    "Result",
+    "Saved",
+    "Source",
+    "Trial",
+    "checksum",
+    "compare",
+    "same_bits",
+]
+
+CHECKSUM_COLUMNS = 4096
+
+
+class Source(Protocol):
+    """An input of a recipe."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as it was.
+
+        Raises:
+            RuntimeError, StormError: it cannot be had.
+        """
+        ...
+
+
+class Alias(NamedTuple):
+    """A tensor that stays: a parameter, or something small."""
+
+    held: torch.Tensor
+    version: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Alias:
+        """Hold the tensor's memory and watch its version."""
+        held = tensor.detach()
+        return cls(held, held._version, held.untyped_storage().nbytes())
+
+    def tensor(self) -> torch.Tensor:
+        """Return it; ActivationLost if it has changed or its memory was given up."""
+        if self.held._version != self.version:
+            raise ActivationLost(
+                f"a tensor of shape {list(self.held.shape)} was changed in place (version "
+                f"{self.version}, now {self.held._version}), from which a saved tensor was to be "
+                "computed again; change a copy of it, or pass offload(..., replay=False)"
+            )
+        if self.held.untyped_storage().nbytes() != self.nbytes:
+            raise ActivationLost(
+                f"the memory of a parameter of shape {list(self.held.shape)} is not there, from "
+                "which a saved tensor was to be computed again; pass offload(..., replay=False)"
+            )
+        return self.held
+
+
+class Saved(NamedTuple):
+    """A tensor that was handed over as autograd hands tensors over."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+    def tensor(self) -> torch.Tensor:
+        """Bring it back."""
+        return self.unpack(self.packed)
+
+
+class Made(NamedTuple):
+    """A view of what another recipe makes."""
+
+    result: Result
+    view: View
+
+    def tensor(self) -> torch.Tensor:
+        """Have it made."""
+        return self.view.rebuild(Located(self.result.storage()))
+
+
+class _Autocast(NamedTuple):
+    device: str
+    is_enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, device: str) -> _Autocast:
+        return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+
+class Recipe:
+    """One operation that was run."""
+
+    __slots__ = ("_arguments", "_autocast", "_function", "_options")
+
+    def __init__(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        device: str,
+    ) -> None:
+        """Hold a call whose tensors have been replaced by Sources, at most one list deep."""
+        self._function = function
+        self._arguments = arguments
+        self._options = options
+        self._autocast = _Autocast.now(device)
+
+    def run(self) -> Any:
+        """Run the operation again, as no part of any graph."""
+        arguments = [_filled(argument) for argument in self._arguments]
+        options = {name: _filled(value) for name, value in self._options.items()}
+        device, is_enabled, dtype = self._autocast
+        with (
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+            torch.autocast(device, dtype=dtype, enabled=is_enabled, cache_enabled=False),
+        ):
+            return self._function(*arguments, **options)
+
+
+def _filled(argument: Any) -> Any:
+    if isinstance(argument, (Alias, Saved, Made)):
+        return argument.tensor()
+    if type(argument) in (list, tuple):
+        return type(argument)(map(_filled, argument))
+    return argument
+
+
+class Result:
+    """One storage that a recipe makes. The lock of its step protects it."""
+
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_given",
+        "_left",
+        "_memo",
+        "_origin",
+        "_recipe",
+        "_uses",
+        "_view",
+        "nbytes",
+        "original",
+    )
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, ends: Ends) -> None:
+        """Stand for `tensor`, whose recipe is not known yet: it is held until then."""
+        self.original: torch.Tensor | None = tensor.detach()
+        self.nbytes = nbytes
+        self._origin = ends.watch(self, tensor.untyped_storage())
+        self._view = View.of(tensor)
+        self._device = tensor.device
+        self._recipe: tuple[Recipe, int | None] | None = None
+        self._memo: tuple[torch.UntypedStorage, int] | None = None
+        self._given: list[SavedVersion] = []
+        self._uses = 0
+        self._left = 0
+
+    def made_by(self, recipe: Recipe, index: int | None) -> None:
+        """Give the tensor up: it is the output `index` of `recipe`, or all of it."""
+        self._recipe = recipe, index
+        self.original = None
+
+    def expect_use(self) -> None:
+        """Note that somebody else will ask for it."""
+        self._uses += 1
+        self._left += 1
+
+    def storage(self) -> torch.UntypedStorage:
+        """Return its memory: its own while somebody holds that, else what is made anew.
+
+        Its own is what PyTorch would read, whatever has been written to it.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
+        origin = self._origin.storage()
+        if origin is not None and origin.nbytes() == self.nbytes:
+            self._asked(None)
+            return origin
+        return self.made()
+
+    def made(self) -> torch.UntypedStorage:
+        """Return memory that the recipe has filled, for this one or for one who has asked before.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
+        if self._recipe is None:
+            raise ActivationLost(
+                "the memory of a tensor that had stayed is gone: its storage was resized after the "
+                "tensor was saved; pass offload(..., replay=False)"
+            )
+        stream = _stream(self._device)
+        storage = self._remembered(stream)
+        if storage is None:
+            storage = self._run(*self._recipe)
+        self._asked((storage, stream))
+        return storage
+
+    def _asked(self, made: tuple[torch.UntypedStorage, int] | None) -> None:
+        """Remember what was made for whoever else will ask; all of them may ask once more."""
+        self._left -= 1
+        if self._left > 0:
+            self._memo = made
+        else:
+            self._memo, self._left = None, self._uses
+            self._given.clear()
+
+    def given(self, version: SavedVersion) -> None:
+        """Note who has been handed the memory, and may change it under that version's counter."""
+        if self._memo is not None:
+            self._given.append(version)
+
+    def _remembered(self, stream: int) -> torch.UntypedStorage | None:
+        """Return what was made before if it is as it was, and there for this stream."""
+        if self._memo is None or self._memo[1] != stream:
+            return None
+        return self._memo[0] if all(version.unchanged for version in self._given) else None
+
+    def _run(self, recipe: Recipe, index: int | None) -> torch.UntypedStorage:
+        made = recipe.run()
+        tensor: torch.Tensor = made if index is None else made[index]
+        storage = tensor.untyped_storage()
+        if View.of(tensor) != self._view or storage.nbytes() != self.nbytes:
+            raise ActivationLost(
+                f"computing a saved tensor again gave {View.of(tensor)} in {storage.nbytes()} "
+                f"bytes instead of {self._view} in {self.nbytes}; pass offload(..., replay=False)"
+            )
+        return storage
+
+
+class Ends:
+    """Frees what the results of an Offload had their memory known by, once they have died.
+
+    They die in any thread, where a signal may strike, so their deaths are queued as those of
+    stored ranges are, and looked at where a block begins or ends.
+    """
+
+    def __init__(self) -> None:
+        """Begin without results."""
+        self._waiting: deque[_End] = deque()
+        self._watched: dict[int, _End] = {}
+
+    def watch(self, result: Result, storage: torch.UntypedStorage) -> WeakStorage:
+        """Return what knows `storage` for as long as `result` lives."""
+        origin = WeakStorage(storage)
+        end = _End(result, self._waiting.append)
+        end.origin = origin
+        self._watched[id(end)] = end
+        return origin
+
+    def look(self) -> None:
+        """Free what belonged to the dead."""
+        while self._waiting:
+            end = self._waiting.popleft()
+            origin, end.origin = end.origin, None
+            if origin is not None:
+                origin.free()
+            self._watched.pop(id(end), None)
+
+
+class _End(weakref.ref[Result]):
+    """Comes where it is looked for when its result dies."""
+
+    __slots__ = ("origin",)
+    origin: WeakStorage | None
+
+
+class Trial(NamedTuple):
+    """A tensor that is made again and handed over besides, so that both can be compared."""
+
+    kind: Kind
+    number: int
+    """The tensor's value in that kind of step."""
+    verified: set[int]
+    """Where its plan notes what has proved itself: a later plan does so anew."""
+    packed: Any = None
+
+
+class Replayed:
+    """What autograd holds for a tensor that is made again."""
+
+    __slots__ = ("checksum", "result", "trial", "version", "view")
+
+    def __init__(
+        self,
+        result: Result,
+        view: View,
+        version: SavedVersion,
+        *,
+        trial: Trial | None = None,
+        checksum: torch.Tensor | None = None,
+    ) -> None:
+        """Stand for a `view` of `result`; `checksum` is that of the tensor itself."""
+        self.result = result
+        self.view = view
+        self.version = version
+        self.trial = trial
+        self.checksum = checksum
+        result.expect_use()
+
+
+def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return sums over a storage, on its device, that differ if any of its words differs.
+
+    They weigh each word by its row and by its column, so that exchanged words are noticed, too.
+    """
+    words = _words(storage)
+    columns = min(len(words), CHECKSUM_COLUMNS)
+    whole = len(words) // columns * columns
+    table = words[:whole].view(-1, columns)
+    rows = table.sum(1, dtype=torch.int64)
+    across = table.sum(0, dtype=torch.int64)
+    rest = words[whole:].sum(dtype=torch.int64)
+    return torch.stack((_weighed(rows), _weighed(across), rows.sum(), rest))
+
+
+def compare(expected: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    """Compare a storage with the checksum of what it should hold; waits for the device.
+
+    Raises:
+        ActivationLost: they differ.
+    """
+    if not torch.equal(expected, checksum(storage)):
+        raise ActivationLost(
+            f"a saved tensor of {storage.nbytes()} bytes that was computed again has other bits "
+            "than before; something that it is made from was changed without being counted, or "
+            "its operation is not deterministic: pass offload(..., replay=False)"
+        )
+
+
+def _weighed(sums: torch.Tensor) -> torch.Tensor:
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Tell whether two storages hold the same bytes; waits for the device."""
+    if one.nbytes() != other.nbytes():
+        return False
+    return torch.equal(_words(one), _words(other))
+
+
+def _words(storage: torch.UntypedStorage) -> torch.Tensor:
+    nbytes = storage.nbytes()
+    dtype = torch.int64 if nbytes % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
+    words = torch.empty(0, dtype=dtype, device=storage.device)
+    return words.set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,0 +1,46 @@
+"""How much device memory the transfers of one session may take."""
+
+from __future__ import annotations
+
+__all__ = ["DeviceWindow"]
+
+START_BYTES = 5 << 28
+"""What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
+
+LARGEST = 3
+"""How many of the largest tensors may be held, so that the link has work while a long kernel runs
+that makes nothing to store."""
+
+LEAST_BYTES = 1 << 26
+"""However little memory there is, some tensors must be under way for the link to be busy."""
+
+
+class DeviceWindow:
+    """How much device memory one session's offloading may take; the session's lock protects it.
+
+    One limit bounds what is held after a store; what is brought back early may besides take half
+    of the memory that the step has used before and has free again. Both stay below the ceiling,
+    and running out of memory halves them.
+    """
+
+    def __init__(self, ceiling: int) -> None:
+        """Never choose more than `ceiling` bytes."""
+        self._ceiling = ceiling
+        self.limit = min(START_BYTES, self._ceiling)
+        """Bytes of sources that may be held after they were stored."""
+
+    def saw(self, nbytes: int) -> None:
+        """Note the size of a tensor that is stored in place."""
+        self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
+
+    def ahead(self, headroom: int) -> int:
+        """Return how many bytes may be brought back early.
+
+        `headroom` is by how many bytes less is allocated now than was at the most.
+        """
+        return min(self._ceiling, max(self.limit, headroom // 2))
+
+    def shrink(self) -> None:
+        """Take half from now on: the device has run out of memory."""
+        self._ceiling = max(min(LEAST_BYTES, self._ceiling), self._ceiling // 2)
+        self.limit = min(self.limit, self._ceiling)

@@ -1,0 +1,58 @@
+"""A budget: how much of what a training step saves may stay on the device.
+
+`stormd run --budget`, STORMD_BUDGET and `storm_client.offload(budget=)` mean the same by it: all
+three read it here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal, cast
+
+from stormd.protocol.sizes import parse_size
+
+__all__ = ["BUDGET_VARIABLE", "Budget", "parse_budget"]
+
+BUDGET_VARIABLE: Final = "STORMD_BUDGET"
+"""The environment variable with the budget of every `offload` that names none."""
+
+Budget = Literal["least", "fit"] | int | float
+"""A word, a number of bytes (int), or a share of what a step saves, 0.0 to 1.0 (float)."""
+
+_WORDS: Final = ("least", "fit")
+_WANTED: Final = "write least, fit, a size as in 12GiB, or a fraction from 0.0 to 1.0"
+
+
+def parse_budget(value: str | float) -> Budget:
+    """Return the budget that a text or a number means.
+
+    A text with a point and no unit is a fraction, "0.5"; a whole number is bytes, "4096".
+
+    Raises:
+        ValueError: it is none; the message names the value and what may be written.
+    """
+    if isinstance(value, str):
+        return _read(value.strip(), value)
+    if type(value) is int and value >= 0:
+        return value
+    if type(value) is float:
+        return _fraction(value, value)
+    raise ValueError(f"budget is {value!r}: {_WANTED}")
+
+
+def _read(text: str, given: str) -> Budget:
+    if text in _WORDS:
+        return cast("Budget", text)
+    try:
+        if text[-1:].isalpha() or text.isdecimal():
+            return parse_size(text)
+        number = float(text)
+    except ValueError as error:
+        raise ValueError(f"budget is {given!r}: {_WANTED}") from error
+    return _fraction(number, given)
+
+
+def _fraction(number: float, given: str | float) -> float:
+    if math.isnan(number) or not 0.0 <= number <= 1.0:
+        raise ValueError(f"budget is {given!r}: {_WANTED}")
+    return number

@@ -1,0 +1,7 @@
+"""The version of the distribution, of daemon and client alike; the build reads it here."""
+
+from typing import Final
+
+__all__ = ["__version__"]
+
+__version__: Final = "0.1.0"

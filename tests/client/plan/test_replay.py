@@ -1,0 +1,455 @@
+"""Saved tensors that are made again: bit for bit what they were, or an exception."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.plan.kinds import Kind
+from support.daemon_process import DaemonProcess
+from support.planning import replay_all
+from support.random_programs import run
+from support.training import Context, assert_identical, gradients, seeded
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+WIDTH = 64
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_all(monkeypatch)
+
+
+class Block(nn.Module):
+    """A norm, a gated product and a residual sum: chains of five operations that all save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(silu(self.gate(h)) * self.up(h).sigmoid())
+
+
+def blocks(device: str, count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count))).to(device)
+
+
+def step(net: nn.Module, x: Tensor, context: Context) -> list[Tensor]:
+    net.zero_grad()
+    with context():
+        loss = net(x).square().mean()
+    loss.backward()
+    return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+
+def assert_steps_are_identical(
+    train: Callable[[Context], list[Tensor]], offload: storm.Offload
+) -> None:
+    """Compare steps with offload to one without, while they are learned, tried and planned."""
+    expected = train(nullcontext)
+    for _ in range(STEPS):
+        assert_identical(train(lambda: offload), expected)
+
+
+def kinds(offload: storm.Offload) -> list[Kind]:
+    return list(offload._planning._kinds._known.values())
+
+
+def rejected(offload: storm.Offload) -> dict[int, str]:
+    return {number: why for kind in kinds(offload) for number, why in kind.rejected.items()}
+
+
+def test_steps_are_identical_before_while_and_after_they_are_planned(
+    device: str, client: storm.Client
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    offloaded = []
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+        offloaded.append(offload.stats().offloaded_bytes)
+    stats = offload.stats()
+    assert stats.replayed_bytes > 0
+    assert stats.replay_seconds > 0
+    assert offloaded[-1] - offloaded[-2] < (offloaded[1] - offloaded[0]) / 4
+    assert not rejected(offload)
+    parts = (stats.skipped_bytes, stats.deduplicated_bytes, stats.offloaded_bytes, stats.kept_bytes)
+    assert stats.saved_bytes == sum(parts) + stats.replayed_bytes
+
+
+def test_the_plan_says_what_becomes_of_what(
+    device: str, client: storm.Client, tmp_path: Path
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    assert offload.plan is None
+    for _ in range(2):
+        step(net, x, lambda: offload)
+    plan = offload.plan
+    assert plan is not None
+    decisions = {row.operation: row.decision for row in plan.rows}
+    assert decisions["silu"] == decisions["mul"] == decisions["layer_norm"] == "replay"
+    assert "3 x silu" in str(plan)
+    assert plan.replay_seconds > 0
+    pytest.importorskip("matplotlib", reason="a picture is drawn with it")
+    plan.draw(tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    with pytest.raises(storm.UsageError, match=r"plan\.nothing"):
+        plan.draw(tmp_path / "plan.nothing")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(seed: int, device: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1, verify="always" if seed % 2 else "learn")
+    expected = run(seed, device, nullcontext)
+    for _ in range(STEPS):
+        assert_identical(run(seed, device, lambda: offload), expected)
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_replays_are_switched_off(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, replay=False)
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    assert offload.stats().replayed_bytes == 0
+
+
+def test_kinds_of_steps_that_take_turns(device: str, client: storm.Client) -> None:
+    net = blocks(device)
+    inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
+    expected = [step(net, x, nullcontext) for x in inputs]
+    offload = client.offload(net, min_bytes=1)
+    for number in range(10):
+        found = step(net, inputs[number % 2], lambda: offload)
+        assert_identical(found, expected[number % 2])
+    assert len(kinds(offload)) == 2
+    assert all(kind.verified for kind in kinds(offload))
+
+
+def test_a_branch_that_no_step_took_before(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+
+    def forward(context: Context, *, long: bool) -> list[Tensor]:
+        net.zero_grad()
+        with context():
+            h = net(x)
+            if long:
+                h = net[0](h.exp())
+            loss = h.square().mean()
+        loss.backward()
+        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+
+    expected = {long: forward(nullcontext, long=long) for long in (False, True)}
+    offload = client.offload(net, min_bytes=1)
+    for long in (False, False, False, True, False, True, True, True, False):
+        assert_identical(forward(lambda: offload, long=long), expected[long])
+    assert offload.stats().replayed_bytes > 0
+
+
+@torch.library.custom_op("storm_tests::scaled", mutates_args=())
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """An operator of the user's own, which its name does not tell."""
+    return x * (scale + CALLS[0])
+
+
+CALLS = [0]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.scale = inputs[1]
+
+
+def _backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+    return slope * ctx.scale, None
+
+
+scaled.register_autograd(_backward, setup_context=_save)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("spelled", [None, scaled, torch.ops.storm_tests.scaled])
+def test_an_operator_of_the_users_own(
+    spelled: Callable[..., Tensor] | None, changes: bool, device: str, client: storm.Client
+) -> None:
+    """It is run again if that is allowed, and no more once it was found to be another each time."""
+    CALLS[0] = 0
+    x = seeded(device, 32, WIDTH, grad=True)
+    offload = client.offload(min_bytes=1, replay=True if spelled is None else [spelled])
+    for _ in range(4):
+        with offload:
+            base = x * 2
+            loss = (scaled(base, 3.0).square() * base.square()).sum()
+        CALLS[0] += changes
+        loss.backward()
+    plan = offload.plan
+    assert plan is not None
+    decisions = {row.operation: row.decision for row in plan.rows}
+    if spelled is None:
+        assert not any("scaled" in operation for operation in decisions)
+    elif changes:
+        assert "other bits" in " ".join(rejected(offload).values())
+    else:
+        assert decisions["storm_tests::scaled"] == "replay"
+
+
+def test_an_input_that_is_changed_raises_or_is_not_used(device: str, client: storm.Client) -> None:
+    """`h + 1` saves nothing of h, so PyTorch lets it be changed afterwards."""
+    x = seeded(device, 32, WIDTH, grad=True)
+
+    def train(context: Context) -> Tensor:
+        x.grad = None
+        with context():
+            h = x * 2
+            made = h + 1
+            loss = (made.half() if device == "cuda" else made).square().sum()
+            h.add_(3)
+            loss = loss + h.sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad.clone()
+
+    assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
+
+
+def test_a_parameter_that_is_changed_raises(device: str, client: storm.Client) -> None:
+    """Unlike PyTorch, which needs the norm's weight no more: an exception, and no wrong bits."""
+    net, x = blocks(device, 2), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    with offload:
+        loss = net(x).square().mean()
+    with torch.no_grad():
+        net[1].norm.bias.add_(1)
+    with pytest.raises((storm.ActivationLost, RuntimeError), match=r"changed in place|modified by"):
+        loss.backward()
+
+
+def test_verify_always_notices_uncounted_writes(device: str, client: storm.Client) -> None:
+    net, x = blocks(device, 2), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, verify="always")
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    with offload:
+        loss = net(x).square().mean()
+    net[1].norm.weight.data.mul_(2)
+    with pytest.raises(storm.ActivationLost, match="other bits"):
+        loss.backward()
+
+
+def test_two_backward_passes(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(4):
+        net.zero_grad()
+        with offload:
+            loss = net(x).square().mean()
+        loss.backward(retain_graph=True)
+        once = [gradient.clone() for gradient in gradients(net)]
+        loss.backward()
+        assert_identical(gradients(net), [2 * gradient for gradient in once])
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_second_derivatives(device: str, client: storm.Client) -> None:
+    x = seeded(device, 32, WIDTH, grad=True)
+
+    def train(context: Context) -> Tensor:
+        with context():
+            h = x.sin()
+            loss = (h.sigmoid() * h.tanh()).sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            twice = slope.square().sum()
+        return torch.autograd.grad(twice, x)[0]
+
+    assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
+
+
+def test_autocast(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        with context(), torch.autocast(device, dtype=torch.bfloat16):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+
+    offload = client.offload(net, min_bytes=1)
+    assert_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+    assert not rejected(offload)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks_inside(use_reentrant: bool, device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH, grad=True)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        x.grad = None
+        with context():
+            h = net[0](x)
+            h = torch.utils.checkpoint.checkpoint(net[1], h, use_reentrant=use_reentrant)
+            loss = net[2](h).square().mean()
+        loss.backward()
+        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+
+    offload = client.offload(net, min_bytes=1)
+    assert_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_threads_that_share_an_offload(device: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    failed: list[BaseException] = []
+
+    def train(seed: int) -> None:
+        net, x = blocks(device), seeded(device, 16 * (seed + 1), WIDTH)
+        try:
+            expected = step(net, x, nullcontext)
+            for _ in range(2 * STEPS):
+                assert_identical(step(net, x, lambda: offload), expected)
+        except BaseException as error:  # noqa: BLE001 - seen by the test
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_a_block_around_a_loop_is_watched_only_so_far(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storm_client.plan.kinds.MOST_EVENTS", 100)
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    with offload:
+        for _ in range(20):
+            assert_identical(step(net, x, nullcontext), expected)
+        ((recording, pins),) = offload._planning._unended
+        watched = recording()
+        assert watched is not None
+        assert len(watched.step.events) <= 100
+        assert not pins
+        assert not watched._seen
+    assert not kinds(offload)
+
+
+def fail(net: nn.Module, x: Tensor) -> None:
+    net(x)
+    raise ZeroDivisionError
+
+
+def test_nothing_is_left_of_blocks_that_an_exception_ends(
+    device: str, client: storm.Client
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError), offload:
+            fail(net, x)
+        assert torch._C._len_torch_function_stack() == 0
+    assert_identical(step(net, x, lambda: offload), expected)
+    gc.collect()
+    offload._planning._free_unended()
+    assert not offload._planning._unended
+    assert not offload._planning._ends._watched
+
+
+@pytest.fixture
+def mortal(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    return make_daemon("--pool-bytes", "64MiB")
+
+
+def test_the_daemon_dies_before_a_replay(mortal: DaemonProcess) -> None:
+    net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
+    with storm.connect(mortal.address, timeout=30) as client:
+        offload = client.offload(net, min_bytes=1)
+        for _ in range(3):
+            step(net, x, lambda: offload)
+        with offload:
+            loss = net(x).square().mean()
+        offload.stats()
+        mortal.kill()
+        with pytest.raises(storm.DaemonLost):
+            loss.backward()
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0, "64KiB", 1 << 30])
+def test_budgets(budget: str | float, device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1, budget=budget)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    plan = offload.plan
+    assert plan is not None
+    saved = sum(row.nbytes for row in plan.rows)
+    limits = {0.0: 0, 0.3: 0.3 * saved, 1.0: saved, "64KiB": 1 << 16, 1 << 30: saved}
+    assert plan.peak_bytes <= limits[budget]
+    assert plan.peak_bytes >= limits[budget] / 2
+    if budget == 1.0:
+        assert offload.stats().skipped["budget"] > 0
+
+
+def test_a_budget_that_cannot_be_kept(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, budget=1000)
+    step(net, x, lambda: offload)
+    with pytest.raises(storm.UsageError, match=r"1000 B.*16\.0 KiB, which is the least possible"):
+        step(net, x, lambda: offload)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "much"}, "budget is 'much'.*least, fit"),
+        ({"budget": -1}, "budget is -1"),
+        ({"budget": 1.5}, "budget is 1.5"),
+        ({"verify": "never"}, "verify is 'never'; choose learn or always"),
+        ({"replay": [3]}, "replay has int 3"),
+    ],
+)
+def test_options_that_mean_nothing(
+    options: dict[str, object], message: str, client: storm.Client
+) -> None:
+    with pytest.raises(storm.UsageError, match=message):
+        client.offload(**options)
+
+
+def test_the_budget_of_the_environment(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORMD_BUDGET", "0.5")
+    assert client.offload()._planning.options.budget == 0.5
+    assert client.offload(budget="fit")._planning.options.budget == "fit"
+    monkeypatch.setenv("STORMD_BUDGET", "some")
+    with pytest.raises(storm.UsageError, match="budget is 'some'"):
+        client.offload()

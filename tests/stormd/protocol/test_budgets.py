@@ -1,0 +1,46 @@
+"""Budgets: what each way to write one means, and what is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from stormd.protocol import parse_budget
+
+
+@pytest.mark.parametrize(
+    ("value", "budget"),
+    [
+        ("least", "least"),
+        (" fit ", "fit"),
+        ("12GiB", 12 << 30),
+        ("1.5 MiB", 3 << 19),
+        ("4096", 4096),
+        ("0", 0),
+        ("0.5", 0.5),
+        ("1.0", 1.0),
+        (".25", 0.25),
+        (0, 0),
+        (1 << 40, 1 << 40),
+        (0.0, 0.0),
+        (1.0, 1.0),
+    ],
+)
+def test_each_way_to_write_one(value: str | float, budget: object) -> None:
+    found = parse_budget(value)
+    assert (found, type(found)) == (budget, type(budget))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "most", "LEAST", "12GB", "1.5", "-1", "-0.1", "50%", "nan", "inf", "1e-1x", "0.5.5"],
+)
+def test_other_texts_are_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="least, fit, a size as in 12GiB, or a fraction") as caught:
+        parse_budget(value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [-1, 1.01, -0.5, float("nan"), True, None, b"least"])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="budget is"):
+        parse_budget(value)  # type: ignore[arg-type]
