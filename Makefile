@@ -2,7 +2,9 @@
 #   make demo      two trainers share a daemon; losses and gradients compared
 #   make test      every test that needs no GPU and no more than minutes
 #   make lint      ruff and mypy --strict
+#   make docs      the documents' site, into build/site; a broken link fails it
 #   make test-gpu  the tests that need a CUDA device: minutes, the slowest named at the end
+#   make man       the manual page, from the parser
 #   make bench     the way through the daemon against two plain memcpys, and the codec
 #   make bench-codec-gpu   the codec on a GPU, beside every peer that is here (PEERS="--dietgpu LIB
 #                  --splitzip FILE"; tests/bench/codec_gpu_peers.py says how to get them)
@@ -18,7 +20,7 @@ RUN := $(if $(INSTALLED),$(PYTHON),$(VENV)/bin/python) -m
 ready = $(if $(INSTALLED),,$(VENV)/.installed$(1))
 C_SOURCES := $(shell find kernels/storm_kernels -name "*.[ch]" -o -name CMakeLists.txt)
 
-.PHONY: demo test lint test-gpu bench bench-codec-gpu clean
+.PHONY: demo test lint docs test-gpu bench bench-codec-gpu man clean
 
 demo: $(call ready,)
 	$(RUN) stormd.cli demo
@@ -31,6 +33,10 @@ lint: $(call ready,-dev)
 	$(RUN) ruff format --check .
 	$(RUN) mypy --strict
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(call ready,-docs)
+	$(RUN) mkdocs build --strict
+
 test-gpu: $(call ready,-cuda)
 	$(RUN) pytest -m "gpu and not slow" --timeout=180 --durations=10
 
@@ -41,6 +47,9 @@ bench: $(call ready,)
 bench-codec-gpu: $(call ready,-cuda)
 	$(firstword $(RUN)) tests/bench/codec_gpu.py $(PEERS)
 
+man: $(call ready,)
+	COLUMNS=80 $(RUN) stormd.manual >deploy/man/stormd.1
+
 clean:
 	rm -rf build $(VENV)
 
@@ -49,12 +58,16 @@ clean:
 $(VENV)/.installed: pyproject.toml constraints.txt CMakeLists.txt $(C_SOURCES)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) scikit-build-core cmake ninja
+	$(PIP) scikit-build-core hatch-fancy-pypi-readme cmake ninja
 	$(PIP) --no-build-isolation --editable .
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --no-build-isolation --editable ".[dev]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --no-build-isolation --editable ".[docs]"
 	touch $@
 
 $(VENV)/.installed-cuda: $(VENV)/.installed-dev

@@ -1,3 +1,5 @@
 """The per-node daemon that keeps training activations in host memory."""
 
-__version__ = "0.1.0"
+from stormd.protocol.version import __version__
+
+__all__ = ["__version__"]

@@ -1,49 +1,59 @@
 """The `stormd` command: parses the command line and runs one command.
 
 The exit status is 0 for success, 1 for a failed check or a failure of the daemon, 2 for wrong usage
-or a bad setting, 3 where no daemon answers, and 130 after an interrupt. An error of ours ends as
-one line on standard error, never as a traceback.
+or a bad setting, 3 where no daemon answers, and 130 after an interrupt; `stormd run` ends with that
+of the command that it ran. An error of ours ends as one line on standard error, never as a
+traceback.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Final
+from typing import Final
 
 from stormd import __version__
-from stormd.commands import bench, demo, doctor, serve, status, top
-from stormd.commands.output import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_NO_DAEMON, EXIT_USAGE
-from stormd.errors import ConfigError, NoDaemon, StormdError
+from stormd.commands import bench, completion, demo, doctor, run, serve, status, top
+from stormd.commands.output import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NO_DAEMON,
+    EXIT_OK,
+    EXIT_USAGE,
+)
+from stormd.commands.parsing import Parser
+from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
 from stormd.protocol import ProtocolError
 
 __all__ = ["main", "parser"]
 
 _COMMANDS: Final[dict[str, ModuleType]] = {
+    "run": run,
     "serve": serve,
     "status": status,
     "top": top,
     "doctor": doctor,
     "bench": bench,
     "demo": demo,
+    "completion": completion,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, sys.argv where None, and return the exit status."""
-    chosen = parser().parse_args(arguments)
+    line = parser()
+    chosen = line.parse_args(arguments)
+    if chosen.command is None:
+        line.print_help()
+        return EXIT_OK
     try:
         exit_status: int = _COMMANDS[chosen.command].run(chosen)
         sys.stdout.flush()  # here, where a reader that has gone is still an error of ours
-    except NoDaemon as error:
-        return _failed(error, EXIT_NO_DAEMON)
-    except (ConfigError, ProtocolError) as error:
-        return _failed(error, EXIT_USAGE)
-    except StormdError as error:
-        return _failed(error, EXIT_FAILED)
+    except (StormdError, ProtocolError) as error:
+        sys.stderr.write(f"stormd: {error}\n")
+        return _status_of(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -51,37 +61,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return exit_status
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the parser of the whole command line; `command` names the chosen command."""
-    top_level = _Parser(
+    top_level = Parser(
         prog="stormd",
         description="Keeps training activations losslessly compressed in shared host memory.",
         epilog="exit status: 0 done, 1 a check failed, 2 wrong usage, 3 no daemon answers, "
         "130 interrupted",
     )
     top_level.add_argument("--version", action="version", version=f"stormd {__version__}")
-    commands = top_level.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = top_level.add_subparsers(dest="command", metavar="COMMAND")
     for name, module in _COMMANDS.items():
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        text = f"{module.HELP[0].upper()}{module.HELP[1:]}."
+        command = commands.add_parser(name, help=module.HELP, description=text)
         command.add_later(module.add_arguments)
     return top_level
-
-
-class _Parser(argparse.ArgumentParser):
-    """A command's arguments are added when it is chosen: others' programs stay unloaded."""
-
-    _add: Callable[[argparse.ArgumentParser], None] | None = None
-
-    def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
-        """Have `add` called with this parser before it parses anything."""
-        self._add = add
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, having added what is to be added."""
-        add, self._add = self._add, None
-        if add is not None:
-            add(self)
-        return super().parse_known_args(args, namespace)
 
 
 def _unread() -> int:
@@ -90,9 +84,16 @@ def _unread() -> int:
     return 141  # what a shell reports for a command ended by SIGPIPE
 
 
-def _failed(error: Exception, exit_status: int) -> int:
-    sys.stderr.write(f"stormd: {error}\n")
-    return exit_status
+def _status_of(error: StormdError | ProtocolError) -> int:
+    match error:
+        case NoDaemon():
+            return EXIT_NO_DAEMON
+        case ConfigError() | ProtocolError():
+            return EXIT_USAGE
+        case CommandUnusable():
+            return error.exit_status
+        case _:
+            return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ raised.
 __all__ = [
     "AddressInUse",
     "ChildFailed",
+    "CommandUnusable",
     "ConfigError",
     "DirectoryUnsafe",
     "LaneUnavailable",
+    "MpsUnavailable",
     "NoDaemon",
     "PoolUnavailable",
     "StormdError",
@@ -46,3 +48,16 @@ class LaneUnavailable(StormdError):
 
 class ChildFailed(StormdError):
     """A process that the demo or a benchmark started did not do its work."""
+
+
+class CommandUnusable(StormdError):
+    """The user's: a command for `stormd run` that cannot be started."""
+
+    def __init__(self, text: str, exit_status: int) -> None:
+        """Say `text`, and end with the status that a shell ends with."""
+        super().__init__(text)
+        self.exit_status = exit_status
+
+
+class MpsUnavailable(StormdError):
+    """The environment's: CUDA's MPS cannot be had here."""

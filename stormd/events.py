@@ -203,9 +203,10 @@ class Detach:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The session is gone and holds nothing: close its lifeline."""
+    """The session is gone and holds nothing: close its lifeline. `cause` is of counters.ENDINGS."""
 
     session: int
+    cause: str
 
 
 Instruction = Reply | StoreJob | RestoreJob | Skip | Map | Unmap | Probe | Detach | Ended

@@ -71,7 +71,7 @@ from stormd.protocol import (
     hello_version,
 )
 from stormd.protocol.limits import TOKEN_BYTES
-from stormd.sessions import SessionInfo
+from stormd.sessions import SessionInfo, session_name
 
 __all__ = ["Credentials", "Gateway", "Peer", "Peers", "Terms"]
 
@@ -449,7 +449,8 @@ class Gateway:
             now=time.monotonic(),
             caller=Caller(uid, gid) if CACHE_FEATURE in hello.features else None,
         )
-        log.info("session opened", extra={"session": session, "pid": info.pid, "uid": uid})
+        fields = {"session": session_name(session), "pid": info.pid, "uid": uid}
+        log.info("session opened", extra=fields | {"device": info.device})
 
     def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:
         if hello.protocol != PROTOCOL_VERSION:
@@ -556,7 +557,8 @@ class Gateway:
     def _ended(self, ended: Ended) -> None:
         self._peers.remove(ended.session)
         self._lifelines.end(ended.session)
-        log.info("session ended", extra={"session": ended.session})
+        fields = {"session": session_name(ended.session), "cause": ended.cause}
+        log.info("session ended", extra=fields)
 
     # --- sending ----------------------------------------------------------------------------
 

@@ -23,11 +23,11 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """`07:31:02 info  stormd.server: ready address=ipc:///run/stormd/stormd.sock`."""
+    """`2026-11-22 07:31:02+0100 info    stormd.server: ready address=ipc:///run/x.sock`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of one event, with its traceback below where it has one."""
-        time = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S")
+        time = datetime.fromtimestamp(record.created).astimezone().strftime("%Y-%m-%d %H:%M:%S%z")
         pairs = "".join(f" {name}={value}" for name, value in _fields(record).items())
         line = f"{time} {record.levelname.lower():7} {record.name}: {record.getMessage()}{pairs}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line

@@ -26,7 +26,9 @@ from stormd.protocol import (
     parse_address,
 )
 
-__all__ = ["StatusQuery", "find_address"]
+__all__ = ["ADDRESS_VARIABLE", "StatusQuery", "find_address"]
+
+ADDRESS_VARIABLE: Final = "STORMD_ADDRESS"
 
 DEFAULT_TIMEOUT: Final = 2.0
 """Seconds to wait for an answer; a daemon answers within milliseconds."""
@@ -40,7 +42,7 @@ def find_address(address: str | None, environ: Mapping[str, str] | None = None) 
         ProtocolError: the address is malformed.
     """
     environ = os.environ if environ is None else environ
-    named = address or environ.get("STORMD_ADDRESS")
+    named = address or environ.get(ADDRESS_VARIABLE)
     if named:
         parse_address(named)
         return named

@@ -24,7 +24,13 @@ __all__ = [
     "Session",
     "SessionInfo",
     "Ticket",
+    "session_name",
 ]
+
+
+def session_name(session: int) -> str:
+    """Return a session's id as logs and tables show it."""
+    return f"{session:016x}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +140,8 @@ class Session:
 
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
     number and size. `waiting` are the tickets that have not been started, in the order of asking.
-    While the session ends, `to_free` are the entries not yet given up; `detached` once its lane has
-    let go of it.
+    While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are the entries
+    not yet given up; `detached` once its lane has let go of it.
     """
 
     info: SessionInfo
@@ -152,11 +158,13 @@ class Session:
     cache: CacheAccess | None = None
     to_free: list[int] = field(default_factory=list)
     detached: bool = False
+    cause: str = ""
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""
         return {
             "id": self.info.session,
+            "session": session_name(self.info.session),
             "pid": self.info.pid,
             "uid": self.info.uid,
             "device": self.info.device,

@@ -74,6 +74,18 @@ def test_importing_loads_nothing_of_cuda(package: str) -> None:
     assert not heavy & set(loaded)
 
 
+def test_integrations_load_their_frameworks_when_they_are_used() -> None:
+    folder = PACKAGES["storm_client"] / "integrations"
+    names = [f"storm_client.integrations.{path.stem}" for path in folder.glob("[!_]*.py")]
+    assert len(names) > 5
+    code = f"import sys, {', '.join(names)}; print(*{{n.split('.')[0] for n in sys.modules}})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    ).stdout.split()
+    frameworks = {"accelerate", "lightning", "peft", "pytorch_lightning", "torchtitan"}
+    assert not (frameworks | {"transformers", "trl"}) & set(loaded)
+
+
 @pytest.mark.parametrize(
     "arguments", [["serve", "--pool-bytes=17"], ["status", "--address=ipc:///nowhere/s"]]
 )

@@ -24,10 +24,18 @@ _COLOURS: Final = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the settings that checks depend on."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the daemon's settings file")
-    parser.add_argument("--address", metavar="ipc:///PATH", help="the daemon's socket")
-    parser.add_argument("--pool-bytes", metavar="SIZE", help="the daemon's pool")
-    parser.add_argument("--device", metavar="{auto,cpu,cuda}", help="the daemon's lanes")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the daemon's settings file (default: none)"
+    )
+    parser.add_argument(
+        "--address", metavar="ipc:///PATH", help="the daemon's socket (default: as for serve)"
+    )
+    parser.add_argument(
+        "--pool-bytes", metavar="SIZE", help="the daemon's pool (default: as for serve)"
+    )
+    parser.add_argument(
+        "--device", metavar="{auto,cpu,cuda}", help="the daemon's lanes (default: as for serve)"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 

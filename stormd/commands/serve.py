@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from stormd.commands.output import EXIT_OK, write_line
-from stormd.config import Config, Option, config_options, load_config
+from stormd.config import Config, Option, config_options, default_of, load_config
 from stormd.errors import ConfigError
-from stormd.example_config import render_example
+from stormd.example_config import render_example, render_value
 from stormd.logs import setup_logging
 from stormd.machine import memory_limit
 from stormd.sizes import format_size
@@ -28,7 +28,9 @@ _LOGGER: Final = logging.getLogger("stormd.serve")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each setting, and where the settings file is."""
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with settings (default: none)"
+    )
     parser.add_argument(
         "--example-config", action="store_true", help="print a commented settings file and exit"
     )
@@ -72,8 +74,15 @@ def _tell_of_missing_library() -> None:
         _LOGGER.warning("NumPy encodes, many times slower", extra={"reason": library.detail})
 
 
+def _shown_default(option: Option) -> str:
+    """Return the default as it would be typed."""
+    value = default_of(option)
+    return "empty" if value in ("", ()) else render_value(option, value).strip('"')
+
+
 def _add_flag(parser: argparse.ArgumentParser, option: Option) -> None:
-    text = f"{option.help} ({option.variable})"
+    default = option.default_note or _shown_default(option)
+    text = f"{option.help} ({option.variable}; default: {default})"
     if option.kind == "switch":
         parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=text)
         return

@@ -158,7 +158,7 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
     table = Table("session", "pid", "uid", "device", "entries", "used", box=None)
     for session in sorted(sessions, key=lambda session: -session["used_bytes"]):
         table.add_row(
-            f"{session['id']:016x}",
+            session["session"],
             f"{session['pid']}",
             f"{session['uid']}",
             session["device"],

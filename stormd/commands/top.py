@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time between looks",
     )
-    parser.add_argument("--count", type=positive_int, metavar="N", help="end after N looks")
+    parser.add_argument(
+        "--count", type=positive_int, metavar="N", help="end after N looks (default: on interrupt)"
+    )
     parser.add_argument("--json", action="store_true", help="print each look as a JSON object")
 
 

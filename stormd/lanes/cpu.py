@@ -174,10 +174,10 @@ class CpuLane:
                 return self._store(codec, job)
             return self._restore(codec, job)
         except CorruptBlob as error:
-            log.error("a blob of session %d is damaged: %s", job.session, error)  # noqa: TRY400 - no fault of the code that ran
+            log.error("a blob of session %016x is damaged: %s", job.session, error)  # noqa: TRY400 - no fault of the code that ran
             return _failure(job, "CorruptBlob", str(error))
         except Exception as error:  # whatever it is, the client must be told
-            log.exception("a job of session %d failed", job.session)
+            log.exception("a job of session %016x failed", job.session)
             return _failure(job, "ActivationLost", f"{type(error).__name__}: {error}")
 
     def _store(self, codec: HostCodec, job: StoreJob) -> Result:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from stormd import __version__, cli
 from stormd.errors import AddressInUse
 
-COMMANDS = ["serve", "status", "top", "doctor", "bench", "demo"]
+COMMANDS = ["run", "serve", "status", "top", "doctor", "bench", "demo", "completion"]
 
 
 def _exit_status(arguments: list[str]) -> int:
@@ -32,6 +35,20 @@ def test_commands_that_print_figures_print_json(
     assert "--json" in capsys.readouterr().out
 
 
+def test_alone_it_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _exit_status([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: stormd")
+    assert all(f"    {command} " in out or f"    {command}\n" in out for command in COMMANDS)
+
+
+def test_it_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stormd", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"stormd {__version__}\n"
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert _exit_status(["--version"]) == 0
     assert __version__ in capsys.readouterr().out
@@ -40,7 +57,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["nonsense"],
         ["serve", "--no-such-flag"],
         ["status", "--timeout", "-1"],

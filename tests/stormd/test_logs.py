@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -30,7 +31,8 @@ def _logged(log_format: str, level: str = "info") -> str:
 
 
 def test_text_lines_carry_event_and_fields() -> None:
-    assert _logged("text").endswith("stormd.test: ready address=ipc:///x pool_bytes=7\n")
+    line = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d{4} info    stormd.test: ready "
+    assert re.fullmatch(line + r"address=ipc:///x pool_bytes=7\n", _logged("text"))
 
 
 def test_json_lines_carry_the_same() -> None:

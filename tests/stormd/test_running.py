@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.raw_client import RawClient
 
-from stormd.protocol import Refused, Welcome
+from stormd.protocol import Goodbye, Refused, StatusRequest, Welcome
 
 SECONDS = 60.0
 """A daemon starts or ends in less than one."""
@@ -162,3 +162,21 @@ def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:
     assert f"metrics_address 127.0.0.1:{port} cannot be listened on" in errors
     assert "Traceback" not in errors
     assert not (tmp_path / "run" / "s.sock").exists()
+
+
+@pytest.mark.parametrize(("leaves", "cause"), [(True, "goodbye"), (False, "died")])
+def test_the_log_tells_a_session_that_was_closed_from_one_that_was_killed(
+    tmp_path: Path, write: Callable[..., Path], leaves: bool, cause: str
+) -> None:
+    with managed(tmp_path, "--config", str(write())) as daemon:
+        daemon.told("READY=1")
+        with RawClient(f"ipc://{tmp_path}/run/s.sock") as client:
+            client.open()
+            state = client.ask(StatusRequest()).state
+            if leaves:
+                client.send(Goodbye())
+                assert client.is_cut_off()
+        opened, ended = daemon.logged("session opened"), daemon.logged("session ended")
+    assert ended["cause"] == cause
+    assert opened["session"] == ended["session"] == state["sessions"][0]["session"]
+    assert int(ended["session"], 16) == state["sessions"][0]["id"]

@@ -132,7 +132,7 @@ class CudaClient:
                 write_value(self.opened.store_stream.handle, self.counter(STORED), sequence)
                 return
         except CudaDriverError:
-            log.exception("the store stream of session %d is broken", self.session)
+            log.exception("the store stream of session %016x is broken", self.session)
         self.note(STORED, sequence)
 
     def poison(self) -> None:
@@ -182,7 +182,7 @@ class CudaClient:
         try:
             self._segments.pop(segment).close()
         except KernelsError:
-            log.exception("segment %d of session %d cannot be unmapped", segment, self.session)
+            log.exception("segment %d of session %016x cannot be unmapped", segment, self.session)
 
     def close(self) -> None:
         """Let all go: the memory, the device's objects, the page."""
@@ -194,7 +194,7 @@ class CudaClient:
                 for mapping in self._segments.values():
                     owned.callback(mapping.close)
         except KernelsError:
-            log.exception("session %d could not let all its device memory go", self.session)
+            log.exception("session %016x could not let all its device memory go", self.session)
         self._page.close()
 
 

@@ -91,7 +91,7 @@ class CudaSession:
             client.map(request)
         except (KernelsError, LaneUnavailable, ValueError) as error:
             detail = f"segment {request.segment} cannot be mapped: {error}"
-            log.warning("session %d: %s", client.session, detail)
+            log.warning("session %016x: %s", client.session, detail)
             client.post(
                 SegmentRefused(
                     session=client.session, segment=request.segment, detail=detail[:1000]

@@ -114,7 +114,9 @@ class Stores:
                 found.append(self._source(job, scratch, index, room))
             except Exception as error:
                 if job.result:  # its client left it so: it may have died
-                    log.info("entry %d of session %d is no blob: %s", job.entry, job.session, error)
+                    log.info(
+                        "entry %d of session %016x is no blob: %s", job.entry, job.session, error
+                    )
                 else:
                     log.exception("entry %d cannot be stored", job.entry)
                 batch.remove(job)

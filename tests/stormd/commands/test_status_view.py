@@ -34,8 +34,24 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
         "throughput": {"store": flow, "restore": dict(flow)},
         "gpus": [],
         "sessions": [
-            {"id": 255, "pid": 10, "uid": 0, "device": "cpu", "entries": 1, "used_bytes": 1 << 20},
-            {"id": 256, "pid": 11, "uid": 7, "device": "cuda", "entries": 4, "used_bytes": 1 << 29},
+            {
+                "id": 255,
+                "session": "00000000000000ff",
+                "pid": 10,
+                "uid": 0,
+                "device": "cpu",
+                "entries": 1,
+                "used_bytes": 1 << 20,
+            },
+            {
+                "id": 256,
+                "session": "0000000000000100",
+                "pid": 11,
+                "uid": 7,
+                "device": "cuda",
+                "entries": 4,
+                "used_bytes": 1 << 29,
+            },
         ],
         "counters": {
             "rejected": {"pool_full": 3, "quota": 0},

@@ -1,0 +1,10 @@
+"""`python -m stormd`: the command line, where the script `stormd` is not on PATH."""
+
+import sys
+
+from stormd.cli import main
+
+__all__: list[str] = []
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`stormd completion`: a script that completes stormd's commands and flags in a shell.
+
+It is made of the parser itself, so it knows what the commands know. Making it needs shtab, the
+extra `completion`; using it needs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from typing import Final
+
+from stormd.commands.output import EXIT_OK, write_line
+from stormd.commands.parsing import all_commands
+from stormd.errors import ConfigError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "print a script that completes this command line in a shell"
+
+_SHELLS: Final = ("bash", "zsh", "fish")
+_PATHS: Final = ("FILE", "COMMAND ...")
+"""What a value is called that is completed as a file's name."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the shell, and say where its script belongs."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        "stormd completion bash > ~/.local/share/bash-completion/completions/stormd\n"
+        "stormd completion zsh > ~/.zfunc/_stormd     # ~/.zfunc must be in $fpath\n"
+        "stormd completion fish > ~/.config/fish/completions/stormd.fish"
+    )
+    parser.add_argument("shell", choices=_SHELLS, help="the shell that is to complete")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the script.
+
+    Raises:
+        ConfigError: shtab, of which it is made, is not installed.
+    """
+    if find_spec("shtab") is None:
+        raise ConfigError("completions are made with shtab: pip install 'stormd[completion]'")
+    import shtab
+
+    from stormd.cli import parser
+
+    line = parser()
+    for command in all_commands(line):
+        for action in command._actions:
+            metavar = action.metavar
+            if metavar in _PATHS:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif isinstance(metavar, str) and metavar.startswith("{"):
+                action.choices = metavar[1:-1].split(",")  # which the settings check, not argparse
+    write_line(shtab.complete(line, shell=args.shell).rstrip())
+    return EXIT_OK

@@ -1,0 +1,66 @@
+"""The command line's parser: arguments load with their command, and help says every default.
+
+What a program needs to look at the whole command line (completions, the manual) is here too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["Parser", "all_commands"]
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's arguments are added when it is chosen: others' programs stay unloaded."""
+
+    _add: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Take what argparse's parser takes."""
+        super().__init__(*args, **{"formatter_class": _HelpFormatter, **options})
+
+    def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
+        """Have `add` called with this parser before it parses anything."""
+        self._add = add
+
+    def load(self) -> None:
+        """Add what is to be added."""
+        add, self._add = self._add, None
+        if add is not None:
+            add(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, having added what is to be added."""
+        self.load()
+        return super().parse_known_args(args, namespace)
+
+
+def all_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Load and yield the parser and those of all commands below it, in their order."""
+    if isinstance(parser, Parser):
+        parser.load()
+    yield parser
+    for action in parser._actions:  # argparse has no other way to them
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from all_commands(below)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help that says each default, unless its text does."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        is_switch = action.nargs == 0 or isinstance(action.default, bool)
+        if is_switch or not action.option_strings or "default: " in text:
+            return text
+        if action.default in (None, [], argparse.SUPPRESS):
+            return text
+        return f"{text} (default: {_shown(action.default)})".lstrip()
+
+
+def _shown(default: Any) -> str:
+    words = default if isinstance(default, list) else [default]
+    return " ".join(str(word) for word in words).replace("%", "%%")

@@ -1,0 +1,110 @@
+"""`stormd run`: runs a command with a daemon and CUDA's MPS beside it, and ends as the command did.
+
+The exit status is the command's, or 128 and the number of the signal that ended it; 126 and 127
+where it cannot be started, as shells have it. Before the command has started it is that of any
+other command of stormd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import get_args
+
+from stormd.commands.serve import check_pool
+from stormd.config import Config, load_config
+from stormd.errors import ConfigError
+from stormd.machine import memory_limit
+from stormd.protocol import BUDGET_VARIABLE, default_addresses, parse_budget
+from stormd.query import ADDRESS_VARIABLE
+from stormd.supervise.request import MpsMode, Request, find_program
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "run a command with a daemon of its own, and CUDA's MPS where it can be had"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is beside the command, and the command."""
+    parser.usage = "stormd run [--pool-bytes SIZE] [--budget BUDGET] [--mps MODE] -- COMMAND ..."
+    parser.description = (
+        f"{parser.description} A daemon that answers already is used as it is; the command "
+        "finds it by STORMD_ADDRESS. What the command leaves running is ended."
+    )
+    parser.epilog = (
+        "exit status: the command's, or 128 + N where signal N ended it; 127 not found, 126 not "
+        "executable, 2 wrong usage, 1 no daemon or MPS could be started"
+    )
+    parser.add_argument(
+        "--pool-bytes",
+        metavar="SIZE",
+        help="host memory for stored activations, as in 64GiB (default: STORMD_POOL_BYTES, else "
+        "4GiB)",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="BUDGET",
+        help="what may stay on the device of what a step saves: least, fit, a size as in 12GiB, or "
+        f"a fraction as in 0.5; exported as {BUDGET_VARIABLE} (default: as the script says)",
+    )
+    parser.add_argument(
+        "--mps",
+        choices=get_args(MpsMode),
+        default="auto",
+        help="CUDA's MPS, which lets the daemon's kernels run beside the trainer's: where it can "
+        "be had, in any case, or not (default: %(default)s)",
+    )
+    parser.add_argument(
+        "argv", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what to run, behind --"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
+    request = request_of(args, os.environ)
+    # What supervises loads here, so that no other command waits for it.
+    from stormd.supervise.front import supervise
+
+    return supervise(request)
+
+
+def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
+    """Return what was asked for.
+
+    Raises:
+        ConfigError: no command, or a setting that cannot be used.
+        CommandUnusable: there is no such program.
+    """
+    command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
+    if not command:
+        raise ConfigError("there is no command to run: stormd run -- python train.py")
+    config = load_config(flags={"pool_bytes": args.pool_bytes}, environ=environ)
+    check_pool(config, memory_limit())
+    _check_budget(args.budget, environ)
+    find_program(command[0], environ)
+    named = environ.get(ADDRESS_VARIABLE, "")
+    return Request(
+        command=tuple(command),
+        addresses=(named,) if named else tuple(default_addresses(environ, os.getuid())),
+        own_address=named,
+        pool_bytes=None if args.pool_bytes is None else config.pool_bytes,
+        budget=args.budget,
+        mps=_mps_mode(args.mps, config),
+    )
+
+
+def _check_budget(flag: str | None, environ: Mapping[str, str]) -> None:
+    text = environ.get(BUDGET_VARIABLE) if flag is None else flag
+    source = f"variable {BUDGET_VARIABLE}" if flag is None else "flag --budget"
+    if text is None:
+        return
+    try:
+        parse_budget(text)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _mps_mode(mode: MpsMode, config: Config) -> MpsMode:
+    """Return "off" for "auto" where no daemon of ours would run kernels."""
+    return "off" if mode == "auto" and config.device == "cpu" else mode

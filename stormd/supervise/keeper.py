@@ -1,0 +1,397 @@
+"""The process that starts MPS, a daemon and the command, and ends them in the opposite order.
+
+It goes through three phases and never back: starting, running, ending. Whatever happens in one of
+them, the next is gone through to its end, with a deadline for each thing that is to end.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from subprocess import Popen
+from typing import Any, Final, NoReturn
+
+from stormd.commands.output import EXIT_FAILED
+from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
+from stormd.protocol import BUDGET_VARIABLE, ProtocolError, accepts_connections, parse_address
+from stormd.query import ADDRESS_VARIABLE, StatusQuery
+from stormd.supervise import mps
+from stormd.supervise.processes import Family, end_by, exit_status, send
+from stormd.supervise.request import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, Request
+from stormd.supervise.savings import describe_savings
+from stormd.supervise.signals import ENDING, PASSED, Inbox, Passed
+
+__all__ = ["keep"]
+
+_TURN_SECONDS: Final = 0.05
+"""Between two looks at what tells nobody when it changes."""
+
+_START_SECONDS: Final = 60.0
+_START_SECONDS_A_GIB: Final = 2.0
+"""For a daemon to pin its pool and listen."""
+
+_SILENT_SECONDS: Final = 5.0
+"""How long a start may take before a word about it."""
+
+_MPS_SECONDS: Final = 20.0
+"""For MPS to start, and to end."""
+
+_QUIET_SECONDS: Final = 2.0
+"""For what the command has left to end by itself, as those do that clean up after others."""
+
+_TERM_SECONDS: Final = 5.0
+"""From SIGTERM to SIGKILL."""
+
+_KILL_SECONDS: Final = 10.0
+"""For what was killed to be gone; longer only where a driver holds it."""
+
+_DAEMON_SECONDS: Final = 15.0
+"""For a daemon to end in order."""
+
+_STATUS_SECONDS: Final = 5.0
+
+_NOT_FOR_DAEMONS: Final = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",  # 1, as Megatron sets it, has a daemon's copies wait for kernels
+    "NOTIFY_SOCKET",  # of the manager of this run, not of the daemon
+    "WATCHDOG_USEC",
+    "WATCHDOG_PID",
+)
+
+
+def keep(
+    request: Request,
+    environ: Mapping[str, str],
+    directory: Path,
+    front: int,
+    mask: Iterable[int],
+) -> NoReturn:
+    """Be the keeper, in a process that was forked for it, and end with the run's exit status.
+
+    `directory` is a private place for sockets and logs, `front` the pipe on which the front
+    passes signals on, `mask` the signals that were blocked before the run.
+    """
+    ended = EXIT_FAILED
+    try:
+        group = os.getpgrp()
+        os.setpgid(0, 0)
+        _take_no_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with Inbox(front) as inbox:
+            ended = _Keeper(request, environ, directory, inbox, group).run()
+    except _Interrupted as stop:
+        ended = -stop.number
+    except StormdError as error:
+        _say(str(error))
+        ended = error.exit_status if isinstance(error, CommandUnusable) else EXIT_FAILED
+    except ProtocolError as error:  # the directory's name is too long for a socket
+        _say(f"{error}, with TMPDIR")
+    except BaseException:  # noqa: BLE001 - a bug of ours; the front ends what is left
+        traceback.print_exc()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # the front may not be there to do it
+        sys.stderr.flush()
+        if ended == -signal.SIGINT:
+            end_by(signal.SIGINT)  # the front tells it from a command that ends with 130
+        os._exit(exit_status(ended))
+
+
+class _Phase(enum.Enum):
+    STARTING = enum.auto()
+    """A signal that asks for an end gives the start up."""
+    RUNNING = enum.auto()
+    """Signals go to the command."""
+    ENDING = enum.auto()
+    """A signal that asks for an end leaves no more time to end by oneself."""
+
+
+class _Interrupted(Exception):
+    """The start was given up: by a signal, or because the front has ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _Keeper:
+    def __init__(
+        self,
+        request: Request,
+        environ: Mapping[str, str],
+        directory: Path,
+        inbox: Inbox,
+        group: int,
+    ) -> None:
+        self._request = request
+        self._environ = dict(environ)
+        self._directory = directory
+        self._inbox = inbox
+        self._group = group
+        self._family = Family()
+        self._phase = _Phase.STARTING
+        self._is_hurried = False
+        self._services: list[Popen[bytes]] = []
+        self._command: Popen[bytes] | None = None
+        self._daemon: Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """Start all, wait for the command, end all; return how it ended, as Popen has it."""
+        with ExitStack() as services:
+            try:
+                return self._run(services)
+            finally:
+                self._phase = _Phase.ENDING  # also where the start has failed
+
+    def _run(self, services: ExitStack) -> int:
+        address, before = self._find_daemon()
+        self._have_mps(services, is_own=before is None)
+        if before is None:
+            self._start_daemon(services, address)
+        self._environ[ADDRESS_VARIABLE] = address
+        if self._request.budget is not None:
+            self._environ[BUDGET_VARIABLE] = self._request.budget
+        command = self._start_command()
+        self._phase = _Phase.RUNNING
+        self._wait_for_end(command)
+        self._phase = _Phase.ENDING
+        self._end_command()
+        self._tell_savings(address, before)
+        return EXIT_FAILED if command.returncode is None else command.returncode
+
+    # --- starting ---------------------------------------------------------------------------
+
+    def _find_daemon(self) -> tuple[str, dict[str, Any] | None]:
+        """Return where a daemon answers and its state; or where to start one, and None."""
+        for address in self._request.addresses:
+            state = _state_at(address)
+            if state is not None:
+                if self._request.pool_bytes is not None:
+                    _say(f"a daemon answers at {address}: --pool-bytes is not used")
+                return address, state
+        own = self._request.own_address or f"ipc://{self._directory / 'stormd.sock'}"
+        return own, None
+
+    def _have_mps(self, services: ExitStack, *, is_own: bool) -> None:
+        """Start MPS where it is wanted, can be had and does not run; say why where it cannot."""
+        if self._request.mps == "off" or mps.answers(self._environ):
+            return
+        try:
+            mps.check_available(self._environ, daemon_runs=not is_own)
+            self._start_mps(services)
+        except MpsUnavailable as error:
+            if self._request.mps == "on":
+                raise MpsUnavailable(f"--mps on: {error}") from error
+            _say(f"without CUDA MPS: {error}")
+
+    def _start_mps(self, services: ExitStack) -> None:
+        variables = mps.mps_environment(self._directory)
+        environ = self._environ | variables
+        command, own = mps.control_command(environ)
+        with (self._directory / "mps.log").open("w+b") as log:
+            control = self._start_service(command, own, log)
+            with ExitStack() as failing:
+                failing.callback(self._end_mps, control, environ)
+                self._until(
+                    lambda: control.returncode is not None or mps.answers(environ), _MPS_SECONDS
+                )
+                if control.returncode is not None or not mps.answers(environ):
+                    raise MpsUnavailable(
+                        f"{mps.CONTROL} {_came_to(control)}: {_tail(self._directory / 'mps.log')}; "
+                        "`stormd doctor` checks the driver, --mps off does without"
+                    )
+                services.push(failing.pop_all())
+        self._environ |= variables
+
+    def _start_daemon(self, services: ExitStack, address: str) -> None:
+        log = self._directory / "daemon.log"
+        command = [sys.executable, "-m", "stormd", "serve", "--address", address]
+        pool_bytes = self._request.pool_bytes
+        if pool_bytes is not None:
+            command += ["--pool-bytes", str(pool_bytes)]
+        left_out = set(_NOT_FOR_DAEMONS)
+        environ = {name: text for name, text in self._environ.items() if name not in left_out}
+        with log.open("wb") as output:
+            daemon = self._start_service(command, environ, output)
+        services.callback(self._end_daemon, daemon)
+        self._daemon = daemon
+
+        def has_come() -> bool:
+            return daemon.returncode is not None or _listens(address)
+
+        if not self._until(has_come, _SILENT_SECONDS):
+            _say("waiting for the daemon, which pins its pool")
+            self._until(has_come, _START_SECONDS + _START_SECONDS_A_GIB * _gib(pool_bytes))
+        if daemon.returncode is not None or not _listens(address):
+            raise ChildFailed(f"the daemon {_came_to(daemon)}: {_tail(log)}")
+
+    def _start_service(self, command: list[str], environ: dict[str, str], log: Any) -> Popen[bytes]:
+        try:
+            service = self._family.start(command, environ=environ, log=log)
+        except OSError as error:
+            raise ChildFailed(f"{command[0]} cannot be started: {error.strerror}") from error
+        self._services.append(service)
+        return service
+
+    def _start_command(self) -> Popen[bytes]:
+        command = self._request.command
+        try:
+            self._command = self._family.start(command, environ=self._environ, group=self._group)
+        except FileNotFoundError as error:
+            raise CommandUnusable(f"{command[0]}: {error.strerror}", EXIT_NOT_FOUND) from error
+        except OSError as error:
+            raise CommandUnusable(f"{command[0]}: {error.strerror}", EXIT_NOT_EXECUTABLE) from error
+        return self._command
+
+    # --- running ----------------------------------------------------------------------------
+
+    def _wait_for_end(self, command: Popen[bytes]) -> None:
+        """Wait for the end of the command, or of the front; tell of the daemon's."""
+
+        def is_over() -> bool:
+            return command.returncode is not None or self._inbox.front_has_ended
+
+        daemon = self._daemon
+        self._until(lambda: is_over() or _has_ended(daemon))
+        if daemon is not None and _has_ended(daemon):  # maybe at once with the command
+            log = _tail(self._directory / "daemon.log")
+            _say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
+        self._until(is_over)
+
+    def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait until the condition holds; False where it does not in time, or time is cut short.
+
+        Raises:
+            _Interrupted: while starting, a signal asks for an end, or the front has ended.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not condition():
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and (left <= 0 or self._is_hurried):
+                return False
+            for passed in self._inbox.wait(None if left is None else min(left, _TURN_SECONDS)):
+                self._take(passed)
+            self._family.reap()
+            if self._inbox.front_has_ended and self._phase is _Phase.STARTING:
+                raise _Interrupted(signal.SIGKILL)
+        return True
+
+    def _take(self, passed: Passed) -> None:
+        if self._phase is _Phase.RUNNING:
+            if not passed.received and self._command is not None:
+                self._command.send_signal(passed.number)
+        elif passed.number not in ENDING:
+            return
+        elif self._phase is _Phase.STARTING:
+            raise _Interrupted(passed.number)
+        else:
+            self._is_hurried = True
+
+    # --- ending -----------------------------------------------------------------------------
+
+    def _end_command(self) -> None:
+        """End what the command has left behind, in whatever session, or all of it."""
+        self._until(lambda: self._inbox.front_has_ended or not self._left(), _QUIET_SECONDS)
+        left = self._left()
+        if not left:
+            return
+        if not self._inbox.front_has_ended:
+            _say(f"ending what the command has left: {', '.join(str(one.pid) for one in left)}")
+        send(left, signal.SIGTERM)
+        self._until(lambda: not self._left(), _TERM_SECONDS)
+        self._kill_left()
+        self._is_hurried = False  # daemon and MPS get their own time
+
+    def _kill_left(self) -> None:
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (left := self._left()) and time.monotonic() < deadline:
+            send(left, signal.SIGKILL)
+            self._inbox.wait(_TURN_SECONDS)
+            self._family.reap()
+
+    def _left(self) -> list[Any]:
+        return self._family.others([service.pid for service in self._services])
+
+    def _tell_savings(self, address: str, before: dict[str, Any] | None) -> None:
+        if self._inbox.front_has_ended:
+            return
+        after = _state_at(address)
+        if after is not None:
+            _say(describe_savings(before, after))
+
+    def _end_daemon(self, daemon: Popen[bytes]) -> None:
+        daemon.terminate()
+        self._end_service(daemon, _DAEMON_SECONDS)
+
+    def _end_mps(self, control: Popen[bytes], environ: Mapping[str, str]) -> None:
+        if control.returncode is None and not mps.quit_mps(environ):
+            control.terminate()
+        self._end_service(control, _MPS_SECONDS)
+
+    def _end_service(self, service: Popen[bytes], seconds: float) -> None:
+        """Wait for the service's end; kill it, and what it has left, where that takes too long."""
+        self._until(lambda: service.returncode is not None, seconds)
+        self._services.remove(service)
+        self._kill_left()
+
+
+def _take_no_signals() -> None:
+    """Leave signals to the front: what is sent to every process of a job has been received there.
+
+    Handlers, unlike ignoring, are not inherited by what is executed. The terminal must not stop
+    this process for writing to it, either.
+    """
+    for number in PASSED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def _state_at(address: str) -> dict[str, Any] | None:
+    """Return the state of the daemon that answers there, None where none does."""
+    if not _listens(address):
+        return None
+    try:
+        with StatusQuery(address, timeout=_STATUS_SECONDS) as query:
+            return query.ask()
+    except NoDaemon:
+        return None
+
+
+def _listens(address: str) -> bool:
+    return accepts_connections(parse_address(address))
+
+
+def _gib(nbytes: int | None) -> float:
+    return (nbytes or 0) / (1 << 30)
+
+
+def _has_ended(process: Popen[bytes] | None) -> bool:
+    return process is not None and process.returncode is not None
+
+
+def _came_to(process: Popen[bytes]) -> str:
+    if process.returncode is None:
+        return "is not ready in time"
+    return f"ended with status {exit_status(process.returncode)}"
+
+
+def _tail(log: Path, lines: int = 6) -> str:
+    """Return the last that was logged."""
+    text = log.read_text(errors="replace").strip()
+    return "\n".join(text.splitlines()[-lines:]) or "it said nothing"
+
+
+def _say(text: str) -> None:
+    """Tell the user, beside what the command writes."""
+    try:
+        sys.stderr.write(f"stormd: {text}\n")
+        sys.stderr.flush()
+    except OSError:  # nobody reads any more
+        return

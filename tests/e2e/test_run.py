@@ -1,0 +1,44 @@
+"""`stormd run` around a script that trains: it finds its daemon, and what it saved is told."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.supervised import start_run
+
+SCRIPT = """
+import sys, torch, storm_client as storm
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+offload = storm.offload(model, min_bytes=1)
+for _ in range(2):
+    with offload:
+        loss = model(torch.ones(512, 256)).relu().sum()
+    loss.backward()
+print(offload.stats().offloaded_bytes)
+sys.exit(5)
+"""
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory for sockets: pytest's own paths are too long."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
+        yield Path(directory)
+
+
+def test_a_script_is_served_and_its_status_and_savings_are_told(place: Path) -> None:
+    run = start_run(place, "--pool-bytes=64MiB", "--", sys.executable, "-c", SCRIPT)
+    status, out, err = run.end()
+    assert status == 5, err
+    assert int(out) > 0
+    assert re.fullmatch(
+        r"stormd: offloaded [\d.]+ MiB, stored as [\d.]+ [KM]iB, ratio [\d.]+; "
+        r"the pool held at most [\d.]+ [KM]iB of 64.0 MiB\n",
+        err,
+    )
+    run.assert_nothing_is_left()

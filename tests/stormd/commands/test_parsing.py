@@ -1,0 +1,62 @@
+"""The whole command line: every option says its default and what it is for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import pytest
+
+from stormd.cli import parser
+from stormd.commands.parsing import Parser, all_commands
+
+COMMANDS = list(all_commands(parser()))
+
+
+def _options() -> Iterator[tuple[str, str, argparse.Action]]:
+    for command in COMMANDS:
+        for action in command._actions:
+            if action.option_strings:
+                yield command.prog, command.format_help(), action
+
+
+def test_all_commands_are_there_with_those_below_them() -> None:
+    programs = [command.prog for command in COMMANDS]
+    assert {"stormd", "stormd run", "stormd bench", "stormd bench train"} <= set(programs)
+    assert len(set(programs)) == len(programs)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.prog)
+def test_every_value_has_a_default_in_the_help(command: argparse.ArgumentParser) -> None:
+    formatter = command._get_formatter()
+    for action in command._actions:
+        takes_value = action.option_strings and action.nargs != 0
+        if takes_value and not action.required:
+            assert "default: " in formatter._expand_help(action), action.option_strings
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.prog)
+def test_every_argument_says_what_it_is_for(command: argparse.ArgumentParser) -> None:
+    assert command.description
+    for action in command._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            assert action.help, action
+
+
+def test_the_default_that_is_said_is_the_one_that_is_taken() -> None:
+    made = Parser(prog="p")
+    made.add_argument("--count", default=7, help="how many")
+    made.add_argument("--percent", default="5%", help="how much")
+    made.add_argument("--quiet", action="store_true", help="say less")
+    made.add_argument("--other", help="no default")
+    text = " ".join(made.format_help().split())
+    assert "how many (default: 7)" in text
+    assert "how much (default: 5%)" in text
+    assert text.count("default: ") == 2
+
+
+def test_arguments_are_added_when_they_are_needed() -> None:
+    made = Parser(prog="p")
+    made.add_later(lambda parser: parser.add_argument("--late", type=int))  # type: ignore[arg-type,return-value]
+    assert "--late" not in made.format_help()
+    assert made.parse_args(["--late", "3"]).late == 3

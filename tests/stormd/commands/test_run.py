@@ -1,0 +1,101 @@
+"""`stormd run`: what is asked for, and what is refused before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from stormd import cli
+from stormd.commands.run import add_arguments, request_of
+from stormd.errors import ConfigError
+from stormd.protocol import default_addresses
+from stormd.supervise.request import Request
+
+ENVIRON = {"PATH": os.environ["PATH"], "XDG_RUNTIME_DIR": "/run/user/17"}
+
+
+def _request(*arguments: str, **variables: str) -> Request:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return request_of(parser.parse_args(arguments), ENVIRON | variables)
+
+
+@pytest.mark.parametrize("separator", [[], ["--"]])
+def test_the_command_is_taken_as_it_is(separator: list[str]) -> None:
+    command = ["sh", "--pool-bytes", "-x", "--", "--mps=off"]
+    request = _request("--pool-bytes=1GiB", "--mps", "on", *separator, *command)
+    assert request.command == tuple(command)
+    assert (request.pool_bytes, request.mps) == (1 << 30, "on")
+
+
+def test_by_default_daemons_are_looked_for_where_clients_look() -> None:
+    request = _request("--", "sh")
+    assert request == Request(
+        command=("sh",), addresses=tuple(default_addresses(ENVIRON, os.getuid()))
+    )
+
+
+def test_an_address_that_is_named_is_the_only_one() -> None:
+    request = _request("--", "sh", STORMD_ADDRESS="ipc:///tmp/a.sock")
+    assert request.addresses == ("ipc:///tmp/a.sock",)
+    assert request.own_address == "ipc:///tmp/a.sock"
+
+
+def test_without_a_lane_on_the_gpu_mps_is_asked_for_alone() -> None:
+    assert _request("--", "sh", STORMD_DEVICE="cpu").mps == "off"
+    assert _request("--mps=on", "--", "sh", STORMD_DEVICE="cpu").mps == "on"
+
+
+@pytest.mark.parametrize("budget", ["least", "fit", "12GiB", "0.5"])
+def test_a_budget_is_passed_on_as_written(budget: str) -> None:
+    assert _request("--budget", budget, "--", "sh").budget == budget
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "text"),
+    [
+        ([], {}, "there is no command to run: stormd run -- python train.py"),
+        (["--"], {}, "there is no command to run"),
+        (["--budget=half", "--", "sh"], {}, "flag --budget: budget is 'half': write least, fit, a"),
+        (["--", "sh"], {"STORMD_BUDGET": "2.0"}, "variable STORMD_BUDGET: budget is '2.0': write"),
+        (["--pool-bytes=4GB", "--", "sh"], {}, "flag --pool-bytes: '4GB' has the unit 'GB'"),
+        (["--pool-bytes=900TiB", "--", "sh"], {}, "set a smaller --pool-bytes"),
+        (["--", "sh"], {"STORMD_POOLBYTES": "1"}, "did you mean 'STORMD_POOL_BYTES'?"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    arguments: list[str], variables: dict[str, str], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        _request(*arguments, **variables)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        ([], 2, "stormd: there is no command to run"),
+        (["--mps=maybe", "--", "sh"], 2, "invalid choice: 'maybe'"),
+        (["--no-such-flag", "--", "sh"], 2, "unrecognized arguments: --no-such-flag"),
+        (["--", "no-such-program"], 127, "stormd: there is no command 'no-such-program' on PATH"),
+        (["--", "/etc/passwd"], 126, "stormd: /etc/passwd is not executable"),
+    ],
+)
+def test_exit_statuses_of_its_own(
+    arguments: list[str],
+    status: int,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    try:
+        ended = cli.main(["run", *arguments])
+    except SystemExit as end:
+        ended = int(end.code or 0)
+    assert ended == status
+    assert text in capsys.readouterr().err

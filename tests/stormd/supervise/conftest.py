@@ -1,0 +1,62 @@
+"""A daemon for runs that need none of their own, and runs that leave nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from storm_bench.child_daemon import ChildDaemon
+from support.supervised import Recorder, Run, start_run
+
+
+@pytest.fixture(scope="package")
+def daemon() -> Iterator[ChildDaemon]:
+    with ChildDaemon(flags=["--pool-bytes=8MiB", "--cache-bytes=0", "--device=cpu"]) as daemon:
+        yield daemon
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_heeded() -> Iterator[None]:
+    """As in a terminal: tests in the background inherit that SIGINT is ignored, and pass it on."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory for sockets: pytest's own paths are too long."""
+    with tempfile.TemporaryDirectory(prefix="storm-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def start(place: Path) -> Iterator[Callable[..., Run]]:
+    """Start runs; when the test is over, however it went, nothing may be left of them."""
+    runs: list[Run] = []
+
+    def begin(*arguments: str, **options: object) -> Run:
+        runs.append(start_run(place, *arguments, **options))  # type: ignore[arg-type]
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGKILL)
+        run.end()
+        run.assert_nothing_is_left()
+
+
+@pytest.fixture
+def start_beside(start: Callable[..., Run], daemon: ChildDaemon) -> Callable[..., Run]:
+    """Start runs that find a daemon."""
+    return partial(start, variables={"STORMD_ADDRESS": daemon.address})
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Recorder:
+    return Recorder(tmp_path / "record")

@@ -1,0 +1,159 @@
+"""What the shell sees of a run: its streams, its signals, its status, and its death."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import subprocess
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.supervised import Recorder, Run
+from support.waiting import wait_until
+
+TO_ONE = [
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR2,
+]
+
+
+@pytest.mark.parametrize(("script", "status"), [("exit 7", 7), ("kill -9 $$", 137)])
+def test_the_exit_status_is_the_command_s(
+    start_beside: Callable[..., Run], script: str, status: int
+) -> None:
+    assert start_beside("--", "sh", "-c", script).end()[0] == status
+
+
+def test_the_command_has_the_streams(start_beside: Callable[..., Run]) -> None:
+    run = start_beside("--", "sh", "-c", "cat; echo aside >&2", stdin=subprocess.PIPE)
+    out, err = run.process.communicate("through\n", timeout=120)
+    assert out == "through\n"
+    assert err.startswith("aside\n")
+
+
+def test_a_signal_to_the_run_alone_reaches_the_command_once(
+    start_beside: Callable[..., Run], recorder: Recorder
+) -> None:
+    run = start_beside("--", *recorder.command)
+    assert recorder.pid
+    for number in TO_ONE:
+        run.process.send_signal(number)
+        recorder.await_signal(number)
+    _assert_received(run, recorder, TO_ONE)
+
+
+def test_a_signal_to_the_whole_group_reaches_the_command_once(
+    start_beside: Callable[..., Run], recorder: Recorder
+) -> None:
+    run = start_beside("--", *recorder.command)
+    assert os.getpgid(recorder.pid) == run.pid
+    os.killpg(run.pid, signal.SIGINT)
+    recorder.await_signal(signal.SIGINT)
+    _assert_received(run, recorder, [signal.SIGINT])
+
+
+def test_an_interrupt_at_the_terminal_reaches_the_command_once(
+    start_beside: Callable[..., Run], recorder: Recorder
+) -> None:
+    terminal, end = pty.openpty()
+    try:
+        run = start_beside(
+            "--", *recorder.command, stdin=end, preexec_fn=lambda: _take_terminal(end)
+        )
+        os.close(end)
+        assert recorder.pid
+        os.write(terminal, b"\x03")
+        recorder.await_signal(signal.SIGINT)
+        _assert_received(run, recorder, [signal.SIGINT])
+    finally:
+        os.close(terminal)
+
+
+def test_an_interrupt_at_the_terminal_ends_a_loop_of_the_shell(
+    start_beside: Callable[..., Run], tmp_path: Path
+) -> None:
+    """A shell goes on where what it ran handled the signal: so the run ends by it, too."""
+    terminal, end = pty.openpty()
+    try:
+        command = ["sh", "-c", f"touch {tmp_path}/up; exec sleep 1000"]
+        run = start_beside("--", *command, stdin=end, preexec_fn=lambda: _take_terminal(end))
+        os.close(end)
+        wait_until((tmp_path / "up").exists, 60.0)
+        os.write(terminal, b"\x03")
+        assert run.end()[0] == -signal.SIGINT
+    finally:
+        os.close(terminal)
+
+
+def test_an_interrupt_from_elsewhere_is_a_status(
+    start_beside: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start_beside("--", "sh", "-c", f"touch {tmp_path}/up; exec sleep 1000")
+    wait_until((tmp_path / "up").exists, 60.0)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 128 + signal.SIGINT
+
+
+def test_what_was_ignored_stays_ignored(
+    start_beside: Callable[..., Run], recorder: Recorder
+) -> None:
+    run = start_beside(
+        "--",
+        *recorder.command,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert recorder.pid
+    run.process.send_signal(signal.SIGHUP)
+    _assert_received(run, recorder, [])
+
+
+def _take_terminal(end: int) -> None:
+    """Make it the terminal of this process's session, and its group the one in the foreground."""
+    fcntl.ioctl(end, termios.TIOCSCTTY, 0)
+
+
+def _assert_received(run: Run, recorder: Recorder, numbers: list[signal.Signals]) -> None:
+    """End the run, after a last signal: what was sent before has come by then, or never will."""
+    run.process.send_signal(signal.SIGUSR1)
+    recorder.await_signal(signal.SIGUSR1)
+    assert recorder.signals() == [*numbers, signal.SIGUSR1]
+    recorder.end()
+    assert run.end()[0] == 0
+
+
+def test_killed_it_leaves_nothing(start: Callable[..., Run], recorder: Recorder) -> None:
+    run = start("--", "sh", "-c", 'setsid sleep 1000 & exec "$@"', "sh", *recorder.command)
+    assert recorder.pid
+    assert run.living_named("serve")
+    assert run.living_named("1000")
+    recorder.end()  # it takes no SIGTERM, and would be given time
+    run.process.kill()
+    run.end()
+    run.assert_nothing_is_left()
+
+
+def test_killed_with_its_group_it_leaves_nothing(
+    start: Callable[..., Run], recorder: Recorder
+) -> None:
+    run = start("--", "sh", "-c", 'setsid sleep 1000 & exec "$@"', "sh", *recorder.command)
+    assert recorder.pid
+    os.killpg(run.pid, signal.SIGKILL)
+    assert run.end()[0] == -signal.SIGKILL
+    run.assert_nothing_is_left()
+
+
+def test_a_keeper_that_is_killed_leaves_nothing(
+    start: Callable[..., Run], recorder: Recorder
+) -> None:
+    run = start("--", "sh", "-c", 'setsid sleep 1000 & exec "$@"', "sh", *recorder.command)
+    assert recorder.pid
+    run.keeper().kill()
+    assert run.end()[0] == 128 + signal.SIGKILL
+    assert not run.living()
