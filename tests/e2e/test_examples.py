@@ -76,6 +76,26 @@ def test_the_change_is_an_import_and_two_lines() -> None:
     ]
 
 
+def test_ranks_of_fsdp_share_a_daemon(daemon: ChildDaemon) -> None:
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *run, str(EXAMPLES / "fsdp.py")],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "STORMD_ADDRESS": daemon.address,
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"step \d, rank \d: loss ", done.stdout)) == 8
+    assert daemon.status()["throughput"]["store"]["operations"] > 0
+
+
 def test_digits_are_told_apart_by_ternary_values() -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     found = {}

@@ -1,0 +1,81 @@
+"""Offloads the micro-batches of a training loop that uses Accelerate.
+
+    from storm_client.integrations.accelerate import accumulate
+
+    offload = storm.offload(model)
+    for batch in loader:
+        with accumulate(accelerator, offload, model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+Where the model is sharded, the layers that Accelerate's FSDP plugin wraps can be the only ones
+whose activations leave:
+
+    offload_only(offload, auto_wrapped_layers(accelerator, model))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from storm_client.errors import UsageError
+from storm_client.integrations.forwards import offload_only
+
+if TYPE_CHECKING:
+    import torch
+
+    from storm_client.hooks import Offload
+
+__all__ = ["accumulate", "auto_wrapped_layers", "offload_only"]
+
+
+@contextmanager
+def accumulate(accelerator: Any, offload: Offload, *models: torch.nn.Module) -> Iterator[None]:
+    """Do what `accelerator.accumulate(*models)` does, inside a block of `offload`.
+
+    Forward and backward pass may both lie inside. The graph of a loss that is kept for later lives
+    on after the block, as it does without.
+
+    Raises:
+        UsageError, DaemonLost: as entering `offload`.
+    """
+    with accelerator.accumulate(*models), offload:
+        yield
+
+
+def auto_wrapped_layers(accelerator: Any, model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers of `model` that the FSDP plugin's auto-wrap policy chooses.
+
+    They are those that `activation_checkpointing` of the plugin would checkpoint. Call it before or
+    after `accelerator.prepare`.
+
+    Raises:
+        UsageError: there is no FSDP plugin, it has no auto-wrap policy or one of its own, or the
+            policy chooses nothing.
+    """
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        raise UsageError(
+            "the accelerator has no FSDP plugin, so no auto-wrap policy: pass "
+            "Accelerator(fsdp_plugin=...), or choose the layers yourself for offload_only"
+        )
+    chooses = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if chooses is None:
+        raise UsageError(
+            f"the FSDP plugin's auto_wrap_policy is {plugin.auto_wrap_policy!r}; set "
+            "'transformer_based_wrap' or 'size_based_wrap', or choose the layers yourself for "
+            "offload_only"
+        )
+    layers = [module for module in model.modules() if module is not model and chooses(module)]
+    if not layers:
+        raise UsageError(
+            f"the FSDP plugin's auto-wrap policy chooses no layer of {type(model).__name__}: set "
+            "transformer_cls_names_to_wrap or min_num_params"
+        )
+    return layers

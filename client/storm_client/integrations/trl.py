@@ -1,0 +1,54 @@
+"""Takes the place of TRL's own activation offloading, in SFT, DPO, KTO and reward training.
+
+    from storm_client.integrations.trl import get_act_offloading_ctx_manager
+
+    trainer = SFTTrainer(model=model, args=config, train_dataset=data)
+    trainer.maybe_activation_offload_context = get_act_offloading_ctx_manager(trainer.model)
+
+The signature is that of `trl.models.get_act_offloading_ctx_manager`, so a loop that calls that one
+changes its import alone. TRL enters the context around a whole training step; with
+`storm_client.integrations.transformers.offload_trainer`, which takes every trainer of TRL's as
+well, a block ends where the backward pass begins, and the logs say what was offloaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from storm_client.integrations.offloads import make_offload
+
+if TYPE_CHECKING:
+    import torch
+
+    from storm_client.client import Client
+    from storm_client.hooks import Offload
+
+__all__ = ["get_act_offloading_ctx_manager"]
+
+
+def get_act_offloading_ctx_manager(  # noqa: PLR0917 - as many by place as TRL's
+    model: torch.nn.Module,
+    use_pin_memory: bool = True,  # noqa: ARG001 - and this and others as in TRL's
+    use_streams: bool = True,  # noqa: ARG001
+    min_offload_size: int = 1 << 20,
+    max_fwd_stash_size: int = 5,  # noqa: ARG001
+    warn_if_no_head: bool = True,  # noqa: ARG001
+    *,
+    client: Client | None = None,
+    **options: Any,
+) -> Offload:
+    """Return an Offload of `model`, to be entered around each training step.
+
+    `min_offload_size` is the `min_bytes` of `Client.offload`: 1 MiB where TRL has 1 KiB, for a
+    tensor that is handed over costs some 40 microseconds. `options` are its other options. Without
+    `client` it is the one that the process shares.
+
+    The other arguments are taken so that calls need no change, and have no effect: the daemon's
+    pool is pinned in any case, it copies on streams of its own and learns how much to hold back,
+    and an output head needs no hook, for what a step needs again at once is not sent.
+
+    Raises:
+        UsageError: what Client.offload does not take.
+        DaemonUnavailable, ProtocolMismatch: as `storm_client.connect`.
+    """
+    return make_offload(client, model, {"min_bytes": min_offload_size, **options})

@@ -1,0 +1,70 @@
+"""DDP and FSDP on two processes and one daemon: each rank's losses and gradients are identical.
+
+They need no integration: parameters come and go, and buckets and shards are filled again, under
+the same `with` block as anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import ranks
+from support.daemon_process import DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def results(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank found, by case; all cases run in one pair of processes."""
+    file = tmp_path_factory.mktemp("ranks") / "store"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(ranks.__file__)), str(rank), str(file), daemon.address],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+        for rank in range(ranks.RANKS)
+    ]
+    found = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=240)
+            assert process.returncode == 0, err
+            found.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return found
+
+
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_losses_and_gradients_are_identical_on_each_rank(name: str, results: list[Any]) -> None:
+    for of_rank in results:
+        result = of_rank[name]
+        assert "error" not in result, result
+        assert "differs" not in result, f"value {result['differs']}"
+        assert result["offloaded_bytes"] > 0
+        assert not result["kept"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in ranks.CASES
+        if name.startswith("sharded") and name != "sharded_under_autocast"  # there copies are saved
+    ],
+)
+def test_parameters_stay_though_they_come_and_go(name: str, results: list[Any]) -> None:
+    """Whole ones live from a layer's forward to its end: as many stay as where all always live."""
+    for of_rank in results:
+        same = "data_parallel_static" if name == "sharded_and_recomputed" else "data_parallel"
+        assert of_rank[name]["skipped"]["parameter"] >= of_rank[same]["skipped"]["parameter"]
