@@ -189,12 +189,14 @@ class Ledger:
         if record.phase is Phase.ENDING:
             return []
         record.phase = Phase.ENDING
+        record.cause = cause
         self._counters.ended[cause] += 1
         if self._cache is not None:
             self._cache.withdraw_put(record)
         record.waiting.clear()
         record.to_free = list(record.entries)
-        self._freeing.append(record)
+        if record.to_free:  # else it is gone once its lane has let go of it
+            self._freeing.append(record)
         return [Detach(session), *self.free_some()]
 
     @property
@@ -499,7 +501,7 @@ class Ledger:
             return []
         assert not record.entries, "a lane let go of a session without answering its jobs"
         del self._sessions[record.info.session]
-        return [Ended(record.info.session)]
+        return [Ended(record.info.session, record.cause)]
 
     def _rejected(
         self, record: Session, request: int, message: Store, reason: str, detail: str

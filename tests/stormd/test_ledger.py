@@ -188,6 +188,23 @@ def test_what_a_session_held_is_freed_in_slices() -> None:
     assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
 
 
+def test_a_session_that_held_nothing_ends_once_behind_one_that_is_being_freed() -> None:
+    many = 2 * FREED_A_TURN
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open(1)
+    made.open(2)
+    for entry in range(1, many + 1):
+        made.store(entry, 1)
+        made.lane.finish()
+    made.end(1)
+    made.end(2)
+    made.lane.detach(2)
+    assert made.lane.ended == [2]
+    made.lane.take(made.ledger.free_some())
+    made.lane.detach(1)
+    assert made.lane.ended == [2, 1]
+
+
 def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
     made.end()
     assert made.ledger.end(1, "goodbye") == []
