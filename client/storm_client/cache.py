@@ -15,7 +15,7 @@ import torch
 
 from storm_client.cache_session import CacheSession
 from storm_client.errors import CorruptBlob, DaemonUnavailable, ProtocolMismatch, UsageError
-from storm_client.sessions import abandon_with, lane_for
+from storm_client.sessions import lane_for
 from stormd.protocol import (
     CacheDelete,
     CacheFind,
@@ -59,7 +59,6 @@ class Cache:
         self._lock = threading.Lock()  # protects the two below
         self._sessions: dict[torch.device, CacheSession | None] = {}
         self._closed = False
-        self._abandons = abandon_with(self, self._sessions)
 
     def put(self, name: str, tensor: torch.Tensor, ttl: float | None = None) -> None:
         """Keep a copy of `tensor` as `name`, for at most `ttl` seconds from now on.
@@ -129,7 +128,6 @@ class Cache:
         for session in sessions:
             if session is not None:
                 session.close()
-        self._abandons.detach()
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -166,7 +164,7 @@ class Cache:
     def _open(self, device: torch.device) -> CacheSession | None:
         """Return a new session; None, with a warning, where tensors pass through the host."""
         try:
-            return CacheSession(self._address, lane_for(device), self._timeout)
+            session = CacheSession(self._address, lane_for(device), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
             if device == CPU:
                 raise
@@ -174,6 +172,8 @@ class Cache:
                 f"cached tensors of {device} pass through host memory: {error}", stacklevel=5
             )
             return None
+        session.end_with(self)
+        return session
 
 
 def _target(device: torch.device | str) -> torch.device:

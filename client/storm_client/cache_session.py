@@ -162,9 +162,9 @@ class CacheSession:
         empty = torch.empty(0, dtype=torch.uint8, device=memory.device)
         return empty.set_(memory, 0, (found.nbytes,), (1,))
 
-    def abandon(self) -> None:
-        """Have the session end by itself, for nobody can use it any more. Destructors call it."""
-        self._connection.abandon()
+    def end_with(self, owner: object) -> None:
+        """Have the session end by itself when its owner dies: nobody else can use it."""
+        self._connection.end_with(owner)
 
     def close(self) -> None:
         """End the session. Calling it twice is fine."""

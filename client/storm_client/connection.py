@@ -27,6 +27,7 @@ import zmq
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
 from storm_client.lanes import Lane, LaneHello
+from storm_client.living import Living
 from storm_client.waiting import Changes
 from storm_client.wakeup import Wakeup
 from stormd.protocol import (
@@ -112,7 +113,8 @@ class Connection:
         self._pause = threading.Lock()
         self._pause.acquire()
         self._draining = False
-        self._is_abandoned = False
+        self._owner: weakref.ref[object] | None = None
+        self._ownerless: deque[object] = deque()  # not empty once nobody is left who could close
         self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread: threading.Thread | None = None
         self._listener: Listener
@@ -289,13 +291,9 @@ class Connection:
         if wakeup is not None:
             wakeup.signal()
 
-    def abandon(self) -> None:
-        """Have the listening thread call `on_abandoned`: nobody is left who could close.
-
-        Takes no lock and waits for nobody: destructors may call it.
-        """
-        self._is_abandoned = True
-        self.wake()
+    def end_with(self, owner: object) -> None:
+        """Have the listening thread call `on_abandoned` within a heartbeat of the owner's death."""
+        self._owner = weakref.ref(owner, self._ownerless.append)
 
     def close(self) -> None:
         """Say goodbye, wait until the daemon freed the session, and stop listening.
@@ -370,7 +368,7 @@ class Connection:
         next_ping = time.monotonic()
         while not self.lost:
             next_ping = self._turn(next_ping, wakeup)
-            if self._is_abandoned:
+            if self._ownerless:
                 self._listener.on_abandoned()
                 return
             if not self._waiting:
@@ -467,18 +465,18 @@ class Connection:
         poller.poll(GOODBYE_SECONDS * 1000)
 
 
-_CONNECTIONS: weakref.WeakSet[Connection] = weakref.WeakSet()
+_CONNECTIONS: Living[Connection] = Living()
 """For the two handlers below alone: the connections of this process."""
 
 
 def _unlock_in_child() -> None:
-    for connection in list(_CONNECTIONS):
+    for connection in _CONNECTIONS:
         connection.forked()
 
 
 def _close_all() -> None:
     """End what a script has left open while its threads still run: later, a close would hang."""
-    for connection in list(_CONNECTIONS):
+    for connection in _CONNECTIONS:
         connection.close()
 
 

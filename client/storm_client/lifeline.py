@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import select
 import socket
-import weakref
 
 from storm_client.errors import DaemonUnavailable
+from storm_client.living import Living
 
 __all__ = ["MAX_DESCRIPTORS", "Lifeline"]
 
@@ -27,7 +27,7 @@ class Lifeline:
         self._socket = connection
         self.inherited = False
         """Whether this is a copy in a forked child."""
-        _OPEN.add(self)
+        _LIFELINES.add(self)
 
     @classmethod
     def attach(cls, path: str, token: bytes, timeout: float) -> tuple[Lifeline, list[int]]:
@@ -70,16 +70,15 @@ class Lifeline:
 
     def close(self) -> None:
         """End the session as far as the daemon is concerned. Calling it twice is fine."""
-        _OPEN.discard(self)
         self._socket.close()
 
 
-_OPEN: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+_LIFELINES: Living[Lifeline] = Living()
 """For the fork handler alone: the lifelines of this process."""
 
 
 def _close_in_child() -> None:
-    for lifeline in list(_OPEN):
+    for lifeline in _LIFELINES:
         lifeline.inherited = True
         lifeline.close()
 

@@ -11,11 +11,12 @@ for all sessions, which it knows weakly.
 from __future__ import annotations
 
 import logging
-import weakref
 from functools import cache
 from typing import Protocol
 
 import torch
+
+from storm_client.living import Living
 
 __all__ = ["watch"]
 
@@ -26,7 +27,7 @@ class _Owner(Protocol):
     def give_back_memory(self) -> None: ...
 
 
-_OWNERS: weakref.WeakSet[_Owner] = weakref.WeakSet()
+_OWNERS: Living[_Owner] = Living()
 
 
 def watch(owner: _Owner) -> None:
@@ -46,5 +47,5 @@ def _observe() -> None:
 
 
 def _give_back(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature
-    for owner in list(_OWNERS):
+    for owner in _OWNERS:
         owner.give_back_memory()

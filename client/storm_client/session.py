@@ -246,10 +246,6 @@ class Session:
                 with self.connection.lock:
                     self.connection.send(0, UnmapSegment(barrier.segment))
 
-    def abandon(self) -> None:
-        """Have the session end by itself, for nobody can use it any more. Destructors call it."""
-        self.connection.abandon()
-
     def close(self) -> None:
         """End the session; what it stored is lost. Calling it twice is fine."""
         self.connection.close()

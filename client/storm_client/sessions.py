@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -23,7 +21,7 @@ from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
 from stormd.protocol import NO_LANE, Message
 
-__all__ = ["Sessions", "abandon_with", "lane_for"]
+__all__ = ["Sessions", "lane_for"]
 
 CPU = torch.device("cpu")
 
@@ -55,7 +53,7 @@ class Sessions:
             self.control = Control(address, timeout)
         else:
             self.control = self._sessions[CPU] = Session(address, CpuLane(), timeout)
-        self._abandons = abandon_with(self, self._sessions, self.control)
+        self.control.connection.end_with(self)
 
     def check(self) -> None:
         """Raise what keeps the sessions from being used: closed, forked, daemon lost by now."""
@@ -105,7 +103,6 @@ class Sessions:
         for session in self._open_sessions():
             session.close()
         self.control.close()
-        self._abandons.detach()
 
     def _open(self, device: torch.device) -> Session | None:
         with self._lock:
@@ -117,10 +114,12 @@ class Sessions:
     def _session(self, device: torch.device) -> Session | None:
         """Return a new session; None, with a warning, where tensors of `device` have to stay."""
         try:
-            return Session(self.address, lane_for(device, self._codec_in), self._timeout)
+            session = Session(self.address, lane_for(device, self._codec_in), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
             warnings.warn(f"nothing on {device} is offloaded: {error}", stacklevel=2)
             return None
+        session.connection.end_with(self)
+        return session
 
     def _open_sessions(self) -> list[Session]:
         return [session for session in list(self._sessions.values()) if session is not None]
@@ -140,10 +139,6 @@ class Control:
             os.close(descriptor)
         self.connection.start(self)
 
-    def abandon(self) -> None:
-        """Have it end by itself, for nobody can use it any more. Destructors call it."""
-        self.connection.abandon()
-
     def close(self) -> None:
         """End it. Calling it twice is fine."""
         self.connection.close()
@@ -161,30 +156,6 @@ class Control:
     def on_abandoned(self) -> None:
         """End, for nobody else can have it end."""
         self.close()
-
-
-class _Abandoned(Protocol):
-    def abandon(self) -> None: ...
-
-
-def abandon_with(
-    owner: object, sessions: Mapping[torch.device, _Abandoned | None], *others: _Abandoned
-) -> weakref.finalize[..., object]:
-    """Have sessions end by themselves when `owner` dies, through which alone they are used.
-
-    Those count that are among `sessions` then, and `others`.
-    """
-    finalizer = weakref.finalize(owner, _abandon, sessions, others)
-    finalizer.atexit = False
-    return finalizer
-
-
-def _abandon(
-    sessions: Mapping[torch.device, _Abandoned | None], others: tuple[_Abandoned, ...]
-) -> None:
-    for session in (*sessions.values(), *others):
-        if session is not None:
-            session.abandon()
 
 
 def _may_have_gpu() -> bool:
