@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -84,6 +85,14 @@ HELD_SECONDS: Final = 0.005
 """How long Admitted may stay behind to leave with Stored: each frame wakes a thread of ZeroMQ's
 here, and one of the client's."""
 
+RETRY_SECONDS: Final = 0.01
+"""After which a peer is tried again whose queue is full: on a busy machine a client that reads may
+be kept from it for as long as hundreds of frames take."""
+
+UNREAD_BYTES: Final = 8 << 20
+"""Of answers beyond the queue; a peer that leaves more unread is given up. Those to all stores of a
+session with 60,000 entries are a third of it."""
+
 LARGE_BYTES: Final = 8 << 20
 """Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
 
@@ -102,7 +111,10 @@ class Credentials(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
-    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent."""
+    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent.
+
+    `frames`, of `held_bytes` in all, are what its queue of ZeroMQ's had no room for.
+    """
 
     session: int
     route: bytes
@@ -111,6 +123,13 @@ class Peer:
     token: bytes
     descriptors: tuple[int, ...]
     outbox: list[Envelope] = field(default_factory=list)
+    frames: deque[bytes] = field(default_factory=deque)
+    held_bytes: int = 0
+
+    def hold(self, frame: bytes) -> None:
+        """Add a frame to those that are to be sent."""
+        self.frames.append(frame)
+        self.held_bytes += len(frame)
 
 
 class Peers:
@@ -157,6 +176,7 @@ class Peers:
             del self._by_route[peer.route]
         self._waiting.pop(peer.session, None)
         peer.outbox.clear()
+        peer.frames.clear()
 
     def remove(self, session: int) -> None:
         """Forget a client that was cut off and whose session is gone."""
@@ -521,7 +541,7 @@ class Gateway:
 
     def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
         """Answer in a frame of its own: a state is large, a batch of them might not fit."""
-        self._send_frame(peer, [Envelope(request, Status(self._status()))])
+        self._send_alone(peer, request, Status(self._status()))
 
     def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
         self._send_outbox(peer)
@@ -536,7 +556,7 @@ class Gateway:
     def _reply(self, reply: Reply) -> None:
         peer = self._peers.of(reply.session)
         if isinstance(reply.message, CacheNames):  # large, like a state: in a frame of its own
-            self._send_frame(peer, [Envelope(reply.request, reply.message)])
+            self._send_alone(peer, reply.request, reply.message)
         else:
             self._send(peer, reply.request, reply.message)
 
@@ -575,25 +595,46 @@ class Gateway:
         self._unsent[peer] = None
         self.flush()
 
+    def _send_alone(self, peer: Peer, request: int, message: Message) -> None:
+        """Send a message in a frame of its own, now."""
+        peer.hold(encode([Envelope(request, message)]))
+        self._send_frames(peer)
+
     def _send_outbox(self, peer: Peer) -> None:
         self._let_leave(peer)
         outbox, peer.outbox = peer.outbox, []
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
+            peer.hold(encode(outbox[start : start + MESSAGES_A_FRAME]))
+        self._send_frames(peer)
+
+    def _send_frames(self, peer: Peer) -> None:
+        """Send what there is room for; the rest is tried again, unless it is too much."""
+        while peer.frames:
             if self._peers.at(peer.route) is not peer:
-                return  # cut off by the frame before
-            self._send_frame(peer, outbox[start : start + MESSAGES_A_FRAME])
+                return  # it was cut off
+            delivery = self._control.send(peer.route, peer.frames[0])
+            if delivery is Delivery.SENT:
+                peer.held_bytes -= len(peer.frames.popleft())
+            elif delivery is Delivery.GONE or peer.held_bytes > UNREAD_BYTES:
+                self._give_up(peer, delivery)
+            else:
+                if peer not in self._held:
+                    self._held[peer] = self._later(RETRY_SECONDS, partial(self._send_held, peer))
+                return
+
+    def _give_up(self, peer: Peer, delivery: Delivery) -> None:
+        """End the session of a peer that would wait for ever for the answers it has missed."""
+        self._counters.unsent += 1
+        reason = "it does not read" if delivery is Delivery.FULL else "it is gone"
+        fields = {"session": session_name(peer.session), "reason": reason}
+        log.info("answers cannot be sent", extra=fields)
+        self.end(peer.session, "unreachable")
 
     def _let_leave(self, peer: Peer) -> None:
         """Hold the peer's answers no longer."""
         timer = self._held.pop(peer, None)
         if timer is not None:
             timer.cancel()
-
-    def _send_frame(self, peer: Peer, batch: list[Envelope]) -> None:
-        if self._control.send(peer.route, encode(batch)) is not Delivery.SENT:
-            # It does not read, or is gone: it would wait for ever for what it has missed.
-            self._counters.unsent += 1
-            self.end(peer.session, "unreachable")
 
 
 def _credentials(frame: zmq.Frame) -> Credentials:

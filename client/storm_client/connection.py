@@ -18,13 +18,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from itertools import count
 from typing import Protocol
 
 import zmq
 
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
+from storm_client.frames import Frames, is_done
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
 from storm_client.lanes import Lane, LaneHello
 from storm_client.living import Living
@@ -103,8 +103,8 @@ class Connection:
         self._lost: DaemonLost | None = None
         self._outbox: list[Envelope] = []
         self._leaving = 0  # how many of the outbox the frame has that is sent next, or was last
-        self._sent: list[object] = []  # not empty where they were, and are in the outbox still
-        self._frames: list[bytes] = []  # received and not decoded: one, where that was interrupted
+        self._sent: list[int] = []  # says so where they were, and are in the outbox still
+        self._received: list[int] = []  # the same of a frame that is not in the inbox yet
         self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
         self._waiting = 0
@@ -121,7 +121,7 @@ class Connection:
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
         self._context, self._socket = channel.context, channel.socket
-        self._send = partial(zmq.backend.Socket.send, self._socket)
+        self._frames = Frames(channel.socket)
         self.lifeline, self.descriptors = channel.lifeline, channel.descriptors
         self.welcome = channel.welcome
         self._wakeup: Wakeup | None = Wakeup()
@@ -402,11 +402,9 @@ class Connection:
         """Send what was posted. What interrupts it neither loses a message nor sends one twice."""
         try:
             while self._outbox:
-                if not self._sent:
+                if not is_done(self._sent):
                     self._leaving = len(self._outbox[:FRAME_MESSAGES])
-                    frame = encode(self._outbox[: self._leaving])
-                    # Through a map, for nothing to come between the sending and the note of it.
-                    self._sent.extend(map(self._send, (frame,), (zmq.NOBLOCK,)))
+                    self._frames.send(encode(self._outbox[: self._leaving]), self._sent)
                 rest = self._outbox[self._leaving :]
                 self._outbox, self._sent = rest, []
         except zmq.Again:
@@ -416,17 +414,15 @@ class Connection:
             self.check()
 
     def _has_news(self) -> bool:
-        if self._inbox or self._frames:
+        if self._inbox or is_done(self._received):
             return True
         # Asking for the events costs a tenth of an exception that says there are none.
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & READABLE)
 
     def _receive(self) -> None:
-        if not self._frames:
-            # Through a map, for nothing to interrupt what is between the socket and the list.
-            self._frames.extend(map(self._socket.recv, (zmq.NOBLOCK,)))
+        frame = self._frames.receive(self._received)
         try:
-            self._inbox, self._frames = deque(decode(self._frames[0])), []
+            self._inbox, self._received = deque(decode(frame)), []
         except ProtocolError as error:
             self._lose(
                 DaemonLost(

@@ -33,6 +33,7 @@ from stormd.protocol import (
     Refused,
     Rejected,
     Restore,
+    Status,
     StatusRequest,
     Stored,
     Welcome,
@@ -344,7 +345,26 @@ def test_talking_on_the_lifeline_ends_the_session(client: RawClient) -> None:
     assert client.is_cut_off()
 
 
-def test_a_client_that_reads_nothing_is_cut_off(make_daemon: MakeDaemon, connect: Connect) -> None:
+def test_a_client_that_is_late_to_read_gets_all_its_answers(
+    make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    """It may be kept from reading for longer than what ZeroMQ and the kernel hold takes."""
+    daemon = make_daemon()
+    client = connect(daemon, RCVHWM=1).open()
+    (peer,) = daemon.server._gateway._peers
+    for _ in range(125):
+        client.send(*[StatusRequest()] * MAX_COSTLY)
+    wait_until(lambda: peer.held_bytes > 100_000)
+    for _ in range(125 * MAX_COSTLY):
+        client.wait_for(Status)
+    assert peer.held_bytes == 0
+    assert len(daemon.status()["sessions"]) == 1
+
+
+def test_a_client_that_reads_nothing_is_cut_off(
+    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormd.gateway.UNREAD_BYTES", 100_000)
     daemon = make_daemon()
     client, neighbour = connect(daemon, RCVHWM=1).open(), connect(daemon).open()
     for _ in range(500):

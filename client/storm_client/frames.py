@@ -1,0 +1,87 @@
+"""Sends and receives frames so that whatever interrupts it leaves no doubt whether that was done.
+
+pyzmq runs Python's signal handlers in its calls, after libzmq has done the work: an exception that
+one raises, as Ctrl-C does, looks as if nothing had been sent or received. A frame sent once more
+has the daemon write to memory that is somebody else's by then; a frame received and thrown away is
+an answer that never comes. So libzmq is called here without pyzmq in between, and what it returns
+is noted in the same step, in which no handler can run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from collections.abc import Callable
+from typing import TypeAlias
+
+import zmq
+from zmq.backend.cython import _zmq
+
+from stormd.protocol.limits import MAX_FRAME_BYTES
+
+__all__ = ["Frames", "is_done"]
+
+_LIBZMQ = ctypes.CDLL(_zmq.__file__, use_errno=True)  # the one that pyzmq has loaded
+_SEND, _RECEIVE = _LIBZMQ.zmq_send, _LIBZMQ.zmq_recv
+for _function in (_SEND, _RECEIVE):
+    _function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    _function.restype = ctypes.c_int
+
+DONTWAIT = int(zmq.DONTWAIT)
+
+_Function: TypeAlias = Callable[[int, object, int, int], int]
+
+
+class Frames:
+    """The frames of one socket of pyzmq's; its owner makes sure that nobody is here when it closes.
+
+    What was done is noted in a list of the caller's: it lets the note go in the same assignment
+    as what the frame was made of, or came to.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        """Use `socket`, which stays its owner's."""
+        self._socket = socket
+        self._handle = int(socket.underlying)
+        self._buffer = (ctypes.c_char * MAX_FRAME_BYTES)()
+
+    def send(self, frame: bytes, sent: list[int]) -> None:
+        """Send a frame, unless `sent` says that it was.
+
+        Raises:
+            zmq.ZMQError: it was not sent; zmq.Again where the queue is full.
+        """
+        self._do(_SEND, frame, len(frame), sent)
+
+    def receive(self, received: list[int]) -> bytes:
+        """Return the next frame, or once more the last, if `received` says that it came.
+
+        Raises:
+            zmq.ZMQError: there is none, as zmq.Again, or it cannot be had.
+        """
+        self._do(_RECEIVE, self._buffer, MAX_FRAME_BYTES, received)
+        # A longer one than may be is cut, and is no frame then.
+        return ctypes.string_at(self._buffer, min(received[0], MAX_FRAME_BYTES))
+
+    def _do(self, function: _Function, data: object, size: int, done: list[int]) -> None:
+        while not is_done(done):
+            if self._socket.closed:
+                raise zmq.ZMQError(errno.ENOTSOCK)
+            done.clear()
+            # Through a map, for nothing to come between the call and the note of it.
+            done.extend(map(function, (self._handle,), (data,), (size,), (DONTWAIT,)))
+            if not is_done(done):
+                _check(ctypes.get_errno())
+
+
+def is_done(done: list[int]) -> bool:
+    """Tell whether a frame was sent, or has come, since the list was new."""
+    return bool(done) and done[0] >= 0
+
+
+def _check(error: int) -> None:
+    """Raise what a call has failed with, unless it is to be made again."""
+    if error == errno.EAGAIN:
+        raise zmq.Again(error)
+    if error != errno.EINTR:
+        raise zmq.ZMQError(error)
