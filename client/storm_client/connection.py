@@ -318,6 +318,7 @@ class Connection:
             self._context.destroy(linger=0)
         if thread is not None:
             thread.join()
+        self._thread = None  # its end runs Python code: now, rather than in the midst of a step
 
     def _leave(self) -> bool:
         """Say goodbye; False where nobody hears it, or it was said."""

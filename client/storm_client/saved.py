@@ -41,6 +41,7 @@ __all__ = [
     "StoredRange",
     "UpcomingUses",
     "View",
+    "base_of",
     "is_result",
 ]
 
@@ -329,7 +330,7 @@ class SnapshotProof:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Note the present version of `tensor`, a result or a view of one."""
-        base = _base_of(tensor)
+        base = base_of(tensor)
         self._base = weakref.ref(base)
         self._version = base._version
 
@@ -338,7 +339,7 @@ class SnapshotProof:
         base = self._base()
         return (
             base is not None
-            and _base_of(tensor) is base
+            and base_of(tensor) is base
             and base._version == self._version
             and _covers(View.of(base).span(), View.of(tensor).span())
         )
@@ -346,10 +347,11 @@ class SnapshotProof:
 
 def is_result(tensor: torch.Tensor) -> bool:
     """Tell whether an operation made the tensor's memory: then its changes are counted."""
-    return _base_of(tensor).grad_fn is not None
+    return base_of(tensor).grad_fn is not None
 
 
-def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which `tensor` is a view, or itself."""
     base = tensor._base if tensor._is_view() else tensor
     assert base is not None
     return base

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -25,7 +25,7 @@ from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 from storm_client.plan.kinds import StepRecord, Value
 from storm_client.plan.operations import DEAR, Function
 from storm_client.plan.recipes import Alias, Ends, Made, Recipe, Result, Saved, Source
-from storm_client.saved import View, WeakStorage, is_result
+from storm_client.saved import View, WeakStorage, base_of, is_result
 
 __all__ = ["Mark", "Recorder", "Recording", "Seen", "Span", "mark"]
 
@@ -33,6 +33,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Mark: TypeAlias = float | torch.cuda.Event
 """A moment, on the host or on a stream."""
+
+_CAST = "ToCopyBackward0"
+"""The name of a cast's node in the graph."""
 
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
@@ -49,6 +52,15 @@ class Seen:
         self.number = value.number
         self.version = version
         self.result: Result | None = None
+
+
+class _Cast(NamedTuple):
+    """A tensor that autocast has made of an argument: no function of PyTorch's returns it."""
+
+    seen: Seen
+    source: object
+    """The argument's node in the graph."""
+    dtype: torch.dtype
 
 
 class Recording:
@@ -77,16 +89,25 @@ class Recording:
         self._pack = pack
         self._unpack = unpack
         self._seen: dict[int, Seen] = {}
+        self._casts: list[_Cast] = []
+        """What was saved since the last function of the table began."""
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[Seen, Decision]:
         """Note that autograd saves `tensor`; return its value and what is to become of it."""
         seen = self._find(tensor, storage)
         seen.value.uses += 1
         decision = self.step.happened(("saved", seen.number, seen.value.nbytes), seen.number)
+        made = base_of(tensor)
         if isinstance(decision, Replay) and seen.result is None:
             # Its operation has yet to return.
-            seen.result = Result(tensor, seen.value.nbytes, self._ends)
+            seen.result = Result(made, seen.value.nbytes, self._ends)
+        if seen.value.uses == 1 and made.grad_fn is not None and made.grad_fn.name() == _CAST:
+            self._casts.append(_Cast(seen, made.grad_fn.next_functions[0][0], made.dtype))
         return seen, OFFLOAD if decision is None else decision
+
+    def begins(self) -> None:
+        """Note that a function of the table begins."""
+        self._casts.clear()
 
     def ran(
         self,
@@ -102,9 +123,10 @@ class Recording:
             return
         outputs = made if type(made) in (tuple, list) else (made,)
         large = [index for index, output in enumerate(outputs) if self._is_large(output)]
-        if not large:
+        if not large and not self._casts:
             return
         tensors = list(_tensors(arguments)) + list(_tensors(options.values()))
+        self._explain_casts(tensors)
         storages = {tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor)}
         recipe: Recipe | None = None
         inputs = self._inputs(tensors)
@@ -130,8 +152,25 @@ class Recording:
     def end(self) -> None:
         """Let go of everything: nothing runs or is saved any more."""
         self._seen.clear()
+        self._casts.clear()
         while self.pins:
             self.pins.pop().free()
+
+    def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
+        """Note of what was saved while a function ran which of its arguments it is a copy of."""
+        casts, self._casts = self._casts, []
+        for seen, node, dtype in casts:
+            source = next((tensor for tensor in tensors if _is_node_of(node, tensor)), None)
+            inputs = None if source is None else self._inputs([source])
+            if source is None or inputs is None:
+                continue
+            value = seen.value
+            value.operation, value.inputs = _name(torch.Tensor.to), inputs
+            event = (torch.Tensor.to, seen.number, value.nbytes, dtype, *inputs)
+            decision = self.step.happened(event, seen.number)
+            if isinstance(decision, Replay) and seen.result is not None:
+                recipe = self._recipe(torch.Tensor.to, (source, dtype), {}, source.device.type)
+                seen.result.made_by(recipe, None)
 
     def _is_large(self, output: Any) -> bool:
         return (
@@ -244,6 +283,7 @@ class Recorder(TorchFunctionMode):
         options = kwargs or {}
         if recording is None or function not in recording.functions:
             return function(*args, **options)
+        recording.begins()
         if not (self._measures and _is_on_gpu(args)):
             made = function(*args, **options)
             recording.ran(function, args, options, made, None)
@@ -298,6 +338,13 @@ def _name(function: Function) -> str:
         function = function.overloadpacket
     name = getattr(function, "_qualified_op_name", None) or getattr(function, "__name__", None)
     return str(name or function)
+
+
+def _is_node_of(node: object, tensor: torch.Tensor) -> bool:
+    """Tell whether a gradient for `tensor` goes to `node`."""
+    if tensor.grad_fn is None:
+        return getattr(node, "variable", None) is tensor
+    return tensor.grad_fn is node
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -296,6 +296,13 @@ def test_autocast(device: str, client: storm.Client) -> None:
     assert_steps_are_identical(train, offload)
     assert offload.stats().replayed_bytes > 0
     assert not rejected(offload)
+    plan = offload.plan
+    assert plan is not None
+    casts = [row for row in plan.rows if row.operation == "to"]
+    shapes = {tuple(parameter.shape) for parameter in net.parameters()}
+    of_weights = [row.decision for row in casts if row.shape in shapes]
+    assert of_weights == ["replay"] * 9
+    assert "replay" in {row.decision for row in casts if row.shape not in shapes}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
