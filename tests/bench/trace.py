@@ -22,8 +22,9 @@ from typing import Any
 
 import storm_client as storm
 import torch
-from storm_bench.train.gpt import WORKLOADS, attention, make
+from storm_bench.train.gpt import attention
 from storm_bench.train.methods import MIN_BYTES
+from storm_bench.train.workloads import WORKLOADS, make
 from storm_client.handshake import is_listening
 from support.waiting import wait_until
 from torch.profiler import ProfilerActivity, profile
@@ -49,17 +50,18 @@ def traced_daemon(address: str, device: str, pool: str, path: str) -> None:
 
 def traced_step(address: str, device: torch.device, workload: str, path: str) -> None:
     """Take some steps with offload and write the trace of one more."""
-    model, tokens, targets = make(WORKLOADS[workload], device)
+    training = make(WORKLOADS[workload], device)
+    net = training.net
     with storm.connect(address, embedded="never", timeout=60.0) as client, attention(device):
-        offload = client.offload(model, min_bytes=MIN_BYTES)
+        offload = client.offload(training.module, min_bytes=MIN_BYTES)
 
         def step() -> None:
-            x = model.embed(tokens)
+            x = net.embed(training.tokens)
             with offload:
-                for block in model.blocks:
+                for block in net.blocks:
                     x = block(x)
-            model.loss(x, targets).backward()
-            model.zero_grad(set_to_none=True)
+            net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
+            training.module.zero_grad(set_to_none=True)
             if device.type == "cuda":
                 torch.cuda.synchronize()
 

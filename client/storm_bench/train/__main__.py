@@ -12,8 +12,8 @@ import sys
 
 import torch
 
-from storm_bench.train.gpt import WORKLOADS
 from storm_bench.train.measure import Trial, measured
+from storm_bench.train.workloads import WORKLOADS
 
 
 def main() -> None:

@@ -39,11 +39,17 @@ WORKLOADS: Final = {
     "W1": "width 4096, 8 layers, 2 x 4096 tokens",
     "W2": "width 8192, 4 layers, 1 x 4096 tokens",
     "W3": "width 4096, 4 layers, 1 x 32768 tokens",
+    "llama": "8 layers of Llama 8B, 2 x 4096 tokens, AdamW",
+    "llama-long": "4 layers of Llama 8B, 1 x 32768 tokens, AdamW",
+    "llama-lora": "8 layers of Llama 8B, 2 x 4096 tokens, LoRA of rank 16",
+    "llama-small": "width 1024, 12 layers, 8 x 512 tokens, AdamW",
 }
 _WORKLOADS_OF: Final = {"cpu": ["W0"], "cuda": ["W1", "W2", "W3"]}
 METHODS: Final = (
     "none",
     "checkpoint",
+    "checkpoint-on-cpu",
+    "selective",
     "save-on-cpu",
     "trl",
     "torchtune",

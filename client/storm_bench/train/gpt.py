@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["WORKLOADS", "Gpt", "Workload", "attention", "make"]
+__all__ = ["Gpt", "Workload", "attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +27,6 @@ class Workload:
     length: int
     vocabulary: int = 32_000
     head: int = 128
-
-
-WORKLOADS: Final = {
-    "W0": Workload(256, 4, 2, 1024, vocabulary=1000, head=64),
-    "W1": Workload(4096, 8, 2, 4096),
-    "W2": Workload(8192, 4, 1, 4096),
-    "W3": Workload(4096, 4, 1, 32768),
-}
-"""W0 is for machines without a GPU, and to try the benchmark out."""
 
 
 class Block(nn.Module):
@@ -88,15 +78,6 @@ class Gpt(nn.Module):
         logits = self.head(self.norm(x)).float()
         loss: Tensor = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss
-
-
-def make(work: Workload, device: torch.device) -> tuple[Gpt, Tensor, Tensor]:
-    """Return the model in bfloat16, and a step's tokens and targets, int64 [batch, length]."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = Gpt(work).to(torch.bfloat16)
-        tokens = torch.randint(work.vocabulary, (work.batch, work.length + 1))
-    return model, tokens[:, :-1], tokens[:, 1:]
 
 
 def attention(device: torch.device, *, exact: bool = False) -> AbstractContextManager[None]:

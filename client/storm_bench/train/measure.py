@@ -1,8 +1,8 @@
 """Times the steps of one method in this process, and takes its peak memory.
 
-A step is forward and backward without an optimizer, gradients dropped. The median counts, and the
-peak is that of the counted steps alone. On a GPU the passes are timed by its own events, so that
-what the host has merely queued does not count as done.
+A step is forward and backward, and the optimizer's step where the workload has one; else gradients
+are dropped. The median counts, and the peak is that of the counted steps alone. On a GPU the passes
+are timed by its own events, so that what the host has merely queued does not count as done.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from statistics import median
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from storm_bench.train.gpt import WORKLOADS, Gpt, attention, make
-from storm_bench.train.methods import Active, Unavailable, method_of
+from storm_bench.train.gpt import attention
+from storm_bench.train.methods import Active, Method, Unavailable, method_of
+from storm_bench.train.workloads import WORKLOADS, Training, make
 
 __all__ = ["Trial", "measured"]
 
@@ -53,18 +52,18 @@ def measured(trial: Trial) -> Iterator[dict[str, Any]]:
     with ExitStack() as held:
         try:
             figures = _measure(held, trial)
-        except (Unavailable, torch.OutOfMemoryError) as error:
+        except (Unavailable, ImportError, torch.OutOfMemoryError) as error:
             figures = {"skipped": f"{error}".partition("\n")[0][:300]}
         yield figures
 
 
 def _measure(held: ExitStack, trial: Trial) -> dict[str, Any]:
     method, device = method_of(trial.method), trial.device
-    model, tokens, targets = make(WORKLOADS[trial.workload], device)
-    active = held.enter_context(method.enter(model, device, trial.address))
+    training = make(WORKLOADS[trial.workload], device)
+    active = held.enter_context(method.enter(training.module, device, trial.address))
 
     def step() -> Times:
-        return _step(model, tokens, targets, active, recompute=method.recompute)
+        return _step(training, active, method)
 
     with attention(device):
         return _figures(step, active, trial)
@@ -92,18 +91,21 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
     return figures | _of_a_step(before, active.figures(), trial.steps)
 
 
-def _step(model: Gpt, tokens: Tensor, targets: Tensor, active: Active, *, recompute: bool) -> Times:
+def _step(training: Training, active: Active, method: Method) -> Times:
     """Do one step. The head and the loss lie outside of the context: they are needed at once."""
+    net, tokens, optimizer = training.net, training.tokens, training.optimizer
     marks = [_mark(tokens.device)]
     begin = time.perf_counter()
-    x = model.embed(tokens)
+    x = net.embed(tokens)
     with active.context():
-        for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-    loss = model.loss(x, targets)
+        for block in net.blocks:
+            x = method.run(block, x)
+    loss = net.loss(x, training.targets)
     marks.append(_mark(tokens.device))
     loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
-    model.zero_grad(set_to_none=True)
+    if optimizer is not None:
+        optimizer.step()
+    training.module.zero_grad(set_to_none=True)
     marks.append(_mark(tokens.device))
     if tokens.is_cuda:
         torch.cuda.synchronize(tokens.device)

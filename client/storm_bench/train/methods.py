@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import storm_client as storm
 import torch
 from storm_client.connect import CodecIn
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 __all__ = ["BUDGET_PREFIX", "METHODS", "MIN_BYTES", "Active", "Method", "Unavailable", "method_of"]
 
@@ -25,8 +27,23 @@ MIN_BYTES: Final = 1 << 20
 
 BUDGET_PREFIX: Final = "storm-budget="
 
+_aten = torch.ops.aten
+_DEAR: Final = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
+"""Products and attention, which selective checkpointing saves."""
+
 _CONNECT_SECONDS: Final = 30.0
 _NEEDS_A_GPU: Final = "it is about tensors on a GPU, and there is no GPU here"
+
+
+Block: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Unavailable(Exception):
@@ -41,13 +58,30 @@ class Active:
     figures: Callable[[], dict[str, Any]] = dict
 
 
+def _plainly(block: Block, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def _checkpointed(block: Block, x: Tensor) -> Tensor:
+    """Save the block's input alone, and run it once more in the backward pass."""
+    out: Tensor = checkpoint(block, x, use_reentrant=False)
+    return out
+
+
+def _selectively(block: Block, x: Tensor) -> Tensor:
+    """Save what products and attention made, too, and run only the rest once more."""
+    contexts = partial(create_selective_checkpoint_contexts, _DEAR)
+    out: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """`enter` takes the model, its device and a daemon's address; it may raise Unavailable."""
 
     enter: Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]
-    recompute: bool = False
-    """Whether every block is checkpointed, so that only its input is saved."""
+    run: Callable[[Block, Tensor], Tensor] = _plainly
+    """How a block is run on its input."""
 
 
 @contextmanager
@@ -98,7 +132,9 @@ def _storm(
 
 METHODS: Final[dict[str, Method]] = {
     "none": Method(_nothing),
-    "checkpoint": Method(_nothing, recompute=True),
+    "checkpoint": Method(_nothing, _checkpointed),
+    "checkpoint-on-cpu": Method(_save_on_cpu, _checkpointed),
+    "selective": Method(_nothing, _selectively),
     "save-on-cpu": Method(_save_on_cpu),
     "trl": Method(_peer("trl.models.activation_offloading")),
     "torchtune": Method(_peer("torchtune.training")),
@@ -106,7 +142,7 @@ METHODS: Final[dict[str, Method]] = {
     "storm-no-replay": Method(_storm(replay=False)),
     "storm-in-client": Method(_storm(codec_in="client")),
     "storm-raw": Method(_storm("raw")),
-    "storm-checkpoint": Method(_storm(), recompute=True),
+    "storm-checkpoint": Method(_storm(), _checkpointed),
 }
 
 

@@ -15,8 +15,9 @@ import pytest
 from storm_bench.pictures import draw_train
 from storm_bench.train import command as bench_train
 from storm_bench.train.command import METHODS, WORKLOADS, measure_train, print_train
-from storm_bench.train.gpt import WORKLOADS as THEIR_WORKLOADS
+from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.methods import METHODS as THEIR_METHODS
+from storm_bench.train.workloads import WORKLOADS as THEIR_WORKLOADS
 
 from stormd import cli
 from stormd.commands import arguments
@@ -45,8 +46,10 @@ def test_names_are_those_of_the_client() -> None:
     assert tuple(THEIR_METHODS) == METHODS
     assert list(THEIR_WORKLOADS) == list(WORKLOADS)
     for name, work in THEIR_WORKLOADS.items():
-        said = f"width {work.width}, {work.layers} layers, {work.batch} x {work.length} tokens"
-        assert WORKLOADS[name] == said
+        said = WORKLOADS[name]
+        assert f"{work.layers} layers" in said
+        assert f"{work.batch} x {work.length} tokens" in said
+        assert f"width {work.width}" in said or work.width == LlamaWorkload(1, 1, 1).width
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:

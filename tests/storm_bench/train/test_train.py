@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_bench.train.gpt import WORKLOADS, Workload, attention, make
+from storm_bench.train.gpt import Workload, attention
+from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.measure import Trial, measured
 from storm_bench.train.methods import METHODS
+from storm_bench.train.workloads import WORKLOADS, make
 
 CPU = torch.device("cpu")
 SMALL = Workload(64, 2, 1, 1024, vocabulary=50, head=32)
+LLAMA = LlamaWorkload(2, 1, 128, width=64, hidden=96, heads=2, groups=1, vocabulary=50)
+LORA = replace(LLAMA, rank=4)
 
 
 @pytest.fixture
@@ -24,7 +30,7 @@ def trial(method: str, address: str = "ipc:///nowhere") -> Trial:
     return Trial("W0", method, CPU, address, warm_ups=1, steps=3)
 
 
-@pytest.mark.parametrize("method", ["none", "checkpoint"])
+@pytest.mark.parametrize("method", ["none", "checkpoint", "selective"])
 def test_methods_without_a_daemon(small: None, method: str) -> None:
     with measured(trial(method)) as figures:
         assert len(figures["steps_seconds"]) == 3
@@ -33,7 +39,7 @@ def test_methods_without_a_daemon(small: None, method: str) -> None:
         assert "offload" not in figures
 
 
-@pytest.mark.parametrize("method", ["save-on-cpu", "trl", "torchtune"])
+@pytest.mark.parametrize("method", ["save-on-cpu", "checkpoint-on-cpu", "trl", "torchtune"])
 def test_what_cannot_run_here_says_why(small: None, method: str) -> None:
     with measured(trial(method)) as figures:
         assert list(figures) == ["skipped"]
@@ -54,30 +60,55 @@ def test_figures_of_offload_are_those_of_one_step(small: None, method: str) -> N
         assert not counted["kept"]
 
 
-def test_recomputing_changes_no_gradient() -> None:
-    model, tokens, targets = make(SMALL, CPU)
+@pytest.mark.parametrize("method", ["checkpoint", "selective"])
+@pytest.mark.parametrize("work", [SMALL, LLAMA, LORA])
+def test_recomputing_changes_no_gradient(work: Workload | LlamaWorkload, method: str) -> None:
+    training = make(work, CPU)
     gradients = []
-    for recompute in (METHODS["none"].recompute, METHODS["checkpoint"].recompute):
-        x = model.embed(tokens)
+    for run in (METHODS["none"].run, METHODS[method].run):
+        x = training.net.embed(training.tokens)
         with attention(CPU):
-            for block in model.blocks:
-                x = (
-                    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-                    if recompute
-                    else block(x)
-                )
-            model.loss(x, targets).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        model.zero_grad(set_to_none=True)
+            for block in training.net.blocks:
+                x = run(block, x)
+            training.net.loss(x, training.targets).backward()
+        parameters = list(training.module.parameters())
+        gradients.append([one.grad for one in parameters if one.grad is not None])
+        training.module.zero_grad(set_to_none=True)
+    assert gradients[0]
     assert all(map(torch.equal, *gradients))
 
 
 def test_a_workload_has_the_shapes_it_says() -> None:
-    model, tokens, targets = make(SMALL, CPU)
-    assert tokens.shape == targets.shape == (SMALL.batch, SMALL.length)
-    assert len(model.blocks) == SMALL.layers
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.blocks[0].gate.weight.shape == (128, SMALL.width)  # 8/3 of 64, in 128s
+    training = make(SMALL, CPU)
+    assert training.tokens.shape == training.targets.shape == (SMALL.batch, SMALL.length)
+    blocks = list(training.net.blocks)
+    assert len(blocks) == SMALL.layers
+    assert {parameter.dtype for parameter in training.module.parameters()} == {torch.bfloat16}
+    assert blocks[0].gate.weight.shape == (128, SMALL.width)  # 8/3 of 64, in 128s
+
+
+def test_a_llama_has_the_shapes_it_says_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORKLOADS, "llama", LLAMA)
+    training = make(LLAMA, CPU)
+    assert len(list(training.net.blocks)) == LLAMA.layers
+    with measured(Trial("llama", "none", CPU, "", warm_ups=1, steps=2)) as figures:
+        assert len(figures["steps_seconds"]) == 2
+
+
+def test_adapters_alone_are_trained() -> None:
+    training = make(LORA, CPU)
+    trained = [name for name, one in training.module.named_parameters() if one.requires_grad]
+    assert len(trained) == LORA.layers * 7 * 2
+    assert all("lora_" in name for name in trained)
+    assert training.optimizer is not None
+    assert sum(len(group["params"]) for group in training.optimizer.param_groups) == len(trained)
+
+
+def test_a_workload_whose_package_is_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(WORKLOADS, "llama", LLAMA)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with measured(Trial("llama", "none", CPU, "", warm_ups=1, steps=1)) as figures:
+        assert "transformers" in figures["skipped"]
 
 
 def test_the_package_is_where_the_command_looks_for_it() -> None:

@@ -1,0 +1,77 @@
+"""What `stormd bench train` trains: models, and the tokens of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from storm_bench.train.gpt import Gpt, Workload
+from storm_bench.train.llama import Llama, LlamaWorkload
+
+__all__ = ["WORKLOADS", "Net", "Training", "make"]
+
+WORKLOADS: Final[dict[str, Workload | LlamaWorkload]] = {
+    "W0": Workload(256, 4, 2, 1024, vocabulary=1000, head=64),
+    "W1": Workload(4096, 8, 2, 4096),
+    "W2": Workload(8192, 4, 1, 4096),
+    "W3": Workload(4096, 4, 1, 32768),
+    "llama": LlamaWorkload(8, 2, 4096),
+    "llama-long": LlamaWorkload(4, 1, 32768),
+    "llama-lora": LlamaWorkload(8, 2, 4096, rank=16),
+    "llama-small": LlamaWorkload(
+        12, 8, 512, width=1024, hidden=2816, heads=16, groups=16, vocabulary=32_000
+    ),
+}
+"""W0 is for machines without a GPU, and to try the benchmark out."""
+
+
+class Net(Protocol):
+    """A model in three parts: what is before its blocks, they, and what is behind them."""
+
+    @property
+    def blocks(self) -> Iterable[Callable[[Tensor], Tensor]]:
+        """Functions of [batch, length, width] to the same."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the first block's input for int64 [batch, length]."""
+        ...
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of the last block's output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A model in bfloat16, and a step's tokens and targets, int64 [batch, length]."""
+
+    net: Net
+    module: nn.Module
+    """The same model."""
+    tokens: Tensor
+    targets: Tensor
+    optimizer: torch.optim.Optimizer | None
+    """Where its step is part of a step; else gradients are dropped."""
+
+
+def make(work: Workload | LlamaWorkload, device: torch.device) -> Training:
+    """Return what is to be trained, with seeded random weights.
+
+    Raises:
+        ImportError: a package is not installed that the model needs.
+    """
+    torch.manual_seed(0)
+    optimizer: torch.optim.Optimizer | None = None
+    with torch.device(device):
+        net = Gpt(work) if isinstance(work, Workload) else Llama(work)
+        net.to(torch.bfloat16)
+        tokens = torch.randint(work.vocabulary, (work.batch, work.length + 1))
+    if isinstance(work, LlamaWorkload):
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    return Training(net, net, tokens[:, :-1], tokens[:, 1:], optimizer)
