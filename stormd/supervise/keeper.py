@@ -220,7 +220,6 @@ class _Keeper:
         with log.open("wb") as output:
             daemon = self._start_service(command, environ, output)
         services.callback(self._end_daemon, daemon)
-        self._daemon = daemon
 
         def has_come() -> bool:
             return daemon.returncode is not None or _listens(address)
@@ -230,6 +229,7 @@ class _Keeper:
             self._until(has_come, _START_SECONDS + _START_SECONDS_A_GIB * _gib(pool_bytes))
         if daemon.returncode is not None or not _listens(address):
             raise ChildFailed(f"the daemon {_came_to(daemon)}: {_tail(log)}")
+        self._daemon = daemon
 
     def _start_service(self, command: list[str], environ: dict[str, str], log: Any) -> Popen[bytes]:
         try:
@@ -257,12 +257,20 @@ class _Keeper:
         def is_over() -> bool:
             return command.returncode is not None or self._inbox.front_has_ended
 
-        daemon = self._daemon
-        self._until(lambda: is_over() or _has_ended(daemon))
-        if daemon is not None and _has_ended(daemon):  # maybe at once with the command
-            log = _tail(self._directory / "daemon.log")
-            _say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
+        self._until(lambda: is_over() or _has_ended(self._daemon))
+        self._tell_of_death()
         self._until(is_over)
+
+    def _tell_of_death(self) -> None:
+        """Say, once, that the daemon has ended without being asked to."""
+        daemon = self._daemon
+        if daemon is None or daemon.returncode is None:
+            return
+        if self._phase is _Phase.ENDING and daemon.returncode == 0:
+            return  # it was asked
+        self._daemon = None
+        log = _tail(self._directory / "daemon.log")
+        _say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
 
     def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until the condition holds; False where it does not in time, or time is cut short.
@@ -327,7 +335,9 @@ class _Keeper:
 
     def _end_daemon(self, daemon: Popen[bytes]) -> None:
         daemon.terminate()
-        self._end_service(daemon, _DAEMON_SECONDS)
+        self._until(lambda: daemon.returncode is not None, _DAEMON_SECONDS)
+        self._tell_of_death()  # it takes a while to be gone: the command may have been faster
+        self._end_service(daemon, 0.0)
 
     def _end_mps(self, control: Popen[bytes], environ: Mapping[str, str]) -> None:
         if control.returncode is None and not mps.quit_mps(environ):

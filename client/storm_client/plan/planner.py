@@ -2,30 +2,40 @@
 
 What a step gives up it pays for in one of two ways. An offloaded byte takes time on the link, which
 is free while computing hides it, and a little of the processor, which encodes and decodes it. A
-byte that is made again takes the time of its operation, in the backward pass. So:
+byte that is made again takes the time of its operation, in the backward pass. So, given a price for
+a byte on the link:
 
-1. What is made again for less than the processor's share of shipping it is made again.
-2. As long as the forward pass computes for less time than its link needs, dearer values are made
+1. What saves most time for its bytes stays, as far as the budget has room.
+2. What is made again for less than shipping it costs is made again.
+3. As long as the forward pass computes for less time than its link needs, dearer values are made
    again, those first that relieve the link most for their time.
-3. What the budget lets stay then stays, again what saves most time for its bytes first.
+4. What room is left is used for what was given up after all.
 
-This is the greedy solution of a fractional knapsack. Everything here is pure.
+The price is between nothing, where computing hides the link, and the whole time of the byte, where
+it does not. Which is right shows only at the end, and so does whether what is to stay is better
+chosen before or after the rest: a few prices are tried both ways, and the cheapest choice is taken.
+Each is the greedy solution of a fractional knapsack. Everything here is pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep, Replay
+from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep
 from storm_client.plan.kinds import Value
 
 __all__ = ["CPU_COSTS", "CUDA_COSTS", "Choice", "Costs", "choose", "operation_seconds"]
 
 DEEPEST = 16
 """Operations in a row that make a value again from what is stored."""
+
+
+LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Prices of a byte on the link that are tried, as shares of its whole time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,47 +90,78 @@ class _Way(NamedTuple):
     """How a value could be made again."""
 
     seconds: float
-    made: frozenset[int]
-    """The values that are made on the way, its own among them."""
+    made: Mapping[int, int]
+    """The values that are made on the way, its own among them, with how deep that goes."""
     stored: frozenset[int]
     """Values on which that rests, and that nothing else would store."""
     depth: int
 
 
-@dataclass
-class _State:
+@dataclass(frozen=True)
+class _Problem:
     values: Sequence[Value]
     seconds: Sequence[float]
     costs: Costs
     impossible: Mapping[int, str]
+    room: int
+    window: float
+
+    @property
+    def saved(self) -> list[int]:
+        return [value.number for value in self.values if value.is_saved]
+
+    def ship_seconds(self, numbers: Iterable[int], rate: float) -> float:
+        return sum(self.values[n].nbytes * rate + self.costs.ship_floor for n in numbers)
+
+    def replay_seconds(self, numbers: Iterable[int]) -> float:
+        return sum(max(self.seconds[n], self.costs.replay_floor) for n in numbers)
+
+    def link_seconds(self, numbers: Iterable[int]) -> float:
+        return sum(self.values[n].nbytes for n in numbers) * self.costs.link
+
+
+@dataclass
+class _State:
+    """What was decided so far."""
+
+    problem: _Problem
+    kept: set[int] = field(default_factory=set)
     stored: set[int] = field(default_factory=set)
     made: dict[int, int] = field(default_factory=dict)
     """Values that are made again, with how deep that goes."""
-    dear: set[int] = field(default_factory=set)
 
-    def ship_seconds(self, numbers: Set[int], rate: float) -> float:
-        return sum(self.values[n].nbytes * rate + self.costs.ship_floor for n in numbers)
+    @property
+    def room(self) -> int:
+        """How many bytes more may stay."""
+        return self.problem.room - sum(self.problem.values[n].nbytes for n in self.kept)
 
     def spent(self, way: _Way, rate: float) -> float:
         """Return what a way costs, with all that has to be stored for it."""
-        return way.seconds + self.ship_seconds(way.stored, rate)
+        return way.seconds + self.problem.ship_seconds(way.stored, rate)
 
-    def way(self, number: int, rate: float, *, dear: bool) -> _Way | None:
-        """Return the cheapest way to make a value again, storing at `rate`, or None."""
-        value = self.values[number]
-        if not value.operation or number in self.impossible or (value.is_dear and not dear):
+    def way(
+        self, number: int, rate: float, had: Mapping[int, int] = MappingProxyType({})
+    ) -> _Way | None:
+        """Return the cheapest way to make a value again, storing at `rate`, or None.
+
+        Others that are made or stored on the way are `had`, with how deep that goes.
+        """
+        problem = self.problem
+        value = problem.values[number]
+        if not value.operation or number in problem.impossible:
             return None
-        if math.isinf(self.seconds[number]):
+        if math.isinf(problem.seconds[number]):
             return None
-        seconds = max(self.seconds[number], self.costs.replay_floor)
-        made, stored, depth = {number}, set[int](), 0
+        seconds, depth = problem.replay_seconds({number}), 0
+        made, stored = dict[int, int](), set[int]()
         for source in set(value.inputs):
-            if source < 0 or source in self.stored or source in made or source in stored:
+            if source < 0 or source in self.kept or source in self.stored or source in stored:
                 continue
-            if source in self.made:
-                depth = max(depth, self.made[source])
+            known = {**self.made, **had, **made}
+            if source in known:
+                depth = max(depth, known[source])
                 continue
-            step = self._source(source, rate, dear=dear)
+            step = self._source(source, rate, known | dict.fromkeys(stored, 0))
             if step is None:
                 return None
             seconds += step.seconds
@@ -129,23 +170,44 @@ class _State:
             depth = max(depth, step.depth)
         if depth >= DEEPEST:
             return None
-        return _Way(seconds, frozenset(made), frozenset(stored), depth + 1)
+        return _Way(seconds, {**made, number: depth + 1}, frozenset(stored), depth + 1)
 
-    def _source(self, number: int, rate: float, *, dear: bool) -> _Way | None:
+    def _source(self, number: int, rate: float, had: Mapping[int, int]) -> _Way | None:
         """Return how an input that autograd has not saved can be had: made, or stored besides."""
-        made = self.way(number, rate, dear=dear)
-        if not self.values[number].is_result:
+        made = self.way(number, rate, had)
+        if not self.problem.values[number].is_result:
             return made
-        besides = _Way(0.0, frozenset(), frozenset({number}), 0)
+        besides = _Way(0.0, {}, frozenset({number}), 0)
         if made is None:
             return besides
         return made if self.spent(made, rate) <= self.spent(besides, rate) else besides
 
     def take(self, way: _Way) -> None:
-        for number in way.made:
-            self.stored.discard(number)
-            self.made[number] = way.depth
-        self.stored |= way.stored
+        self.made |= way.made
+        self.stored = (self.stored - way.made.keys()) | way.stored
+
+    def let_go_of_what_is_not_needed(self) -> None:
+        """Make and store only what a saved value is or rests on that does not stay."""
+        needed = {n for n in self.problem.saved if n not in self.kept}
+        found = list(needed)
+        while found:
+            number = found.pop()
+            if number in self.made:
+                sources = {n for n in self.problem.values[number].inputs if n >= 0}
+                sources -= needed | self.kept
+                needed |= sources
+                found += sources
+        self.made = {n: depth for n, depth in self.made.items() if n in needed}
+        self.stored = needed - self.made.keys()
+
+    def total(self) -> float:
+        """Return what the step pays for all of it."""
+        problem = self.problem
+        return (
+            problem.ship_seconds(self.stored, problem.costs.shipping)
+            + problem.replay_seconds(self.made)
+            + max(0.0, problem.link_seconds(self.stored) - problem.window)
+        )
 
 
 def choose(
@@ -162,21 +224,40 @@ def choose(
     how long the forward pass takes; by default what its known operations take together.
     """
     seconds = operation_seconds(values, costs)
-    state = _State(values, seconds, costs, impossible)
     window = sum(filter(math.isfinite, seconds)) if forward_seconds is None else forward_seconds
-    saved = [value.number for value in values if value.is_saved]
-    for number in saved:
-        if number in state.made:
+    problem = _Problem(values, seconds, costs, impossible, room, window)
+    states = [
+        _chosen(problem, costs.shipping + share * costs.link, gains)
+        for share in LINK_SHARES
+        for gains in ((None, _gains_alone, _gains_of_ways) if room else (None,))
+    ]
+    return _choice(min(states, key=_State.total))
+
+
+def _chosen(
+    problem: _Problem,
+    rate: float,
+    gains: Callable[[_Problem, float], dict[int, float]] | None,
+) -> _State:
+    """Return the choice where a byte that is shipped costs `rate`, and what stays is chosen first.
+
+    By these `gains`; without them it is chosen at the end.
+    """
+    state = _State(problem)
+    if gains is not None:
+        _keep(state, gains(problem, rate))
+    for number in problem.saved:
+        if number in state.made or number in state.kept:
             continue
-        way = state.way(number, costs.shipping, dear=False)
-        shipping = state.ship_seconds({number}, costs.shipping)
-        if way is not None and state.spent(way, costs.shipping) < shipping:
+        way = state.way(number, rate)
+        if way is not None and state.spent(way, rate) < problem.ship_seconds({number}, rate):
             state.take(way)
         else:
             state.stored.add(number)
-    _relieve_link(state, window)
-    kept = _keep(state, room, window)
-    return _choice(state, kept, window)
+    _relieve_link(state)
+    _keep(state, _gains_left(state, rate))
+    state.let_go_of_what_is_not_needed()
+    return state
 
 
 def operation_seconds(values: Sequence[Value], costs: Costs) -> list[float]:
@@ -204,20 +285,16 @@ def _likeness(value: Value, values: Sequence[Value]) -> tuple[object, ...]:
     return (value.operation, value.shape, value.dtype, *inputs)
 
 
-def _exposed(state: _State, window: float) -> float:
-    """Return for how long the forward pass would wait for the link."""
-    return sum(state.values[n].nbytes for n in state.stored) * state.costs.link - window
-
-
-def _relieve_link(state: _State, window: float) -> None:
+def _relieve_link(state: _State) -> None:
     """Make dearer values again while the link needs longer than the forward pass computes."""
+    problem = state.problem
     candidates = []
     for number in sorted(state.stored, reverse=True):
         found = _relief(state, number)
         if found is not None:
             candidates.append((found[0], number))
     for _, number in sorted(candidates, reverse=True):
-        if _exposed(state, window) <= 0:
+        if problem.link_seconds(state.stored) <= problem.window:
             return
         found = _relief(state, number) if number in state.stored else None
         if found is not None:
@@ -226,52 +303,79 @@ def _relieve_link(state: _State, window: float) -> None:
 
 def _relief(state: _State, number: int) -> tuple[float, _Way] | None:
     """Return by how much more the link is relieved than making a stored value again takes."""
-    value, rate = state.values[number], state.costs.link
-    if not value.is_saved:
+    problem = state.problem
+    if not problem.values[number].is_saved:
         return None
     state.stored.discard(number)
-    way = state.way(number, rate, dear=True)
+    way = state.way(number, problem.costs.link)
     state.stored.add(number)
     if way is None:
         return None
-    relief = (value.nbytes - sum(state.values[n].nbytes for n in way.stored)) * rate
+    relief = problem.link_seconds({number}) - problem.link_seconds(way.stored)
     return (relief / way.seconds, way) if relief > way.seconds else None
 
 
-def _keep(state: _State, room: int, window: float) -> set[int]:
-    """Return what stays: what saves most for its bytes, what was saved last first."""
-    kept: set[int] = set()
-    exposed = _exposed(state, window)
-    rate = state.costs.link if exposed > 0 else state.costs.shipping
+def _keep(state: _State, gains: Mapping[int, float]) -> None:
+    """Have values stay: those that save most for their bytes, of like ones what was saved last."""
+    values, room = state.problem.values, state.room
 
-    def gain(number: int) -> float:
-        value = state.values[number]
-        if number in state.made:
-            return max(state.seconds[number], state.costs.replay_floor) / value.nbytes
-        return rate + state.costs.ship_floor / value.nbytes
+    def order(number: int) -> tuple[float, int]:
+        return gains[number] / values[number].nbytes, number
 
-    wanted = [n for n in (*state.stored, *state.made) if state.values[n].is_saved]
-    for number in sorted(wanted, key=lambda n: (gain(n), n), reverse=True):
-        nbytes = state.values[number].nbytes
-        if nbytes <= room:
-            room -= nbytes
-            kept.add(number)
-    return kept
+    for number in sorted(gains, key=order, reverse=True):
+        if values[number].nbytes <= room:
+            room -= values[number].nbytes
+            state.kept.add(number)
 
 
-def _choice(state: _State, kept: set[int], window: float) -> Choice:
+def _gains_alone(problem: _Problem, rate: float) -> dict[int, float]:
+    """Return what each saved value costs unless it stays, where its inputs are at hand."""
+    return {
+        number: min(problem.ship_seconds({number}, rate), problem.replay_seconds({number}))
+        if problem.values[number].operation and number not in problem.impossible
+        else problem.ship_seconds({number}, rate)
+        for number in problem.saved
+    }
+
+
+def _gains_of_ways(problem: _Problem, rate: float) -> dict[int, float]:
+    """Return what each saved value costs unless it stays, where all others are at hand."""
+    gains = {}
+    others = _State(problem, stored=set(problem.saved))
+    for number in problem.saved:
+        others.stored.discard(number)
+        way = others.way(number, rate)
+        others.stored.add(number)
+        shipping = problem.ship_seconds({number}, rate)
+        gains[number] = shipping if way is None else min(shipping, others.spent(way, rate))
+    return gains
+
+
+def _gains_left(state: _State, rate: float) -> dict[int, float]:
+    """Return what each saved value costs as it has been decided."""
+    problem = state.problem
+    return {
+        number: problem.replay_seconds({number})
+        if number in state.made
+        else problem.ship_seconds({number}, rate)
+        for number in problem.saved
+        if number not in state.kept
+    }
+
+
+def _choice(state: _State) -> Choice:
+    problem = state.problem
     decisions: list[Decision] = []
     reasons: list[str] = []
     costs: list[float] = []
-    for value in state.values:
-        number, link = value.number, value.nbytes * state.costs.link
-        if number in kept:
+    for value in problem.values:
+        number, link = value.number, problem.link_seconds({value.number})
+        if number in state.kept:
             decided: tuple[Decision, str, float] = Keep("budget"), "the budget has room", 0.0
         elif number in state.made:
-            seconds = state.seconds[number]
-            decided = REPLAY, "made again sooner than shipped", seconds
+            decided = REPLAY, "made again sooner than shipped", problem.seconds[number]
         elif number in state.stored and value.is_saved:
-            reason = state.impossible.get(number) or _why_stored(value)
+            reason = problem.impossible.get(number) or _why_stored(value)
             decided = OFFLOAD, reason, link
         elif number in state.stored:
             decided = OFFLOAD, "others are made again from it", link
@@ -280,19 +384,14 @@ def _choice(state: _State, kept: set[int], window: float) -> Choice:
         decisions.append(decided[0])
         reasons.append(decided[1])
         costs.append(decided[2])
-    given_up = state.stored - kept
     return Choice(
         decisions,
         reasons,
         costs,
-        kept_bytes=sum(state.values[n].nbytes for n in kept),
-        link_seconds=sum(state.values[n].nbytes for n in given_up) * state.costs.link,
-        replay_seconds=sum(
-            cost
-            for decision, cost in zip(decisions, costs, strict=True)
-            if isinstance(decision, Replay)
-        ),
-        forward_seconds=window,
+        kept_bytes=sum(problem.values[n].nbytes for n in state.kept),
+        link_seconds=problem.link_seconds(state.stored),
+        replay_seconds=sum(problem.seconds[n] for n in state.made),
+        forward_seconds=problem.window,
     )
 
 

@@ -20,11 +20,16 @@ def daemon() -> Iterator[ChildDaemon]:
 
 
 @pytest.fixture(autouse=True)
-def interrupts_are_heeded() -> Iterator[None]:
-    """As in a terminal: tests in the background inherit that SIGINT is ignored, and pass it on."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+def signals_are_heeded() -> Iterator[None]:
+    """As in a terminal: tests in the background inherit that some are ignored, and pass it on."""
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+        signal.SIGQUIT: signal.signal(signal.SIGQUIT, signal.SIG_DFL),
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    }
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

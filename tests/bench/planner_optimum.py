@@ -1,0 +1,230 @@
+"""How far the planner's greedy choice is from the best one, on steps that were recorded.
+
+    PYTHONPATH=tests python -m bench.planner_optimum --json tests/bench/results/planner_optimum.json
+
+Each workload of the training benchmark is run a sixteenth as wide and as long on the cpu lane, and
+its step's values are then taken as those of the workload itself: 256 times the bytes, and the time
+that a GPU's arithmetic or memory needs for each operation. scipy's MILP solver (HiGHS) finds the
+cheapest choice by the planner's own costs; both are compared for several budgets and forward
+windows. What is timed is the choosing alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import storm_client as storm
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import lil_array
+from storm_bench.child_daemon import ChildDaemon
+from storm_bench.train.gpt import Workload
+from storm_bench.train.llama import LlamaWorkload
+from storm_bench.train.workloads import WORKLOADS, make
+from storm_client.plan.decisions import Keep, Replay
+from storm_client.plan.kinds import Value
+from storm_client.plan.planner import (
+    CUDA_COSTS,
+    DEEPEST,
+    Choice,
+    Costs,
+    choose,
+    operation_seconds,
+)
+from torch import device as torch_device
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stormd.machine import describe, package_versions
+
+SCALE = 16
+RATIO = 1.42
+"""Of bfloat16 activations, as measured on a GPU."""
+
+ARITHMETIC = 672e12
+"""Floating-point operations a second of a product in bfloat16, one H200."""
+
+ATTENTION = 400e12
+MEMORY = 4.1e12
+"""Bytes a second that an elementwise kernel moves."""
+
+ROOMS = (0.0, 0.25, 0.5)
+"""Of what a step saves."""
+
+WINDOWS = (0.5, 1.0, 2.0)
+"""Of the time that the recorded operations take together."""
+
+CPU = torch_device("cpu")
+
+
+def main() -> int:
+    """Compare as the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS)[1:])
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the solver, each time")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    with ChildDaemon(flags=["--pool-bytes=1GiB", "--device=cpu"]) as daemon:
+        for name in args.workloads:
+            values = recorded(name, daemon.address)
+            saved = sum(value.nbytes for value in values if value.is_saved)
+            seconds = sum(value.seconds for value in values)
+            for room in ROOMS:
+                for window in WINDOWS:
+                    row = compared(values, int(room * saved), window * seconds, args.seconds)
+                    rows.append({"workload": name, "room": room, "window": window, **row})
+                    sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+    worst = max(row["ratio"] for row in rows)
+    sys.stdout.write(f"worst: {worst:.4f} of the optimum\n")
+    if args.json:
+        figures = {
+            "machine": describe(),
+            "versions": package_versions(),
+            "command": " ".join(sys.argv),
+            "worst": worst,
+            "rows": rows,
+        }
+        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    return 0
+
+
+def recorded(name: str, address: str) -> list[Value]:
+    """Return the values of a workload's step, with the times that a GPU needs for them."""
+    work = WORKLOADS[name]
+    training = make(_small(work), CPU)
+    flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION)  # saves what it does on a GPU
+    with storm.connect(address, embedded="never", timeout=30.0) as client, flash:
+        offload = client.offload(training.module, min_bytes=(1 << 20) // SCALE**2)
+        x = training.net.embed(training.tokens)
+        with offload:
+            for block in training.net.blocks:
+                x = block(x)
+        training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
+        kind = offload._planning._kinds.latest
+        assert kind is not None
+        return [
+            replace(value, nbytes=value.nbytes * SCALE**2, seconds=_gpu_seconds(value, kind.values))
+            for value in kind.values
+        ]
+
+
+def _small(work: Workload | LlamaWorkload) -> Workload | LlamaWorkload:
+    sizes = {"width": work.width // SCALE, "length": max(work.length // SCALE, 1)}
+    if isinstance(work, Workload):
+        return replace(work, **sizes, vocabulary=1000, head=work.head // SCALE)
+    return replace(work, **sizes, vocabulary=1000, hidden=work.hidden // SCALE)
+
+
+def _gpu_seconds(value: Value, values: Sequence[Value]) -> float:
+    nbytes = value.nbytes * SCALE**2
+    if value.operation == "scaled_dot_product_attention":
+        return nbytes / 2 * 4 * (value.shape[-2] * SCALE / 2) / ATTENTION
+    if value.is_dear:
+        inner = next((values[n].shape[-1] for n in value.inputs if n >= 0), value.shape[-1])
+        return nbytes / 2 * 2 * inner * SCALE / ARITHMETIC
+    return 3 * nbytes / MEMORY if value.operation else 0.0
+
+
+def compared(
+    values: Sequence[Value], room: int, window: float, solver_seconds: float
+) -> dict[str, Any]:
+    """Return what the choice of the planner and the best one cost, and what finding them took."""
+    costs = CUDA_COSTS.at(RATIO)
+    begin = time.perf_counter()
+    choice = choose(values, {}, costs, room=room, forward_seconds=window)
+    chosen = time.perf_counter() - begin
+    greedy = cost_of(choice, values, costs, window)
+    begin = time.perf_counter()
+    best, gap = optimum(values, costs, room, window, solver_seconds)
+    return {
+        "values": len(values),
+        "greedy_ms": greedy * 1e3,
+        "optimum_ms": best * 1e3,
+        "optimum_gap": gap,
+        "step_ms": (window * 3 + greedy) * 1e3,
+        "ratio": (window * 3 + greedy) / (window * 3 + best),
+        "greedy_takes_ms": chosen * 1e3,
+        "optimum_takes_ms": (time.perf_counter() - begin) * 1e3,
+    }
+
+
+def cost_of(choice: Choice, values: Sequence[Value], costs: Costs, window: float) -> float:
+    """Return the seconds that a choice adds to a step."""
+    seconds = operation_seconds(values, costs)
+    replays = [n for n, one in enumerate(choice.decisions) if isinstance(one, Replay)]
+    shipped = [
+        value.nbytes
+        for value, decision, reason in zip(values, choice.decisions, choice.reasons, strict=True)
+        if not isinstance(decision, Keep | Replay) and reason != "not saved"
+    ]
+    return (
+        sum(max(seconds[n], costs.replay_floor) for n in replays)
+        + sum(nbytes * costs.shipping + costs.ship_floor for nbytes in shipped)
+        + max(0.0, sum(shipped) * costs.link - window)
+    )
+
+
+def optimum(
+    values: Sequence[Value], costs: Costs, room: int, window: float, seconds: float
+) -> tuple[float, float]:
+    """Return a bound of the least that a choice can add to a step, and the solver's relative gap.
+
+    Three variables a value say whether it is kept, shipped, made again, and a fourth how deep its
+    making goes; one is the link's time that nothing hides. A saved value needs one of the three,
+    and what is made again needs one of them for each input.
+    """
+    count = len(values)
+    takes = operation_seconds(values, costs)
+    kept, shipped, made, depth, exposed = (n * count for n in range(5))
+    objective, upper = np.zeros(exposed + 1), np.ones(exposed + 1)
+    for value in values:
+        n = value.number
+        objective[shipped + n] = value.nbytes * costs.shipping + costs.ship_floor
+        objective[made + n] = max(takes[n], costs.replay_floor)
+        upper[kept + n] = float(value.is_saved)
+        upper[depth + n] = DEEPEST
+        if not value.operation or math.isinf(takes[n]):
+            upper[made + n], objective[made + n] = 0.0, 0.0
+        if not value.is_result and not value.is_saved:
+            upper[shipped + n] = 0.0
+    objective[exposed], upper[exposed] = 1.0, np.inf
+    rows, least = lil_array((len(values) * 8, exposed + 1)), []
+
+    def need(row: dict[int, float], bound: float) -> None:
+        for index, factor in row.items():
+            rows[len(least), index] = factor
+        least.append(bound)
+
+    for value in values:
+        n = value.number
+        if value.is_saved:
+            need({kept + n: 1.0, shipped + n: 1.0, made + n: 1.0}, 1.0)
+        for source in {s for s in value.inputs if s >= 0}:
+            had = {kept + source: 1.0, shipped + source: 1.0, made + source: 1.0}
+            need({**had, made + n: -1.0}, 0.0)
+            deeper = {depth + n: 1.0, depth + source: -1.0}
+            both = {made + n: -DEEPEST, made + source: -DEEPEST}
+            need({**deeper, **both}, 1.0 - 2 * DEEPEST)
+    need({kept + v.number: -float(v.nbytes) / 1e6 for v in values}, -room / 1e6)
+    need({exposed: 1.0} | {shipped + v.number: -v.nbytes * costs.link for v in values}, -window)
+    result = milp(
+        objective * 1e3,
+        constraints=LinearConstraint(rows.tocsr()[: len(least)], np.array(least), np.inf),
+        bounds=Bounds(np.zeros(exposed + 1), upper),
+        integrality=np.array([1] * 3 * count + [0] * (count + 1)),
+        options={"time_limit": seconds, "mip_rel_gap": 1e-3},
+    )
+    assert result.mip_dual_bound is not None, result.message
+    return float(result.mip_dual_bound) / 1e3, float(result.mip_gap)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
