@@ -86,9 +86,9 @@ def main() -> int:
     sys.stdout.write(f"worst: {worst:.4f} of the optimum\n")
     if args.json:
         figures = {
-            "machine": describe(),
+            "machine": {name: text for name, text in describe().items() if name != "command"},
             "versions": package_versions(),
-            "command": " ".join(sys.argv),
+            "command": " ".join(["python -m bench.planner_optimum", *sys.argv[1:]]),
             "worst": worst,
             "rows": rows,
         }
