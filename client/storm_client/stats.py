@@ -123,104 +123,104 @@ class Staying(NamedTuple):
 
 
 class StatsRecorder:
-    """Counts for one Offload, from any thread."""
+    """Counts for one Offload, from any thread; what its layers count, it counts too."""
 
-    def __init__(self) -> None:
-        """Start at zero."""
-        self._lock = threading.Lock()  # protects all counters below
-        self._bytes: Counter[str] = Counter()
-        self._skipped: Counter[str] = Counter()
-        self._skipped_bytes: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
-        self._kept_bytes: Counter[str] = Counter()
-        self._dtypes: Counter[str] = Counter()
-        self._modes: Counter[str] = Counter()
-        self._details: dict[str, str] = {}
+    def __init__(self, whole: StatsRecorder | None = None) -> None:
+        """Start at zero; `whole` is the Offload's, where this is one layer's."""
+        self._whole = whole
+        self._lock = threading.Lock()  # protects all below
+        self._counts: Counter[tuple[str, str]] = Counter()
+        """By group and name."""
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
+        self._details: dict[str, str] = {}
+        self._layers: dict[str, StatsRecorder] = {}
+
+    def of_layer(self, name: str) -> StatsRecorder:
+        """Return what counts for one layer and for the whole; the whole where no name is known."""
+        if not name:
+            return self
+        with self._lock:
+            layer = self._layers.get(name)
+            if layer is None:
+                layer = self._layers[name] = StatsRecorder(self)
+        return layer
+
+    def layers(self) -> dict[str, OffloadStats]:
+        """Return the present totals of each layer, in the order in which they were first seen."""
+        with self._lock:
+            layers = dict(self._layers)
+        return {name: recorder.snapshot() for name, recorder in layers.items()}
 
     def skipped(self, nbytes: int, reason: str) -> None:
         """Count a saved tensor that the policy passed over."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._skipped_bytes[reason] += nbytes
-            self._skipped[reason] += 1
+        self._add(("bytes", "saved", nbytes), *_passed_over(reason, nbytes, 1))
 
     def stays_in_use(self, nbytes: int) -> None:
         """Count a range, counted as saved, that stays because somebody else holds its memory."""
-        with self._lock:
-            self._skipped_bytes["in_use"] += nbytes
-            self._skipped["in_use"] += 1
+        self._add(*_passed_over("in_use", nbytes, 1))
 
     def leaves(self, nbytes: int) -> None:
         """Take `stays_in_use` back: nobody else holds it any more."""
-        with self._lock:
-            self._skipped_bytes["in_use"] -= nbytes
-            self._skipped["in_use"] -= 1
+        self._add(*_passed_over("in_use", -nbytes, -1))
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a saved tensor whose bytes were stored already."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._bytes["deduplicated"] += nbytes
+        self._add(("bytes", "saved", nbytes), ("bytes", "deduplicated", nbytes))
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a saved tensor that makes a new record, and the time that it took to make."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._seconds["store"] += seconds
+        self._add(("bytes", "saved", nbytes))
+        self._spent("store", seconds)
 
     def restored(self, seconds: float) -> None:
         """Count the time that a thread spent on getting a tensor back."""
-        with self._lock:
-            self._seconds["restore"] += seconds
+        self._spent("restore", seconds)
 
     def gives_up(self, nbytes: int) -> None:
         """Count a saved tensor that will be made again, or that shares what will be."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._bytes["replayed"] += nbytes
+        self._add(("bytes", "saved", nbytes), ("bytes", "replayed", nbytes))
 
     def replayed(self, seconds: float) -> None:
         """Count the time that a thread spent on having a tensor made again."""
-        with self._lock:
-            self._seconds["replay"] += seconds
+        self._spent("replay", seconds)
 
     def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
         """Count a range that the daemon has accepted."""
-        with self._lock:
-            self._bytes["offloaded"] += nbytes
-            self._dtypes[dtype_name(dtype)] += nbytes
+        self._add(("bytes", "offloaded", nbytes), ("dtype", dtype_name(dtype), nbytes))
 
     def stored(self, nbytes: int, mode: str) -> None:
         """Count a part that arrived in the arena with `nbytes`."""
-        with self._lock:
-            self._bytes["stored"] += nbytes
-            self._modes[mode] += nbytes
+        self._add(("bytes", "stored", nbytes), ("mode", mode, nbytes))
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
         """Count a range that stays with the client; `detail` is what the daemon says of it."""
+        self._add(("kept_bytes", reason, nbytes), ("kept", reason, 1))
+        whole = self._whole or self
+        with whole._lock:
+            whole._details[reason] = detail
+
+    def stored_bytes(self) -> int:
+        """Return what has arrived in the arena so far."""
         with self._lock:
-            self._details[reason] = detail
-            self._kept_bytes[reason] += nbytes
-            self._kept[reason] += 1
+            return self._counts["bytes", "stored"]
 
     def ratio(self) -> float:
         """Return offloaded over stored bytes, 1.0 before anything has been stored."""
         with self._lock:
-            stored = self._bytes["stored"]
-            return max(1.0, self._bytes["offloaded"] / stored) if stored else 1.0
+            stored = self._counts["bytes", "stored"]
+            return max(1.0, self._counts["bytes", "offloaded"] / stored) if stored else 1.0
 
     def staying(self) -> Staying:
         """Return what has stayed so far."""
         with self._lock:
             return Staying(
-                saved_bytes=self._bytes["saved"],
-                deduplicated_bytes=self._bytes["deduplicated"],
-                offloaded_bytes=self._bytes["offloaded"],
-                stored_bytes=self._bytes["stored"],
-                skipped_bytes=dict(self._skipped_bytes),
-                kept_bytes=dict(self._kept_bytes),
-                skipped=dict(self._skipped),
+                saved_bytes=self._counts["bytes", "saved"],
+                deduplicated_bytes=self._counts["bytes", "deduplicated"],
+                offloaded_bytes=self._counts["bytes", "offloaded"],
+                stored_bytes=self._counts["bytes", "stored"],
+                skipped_bytes=self._group("skipped_bytes"),
+                kept_bytes=self._group("kept_bytes"),
+                skipped=self._group("skipped"),
                 details=dict(self._details),
             )
 
@@ -228,25 +228,45 @@ class StatsRecorder:
         """Return the present totals."""
         with self._lock:
             return OffloadStats(
-                saved_bytes=self._bytes["saved"],
-                skipped_bytes=self._skipped_bytes.total(),
-                deduplicated_bytes=self._bytes["deduplicated"],
-                offloaded_bytes=self._bytes["offloaded"],
-                stored_bytes=self._bytes["stored"],
-                kept_bytes=self._kept_bytes.total(),
-                replayed_bytes=self._bytes["replayed"],
-                skipped=_counted(self._skipped),
-                kept=_counted(self._kept),
+                saved_bytes=self._counts["bytes", "saved"],
+                skipped_bytes=sum(self._group("skipped_bytes").values()),
+                deduplicated_bytes=self._counts["bytes", "deduplicated"],
+                offloaded_bytes=self._counts["bytes", "offloaded"],
+                stored_bytes=self._counts["bytes", "stored"],
+                kept_bytes=sum(self._group("kept_bytes").values()),
+                replayed_bytes=self._counts["bytes", "replayed"],
+                skipped=_counted(self._group("skipped")),
+                kept=_counted(self._group("kept")),
                 store_seconds=self._seconds["store"],
                 restore_wait_seconds=self._seconds["restore"],
                 replay_seconds=self._seconds["replay"],
-                offloaded_by_dtype=_counted(self._dtypes),
-                stored_by_mode=_counted(self._modes),
+                offloaded_by_dtype=_counted(self._group("dtype")),
+                stored_by_mode=_counted(self._group("mode")),
             )
 
+    def _add(self, *counts: tuple[str, str, int]) -> None:
+        with self._lock:
+            for group, name, count in counts:
+                self._counts[group, name] += count
+        if self._whole is not None:
+            self._whole._add(*counts)
 
-def _counted(counter: Counter[str]) -> dict[str, int]:
-    return {reason: count for reason, count in counter.items() if count}
+    def _spent(self, on: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[on] += seconds
+        if self._whole is not None:
+            self._whole._spent(on, seconds)
+
+    def _group(self, group: str) -> dict[str, int]:
+        return {name: count for (of, name), count in self._counts.items() if of == group}
+
+
+def _passed_over(reason: str, nbytes: int, count: int) -> tuple[tuple[str, str, int], ...]:
+    return ("skipped_bytes", reason, nbytes), ("skipped", reason, count)
+
+
+def _counted(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count}
 
 
 def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:

@@ -60,6 +60,8 @@ class Value:
     """Numbers of the large values among its arguments."""
     uses: int = 0
     """How often it was saved."""
+    layer: str = ""
+    """In which layer of the model, empty where that is not known."""
     seconds: float = 0.0
     timing: Callable[[], float] | None = None
     """Tells `seconds` once the device has come that far."""

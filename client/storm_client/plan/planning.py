@@ -19,6 +19,7 @@ import torch
 
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
+from storm_client.layers import Layers
 from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 from storm_client.plan.kinds import Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
@@ -51,8 +52,12 @@ class PlanOptions:
 class Planning:
     """The kinds of steps of one Offload, and their plans. Threads may share it."""
 
-    def __init__(self, options: PlanOptions, ratio: Callable[[], float]) -> None:
-        """Start without experience; `ratio` tells how well tensors have been compressed so far."""
+    def __init__(self, options: PlanOptions, ratio: Callable[[], float], layers: Layers) -> None:
+        """Start without experience; `ratio` tells how well tensors have been compressed so far.
+
+        `layers` tells in which layer a value is made.
+        """
+        self._layers = layers
         self.options = options
         self._functions = REPLAYABLE | options.functions
         self._ratio = ratio
@@ -64,7 +69,7 @@ class Planning:
         self,
         least: int,
         modules: Iterable[torch.nn.Module],
-        pack: Callable[[torch.Tensor, Decision], Any],
+        pack: Callable[[torch.Tensor, Decision, str], Any],
         unpack: Callable[[Any], torch.Tensor],
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter.
@@ -84,6 +89,7 @@ class Planning:
             unpack=unpack,
             functions=self._functions,
             ends=self._ends,
+            layers=self._layers,
         )
         self._unended.append((weakref.ref(recording), recording.pins))
         mode = None
@@ -108,6 +114,12 @@ class Planning:
         if kind.is_outdated:
             self._make(kind)
         return kind.plan
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the latest kind of step has its values in a GPU's memory."""
+        kind = self._kinds.latest
+        return kind is not None and kind.is_on_gpu
 
     def _make(self, kind: Kind) -> None:
         costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
@@ -191,11 +203,11 @@ class PlannedStep:
 
 def _pack_input(
     step: StepRecord,
-    pack: Callable[[torch.Tensor, Decision], Any],
+    pack: Callable[[torch.Tensor, Decision, str], Any],
     tensor: torch.Tensor,
     number: int,
 ) -> Any:
-    return pack(tensor, step.decided(number))
+    return pack(tensor, step.decided(number), step.values[number].layer)
 
 
 def _has_replays(kind: Kind | None) -> bool:
