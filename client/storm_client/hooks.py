@@ -260,6 +260,7 @@ class _StepHooks:
             policy.min_bytes, policy.modules, self._pack_input, self._bring
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
+        self._has_told = False
         self._brought = 0.0
         """Seconds spent on bringing inputs of replays, which count as waiting."""
 
@@ -362,6 +363,11 @@ class _StepHooks:
 
     def _decide(self, tensor: torch.Tensor, session: Session) -> Packed:
         """Do what the step's plan says of a tensor that may leave."""
+        if not self._has_told:
+            self._has_told = True
+            plan = self._planned.news_for(session)
+            if plan is not None:
+                session.tell(plan, self._planned.budget)
         storage = tensor.untyped_storage()
         fate = self._policy.decide_storage(storage)
         if isinstance(fate, Keep):

@@ -13,10 +13,11 @@ hand has run, never by what another did.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -89,6 +90,8 @@ class Kind:
         """One a value; None until there is a plan."""
         self.plan: Plan | None = None
         """The same for people."""
+        self.told: weakref.ref[Any] | None = None
+        """The session whose daemon knows the present plan, which hooks tell it of."""
         self.verified: set[int] = set()
         """Values that were made again by the present plan and found to be the same."""
         self.rejected: dict[int, str] = {}

@@ -140,7 +140,7 @@ class Planning:
             forward_seconds=kind.measure(),
         )
         kind.follow(choice.decisions)
-        kind.plan = Plan.of(kind, choice)
+        kind.plan, kind.told = Plan.of(kind, choice), None
 
     def _free_unended(self) -> None:
         """Free what results that died have left, and steps that an exception ended."""
@@ -169,6 +169,7 @@ class PlannedStep:
         self._step = recording.step
         self.mode = mode
         self.verifies = planning.options.verifies
+        self.budget = planning.options.budget
 
     def saved(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage
@@ -177,6 +178,14 @@ class PlannedStep:
         if self._recording is None or self._step.is_full:
             return None, OFFLOAD  # by a backward pass, after the block; or in a block without end
         return self._recording.saved(tensor, storage)
+
+    def news_for(self, session: object) -> Plan | None:
+        """Return the plan that the step follows, unless it was asked for by this session before."""
+        kind = self._step.kind
+        if kind is None or kind.plan is None or (kind.told and kind.told() is session):
+            return None
+        kind.told = weakref.ref(session)
+        return kind.plan
 
     def trial(self, number: int) -> Trial | None:
         """Return what is to be noted of a value that has not proved itself; None if it has."""
