@@ -123,7 +123,10 @@ class Staying(NamedTuple):
 
 
 class StatsRecorder:
-    """Counts for one Offload, from any thread; what its layers count, it counts too."""
+    """Counts for one Offload, from any thread; its figures are also those that its layers count.
+
+    Sums are made where they are read, which is seldom.
+    """
 
     def __init__(self, whole: StatsRecorder | None = None) -> None:
         """Start at zero; `whole` is the Offload's, where this is one layer's."""
@@ -134,6 +137,8 @@ class StatsRecorder:
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}
+        self._stored = 0
+        """Bytes that have arrived in the arena, of all layers."""
 
     def of_layer(self, name: str) -> StatsRecorder:
         """Return what counts for one layer and for the whole; the whole where no name is known."""
@@ -191,6 +196,9 @@ class StatsRecorder:
     def stored(self, nbytes: int, mode: str) -> None:
         """Count a part that arrived in the arena with `nbytes`."""
         self._add(("bytes", "stored", nbytes), ("mode", mode, nbytes))
+        whole = self._whole or self
+        with whole._lock:
+            whole._stored += nbytes
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
         """Count a range that stays with the client; `detail` is what the daemon says of it."""
@@ -202,63 +210,75 @@ class StatsRecorder:
     def stored_bytes(self) -> int:
         """Return what has arrived in the arena so far."""
         with self._lock:
-            return self._counts["bytes", "stored"]
+            return self._stored
 
     def ratio(self) -> float:
         """Return offloaded over stored bytes, 1.0 before anything has been stored."""
-        with self._lock:
-            stored = self._counts["bytes", "stored"]
-            return max(1.0, self._counts["bytes", "offloaded"] / stored) if stored else 1.0
+        counts, _ = self._sums()
+        stored = counts["bytes", "stored"]
+        return max(1.0, counts["bytes", "offloaded"] / stored) if stored else 1.0
 
     def staying(self) -> Staying:
         """Return what has stayed so far."""
+        counts, _ = self._sums()
         with self._lock:
-            return Staying(
-                saved_bytes=self._counts["bytes", "saved"],
-                deduplicated_bytes=self._counts["bytes", "deduplicated"],
-                offloaded_bytes=self._counts["bytes", "offloaded"],
-                stored_bytes=self._counts["bytes", "stored"],
-                skipped_bytes=self._group("skipped_bytes"),
-                kept_bytes=self._group("kept_bytes"),
-                skipped=self._group("skipped"),
-                details=dict(self._details),
-            )
+            details = dict(self._details)
+        return Staying(
+            saved_bytes=counts["bytes", "saved"],
+            deduplicated_bytes=counts["bytes", "deduplicated"],
+            offloaded_bytes=counts["bytes", "offloaded"],
+            stored_bytes=counts["bytes", "stored"],
+            skipped_bytes=_group(counts, "skipped_bytes"),
+            kept_bytes=_group(counts, "kept_bytes"),
+            skipped=_group(counts, "skipped"),
+            details=details,
+        )
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
-        with self._lock:
-            return OffloadStats(
-                saved_bytes=self._counts["bytes", "saved"],
-                skipped_bytes=sum(self._group("skipped_bytes").values()),
-                deduplicated_bytes=self._counts["bytes", "deduplicated"],
-                offloaded_bytes=self._counts["bytes", "offloaded"],
-                stored_bytes=self._counts["bytes", "stored"],
-                kept_bytes=sum(self._group("kept_bytes").values()),
-                replayed_bytes=self._counts["bytes", "replayed"],
-                skipped=_counted(self._group("skipped")),
-                kept=_counted(self._group("kept")),
-                store_seconds=self._seconds["store"],
-                restore_wait_seconds=self._seconds["restore"],
-                replay_seconds=self._seconds["replay"],
-                offloaded_by_dtype=_counted(self._group("dtype")),
-                stored_by_mode=_counted(self._group("mode")),
-            )
+        counts, seconds = self._sums()
+        return OffloadStats(
+            saved_bytes=counts["bytes", "saved"],
+            skipped_bytes=sum(_group(counts, "skipped_bytes").values()),
+            deduplicated_bytes=counts["bytes", "deduplicated"],
+            offloaded_bytes=counts["bytes", "offloaded"],
+            stored_bytes=counts["bytes", "stored"],
+            kept_bytes=sum(_group(counts, "kept_bytes").values()),
+            replayed_bytes=counts["bytes", "replayed"],
+            skipped=_counted(_group(counts, "skipped")),
+            kept=_counted(_group(counts, "kept")),
+            store_seconds=seconds["store"],
+            restore_wait_seconds=seconds["restore"],
+            replay_seconds=seconds["replay"],
+            offloaded_by_dtype=_counted(_group(counts, "dtype")),
+            stored_by_mode=_counted(_group(counts, "mode")),
+        )
 
     def _add(self, *counts: tuple[str, str, int]) -> None:
         with self._lock:
             for group, name, count in counts:
                 self._counts[group, name] += count
-        if self._whole is not None:
-            self._whole._add(*counts)
 
     def _spent(self, on: str, seconds: float) -> None:
         with self._lock:
             self._seconds[on] += seconds
-        if self._whole is not None:
-            self._whole._spent(on, seconds)
 
-    def _group(self, group: str) -> dict[str, int]:
-        return {name: count for (of, name), count in self._counts.items() if of == group}
+    def _sums(self) -> tuple[Counter[tuple[str, str]], dict[str, float]]:
+        """Return what was counted here and in the layers, by group and name, and the seconds."""
+        with self._lock:
+            counts, seconds = Counter(self._counts), dict(self._seconds)
+            layers = list(self._layers.values())
+        for layer in layers:
+            of_layer, spent = layer._sums()
+            for key, count in of_layer.items():
+                counts[key] += count
+            for on, more in spent.items():
+                seconds[on] += more
+        return counts, seconds
+
+
+def _group(counts: Counter[tuple[str, str]], group: str) -> dict[str, int]:
+    return {name: count for (of, name), count in counts.items() if of == group}
 
 
 def _passed_over(reason: str, nbytes: int, count: int) -> tuple[tuple[str, str, int], ...]:
