@@ -76,3 +76,26 @@ def test_each_message_occurs_in_the_source(message: str) -> None:
 @pytest.mark.parametrize("message", ["the daemon is on holiday", "no daemon ... on holiday"])
 def test_what_nobody_says_does_not_occur(message: str) -> None:
     assert not occurs(message)
+
+
+def reasons() -> list[str]:
+    """Return the reasons that the page's table of them explains."""
+    table = PAGE.read_text().partition("| reason |")[2].partition("\n\n")[0]
+    return re.findall(r"`([a-z_]+)`", table)
+
+
+@pytest.mark.parametrize("reason", reasons())
+def test_each_reason_is_one_that_the_source_gives(reason: str) -> None:
+    assert reason in shown_texts()
+
+
+def test_every_reason_of_the_policy_is_explained() -> None:
+    tree = ast.parse((ROOT / "client/storm_client/policy.py").read_text())
+    given = {
+        node.args[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Keep"
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert len(given) > 5
+    assert given <= set(reasons())
