@@ -48,6 +48,7 @@ from stormd.lifeline import LifelineListener
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
+    PLAN_FEATURE,
     PROTOCOL_VERSION,
     Admitted,
     CacheNames,
@@ -57,6 +58,7 @@ from stormd.protocol import (
     MapSegment,
     Message,
     Ping,
+    PlanLearned,
     Pong,
     ProtocolError,
     Refused,
@@ -334,6 +336,7 @@ class Gateway:
             Restore: self._restore,
             Release: self._release,
             Ping: self._ping,
+            PlanLearned: self._plan_learned,
             MapSegment: self._map_segment,
             UnmapSegment: self._unmap_segment,
             StatusRequest: self._status_request,
@@ -442,7 +445,7 @@ class Gateway:
             session=session,
             token=token,
             protocol=PROTOCOL_VERSION,
-            features=[CACHE_FEATURE] if self._terms.cache_part_bytes else [],
+            features=[PLAN_FEATURE, *([CACHE_FEATURE] if self._terms.cache_part_bytes else [])],
             version=__version__,
             lifeline=self._terms.lifeline_path,
             staging_bytes=attachment.staging_bytes,
@@ -535,6 +538,9 @@ class Gateway:
 
     def _cached(self, peer: Peer, request: int, message: Message) -> None:
         self._perform(self._ledger.cached(peer.session, request, message, time.monotonic()))
+
+    def _plan_learned(self, peer: Peer, request: int, message: PlanLearned) -> None:
+        self._perform(self._ledger.learned(peer.session, request, message))
 
     def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
         self._send(peer, request, Pong())

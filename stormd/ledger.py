@@ -54,6 +54,7 @@ from stormd.protocol import (
     Mapped,
     MapSegment,
     Message,
+    PlanLearned,
     Refused,
     Rejected,
     Release,
@@ -298,6 +299,18 @@ class Ledger:
         for entry_id in message.entries:
             if entry_id in record.entries:
                 self._holdings.give_up(record, entry_id)
+        return []
+
+    def learned(self, session: int, request: int, message: PlanLearned) -> list[Instruction]:
+        """Note what the session's trainer says of its steps, in the place of what it said before.
+
+        It is for people: nothing is granted or refused by it.
+        """
+        record = self._sessions[session]
+        if record.phase is not Phase.ATTACHED or record.cache or not record.info.has_lane:
+            detail = "a plan is of a session that stores what autograd saves, and this is none"
+            return [Reply(session=session, request=request, message=Refused("UsageError", detail))]
+        record.plan = message
         return []
 
     def cached(self, session: int, request: int, message: Message, now: float) -> list[Instruction]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from stormd.arena import Block, Space
 from stormd.cache.items import Caller, Loan
-from stormd.protocol import NO_LANE, CachePut, Restore
+from stormd.protocol import NO_LANE, CachePut, PlanLearned, Restore
 from stormd.protocol.limits import FIRST_LEASED
 
 __all__ = [
@@ -141,7 +141,8 @@ class Session:
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
     number and size. `waiting` are the tickets that have not been started, in the order of asking.
     While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are the entries
-    not yet given up; `detached` once its lane has let go of it.
+    not yet given up; `detached` once its lane has let go of it. `plan` is what its trainer said of
+    its steps last.
     """
 
     info: SessionInfo
@@ -159,6 +160,7 @@ class Session:
     to_free: list[int] = field(default_factory=list)
     detached: bool = False
     cause: str = ""
+    plan: PlanLearned | None = None
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""
@@ -171,4 +173,14 @@ class Session:
             "name": self.info.name,
             "entries": len(self.entries),
             "used_bytes": self.used_bytes,
+            "plan": None if self.plan is None else _plan_status(self.plan),
         }
+
+
+def _plan_status(plan: PlanLearned) -> dict[str, Any]:
+    return {
+        "kept_bytes": plan.kept_bytes,
+        "offloaded_bytes": plan.offloaded_bytes,
+        "replayed_bytes": plan.replayed_bytes,
+        "budget": plan.budget,
+    }

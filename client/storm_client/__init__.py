@@ -28,6 +28,7 @@ from storm_client.errors import (
     UsageError,
 )
 from storm_client.hooks import Offload
+from storm_client.report import Report
 from storm_client.stats import OffloadStats
 from storm_client.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
 from stormd.protocol.version import __version__
@@ -46,6 +47,7 @@ __all__ = [
     "PoolStatus",
     "ProtocolMismatch",
     "QuotaExceeded",
+    "Report",
     "SessionStatus",
     "StormError",
     "UsageError",

@@ -30,11 +30,13 @@ from storm_client.errors import (
     lost_in_backward,
     lost_in_forward,
 )
+from storm_client.layers import Layers
 from storm_client.little_saved import FirstSteps, advice
 from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.plan.planning import Planning, PlanOptions
 from storm_client.plan.recipes import Replayed, Result, Trial, checksum, compare, same_bits
-from storm_client.policy import Policy
+from storm_client.policy import NO_ACTIVATIONS, Policy
+from storm_client.report import Report
 from storm_client.saved import (
     Handle,
     Located,
@@ -45,6 +47,8 @@ from storm_client.saved import (
     is_result,
 )
 from storm_client.stats import OffloadStats, StatsRecorder
+from storm_client.summary import Summary, say
+from storm_client.trace import StepTrace, Traces
 from storm_client.versions import KeptTensor, SavedVersion
 
 if TYPE_CHECKING:
@@ -96,8 +100,10 @@ class Offload:
         self._recorder = StatsRecorder()
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
+        self._summary = Summary()
+        self._traces = Traces()
         self._compiled = CompiledModels()
-        self._planning = Planning(options, self._recorder.ratio)
+        self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
         self.blocks = Blocks()
 
     @untraced
@@ -110,6 +116,14 @@ class Offload:
         """
         if self._first_steps.is_due():
             self._look_back()
+        line = self._summary.step_begins(
+            perf_counter(),
+            self._recorder,
+            self._policy.small_owned_bytes,
+            lambda: self._planning.is_on_gpu,
+        )
+        if line is not None:
+            say(line)
         supply = self._found()
         sessions = supply.current()
         sessions.sweep()
@@ -123,6 +137,7 @@ class Offload:
             self._history,
             planning=self._planning,
             keeps=supply.keeps,
+            traces=self._traces,
         )
         self.blocks.enter(step)
         return self
@@ -144,6 +159,24 @@ class Offload:
         if self._supply is not None:
             self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
+
+    def report(self) -> Report:
+        """Return what was done so far, by layer, with the plan and the latest step in time.
+
+        Printed it is a table, in a notebook also a picture; `draw(path)` writes the picture. It
+        waits as `stats` does.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        stats = self.stats()
+        return Report(
+            stats=stats,
+            layers=self._recorder.layers(),
+            steps=self._summary.begun,
+            plan=self.plan,
+            timeline=self._traces.timeline(),
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -211,7 +244,10 @@ class _StepHooks:
         *,
         planning: Planning,
         keeps: bool,
+        traces: Traces,
     ) -> None:
+        self._traces = traces
+        self._trace = StepTrace(recorder.stored_bytes)
         self._sessions = sessions
         self._keeps = keeps
         self._policy = policy
@@ -223,7 +259,10 @@ class _StepHooks:
         self._planned = planning.begin(
             policy.min_bytes, policy.modules, self._pack_input, self._bring
         )
-        self._replaying = threading.RLock()  # protects all results of the step
+        self._replaying = threading.RLock()  # protects all results of the step, and what follows
+        self._has_told = False
+        self._brought = 0.0
+        """Seconds spent on bringing inputs of replays, which count as waiting."""
 
     @property
     def mode(self) -> TorchFunctionMode | None:
@@ -281,12 +320,16 @@ class _StepHooks:
             with torch.inference_mode(False):  # PyTorch will set the version of what is returned
                 return self.unpack(packed)
         packed.version.check()
+        self._traces.used(self._trace)
         replaced = packed.version.replaced()
         if replaced is not None:
             return replaced
         if isinstance(packed, Replayed):
             return self._replay(packed)
-        return packed.tensor if isinstance(packed, KeptTensor) else self._load(packed)
+        if isinstance(packed, KeptTensor):
+            self._trace.used(id(packed.version))
+            return packed.tensor
+        return self._load(packed)
 
     def _load(self, handle: Handle) -> torch.Tensor:
         is_first = self._step.unpacked(handle)
@@ -298,31 +341,44 @@ class _StepHooks:
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
         if not located.is_original:
-            self._recorder.restored(perf_counter() - began)
+            self._recorder.restored(self._trace.paused("wait", began))
+        self._trace.used(id(record))
         return handle.version.alias(handle.view.rebuild(located))
 
-    def _skip(self, tensor: torch.Tensor, reason: str) -> KeptTensor:
-        self._recorder.skipped(_nbytes(tensor), reason)
-        return KeptTensor.of(tensor)
+    def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
+        nbytes = _nbytes(tensor)
+        self._recorder.of_layer(layer).skipped(nbytes, reason)
+        kept = KeptTensor.of(tensor)
+        if nbytes and reason not in NO_ACTIVATIONS:
+            self._trace.saved(id(kept.version), "stays", nbytes)
+        return kept
 
     def _keep(self, tensor: torch.Tensor) -> KeptTensor:
         """Leave to memory what was meant for a daemon that is lost."""
         self._recorder.saved(tensor.nbytes, 0.0)
         self._recorder.kept(tensor.nbytes, "daemon_lost")
-        return KeptTensor.of(tensor)
+        kept = KeptTensor.of(tensor)
+        self._trace.saved(id(kept.version), "stays", tensor.nbytes)
+        return kept
 
     def _decide(self, tensor: torch.Tensor, session: Session) -> Packed:
         """Do what the step's plan says of a tensor that may leave."""
+        if not self._has_told:
+            self._has_told = True
+            plan = self._planned.news_for(session)
+            if plan is not None:
+                session.tell(plan, self._planned.budget)
         storage = tensor.untyped_storage()
         fate = self._policy.decide_storage(storage)
         if isinstance(fate, Keep):
             return self._skip(tensor, fate.reason)
         seen, decision = self._planned.saved(tensor, storage)
+        layer = "" if seen is None else seen.value.layer
         if isinstance(decision, Keep):
-            return self._skip(tensor, decision.reason)
+            return self._skip(tensor, decision.reason, layer)
         if isinstance(decision, Replay) and seen is not None and seen.result is not None:
             return self._give_up(tensor, storage, seen, seen.result, session)
-        return self._offload(tensor, storage, session)
+        return self._offload(tensor, storage, session, layer)
 
     def _give_up(
         self,
@@ -335,9 +391,11 @@ class _StepHooks:
         """Have a tensor made again; hand it over, too, until its recipe has proved itself."""
         trial = self._planned.trial(seen.number)
         if trial is not None:
-            trial = trial._replace(packed=self._offload(tensor, storage, session))
+            packed = self._offload(tensor, storage, session, seen.value.layer)
+            trial = trial._replace(packed=packed)
         else:
-            self._recorder.gives_up(tensor.nbytes)
+            self._recorder.of_layer(seen.value.layer).gives_up(tensor.nbytes)
+            self._trace.saved(id(result), "replayed", tensor.nbytes)
         return Replayed(
             result,
             View.of(tensor),
@@ -346,13 +404,13 @@ class _StepHooks:
             checksum=checksum(storage) if self._planned.verifies else None,
         )
 
-    def _pack_input(self, tensor: torch.Tensor, decision: Decision) -> Packed:
+    def _pack_input(self, tensor: torch.Tensor, decision: Decision, layer: str) -> Packed:
         """Hand over what others are to be made from; called where an operation has run."""
         try:
             session = self._sessions.of(tensor.device)
             if session is None or isinstance(decision, Keep) or self._stays(tensor):
                 return KeptTensor.of(tensor)
-            return self._offload(tensor, tensor.untyped_storage(), session)
+            return self._offload(tensor, tensor.untyped_storage(), session, layer)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
@@ -366,20 +424,27 @@ class _StepHooks:
     def _bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
         """Return an input as it was when it was handed over."""
         packed.version.check()
-        return packed.tensor if isinstance(packed, KeptTensor) else self._load(packed)
+        if isinstance(packed, KeptTensor):
+            return packed.tensor
+        began = perf_counter()
+        tensor = self._load(packed)
+        self._brought += perf_counter() - began
+        return tensor
 
     def _replay(self, replayed: Replayed) -> torch.Tensor:
         """Return a tensor that is made again, or, the first times, the tensor itself."""
         with self._replaying:
             if replayed.trial is not None:
                 return self._try(replayed, replayed.trial)
-            began = perf_counter()
+            began, brought = perf_counter(), self._brought
             with ranges.span("replay", replayed.result.nbytes):
                 storage = replayed.result.storage()
             replayed.result.given(replayed.version)
+            waited = self._brought - brought
         if replayed.checksum is not None:
             compare(replayed.checksum, storage)
-        self._recorder.replayed(perf_counter() - began)
+        self._recorder.replayed(self._trace.paused("replay", began) - waited)
+        self._trace.used(id(replayed.result))
         return replayed.version.alias(replayed.view.rebuild(Located(storage)))
 
     def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
@@ -398,13 +463,18 @@ class _StepHooks:
         return tensor if isinstance(trial.packed, Handle) else replayed.version.alias(tensor)
 
     def _offload(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, session: Session
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        session: Session,
+        layer: str = "",
     ) -> Handle:
+        recorder = self._recorder.of_layer(layer)
         record = session.find(storage, tensor)
         if record is not None:
-            self._recorder.deduplicated(tensor.nbytes)
+            recorder.deduplicated(tensor.nbytes)
         else:
-            record = self._hold(tensor, storage, session)
+            record = self._hold(tensor, storage, session, recorder)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
             record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
@@ -413,7 +483,11 @@ class _StepHooks:
         return handle
 
     def _hold(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, session: Session
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        session: Session,
+        recorder: StatsRecorder,
     ) -> StoredRange:
         """Make the record of a storage that has none, and send others that may leave now."""
         began = perf_counter()
@@ -423,13 +497,14 @@ class _StepHooks:
                 storage,
                 tensor.dtype,
                 self._codec,
-                self._recorder,
+                recorder,
                 soon=self._step.needed_at_once(nbytes),
             )
             if is_result(tensor):
                 record.proof = SnapshotProof(tensor)
                 self._results.append(weakref.ref(record))
-        self._recorder.saved(tensor.nbytes, perf_counter() - began)
+        recorder.saved(tensor.nbytes, self._trace.paused("store", began))
+        self._trace.saved(id(record), "offloaded", nbytes)
         return record
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -15,7 +16,10 @@ import torch
 from storm_client.plan import OFFLOAD, Decision, Keep
 from storm_client.sharing import is_foreign
 
-__all__ = ["Inside", "Policy"]
+__all__ = ["NO_ACTIVATIONS", "Inside", "Policy"]
+
+NO_ACTIVATIONS = frozenset({"parameter", "leaf", "zero", "meta"})
+"""Reasons of what takes no memory of its own besides the model's and the batch's."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exact types; a subclass may mean anything by its bytes."""
@@ -53,6 +57,11 @@ class Policy:
             if type(tensor) in _PLAIN and tensor.layout is torch.strided:
                 owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
         self._owned = owned
+
+    def small_owned_bytes(self) -> int:
+        """Return the bytes of the modules' parameters that are passed over as small."""
+        parameters = chain.from_iterable(module.parameters() for module in self.modules)
+        return sum(one.nbytes for one in parameters if one.nbytes < self.min_bytes)
 
     def decide(self, tensor: torch.Tensor) -> Decision:
         """Return what becomes of `tensor`, as far as it alone tells.

@@ -24,6 +24,7 @@ from storm_client.lanes.segments import tell
 from storm_client.memory_pressure import watch
 from storm_client.outbound import Outbound
 from storm_client.plan import DeviceWindow
+from storm_client.plan.table import Plan
 from storm_client.saved import (
     Deaths,
     Handle,
@@ -35,7 +36,16 @@ from storm_client.saved import (
 from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
 from storm_client.transfers import Transfers, releases
-from stormd.protocol import Mapped, Message, Refused, UnmapSegment
+from stormd.protocol import (
+    PLAN_FEATURE,
+    Budget,
+    Mapped,
+    Message,
+    PlanLearned,
+    Refused,
+    UnmapSegment,
+    budget_text,
+)
 
 __all__ = ["Session"]
 
@@ -245,6 +255,20 @@ class Session:
                 self.connection.request(barrier, BARRIER_SECONDS)
                 with self.connection.lock:
                     self.connection.send(0, UnmapSegment(barrier.segment))
+
+    def tell(self, plan: Plan, budget: Budget) -> None:
+        """Tell the daemon what a step does, for people who watch; one that is gone is not told."""
+        if PLAN_FEATURE not in self.connection.welcome.features:
+            return
+        sizes = plan.bytes_by_decision
+        message = PlanLearned(
+            kept_bytes=sizes["keep"],
+            offloaded_bytes=sizes["offload"],
+            replayed_bytes=sizes["replay"],
+            budget=budget_text(budget),
+        )
+        with self.connection.lock, suppress(DaemonLost):
+            self.connection.post(0, message)
 
     def close(self) -> None:
         """End the session; what it stored is lost. Calling it twice is fine."""

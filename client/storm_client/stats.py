@@ -123,130 +123,170 @@ class Staying(NamedTuple):
 
 
 class StatsRecorder:
-    """Counts for one Offload, from any thread."""
+    """Counts for one Offload, from any thread; its figures are also those that its layers count.
 
-    def __init__(self) -> None:
-        """Start at zero."""
-        self._lock = threading.Lock()  # protects all counters below
-        self._bytes: Counter[str] = Counter()
-        self._skipped: Counter[str] = Counter()
-        self._skipped_bytes: Counter[str] = Counter()
-        self._kept: Counter[str] = Counter()
-        self._kept_bytes: Counter[str] = Counter()
-        self._dtypes: Counter[str] = Counter()
-        self._modes: Counter[str] = Counter()
-        self._details: dict[str, str] = {}
+    Sums are made where they are read, which is seldom.
+    """
+
+    def __init__(self, whole: StatsRecorder | None = None) -> None:
+        """Start at zero; `whole` is the Offload's, where this is one layer's."""
+        self._whole = whole
+        self._lock = threading.Lock()  # protects all below
+        self._counts: Counter[tuple[str, str]] = Counter()
+        """By group and name."""
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
+        self._details: dict[str, str] = {}
+        self._layers: dict[str, StatsRecorder] = {}
+        self._stored = 0
+        """Bytes that have arrived in the arena, of all layers."""
+
+    def of_layer(self, name: str) -> StatsRecorder:
+        """Return what counts for one layer and for the whole; the whole where no name is known."""
+        if not name:
+            return self
+        with self._lock:
+            layer = self._layers.get(name)
+            if layer is None:
+                layer = self._layers[name] = StatsRecorder(self)
+        return layer
+
+    def layers(self) -> dict[str, OffloadStats]:
+        """Return the present totals of each layer, in the order in which they were first seen."""
+        with self._lock:
+            layers = dict(self._layers)
+        return {name: recorder.snapshot() for name, recorder in layers.items()}
 
     def skipped(self, nbytes: int, reason: str) -> None:
         """Count a saved tensor that the policy passed over."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._skipped_bytes[reason] += nbytes
-            self._skipped[reason] += 1
+        self._add(("bytes", "saved", nbytes), *_passed_over(reason, nbytes, 1))
 
     def stays_in_use(self, nbytes: int) -> None:
         """Count a range, counted as saved, that stays because somebody else holds its memory."""
-        with self._lock:
-            self._skipped_bytes["in_use"] += nbytes
-            self._skipped["in_use"] += 1
+        self._add(*_passed_over("in_use", nbytes, 1))
 
     def leaves(self, nbytes: int) -> None:
         """Take `stays_in_use` back: nobody else holds it any more."""
-        with self._lock:
-            self._skipped_bytes["in_use"] -= nbytes
-            self._skipped["in_use"] -= 1
+        self._add(*_passed_over("in_use", -nbytes, -1))
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a saved tensor whose bytes were stored already."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._bytes["deduplicated"] += nbytes
+        self._add(("bytes", "saved", nbytes), ("bytes", "deduplicated", nbytes))
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a saved tensor that makes a new record, and the time that it took to make."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._seconds["store"] += seconds
+        self._add(("bytes", "saved", nbytes))
+        self._spent("store", seconds)
 
     def restored(self, seconds: float) -> None:
         """Count the time that a thread spent on getting a tensor back."""
-        with self._lock:
-            self._seconds["restore"] += seconds
+        self._spent("restore", seconds)
 
     def gives_up(self, nbytes: int) -> None:
         """Count a saved tensor that will be made again, or that shares what will be."""
-        with self._lock:
-            self._bytes["saved"] += nbytes
-            self._bytes["replayed"] += nbytes
+        self._add(("bytes", "saved", nbytes), ("bytes", "replayed", nbytes))
 
     def replayed(self, seconds: float) -> None:
         """Count the time that a thread spent on having a tensor made again."""
-        with self._lock:
-            self._seconds["replay"] += seconds
+        self._spent("replay", seconds)
 
     def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
         """Count a range that the daemon has accepted."""
-        with self._lock:
-            self._bytes["offloaded"] += nbytes
-            self._dtypes[dtype_name(dtype)] += nbytes
+        self._add(("bytes", "offloaded", nbytes), ("dtype", dtype_name(dtype), nbytes))
 
     def stored(self, nbytes: int, mode: str) -> None:
         """Count a part that arrived in the arena with `nbytes`."""
-        with self._lock:
-            self._bytes["stored"] += nbytes
-            self._modes[mode] += nbytes
+        self._add(("bytes", "stored", nbytes), ("mode", mode, nbytes))
+        whole = self._whole or self
+        with whole._lock:
+            whole._stored += nbytes
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
         """Count a range that stays with the client; `detail` is what the daemon says of it."""
+        self._add(("kept_bytes", reason, nbytes), ("kept", reason, 1))
+        whole = self._whole or self
+        with whole._lock:
+            whole._details[reason] = detail
+
+    def stored_bytes(self) -> int:
+        """Return what has arrived in the arena so far."""
         with self._lock:
-            self._details[reason] = detail
-            self._kept_bytes[reason] += nbytes
-            self._kept[reason] += 1
+            return self._stored
 
     def ratio(self) -> float:
         """Return offloaded over stored bytes, 1.0 before anything has been stored."""
-        with self._lock:
-            stored = self._bytes["stored"]
-            return max(1.0, self._bytes["offloaded"] / stored) if stored else 1.0
+        counts, _ = self._sums()
+        stored = counts["bytes", "stored"]
+        return max(1.0, counts["bytes", "offloaded"] / stored) if stored else 1.0
 
     def staying(self) -> Staying:
         """Return what has stayed so far."""
+        counts, _ = self._sums()
         with self._lock:
-            return Staying(
-                saved_bytes=self._bytes["saved"],
-                deduplicated_bytes=self._bytes["deduplicated"],
-                offloaded_bytes=self._bytes["offloaded"],
-                stored_bytes=self._bytes["stored"],
-                skipped_bytes=dict(self._skipped_bytes),
-                kept_bytes=dict(self._kept_bytes),
-                skipped=dict(self._skipped),
-                details=dict(self._details),
-            )
+            details = dict(self._details)
+        return Staying(
+            saved_bytes=counts["bytes", "saved"],
+            deduplicated_bytes=counts["bytes", "deduplicated"],
+            offloaded_bytes=counts["bytes", "offloaded"],
+            stored_bytes=counts["bytes", "stored"],
+            skipped_bytes=_group(counts, "skipped_bytes"),
+            kept_bytes=_group(counts, "kept_bytes"),
+            skipped=_group(counts, "skipped"),
+            details=details,
+        )
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
+        counts, seconds = self._sums()
+        return OffloadStats(
+            saved_bytes=counts["bytes", "saved"],
+            skipped_bytes=sum(_group(counts, "skipped_bytes").values()),
+            deduplicated_bytes=counts["bytes", "deduplicated"],
+            offloaded_bytes=counts["bytes", "offloaded"],
+            stored_bytes=counts["bytes", "stored"],
+            kept_bytes=sum(_group(counts, "kept_bytes").values()),
+            replayed_bytes=counts["bytes", "replayed"],
+            skipped=_counted(_group(counts, "skipped")),
+            kept=_counted(_group(counts, "kept")),
+            store_seconds=seconds["store"],
+            restore_wait_seconds=seconds["restore"],
+            replay_seconds=seconds["replay"],
+            offloaded_by_dtype=_counted(_group(counts, "dtype")),
+            stored_by_mode=_counted(_group(counts, "mode")),
+        )
+
+    def _add(self, *counts: tuple[str, str, int]) -> None:
         with self._lock:
-            return OffloadStats(
-                saved_bytes=self._bytes["saved"],
-                skipped_bytes=self._skipped_bytes.total(),
-                deduplicated_bytes=self._bytes["deduplicated"],
-                offloaded_bytes=self._bytes["offloaded"],
-                stored_bytes=self._bytes["stored"],
-                kept_bytes=self._kept_bytes.total(),
-                replayed_bytes=self._bytes["replayed"],
-                skipped=_counted(self._skipped),
-                kept=_counted(self._kept),
-                store_seconds=self._seconds["store"],
-                restore_wait_seconds=self._seconds["restore"],
-                replay_seconds=self._seconds["replay"],
-                offloaded_by_dtype=_counted(self._dtypes),
-                stored_by_mode=_counted(self._modes),
-            )
+            for group, name, count in counts:
+                self._counts[group, name] += count
+
+    def _spent(self, on: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[on] += seconds
+
+    def _sums(self) -> tuple[Counter[tuple[str, str]], dict[str, float]]:
+        """Return what was counted here and in the layers, by group and name, and the seconds."""
+        with self._lock:
+            counts, seconds = Counter(self._counts), dict(self._seconds)
+            layers = list(self._layers.values())
+        for layer in layers:
+            of_layer, spent = layer._sums()
+            for key, count in of_layer.items():
+                counts[key] += count
+            for on, more in spent.items():
+                seconds[on] += more
+        return counts, seconds
 
 
-def _counted(counter: Counter[str]) -> dict[str, int]:
-    return {reason: count for reason, count in counter.items() if count}
+def _group(counts: Counter[tuple[str, str]], group: str) -> dict[str, int]:
+    return {name: count for (of, name), count in counts.items() if of == group}
+
+
+def _passed_over(reason: str, nbytes: int, count: int) -> tuple[tuple[str, str, int], ...]:
+    return ("skipped_bytes", reason, nbytes), ("skipped", reason, count)
+
+
+def _counted(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count}
 
 
 def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:

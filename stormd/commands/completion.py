@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: shtab, of which it is made, is not installed.
     """
     if find_spec("shtab") is None:
-        raise ConfigError("completions are made with shtab: pip install 'stormd[completion]'")
+        raise ConfigError("completions are made with shtab: pip install shtab")
     import shtab
 
     from stormd.cli import parser

@@ -53,15 +53,18 @@ def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None
 
 
 def status_view(address: str, state: dict[str, Any], rates: Rates | None = None) -> Group:
-    """Return heading, pool and cache, sessions and counters of a state."""
+    """Return heading, pool and cache, sessions with their plans, and counters of a state."""
     heading = f"stormd {state['version']} at {address}, up {_duration(state['uptime_seconds'])}"
     troubles = _troubles(state["counters"])
+    # A daemon of before there were plans speaks the same protocol.
+    planned = [session for session in state["sessions"] if session.get("plan") is not None]
     return Group(
         Text(heading, style="bold"),
         _pool(state),
         _flows(state, rates),
         *([_gpus(state["gpus"], rates)] if state["gpus"] else []),
         _sessions(state["sessions"]) if state["sessions"] else "no sessions",
+        *([_plans(planned)] if planned else []),
         *([Text(troubles, style="yellow")] if troubles else []),
     )
 
@@ -165,6 +168,16 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
             f"{session['entries']}",
             format_size(session["used_bytes"]),
         )
+    return table
+
+
+def _plans(sessions: list[dict[str, Any]]) -> Table:
+    """Return what becomes of what a step saves, of each trainer that has said so."""
+    table = Table("plan of a step", "pid", "kept", "offloaded", "replayed", "budget", box=None)
+    for session in sessions:
+        plan = session["plan"]
+        sizes = (format_size(plan[f"{name}_bytes"]) for name in ("kept", "offloaded", "replayed"))
+        table.add_row(session["session"], f"{session['pid']}", *sizes, plan["budget"])
     return table
 
 

@@ -9,7 +9,7 @@ from stormd.protocol.addresses import (
     lifeline_path,
     parse_address,
 )
-from stormd.protocol.budgets import BUDGET_VARIABLE, Budget, parse_budget
+from stormd.protocol.budgets import BUDGET_VARIABLE, Budget, budget_text, parse_budget
 from stormd.protocol.cache_messages import (
     CACHE_FEATURE,
     NAMES_A_PAGE,
@@ -34,6 +34,7 @@ from stormd.protocol.messages import (
     CODECS,
     DEVICES,
     NO_LANE,
+    PLAN_FEATURE,
     REJECTIONS,
     Admitted,
     Failed,
@@ -42,6 +43,7 @@ from stormd.protocol.messages import (
     Mapped,
     MapSegment,
     Ping,
+    PlanLearned,
     Pong,
     Refused,
     Rejected,
@@ -64,6 +66,7 @@ __all__ = [
     "DEVICES",
     "NAMES_A_PAGE",
     "NO_LANE",
+    "PLAN_FEATURE",
     "PROTOCOL_VERSION",
     "REJECTIONS",
     "Admitted",
@@ -87,6 +90,7 @@ __all__ = [
     "Mapped",
     "Message",
     "Ping",
+    "PlanLearned",
     "Pong",
     "ProtocolError",
     "Refused",
@@ -101,6 +105,7 @@ __all__ = [
     "UnmapSegment",
     "Welcome",
     "accepts_connections",
+    "budget_text",
     "decode",
     "default_addresses",
     "encode",

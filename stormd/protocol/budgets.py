@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from typing import Final, Literal, cast
 
-from stormd.protocol.sizes import parse_size
+from stormd.protocol.limits import MAX_ID
+from stormd.protocol.sizes import format_size, parse_size
 
-__all__ = ["BUDGET_VARIABLE", "Budget", "parse_budget"]
+__all__ = ["BUDGET_VARIABLE", "Budget", "budget_text", "parse_budget"]
 
 BUDGET_VARIABLE: Final = "STORMD_BUDGET"
 """The environment variable with the budget of every `offload` that names none."""
@@ -38,6 +39,15 @@ def parse_budget(value: str | float) -> Budget:
     if type(value) is float:
         return _fraction(value, value)
     raise ValueError(f"budget is {value!r}: {_WANTED}")
+
+
+def budget_text(budget: Budget) -> str:
+    """Return a budget as people read it, rounded, in at most MAX_BUDGET characters."""
+    if isinstance(budget, str):
+        return budget
+    if isinstance(budget, float):
+        return f"{budget:.4g}" if budget % 1 else f"{budget:.1f}"
+    return format_size(min(budget, MAX_ID))
 
 
 def _read(text: str, given: str) -> Budget:

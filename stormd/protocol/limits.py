@@ -7,6 +7,7 @@ operator may change live in the daemon's config and reach the client in Welcome.
 __all__ = [
     "FIRST_LEASED",
     "MAX_BATCH",
+    "MAX_BUDGET",
     "MAX_COSTLY",
     "MAX_DIMENSIONS",
     "MAX_DTYPE",
@@ -60,6 +61,9 @@ leave in one frame."""
 
 MAX_DIMENSIONS = 64
 """Dimensions of a tensor in the shared cache; what PyTorch allows."""
+
+MAX_BUDGET = 16
+"""Characters of a budget as people read it. A state has one of each of up to 1,024 sessions."""
 
 FIRST_LEASED = 1 << 62
 """Entries that the daemon lends to a session are numbered from here, a client's own below."""

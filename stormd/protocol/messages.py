@@ -4,7 +4,7 @@ Each is declared here once: its number, its fields in the order they travel, and
 A field is only ever added or taken away together with a new PROTOCOL_VERSION.
 
 Client to daemon: Hello first, then MapSegment / UnmapSegment, Store, Restore, Release, Ping,
-StatusRequest, Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored,
+StatusRequest, PlanLearned, Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored,
 Restored, Failed, Pong, Status, Refused.
 
 One storage of the client travels as one or more entries. The way of an entry:
@@ -27,12 +27,14 @@ from stormd.protocol.declaring import (
     list_of,
     mapping,
     message,
+    name,
     one_of,
     seconds,
     text,
 )
 from stormd.protocol.limits import (
     MAX_BATCH,
+    MAX_BUDGET,
     MAX_ENTRY_BYTES,
     MAX_FEATURES,
     MAX_HANDLE_BYTES,
@@ -44,6 +46,7 @@ __all__ = [
     "CODECS",
     "DEVICES",
     "NO_LANE",
+    "PLAN_FEATURE",
     "REJECTIONS",
     "Admitted",
     "Failed",
@@ -52,6 +55,7 @@ __all__ = [
     "MapSegment",
     "Mapped",
     "Ping",
+    "PlanLearned",
     "Pong",
     "Refused",
     "Rejected",
@@ -71,6 +75,9 @@ DEVICES = ("cpu", "cuda")
 
 NO_LANE = "none"
 """In Hello.device: no lane."""
+
+PLAN_FEATURE = "plan"
+"""In Welcome.features: the daemon takes PlanLearned, which daemons of this version may not know."""
 
 CODECS = ("ancf", "raw")
 REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
@@ -96,6 +103,7 @@ Seconds = Annotated[float, seconds(above_zero=True)]
 Device = Annotated[str, one_of(*DEVICES, NO_LANE)]
 Codec = Annotated[str, one_of(*CODECS)]
 Rejection = Annotated[str, one_of(*REJECTIONS)]
+BudgetText = Annotated[str, name(MAX_BUDGET)]
 State = Annotated[dict[str, Any], mapping()]
 
 
@@ -205,6 +213,21 @@ class StatusRequest(Message):
 @message(9)
 class Goodbye(Message):
     """Ends the session in order. Answered by closing the lifeline once all is freed."""
+
+
+@message(10, kw_only=True)
+class PlanLearned(Message):
+    """Tells what a step of the session's trainer does, in bytes of tensors, for people who watch.
+
+    `kept_bytes` stay on the device, `offloaded_bytes` go to the daemon, `replayed_bytes` are made
+    again; `budget` is what was asked for, as "least" or "12.0 GiB". The last one counts. No answer,
+    and only to a daemon whose Welcome has PLAN_FEATURE; refused in a session that stores nothing.
+    """
+
+    kept_bytes: Id
+    offloaded_bytes: Id
+    replayed_bytes: Id
+    budget: BudgetText
 
 
 # --- from the daemon ------------------------------------------------------------------------

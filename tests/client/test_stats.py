@@ -155,3 +155,26 @@ def test_every_saved_byte_is_accounted_for(client: storm.Client) -> None:
     assert stats.ratio > 1
     assert stats.store_seconds > 0
     assert offload.stats().restore_wait_seconds > 0
+
+
+def test_what_a_layer_counts_the_whole_counts_too() -> None:
+    whole = StatsRecorder()
+    first, second = whole.of_layer("0"), whole.of_layer("1")
+    assert whole.of_layer("0") is first
+    assert whole.of_layer("") is whole
+    first.saved(10, 0.5)
+    first.offloaded(10, torch.float32)
+    first.stored(4, "window")
+    second.gives_up(7)
+    second.replayed(0.25)
+    second.kept(3, "pool_full", "said so")
+    whole.skipped(5, "small")
+    layers = whole.layers()
+    assert list(layers) == ["0", "1"]
+    assert (layers["0"].saved_bytes, layers["0"].ratio, layers["0"].store_seconds) == (10, 2.5, 0.5)
+    assert (layers["1"].replayed_bytes, layers["1"].kept) == (7, {"pool_full": 1})
+    stats = whole.snapshot()
+    assert (stats.saved_bytes, stats.stored_bytes, stats.replayed_bytes) == (22, 4, 7)
+    assert (whole.stored_bytes(), whole.ratio()) == (4, 2.5)
+    assert (stats.store_seconds, stats.replay_seconds, stats.kept_bytes) == (0.5, 0.25, 3)
+    assert whole.staying().details == {"pool_full": "said so"}

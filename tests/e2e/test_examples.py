@@ -63,6 +63,18 @@ def test_ar_ssm_has_the_same_losses_with_offload(daemon: ChildDaemon) -> None:
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
+def test_a_plan_and_a_report_are_printed_and_drawn(daemon: ChildDaemon, tmp_path: Path) -> None:
+    drawn = tmp_path / "step.svg"
+    lines = _losses(
+        "plan_and_report.py", "--budget=0.25", f"--draw={drawn}", STORMD_ADDRESS=daemon.address
+    )
+    assert any(line.split()[:3] == ["4", "x", "gelu"] for line in lines)
+    assert [line.split()[0] for line in lines if line.startswith("blocks.")] == [
+        f"blocks.{number}" for number in range(4)
+    ]
+    assert "<svg" in drawn.read_text()
+
+
 def test_the_change_is_an_import_and_two_lines() -> None:
     plain, offload = (
         [line.strip() for line in (EXAMPLES / name).read_text().splitlines()[1:] if line.strip()]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.daemon_thread import DaemonThread
@@ -17,6 +18,7 @@ from support.waiting import wait_until
 
 from stormd.protocol import (
     CACHE_FEATURE,
+    NO_LANE,
     Admitted,
     CacheCommit,
     CacheFound,
@@ -29,6 +31,7 @@ from stormd.protocol import (
     Failed,
     Goodbye,
     Ping,
+    PlanLearned,
     Pong,
     Refused,
     Rejected,
@@ -61,6 +64,38 @@ def test_compressible_bytes_take_less_room(client: RawClient) -> None:
     stored = client.wait_for(Stored, entry=entry)
     assert stored.mode == "constant"
     assert stored.stored_bytes < MIB // 100
+
+
+def plan(**changes: Any) -> PlanLearned:
+    fields: dict[str, Any] = {
+        "kept_bytes": 1,
+        "offloaded_bytes": 2,
+        "replayed_bytes": 3,
+        "budget": "12.0 GiB",
+    }
+    return PlanLearned(**{**fields, **changes})
+
+
+def plans(client: RawClient) -> list[Any]:
+    return [session["plan"] for session in client.ask(StatusRequest()).state["sessions"]]
+
+
+def test_the_last_plan_of_a_session_is_shown(client: RawClient) -> None:
+    assert plans(client) == [None]
+    client.send(plan(), plan(replayed_bytes=4, budget="fit"))
+    shown = {"kept_bytes": 1, "offloaded_bytes": 2, "replayed_bytes": 4, "budget": "fit"}
+    assert plans(client) == [shown]
+
+
+@pytest.mark.parametrize("hello", [{"device": NO_LANE}, {"features": [CACHE_FEATURE]}])
+def test_a_session_that_stores_no_activations_has_no_plan(
+    daemon: DaemonThread, connect: Connect, hello: dict[str, Any]
+) -> None:
+    client = connect(daemon)
+    client.hello(**hello)
+    refused = client.ask(plan())
+    assert (type(refused), refused.kind) == (Refused, "UsageError")
+    assert plans(client) == [None]
 
 
 def test_a_request_of_one_batch_is_answered_in_one_frame(client: RawClient) -> None:

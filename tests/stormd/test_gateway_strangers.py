@@ -14,6 +14,7 @@ from stormd.gateway import NAME_SHOWN
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
+    PLAN_FEATURE,
     PROTOCOL_VERSION,
     Envelope,
     Goodbye,
@@ -29,7 +30,7 @@ from stormd.protocol import (
     Welcome,
     encode,
 )
-from stormd.protocol.limits import MAX_FRAME_BYTES, MAX_ID, MAX_TEXT
+from stormd.protocol.limits import MAX_BUDGET, MAX_FRAME_BYTES, MAX_ID, MAX_TEXT
 from stormd.server import SESSIONS_SHOWN
 
 MIB = 1 << 20
@@ -50,7 +51,10 @@ def test_no_names_of_clients_are_too_long_for_a_status(
     for asking in (clients[0], connect(daemon)):
         state = asking.ask(StatusRequest()).state
         assert [len(session["name"]) for session in state["sessions"]] == [NAME_SHOWN] * 64
+    plan = dict.fromkeys(("kept_bytes", "offloaded_bytes", "replayed_bytes"), MAX_ID)
+    plan["budget"] = longest[:MAX_BUDGET]
     client = {**state["sessions"][0], "id": MAX_ID, "used_bytes": MAX_ID, "entries": MAX_ID}
+    client["plan"] = plan
     full = {**state, "sessions": [client] * SESSIONS_SHOWN}
     assert len(encode([Envelope(1, Status(full))])) < MAX_FRAME_BYTES
 
@@ -148,7 +152,7 @@ def test_a_session_for_the_cache_needs_a_cache(make_daemon: MakeDaemon, connect:
     refused = connect(daemon).hello(features=[CACHE_FEATURE])
     assert refused.kind == "UsageError"
     assert "--cache-bytes" in refused.detail
-    assert connect(daemon).hello().features == []
+    assert connect(daemon).hello().features == [PLAN_FEATURE]
 
 
 def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
@@ -157,7 +161,7 @@ def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
     daemon = make_daemon(part_bytes_cpu=MIB, part_bytes_cuda=MIB // 4)
     assert connect(daemon).hello().part_bytes == MIB
     welcome = connect(daemon).hello(features=[CACHE_FEATURE])
-    assert (welcome.part_bytes, welcome.features) == (MIB // 4, [CACHE_FEATURE])
+    assert (welcome.part_bytes, welcome.features) == (MIB // 4, [PLAN_FEATURE, CACHE_FEATURE])
 
 
 def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:

@@ -28,6 +28,7 @@ from stormd.protocol import (
     MapSegment,
     Message,
     Ping,
+    PlanLearned,
     Release,
     Restore,
     StatusRequest,
@@ -173,6 +174,9 @@ class FrameFuzzer:
             lambda: self._cache_message(name, size),
             lambda: MapSegment(segment=choice.randrange(4), handle=b"h" * 64, nbytes=size),
             lambda: UnmapSegment(choice.randrange(1, 4)),
+            lambda: PlanLearned(
+                kept_bytes=size, offloaded_bytes=offset, replayed_bytes=0, budget=name
+            ),
             lambda: Goodbye() if choice.randrange(2) else Ping(),
             lambda: Stored(self._known(), size, "raw"),  # the daemon's own, from a client
         )

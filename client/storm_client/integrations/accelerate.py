@@ -18,8 +18,9 @@ whose activations leave:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from storm_client.errors import UsageError
@@ -57,15 +58,13 @@ def auto_wrapped_layers(accelerator: Any, model: torch.nn.Module) -> list[torch.
         UsageError: there is no FSDP plugin, it has no auto-wrap policy or one of its own, or the
             policy chooses nothing.
     """
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None:
         raise UsageError(
             "the accelerator has no FSDP plugin, so no auto-wrap policy: pass "
             "Accelerator(fsdp_plugin=...), or choose the layers yourself for offload_only"
         )
-    chooses = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    chooses = _choice(plugin, model)
     if chooses is None:
         raise UsageError(
             f"the FSDP plugin's auto_wrap_policy is {plugin.auto_wrap_policy!r}; set "
@@ -79,3 +78,31 @@ def auto_wrapped_layers(accelerator: Any, model: torch.nn.Module) -> list[torch.
             "transformer_cls_names_to_wrap or min_num_params"
         )
     return layers
+
+
+def _choice(plugin: Any, model: torch.nn.Module) -> Callable[[torch.nn.Module], bool] | None:
+    """Return what tells whether a policy of Accelerate's wraps a module; None for another policy.
+
+    Accelerate's own cannot be asked once a model is sharded: `fully_shard` gives each layer a class
+    of another name, which derives from the layer's.
+    """
+    from torch.distributed.fsdp.wrap import (
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
+
+    policy = plugin.auto_wrap_policy
+    policy = policy.func if isinstance(policy, partial) else policy
+    if policy is size_based_auto_wrap_policy:
+        return lambda module: sum(p.numel() for p in module.parameters()) > plugin.min_num_params
+    if policy is not transformer_auto_wrap_policy:
+        return None
+    names = plugin.transformer_cls_names_to_wrap
+    wanted = set(getattr(model, "_no_split_modules", None) or () if names is None else names)
+
+    def chooses(module: torch.nn.Module) -> bool:
+        # A checkpoint's wrapper counts as the layer in it: it saves what enters the layer.
+        layer = getattr(module, "_checkpoint_wrapped_module", module)
+        return any(kind.__name__ in wanted for kind in type(layer).__mro__)
+
+    return chooses

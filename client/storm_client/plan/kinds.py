@@ -13,10 +13,11 @@ hand has run, never by what another did.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -60,6 +61,8 @@ class Value:
     """Numbers of the large values among its arguments."""
     uses: int = 0
     """How often it was saved."""
+    layer: str = ""
+    """In which layer of the model, empty where that is not known."""
     seconds: float = 0.0
     timing: Callable[[], float] | None = None
     """Tells `seconds` once the device has come that far."""
@@ -87,6 +90,8 @@ class Kind:
         """One a value; None until there is a plan."""
         self.plan: Plan | None = None
         """The same for people."""
+        self.told: weakref.ref[Any] | None = None
+        """The session whose daemon knows the present plan, which hooks tell it of."""
         self.verified: set[int] = set()
         """Values that were made again by the present plan and found to be the same."""
         self.rejected: dict[int, str] = {}

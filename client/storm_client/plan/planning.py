@@ -19,6 +19,7 @@ import torch
 
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
+from storm_client.layers import Layers
 from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 from storm_client.plan.kinds import Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
@@ -51,8 +52,12 @@ class PlanOptions:
 class Planning:
     """The kinds of steps of one Offload, and their plans. Threads may share it."""
 
-    def __init__(self, options: PlanOptions, ratio: Callable[[], float]) -> None:
-        """Start without experience; `ratio` tells how well tensors have been compressed so far."""
+    def __init__(self, options: PlanOptions, ratio: Callable[[], float], layers: Layers) -> None:
+        """Start without experience; `ratio` tells how well tensors have been compressed so far.
+
+        `layers` tells in which layer a value is made.
+        """
+        self._layers = layers
         self.options = options
         self._functions = REPLAYABLE | options.functions
         self._ratio = ratio
@@ -64,7 +69,7 @@ class Planning:
         self,
         least: int,
         modules: Iterable[torch.nn.Module],
-        pack: Callable[[torch.Tensor, Decision], Any],
+        pack: Callable[[torch.Tensor, Decision, str], Any],
         unpack: Callable[[Any], torch.Tensor],
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter.
@@ -84,6 +89,7 @@ class Planning:
             unpack=unpack,
             functions=self._functions,
             ends=self._ends,
+            layers=self._layers,
         )
         self._unended.append((weakref.ref(recording), recording.pins))
         mode = None
@@ -109,6 +115,12 @@ class Planning:
             self._make(kind)
         return kind.plan
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the latest kind of step has its values in a GPU's memory."""
+        kind = self._kinds.latest
+        return kind is not None and kind.is_on_gpu
+
     def _make(self, kind: Kind) -> None:
         costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
         saved = [value.nbytes for value in kind.values if value.is_saved]
@@ -128,7 +140,7 @@ class Planning:
             forward_seconds=kind.measure(),
         )
         kind.follow(choice.decisions)
-        kind.plan = Plan.of(kind, choice)
+        kind.plan, kind.told = Plan.of(kind, choice), None
 
     def _free_unended(self) -> None:
         """Free what results that died have left, and steps that an exception ended."""
@@ -157,6 +169,7 @@ class PlannedStep:
         self._step = recording.step
         self.mode = mode
         self.verifies = planning.options.verifies
+        self.budget = planning.options.budget
 
     def saved(
         self, tensor: torch.Tensor, storage: torch.UntypedStorage
@@ -165,6 +178,14 @@ class PlannedStep:
         if self._recording is None or self._step.is_full:
             return None, OFFLOAD  # by a backward pass, after the block; or in a block without end
         return self._recording.saved(tensor, storage)
+
+    def news_for(self, session: object) -> Plan | None:
+        """Return the plan that the step follows, unless it was asked for by this session before."""
+        kind = self._step.kind
+        if kind is None or kind.plan is None or (kind.told and kind.told() is session):
+            return None
+        kind.told = weakref.ref(session)
+        return kind.plan
 
     def trial(self, number: int) -> Trial | None:
         """Return what is to be noted of a value that has not proved itself; None if it has."""
@@ -191,11 +212,11 @@ class PlannedStep:
 
 def _pack_input(
     step: StepRecord,
-    pack: Callable[[torch.Tensor, Decision], Any],
+    pack: Callable[[torch.Tensor, Decision, str], Any],
     tensor: torch.Tensor,
     number: int,
 ) -> Any:
-    return pack(tensor, step.decided(number))
+    return pack(tensor, step.decided(number), step.values[number].layer)
 
 
 def _has_replays(kind: Kind | None) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from storm_client.blocks import untraced
+from storm_client.layers import Layers
 from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 from storm_client.plan.kinds import StepRecord, Value
 from storm_client.plan.operations import DEAR, Function
@@ -75,11 +76,13 @@ class Recording:
         unpack: Callable[[Any], torch.Tensor],
         functions: frozenset[Function],
         ends: Ends,
+        layers: Layers,
     ) -> None:
         """Look at what has `least` bytes; inputs are handed over by `pack`.
 
         `functions` may be run again, `ends` watches results.
         """
+        self._layers = layers
         self.functions = functions
         self._ends = ends
         self.step = step
@@ -188,16 +191,25 @@ class Recording:
             return seen
         if seen is None:
             self.pins.append(WeakStorage(storage))
+        number = len(self.step.values)
         value = Value(
-            number=len(self.step.values),
+            number=number,
             nbytes=storage.nbytes(),
             dtype=tensor.dtype,
             shape=tensor.shape,
             is_on_gpu=tensor.is_cuda,
             is_result=is_result(tensor),
+            layer=self._layer(number),
         )
         seen = self._seen[address] = Seen(self.step.add(value), version)
         return seen
+
+    def _layer(self, number: int) -> str:
+        """Return where a value is made or saved; where the step is like a known one, as there."""
+        kind = self.step.kind
+        if kind is not None and number < len(kind.values):
+            return kind.values[number].layer
+        return self._layers.current()
 
     def _inputs(self, tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
         """Return the numbers of the inputs; None where one could change without being counted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +15,11 @@ from storm_client.plan.kinds import Kind
 from storm_client.plan.planner import Choice
 from storm_client.sizes import format_size
 
-__all__ = ["Plan", "Row"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,7 @@ class Plan:
                 f"{name:<28} {shape:<24} {format_size(row.nbytes * count):>10}  "
                 f"{row.decision:<8} {1e3 * row.cost * count:>8.2f}  {row.reason}"
             )
-        for decision in ("keep", "offload", "replay"):
-            nbytes = sum(row.nbytes for row in self.rows if row.decision == decision)
+        for decision, nbytes in self.bytes_by_decision.items():
             lines.append(f"{decision:<8} {format_size(nbytes):>10}")
         lines.append(
             f"link {1e3 * self.link_seconds:.1f} ms each way, replay "
@@ -96,46 +100,75 @@ class Plan:
         )
         return "\n".join(lines)
 
+    @property
+    def bytes_by_decision(self) -> dict[str, int]:
+        """Bytes of the rows that are kept, offloaded and replayed, under those three names."""
+        sums = dict.fromkeys(_NAMES.values(), 0)
+        for row in self.rows:
+            sums[row.decision] += row.nbytes
+        return sums
+
     def draw(self, path: str | Path) -> None:
         """Draw a step: bytes that are kept, on the link and made again, value by value.
 
         Raises:
             UsageError: matplotlib is missing, or does not know the kind of file.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UsageError(
-                "Plan.draw needs matplotlib: pip install matplotlib, or print the plan"
-            ) from error
-        figure = Figure(figsize=(9, 5), layout="constrained")
+        figure = new_figure(9, 5)
         stacked, spent = figure.subplots(2, 1, sharex=True)
-        self._draw_bytes(stacked)
-        self._draw_seconds(spent)
-        try:
-            figure.savefig(path)
-        except ValueError as error:
-            raise UsageError(f"cannot draw to {str(path)!r}: {error}") from error
+        self.draw_bytes(stacked)
+        self.draw_seconds(spent)
+        save_figure(figure, path)
 
-    def _draw_bytes(self, axes: object) -> None:
-        totals: dict[str, list[float]] = {"keep": [0.0], "offload": [0.0], "replay": [0.0]}
+    def draw_bytes(self, axes: Axes) -> None:
+        """Draw what becomes of the bytes, in the order in which they are made."""
+        totals: dict[str, list[float]] = {name: [0.0] for name in _NAMES.values()}
         for row in self.rows:
             for decision, sums in totals.items():
                 sums.append(sums[-1] + (row.nbytes / 2**30 if row.decision == decision else 0.0))
-        axes.stackplot(range(len(self.rows) + 1), *totals.values(), labels=list(totals))  # type: ignore[attr-defined]
-        axes.legend(loc="upper left")  # type: ignore[attr-defined]
-        axes.set_ylabel("GiB made so far")  # type: ignore[attr-defined]
+        axes.stackplot(range(len(self.rows) + 1), *totals.values(), labels=list(totals))
+        axes.legend(loc="upper left")
+        axes.set_ylabel("GiB made so far")
+        axes.set_title("the plan")
 
-    def _draw_seconds(self, axes: object) -> None:
+    def draw_seconds(self, axes: Axes) -> None:
+        """Draw what that takes of the link and of replays, beside the forward pass."""
         for decision, label in (("offload", "link, each way"), ("replay", "replay")):
             sums = [0.0]
             for row in self.rows:
                 sums.append(sums[-1] + (1e3 * row.cost if row.decision == decision else 0.0))
-            axes.plot(sums, label=label)  # type: ignore[attr-defined]
-        axes.axhline(1e3 * self.forward_seconds, linestyle=":", label="forward pass")  # type: ignore[attr-defined]
-        axes.legend(loc="upper left")  # type: ignore[attr-defined]
-        axes.set_ylabel("ms so far")  # type: ignore[attr-defined]
-        axes.set_xlabel("values in the order in which they are made")  # type: ignore[attr-defined]
+            axes.plot(sums, label=label)
+        axes.axhline(1e3 * self.forward_seconds, linestyle=":", label="forward pass")
+        axes.legend(loc="upper left")
+        axes.set_ylabel("ms so far")
+        axes.set_xlabel("values in the order in which they are made")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty picture of so many inches.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "to draw needs matplotlib: pip install matplotlib, or print instead"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a picture as the kind of file that its name ends with.
+
+    Raises:
+        UsageError: there is no such kind.
+    """
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UsageError(f"cannot draw to {str(path)!r}: {error}") from error
 
 
 _NAMES = {Keep: "keep", Offload: "offload", Replay: "replay"}

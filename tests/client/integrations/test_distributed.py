@@ -11,24 +11,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-from support import ranks
+from support import accelerate_ranks, ranks
 from support.daemon_process import DaemonProcess
 
 
-@pytest.fixture(scope="module")
-def results(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank found, by case; all cases run in one pair of processes."""
-    file = tmp_path_factory.mktemp("ranks") / "store"
+def run_ranks(program: ModuleType, file: Path, daemon: DaemonProcess) -> list[Any]:
+    """Return what each rank of a program has found."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(Path(ranks.__file__)), str(rank), str(file), daemon.address],
+            [sys.executable, str(program.__file__), str(rank), str(file), daemon.address],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "PYTHONPATH": str(Path(ranks.__file__).parents[1]),
+            },
         )
         for rank in range(ranks.RANKS)
     ]
@@ -43,6 +47,12 @@ def results(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> 
             process.kill()
             process.wait()
     return found
+
+
+@pytest.fixture(scope="module")
+def results(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank found, by case; all cases run in one pair of processes."""
+    return run_ranks(ranks, tmp_path_factory.mktemp("ranks") / "store", daemon)
 
 
 @pytest.mark.parametrize("name", ranks.CASES)
@@ -68,3 +78,20 @@ def test_parameters_stay_though_they_come_and_go(name: str, results: list[Any]) 
     for of_rank in results:
         same = "data_parallel_static" if name == "sharded_and_recomputed" else "data_parallel"
         assert of_rank[name]["skipped"]["parameter"] >= of_rank[same]["skipped"]["parameter"]
+
+
+def test_layers_of_accelerates_policy_leave_from_a_sharded_model(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    for package in ("accelerate", "transformers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    for of_rank in run_ranks(accelerate_ranks, tmp_path / "store", daemon):
+        assert list(of_rank) == list(accelerate_ranks.CASES)
+        for result in of_rank.values():
+            assert "differs" not in result, f"value {result['differs']}"
+            assert result["shards"] > 0
+            assert result["offloaded_bytes"] > 0
+            assert result["skipped"]["outside"] > 0
+            assert not result["kept"]
+        whole, recomputed = (result["offloaded_bytes"] for result in of_rank.values())
+        assert recomputed < whole, "of a layer that is recomputed, only what enters it leaves"

@@ -65,4 +65,4 @@ def test_without_shtab_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(completion, "find_spec", lambda _name: None)
     assert cli.main(["completion", "bash"]) == 2
-    assert "pip install 'stormd[completion]'" in capsys.readouterr().err
+    assert "pip install shtab" in capsys.readouterr().err

@@ -42,6 +42,7 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
                 "device": "cpu",
                 "entries": 1,
                 "used_bytes": 1 << 20,
+                "plan": None,
             },
             {
                 "id": 256,
@@ -51,6 +52,12 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
                 "device": "cuda",
                 "entries": 4,
                 "used_bytes": 1 << 29,
+                "plan": {
+                    "kept_bytes": 3 << 29,
+                    "offloaded_bytes": 5 << 30,
+                    "replayed_bytes": 7 << 20,
+                    "budget": "0.5",
+                },
             },
         ],
         "counters": {
@@ -146,3 +153,19 @@ def test_rates_come_from_two_states() -> None:
 
 def test_a_restarted_daemon_has_no_rates() -> None:
     assert rates_between(_state(100.0), _state(1.0)) is None
+
+
+def test_shows_the_plan_of_each_trainer_that_has_one() -> None:
+    lines = _shown(_state()).splitlines()
+    at = next(number for number, line in enumerate(lines) if "plan of a step" in line)
+    assert lines[at].split()[4:] == ["pid", "kept", "offloaded", "replayed", "budget"]
+    plan = ["11", "1.5", "GiB", "5.0", "GiB", "7.0", "MiB", "0.5"]
+    assert lines[at + 1].split() == ["0000000000000100", *plan]
+    assert "00000000000000ff" not in lines[at + 2]
+
+
+def test_without_plans_there_is_no_table_of_them() -> None:
+    state = _state()
+    for session in state["sessions"]:
+        del session["plan"]  # as an older daemon of the same protocol
+    assert "plan of a step" not in _shown(state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormd.protocol import parse_budget
+from stormd.protocol import Budget, PlanLearned, budget_text, parse_budget
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,22 @@ def test_other_texts_are_refused(value: str) -> None:
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match="budget is"):
         parse_budget(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("budget", "text"),
+    [
+        ("least", "least"),
+        ("fit", "fit"),
+        (0, "0 B"),
+        (12 << 30, "12.0 GiB"),
+        (0.5, "0.5"),
+        (1.0, "1.0"),
+        (1 / 3, "0.3333"),
+        (1e-12, "1e-12"),
+        (10**40, "8388608.0 TiB"),
+    ],
+)
+def test_any_budget_is_a_text_that_a_message_may_carry(budget: Budget, text: str) -> None:
+    assert budget_text(budget) == text
+    PlanLearned(kept_bytes=0, offloaded_bytes=0, replayed_bytes=0, budget=text)

@@ -51,6 +51,7 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
     "reason": st.sampled_from(REJECTIONS),
     "part_bytes": st.integers(1 << 18, 1 << 30),
     "name": NAMES,
+    "budget": st.text(min_size=1, max_size=16).filter(str.isprintable),
     "names": st.lists(NAMES, max_size=5),
 }
 

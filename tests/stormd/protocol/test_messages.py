@@ -10,6 +10,7 @@ from stormd.protocol import (
     Hello,
     MapSegment,
     Message,
+    PlanLearned,
     ProtocolError,
     Rejected,
     Release,
@@ -20,7 +21,14 @@ from stormd.protocol import (
     message_types,
 )
 from stormd.protocol.declaring import message
-from stormd.protocol.limits import MAX_BATCH, MAX_ENTRY_BYTES, MAX_HANDLE_BYTES, MAX_ID, MAX_TEXT
+from stormd.protocol.limits import (
+    MAX_BATCH,
+    MAX_BUDGET,
+    MAX_ENTRY_BYTES,
+    MAX_HANDLE_BYTES,
+    MAX_ID,
+    MAX_TEXT,
+)
 
 STORE: dict[str, Any] = {
     "entry": 1,
@@ -30,6 +38,12 @@ STORE: dict[str, Any] = {
     "dtype": "uint8",
     "codec": "raw",
     "sequence": 0,
+}
+PLAN: dict[str, Any] = {
+    "kept_bytes": 0,
+    "offloaded_bytes": 1,
+    "replayed_bytes": 2,
+    "budget": "least",
 }
 HELLO: dict[str, Any] = {
     "protocol": 1,
@@ -54,6 +68,7 @@ def test_the_numbers_on_the_wire_are_part_of_the_protocol() -> None:
         7: "Ping",
         8: "StatusRequest",
         9: "Goodbye",
+        10: "PlanLearned",
         16: "CachePut",
         17: "CacheCommit",
         18: "CacheCancel",
@@ -132,6 +147,12 @@ def test_a_size_is_within_bounds(value: Any) -> None:
         (Store, {**STORE, "dtype": "x" * (MAX_TEXT + 1)}),
         (Store, {**STORE, "dtype": b"uint8"}),
         (Hello, {**HELLO, "device": "tpu"}),
+        (PlanLearned, {**PLAN, "kept_bytes": -1}),
+        (PlanLearned, {**PLAN, "offloaded_bytes": MAX_ID + 1}),
+        (PlanLearned, {**PLAN, "replayed_bytes": 1.0}),
+        (PlanLearned, {**PLAN, "budget": ""}),
+        (PlanLearned, {**PLAN, "budget": "x" * (MAX_BUDGET + 1)}),
+        (PlanLearned, {**PLAN, "budget": "\n"}),
         (Hello, {**HELLO, "features": "all"}),
         (Hello, {**HELLO, "features": [1]}),
         (Hello, {**HELLO, "features": ["x"] * 65}),

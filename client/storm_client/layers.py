@@ -1,0 +1,70 @@
+"""Tells in which layer of a model a tensor is being made or saved, for figures by layer.
+
+The call stack says it: no hook is registered on any module. It is looked at for values that are
+new, which are those of the steps that a plan is learned from.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+import torch
+
+__all__ = ["MODEL", "Layers", "layer_name"]
+
+MODEL = "(model)"
+"""What the model's own forward saves, outside of its layers."""
+
+_CALL = torch.nn.Module._wrapped_call_impl.__code__
+"""What every call of a module passes through; its locals are the module and its arguments."""
+
+
+class Layers:
+    """The layers of the modules that an Offload was given, as long as it has those."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Look at the modules when the first question comes; they may be half made now."""
+        self._modules = tuple(modules)
+        self._names: dict[int, str] | None = None
+
+    def current(self) -> str:
+        """Return the layer whose forward this thread is in; empty where it is in none of them."""
+        if self._names is None:
+            self._names = _names_inside(self._modules)
+        if not self._names:
+            return ""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                name = self._names.get(id(frame.f_locals["self"]))
+                if name is not None:
+                    return name
+            frame = frame.f_back  # type: ignore[assignment]  # None at the end
+        return ""
+
+
+def _names_inside(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """Return the layer of every module in some, by id; which of several it is stands before it."""
+    names: dict[int, str] = {}
+    for index, root in enumerate(roots):
+        prefix = f"{index}:" if len(roots) > 1 else ""
+        for name, module in root.named_modules():
+            names.setdefault(id(module), prefix + layer_name(name))
+    return names
+
+
+def layer_name(module: str) -> str:
+    """Return the layer that a module of this qualified name is part of.
+
+    That is the name up to its first number, as in "model.layers.3" for "model.layers.3.mlp.up", or
+    its first part where it has none.
+    """
+    if not module:
+        return MODEL
+    parts = module.split(".")
+    for prefix, part in zip(accumulate(parts, "{}.{}".format), parts, strict=True):
+        if part.isdecimal():
+            return prefix
+    return parts[0]
