@@ -48,7 +48,7 @@ from storm_client.saved import (
 )
 from storm_client.stats import OffloadStats, StatsRecorder
 from storm_client.summary import Summary, say
-from storm_client.trace import StepTrace, Traces
+from storm_client.trace import Traces
 from storm_client.versions import KeptTensor, SavedVersion
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class _StepHooks:
         traces: Traces,
     ) -> None:
         self._traces = traces
-        self._trace = StepTrace(recorder.stored_bytes)
+        self._trace = traces.begin(recorder.stored_bytes)
         self._sessions = sessions
         self._keeps = keeps
         self._policy = policy

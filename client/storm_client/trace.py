@@ -1,8 +1,9 @@
 """When a step saved and used its tensors, and when its threads waited: what a picture shows.
 
 Times are the host's, as training threads saw them: on a GPU their work is done later. A step notes
-what it does as it goes, which costs it a fraction of a microsecond each time, and sums are made
-where somebody asks. A block without end is not followed any further than MOST_MOMENTS.
+what it does as it goes, which costs it a fraction of a microsecond each time, so after the first
+steps only one in some is followed; sums are made where somebody asks. A block without end is not
+followed any further than MOST_MOMENTS.
 """
 
 from __future__ import annotations
@@ -12,9 +13,26 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-__all__ = ["MOST_MOMENTS", "Fate", "Moment", "Pause", "StepTrace", "Timeline", "Traces"]
+__all__ = [
+    "EVERY",
+    "FIRST_STEPS",
+    "MOST_MOMENTS",
+    "Fate",
+    "Moment",
+    "Pause",
+    "StepTrace",
+    "Timeline",
+    "Traces",
+    "Untraced",
+]
 
 MOST_MOMENTS = 20_000
+
+FIRST_STEPS = 10
+"""That are all followed: a plan is learned in them."""
+
+EVERY = 50
+"""Of the later steps one in so many is."""
 
 Fate = Literal["stays", "offloaded", "replayed"]
 """What becomes of a saved tensor: stays on the device, goes to the daemon, is made again."""
@@ -98,16 +116,42 @@ class StepTrace:
         return Timeline(tuple(moments), tuple(self._pauses))
 
 
+class Untraced:
+    """Stands for the trace of a step that is not followed."""
+
+    __slots__ = ()
+
+    def saved(self, key: int, fate: Fate, nbytes: int) -> None:
+        """Do nothing."""
+
+    def used(self, key: int) -> None:
+        """Do nothing."""
+
+    def paused(self, kind: str, began: float) -> float:  # noqa: ARG002 - as a trace's
+        """Return the seconds since `began`."""
+        return perf_counter() - began
+
+
+_UNTRACED = Untraced()
+
+
 class Traces:
-    """Which step of an Offload is shown: the last that a backward pass has used."""
+    """Which step of an Offload is shown: the last that was followed and used by a backward pass."""
 
     def __init__(self) -> None:
         """Start without any."""
         self._latest: StepTrace | None = None
+        self._steps = 0
 
-    def used(self, trace: StepTrace) -> None:
+    def begin(self, stored: Callable[[], int]) -> StepTrace | Untraced:
+        """Return the next step's; `stored` tells how many bytes have arrived in the pool."""
+        self._steps += 1
+        is_followed = self._steps <= FIRST_STEPS or self._steps % EVERY == 0
+        return StepTrace(stored) if is_followed else _UNTRACED
+
+    def used(self, trace: StepTrace | Untraced) -> None:
         """Note that a backward pass uses what a step has saved."""
-        if not trace.is_used:
+        if isinstance(trace, StepTrace) and not trace.is_used:
             trace.is_used = True
             self._latest = trace
 

@@ -4,7 +4,7 @@ from time import perf_counter
 
 import pytest
 from storm_client import trace as module
-from storm_client.trace import StepTrace, Traces
+from storm_client.trace import EVERY, FIRST_STEPS, StepTrace, Traces
 
 
 def made(stored: int = 0) -> StepTrace:
@@ -72,3 +72,14 @@ def test_the_step_that_a_backward_pass_used_last_is_shown() -> None:
     timeline = traces.timeline()
     assert timeline is not None
     assert timeline.moments[-1].stays == 2
+
+
+def test_after_the_first_steps_one_in_some_is_followed() -> None:
+    traces = Traces()
+    begun = [traces.begin(lambda: 0) for _ in range(2 * EVERY)]
+    followed = [number for number, trace in enumerate(begun, 1) if isinstance(trace, StepTrace)]
+    assert followed == [*range(1, FIRST_STEPS + 1), EVERY, 2 * EVERY]
+    began = perf_counter()
+    traces.used(begun[FIRST_STEPS])
+    assert traces.timeline() is None
+    assert begun[FIRST_STEPS].paused("wait", began) > 0
