@@ -7,12 +7,21 @@ saved tensors as arguments. Blocks that are compiled one by one are asked for on
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Iterable
 
 import torch
 
-__all__ = ["CompiledModels", "may_be_compiled"]
+__all__ = ["HANDLED", "CompiledModels", "may_be_compiled"]
+
+
+class _Handled(threading.local):
+    depth = 0
+
+
+HANDLED = _Handled()
+"""How many graphs of the stormd backend this thread is in: what they save is decided already."""
 
 
 class CompiledModels:
