@@ -16,6 +16,11 @@ Losses and gradients are bit for bit those of the script without offload, or an 
 from storm_client import errors
 from storm_client.cache import Cache
 from storm_client.client import Client
+from storm_client.compile import (  # noqa: A004 - torch.compile's name
+    compile,
+    compiled_plans,
+    compiled_stats,
+)
 from storm_client.connect import connect, offload
 from storm_client.errors import (
     ActivationLost,
@@ -50,6 +55,9 @@ __all__ = [
     "StormError",
     "UsageError",
     "__version__",
+    "compile",
+    "compiled_plans",
+    "compiled_stats",
     "connect",
     "errors",
     "offload",

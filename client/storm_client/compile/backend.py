@@ -1,4 +1,4 @@
-"""The backend of torch.compile, and `compile`, which calls it for one client.
+"""The backend "stormd" of torch.compile, and what `storm_client.compile` does with it.
 
 Every graph that Dynamo hands over is compiled with a plan of its own. A mistake of the caller's is
 raised where the compiled function is called, as itself: what a backend raises PyTorch wraps.
@@ -21,14 +21,15 @@ from torch._functorch import config as functorch_config
 from storm_client.arguments import plan_options
 from storm_client.client import Client
 from storm_client.compile.partition import exact_in_eager, partition
-from storm_client.compile.runtime import Graph, Target, running
+from storm_client.compile.runtime import Graph, Target, running, shared_target
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
+from storm_client.stats import OffloadStats
 from storm_client.supply import Supply
 from stormd.protocol import CODECS, Budget
 
-__all__ = ["compile", "plans_of", "stormd"]
+__all__ = ["compiled", "plans_of", "stats_of", "stormd"]
 
 MIN_BYTES = 1 << 20
 
@@ -75,57 +76,27 @@ class _Asked:
         return cls(budget, codec, min_bytes, codegen, tuple(sorted(patches.items())))
 
 
-def compile(  # noqa: A001 - torch.compile's name
+def compiled(
     model: Model,
+    client: Client | None,
+    mode: str | None,
+    options: Mapping[str, Any],
     *,
-    budget: str | float | None = None,
-    client: Client | None = None,
-    codec: str = "ancf",
-    min_bytes: int = MIN_BYTES,
-    codegen: str = "inductor",
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
+    fullgraph: bool,
+    dynamic: bool | None,
 ) -> Model:
-    """Return `model`, a module or function, compiled with a plan of its saved tensors inside.
-
-    Each graph keeps, offloads or computes again what its backward graph needs, such that at most
-    `budget` of it is on the device at any moment: "least", "fit" (what the device has free), bytes
-    or a size as "12GiB" for all graphs of `model` together, or as a float a fraction of what each
-    graph saves; by default what STORMD_BUDGET says, else "least". A fraction below the least
-    possible means the least possible. Results are those of torch.compile without offload, bit for
-    bit where its kernels are deterministic.
-
-    `client` is what `storm_client.connect` returned, by default one that the process shares, which
-    is connected when the first value leaves. Tensors of less than `min_bytes` stay. `codec` is
-    "ancf" (lossless) or "raw". `codegen` is "inductor", or "eager" to run PyTorch's own kernels.
-    The rest is torch.compile's.
-
-    Raises:
-        UsageError: a bad value; when `model` is called, also a budget below the least possible,
-            which the message names. Nothing has been compiled or stored then.
-    """
-    asked = _Asked.of(
-        mode,
-        {
-            **dict(options or {}),
-            "budget": budget,
-            "codec": codec,
-            "min_bytes": min_bytes,
-            "codegen": codegen,
-        },
-    )
+    """Return `model` compiled for one client, as `storm_client.compile` does."""
+    asked = _Asked.of(mode, options)
     target = Target(_supply_of(client), asked.budget, asked.codec, asked.min_bytes)
-    compiled: Model = torch.compile(
+    found: Model = torch.compile(
         model,
         backend=stormd,
         options={_ASKED: asked, _TARGET: target},
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
-    _TARGETS[compiled] = target
-    return compiled
+    _TARGETS[found] = target
+    return found
 
 
 def stormd(
@@ -137,12 +108,13 @@ def stormd(
 ) -> Callable[..., Any]:
     """Compile one graph: the backend "stormd" of torch.compile.
 
-    `options` are those of `compile` that it names there, and settings of torch._inductor.config.
+    `options` has `budget`, `codec`, `min_bytes` and `codegen`, as `storm_client.compile` takes them,
+    and settings of torch._inductor.config. The client is the one that the process shares.
     """
     given = dict(options or {})
     try:
         asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
-        target = given[_TARGET] if _TARGET in given else _shared_target(asked)
+        target = given[_TARGET] if _TARGET in given else _shared(asked)
         generate = _GENERATORS[asked.codegen]
         compiled, found = generate(gm, inputs, asked)
     except UsageError as error:
@@ -157,16 +129,16 @@ def stormd(
     return run
 
 
-def plans_of(compiled: Callable[..., Any]) -> list[Plan]:
-    """Return the plans of all graphs that a result of `compile` has had compiled so far.
+def plans_of(model: Callable[..., Any]) -> list[Plan]:
+    """Return the plans of the graphs of a compiled model."""
+    return [graph.plan for graph in _target_of(model).graphs]
 
-    Raises:
-        UsageError: `compiled` is something else.
-    """
-    target = _TARGETS.get(compiled)
-    if target is None:
-        raise UsageError("plans_of() takes what storm_client.compile() returned")
-    return [graph.plan for graph in target.graphs]
+
+def stats_of(model: Callable[..., Any]) -> OffloadStats:
+    """Return what the graphs of a compiled model have done."""
+    target = _target_of(model)
+    target.settle()
+    return target.recorder.snapshot()
 
 
 # --- who generates the code ---------------------------------------------------------------------
@@ -218,13 +190,9 @@ _GENERATORS = {"inductor": _by_inductor, "eager": _eagerly}
 _TARGETS: weakref.WeakKeyDictionary[Any, Target] = weakref.WeakKeyDictionary()
 """Of what `compile` returned."""
 
-_SHARED: dict[tuple[Budget, str, int], Target] = {}
-"""Of the client that the process shares, by what was asked for."""
 
-
-def _shared_target(asked: _Asked) -> Target:
-    key = (asked.budget, asked.codec, asked.min_bytes)
-    return _SHARED.setdefault(key, Target(shared_supply, *key))
+def _shared(asked: _Asked) -> Target:
+    return shared_target(asked.budget, asked.codec, asked.min_bytes)
 
 
 def _supply_of(client: Client | None) -> Callable[[], Supply]:
@@ -237,6 +205,15 @@ def _supply_of(client: Client | None) -> Callable[[], Supply]:
         )
     supply = client._supply
     return lambda: supply
+
+
+def _target_of(model: Callable[..., Any]) -> Target:
+    target = _TARGETS.get(model)
+    if target is None:
+        raise UsageError(
+            f"this takes what storm_client.compile() returned, not a {type(model).__name__}"
+        )
+    return target
 
 
 def _refuse(message: str, *_: object) -> Any:

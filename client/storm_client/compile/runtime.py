@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,10 +41,13 @@ if TYPE_CHECKING:
     from storm_client.sessions import Sessions
     from storm_client.supply import Supply
 
-__all__ = ["Graph", "Target", "fetch", "running", "store", "wait"]
+__all__ = ["Graph", "Target", "fetch", "running", "shared_target", "store", "wait"]
 
 ALIGNMENT_BYTES = 16
 """Generated code reads what an operator returns as if it began at a multiple of this."""
+
+SETTLE_SECONDS = 1.0
+"""How long statistics wait for the daemon to have encoded what was stored last."""
 
 FIT_SHARE = 0.9
 """Of what a device has free, for "fit"; the rest is for what varies."""
@@ -82,6 +85,7 @@ class Target:
         self._dead: deque[_HeldRef] = deque()
         self._held: dict[int, _HeldRef] = {}
         self._has_waited = False
+        self._is_used = False
         self._announced: weakref.WeakKeyDictionary[Session, _Announced] = (
             weakref.WeakKeyDictionary()
         )
@@ -89,6 +93,10 @@ class Target:
     def __deepcopy__(self, memo: dict[int, object]) -> Target:
         """Return itself: copies of a compiled model use the same client."""
         return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what was asked for; elsewhere it is for the client that the process shares."""
+        return shared_target, (self.budget, self.codec, self.min_bytes)
 
     @property
     def supply(self) -> Supply:
@@ -121,6 +129,11 @@ class Target:
         limit = self.budget if type(self.budget) is int else _free_bytes(kept)
         return limit - kept - max((graph.schedule.least for graph in self.graphs), default=0)
 
+    def settle(self) -> None:
+        """Wait up to a second for stores under way to end."""
+        if self._is_used:
+            self.supply.sessions.settle(SETTLE_SECONDS)
+
     def keep(self, value: torch.Tensor) -> Held:
         """Hold a value by choice."""
         self.recorder.skipped(value.nbytes, "budget")
@@ -138,7 +151,7 @@ class Target:
 
     def goes_forward(self) -> None:
         """Note that a value is saved."""
-        self.is_going_back = False
+        self.is_going_back, self._is_used = False, True
 
     def goes_back(self) -> bool:
         """Note that a value is waited for; tell whether it is the first since one was saved."""
@@ -148,6 +161,21 @@ class Target:
 
     is_going_back = False
     """Whether a value was waited for since one was saved, in any thread: a hint."""
+
+
+def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
+    """Return the target of the client that the process shares for what was asked for."""
+    key = (budget, codec, min_bytes)
+    return _SHARED.setdefault(key, Target(_shared_supply, *key))
+
+
+def _shared_supply() -> Supply:
+    from storm_client.connect import shared_supply  # loads all that a script may hold
+
+    return shared_supply()
+
+
+_SHARED: dict[tuple[Budget, str, int], Target] = {}
 
 
 class Call:
