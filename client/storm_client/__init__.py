@@ -16,8 +16,8 @@ Losses and gradients are bit for bit those of the script without offload, or an 
 from storm_client import errors
 from storm_client.cache import Cache
 from storm_client.client import Client
-from storm_client.compile import (  # noqa: A004 - torch.compile's name
-    compile,
+from storm_client.compile import (
+    compile,  # noqa: A004 - torch.compile's name
     compiled_plans,
     compiled_stats,
 )

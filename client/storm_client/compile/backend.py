@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -88,15 +88,16 @@ def compiled(
     """Return `model` compiled for one client, as `storm_client.compile` does."""
     asked = _Asked.of(mode, options)
     target = Target(_supply_of(client), asked.budget, asked.codec, asked.min_bytes)
-    found: Model = torch.compile(
+    options = {_ASKED: asked, _TARGET: target}
+    found = torch.compile(
         model,
         backend=stormd,
-        options={_ASKED: asked, _TARGET: target},
+        options=options,
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
     _TARGETS[found] = target
-    return found
+    return cast("Model", found)
 
 
 def stormd(
@@ -108,8 +109,8 @@ def stormd(
 ) -> Callable[..., Any]:
     """Compile one graph: the backend "stormd" of torch.compile.
 
-    `options` has `budget`, `codec`, `min_bytes` and `codegen`, as `storm_client.compile` takes them,
-    and settings of torch._inductor.config. The client is the one that the process shares.
+    `options` has `budget`, `codec`, `min_bytes` and `codegen`, as `storm_client.compile` takes
+    them, and settings of torch._inductor.config. The client is the one that the process shares.
     """
     given = dict(options or {})
     try:

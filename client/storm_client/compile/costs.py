@@ -1,4 +1,4 @@
-"""What the nodes of a graph probably take: for when a fetch has to begin, never for what it returns.
+"""What the nodes of a graph probably take: for when a fetch begins, never for what it returns.
 
 An operation takes as long as its arithmetic or as its memory traffic, whichever is longer.
 """
@@ -62,7 +62,7 @@ def _flops(node: fx.Node) -> float:
     count = flop_registry.get(node.target.overloadpacket)
     if count is None:
         return 0.0
-    arguments, options = fx.map_arg((node.args, node.kwargs), lambda one: _sized(one))
+    arguments, options = fx.map_arg((node.args, node.kwargs), _sized)
     try:
         return float(count(*arguments, **options, out_val=_sized(node)))
     except (TypeError, ValueError, AssertionError, IndexError):

@@ -9,6 +9,7 @@ backward pass, so neither is ever written to again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config, ir, lowering
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
 from storm_client.compile.operators import FETCH, STORE, WAIT
-from storm_client.compile.partition import exact_in_generated_code, partition
+from storm_client.compile.partition import NUMBER, exact_in_generated_code, partition
 from storm_client.compile.runtime import Graph
 from storm_client.errors import UsageError
 from stormd.protocol import Budget
@@ -77,8 +79,48 @@ def generate(
     partitioner = Partitioner(budget, min_bytes)
     changed = {**patches, "custom_partitioner_fn": partitioner, "memory_planning": False}
     with functorch_config.patch(enable_autograd_cache=False):
-        compiled = compile_fx(gm, inputs, config_patches=changed)
+        compiled = compile_fx(gm, inputs, inner_compile=_WithLayouts(), config_patches=changed)
+    assert callable(compiled)
     return compiled, partitioner.found
+
+
+class _WithLayouts:
+    """Compiles the two graphs of a pair such that what is stored keeps its strides.
+
+    Where there are convolutions Inductor chooses layouts, and a backward pass reads a saved tensor
+    in the layout that the forward chose. The backward graph is told when that is compiled. Cached
+    code of a forward graph would not tell.
+    """
+
+    def __init__(self) -> None:
+        self._strides: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_backward"):
+            self._tell(gm)
+        elif GraphLowering.decide_layout_opt(gm, is_inference=False):
+            _CHOSEN.strides = self._strides
+            try:
+                with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+                    return compile_fx_inner(gm, inputs, **options)
+            finally:
+                _CHOSEN.strides = None
+        return compile_fx_inner(gm, inputs, **options)
+
+    def _tell(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.find_nodes(op="call_function", target=WAIT):
+            strides = self._strides.get(node.meta.get(NUMBER, -1))
+            if strides is not None:
+                node.update_arg(3, list(strides))
+        gm.recompile()  # cached code is found by the code of its graph
+
+
+class _Chosen(threading.local):
+    strides: dict[int, tuple[int, ...]] | None = None
+
+
+_CHOSEN = _Chosen()
+"""Where the layouts of what is stored are noted while a forward graph is compiled."""
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,22 +160,31 @@ def _never_reused(box: Any) -> Any:
     return box
 
 
-def _lower_store(value: Any, number: int, lent: bool) -> Any:  # noqa: FBT001 - as the schema
+def _lower_store(value: Any, number: int, lent: bool) -> Any:
     realized = _never_reused(ir.ExternKernel.realize_input(value))
-    return _call_store(realized, number, lent)
+    token = _call_store(realized, number, lent)
+    strides = realized.get_stride()
+    if _CHOSEN.strides is not None and all(map(_is_number, strides)):
+        _CHOSEN.strides[number] = tuple(map(int, strides))
+    return token
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, int) or bool(size.is_number)
 
 
 def _lower_wait(*arguments: Any) -> Any:
     return _never_reused(_call_wait(*arguments))
 
 
-_call_store = lowering.fallback_handler(STORE)
-_call_wait = lowering.fallback_handler(WAIT)
+_call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]
+_call_wait = lowering.fallback_handler(WAIT)  # type: ignore[no-untyped-call]
+_call_fetch = lowering.fallback_handler(FETCH)  # type: ignore[no-untyped-call]
 
-lowering.add_needs_realized_inputs([STORE, WAIT, FETCH])
+lowering.add_needs_realized_inputs([STORE, WAIT, FETCH])  # type: ignore[no-untyped-call]
 lowering.register_lowering(STORE, type_promotion_kind=None)(_lower_store)
 lowering.register_lowering(WAIT, type_promotion_kind=None)(_lower_wait)
-lowering.register_lowering(FETCH, type_promotion_kind=None)(lowering.fallback_handler(FETCH))
+lowering.register_lowering(FETCH, type_promotion_kind=None)(_call_fetch)
 
 
 # --- values in half precision -------------------------------------------------------------------

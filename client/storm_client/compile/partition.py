@@ -35,7 +35,10 @@ from storm_client.plan.table import Plan, Row
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
-__all__ = ["exact_in_eager", "exact_in_generated_code", "partition"]
+__all__ = ["NUMBER", "exact_in_eager", "exact_in_generated_code", "partition"]
+
+NUMBER = "stormd_number"
+"""Where a wait's node says which value it waits for, in its `meta`."""
 
 LONGEST_RECIPE = 16
 """Operations that are run again for one value."""
@@ -77,7 +80,7 @@ MOVES = {
     aten.scalar_tensor,
     aten.where,
 }
-"""Operations that move, compare or choose, and round nothing: exact whatever they are fused with."""
+"""Operations that move, compare or choose, and round nothing: exact wherever they are fused."""
 
 _WRITTEN_IN_PLACE = {
     aten.index_put,
@@ -170,7 +173,7 @@ class _Pair:
         self.handed = self.results[outputs:]
         self.first_handed = outputs
         self.placeholders = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
-        self.nodes = list(backward.graph.nodes)
+        self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
         inputs = forward.graph.find_nodes(op="placeholder")
         primals = [node for node in inputs if str(node.target).startswith("primals")]
@@ -189,7 +192,9 @@ class _Pair:
         found = [
             (self.first_handed + index, node)
             for index, node in enumerate(self.handed)
-            if _is_tensor(node) and node.name in self.placeholders and node not in self.static
+            if _is_tensor(node)
+            and node.name in self.placeholders
+            and _memory(node) not in self.static
         ]
         found.sort(key=lambda one: order[one[1]])
         numbers = {node: number for number, (_, node) in enumerate(found)}
@@ -207,7 +212,7 @@ class _Pair:
         uses = _uses(given)
         at = [self.positions[use] for use in uses] or [0]
         nbytes = nbytes_of(node.meta["val"])
-        can_leave = nbytes >= max(min_bytes, 1) and self._can_leave(node, given, uses)
+        can_leave = nbytes >= max(min_bytes, 1) and self._can_leave(node, uses)
         recipe, sources, seconds = None, tuple[fx.Node, ...](), 0.0
         if can_leave:
             found = self._recipe(node, numbers, is_exact)
@@ -224,7 +229,7 @@ class _Pair:
             sources,
         )
 
-    def _can_leave(self, made: fx.Node, given: fx.Node, uses: list[fx.Node]) -> bool:
+    def _can_leave(self, made: fx.Node, uses: list[fx.Node]) -> bool:
         value = made.meta["val"]
         if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:
             return False
@@ -289,9 +294,7 @@ class _Pair:
         ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
         return Graph(_plan(values, decisions, chosen, count, self.machine), chosen, ranks)
 
-    def _offload(
-        self, values: list[_Value], decisions: list[Decision], chosen: Schedule
-    ) -> None:
+    def _offload(self, values: list[_Value], decisions: list[Decision], chosen: Schedule) -> None:
         offloaded = [n for n, one in enumerate(decisions) if isinstance(one, Offload)]
         for number in offloaded:
             self._store(values[number], number)
@@ -305,7 +308,8 @@ class _Pair:
             while ahead is not None and (chosen.fetches[ahead] <= use or number not in begun):
                 begun[ahead] = self._fetch(values[ahead], chosen.fetches[ahead])
                 ahead = next(pending, None)
-            self._wait(values[number], use, list(begun.values()))
+            came = self._wait(values[number], use, list(begun.values()))
+            came.meta[NUMBER] = number
             begun = {n: node for n, node in begun.items() if n != number}
 
     def _store(self, value: _Value, number: int) -> None:
@@ -328,7 +332,7 @@ class _Pair:
         _describe(begun, _token_like(value.made))
         return begun
 
-    def _wait(self, value: _Value, position: int, begun: list[fx.Node]) -> None:
+    def _wait(self, value: _Value, position: int, begun: list[fx.Node]) -> fx.Node:
         graph, given, val = self.backward.graph, value.given, value.made.meta["val"]
         users = [user for user in given.users if user.target is not FETCH]
         with graph.inserting_before(self._at(position)):
@@ -339,6 +343,7 @@ class _Pair:
         for user in users:
             user.replace_input_with(given, came)
         _describe(given, _token_like(value.made))
+        return came
 
     def _compute_again(
         self, values: list[_Value], decisions: list[Decision], chosen: Schedule
@@ -391,7 +396,7 @@ class _Pair:
             return int(expression)
         tracer = fx.proxy.GraphAppendingTracer(self.backward.graph)
         symbols = {name: fx.Proxy(node, tracer) for name, node in self.symbols.items()}
-        found = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
+        found: fx.Node = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
         _value_of(found)
         return found
 

@@ -380,7 +380,7 @@ class _HeldRef(weakref.ref[Held]):
     __slots__ = ("key", "nbytes")
 
     def __new__(cls, held: Held, dead: deque[_HeldRef], nbytes: int) -> _HeldRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, held, dead.append)  # type: ignore[arg-type]
+        return super().__new__(cls, held, dead.append)
 
     def __init__(self, held: Held, dead: deque[_HeldRef], nbytes: int) -> None:
         super().__init__(held, dead.append)  # type: ignore[call-arg]  # typeshed omits it
@@ -460,7 +460,7 @@ class _Tokens:
         reference = _OwnerRef(owner, self._dead.append)
         reference.key = key
         self._owners[key] = reference
-        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # a default device is not for this
+        with torch._C.DisableTorchFunction():  # a default device is not for this
             return torch.frombuffer(owner, dtype=torch.int64)
 
     def content(self, token: torch.Tensor) -> Held | Stored:

@@ -13,7 +13,7 @@ Everything here is pure: no graph, device or clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -123,7 +123,12 @@ def _schedule(
     for value, interval, decision in zip(values, needed, given_up, strict=True):
         begin = 0 if isinstance(decision, Keep) else interval.first
         live[begin : interval.last + 1] += value.nbytes
-    fetches = _fetches(values, needed, given_up, seconds, costs, live)
+    transfers = {
+        number: values[number].nbytes * costs.link
+        for number, decision in enumerate(given_up)
+        if decision == OFFLOAD
+    }
+    fetches = _fetches(values, needed, transfers, seconds, live)
     order = _order(values, needed, again, costs)
     peaks = [int(live.max(initial=0))]
     for number in order:
@@ -178,24 +183,24 @@ def _order(
 def _fetches(
     values: Sequence[Saved],
     needed: Sequence[_Interval],
-    given_up: Sequence[Decision],
+    transfers: Mapping[int, float],
     seconds: Sequence[float],
-    costs: Costs,
     live: npt.NDArray[np.int64],
 ) -> list[int]:
     """Return where each fetch begins, and add to `live` what that takes: the peak stays.
+
+    `transfers` has the values that are fetched, with the seconds that each takes on the link.
 
     The link carries one value at a time, in the order of use. Going back from the last, each
     transfer has to end before its use and before the next begins; then, going forward, each is put
     off until there is memory for it.
     """
     positions = [one.first for one in needed]
-    offloaded = [n for n, decision in enumerate(given_up) if decision == OFFLOAD]
-    by_use = sorted(offloaded, key=lambda n: (needed[n].first, n))
+    by_use = sorted(transfers, key=lambda n: (needed[n].first, n))
     begins = list(accumulate(seconds, initial=0.0))
     free = begins[-1]
     for number in reversed(by_use):
-        free = min(free, begins[needed[number].first]) - values[number].nbytes * costs.link
+        free = min(free, begins[needed[number].first]) - transfers[number]
         positions[number] = max(0, int(np.searchsorted(begins, free, side="right")) - 1)
     peak = int(live.max(initial=0))
     for number in by_use:
