@@ -21,6 +21,8 @@ from storm_client.compile import (
     compiled_plans,
     compiled_stats,
 )
+from storm_client.compile.feeder import Feeder
+from storm_client.compile.receiver import Receiver
 from storm_client.connect import connect, offload
 from storm_client.errors import (
     ActivationLost,
@@ -46,11 +48,13 @@ __all__ = [
     "DaemonLost",
     "DaemonStatus",
     "DaemonUnavailable",
+    "Feeder",
     "Offload",
     "OffloadStats",
     "PoolStatus",
     "ProtocolMismatch",
     "QuotaExceeded",
+    "Receiver",
     "SessionStatus",
     "StormError",
     "UsageError",
