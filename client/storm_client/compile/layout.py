@@ -66,7 +66,7 @@ class Layout:
         assert len(buffers) == len(self.offsets)
         placed = sorted(zip(self.offsets, buffers, strict=True), key=lambda one: one[0])
         for index, (offset, buffer) in enumerate(placed):
-            assert 0 <= offset
+            assert offset >= 0
             assert offset + buffer.nbytes <= self.nbytes
             for other_offset, other in placed[index + 1 :]:
                 if other_offset >= offset + buffer.nbytes:
@@ -124,7 +124,9 @@ def _check(buffers: Sequence[Buffer], alignment: int) -> None:
         raise UsageError(f"alignment is {alignment}; it must be a number of bytes, at least 1")
     for number, buffer in enumerate(buffers):
         if buffer.end < buffer.first or buffer.nbytes < 0:
-            raise UsageError(f"buffer {number} is {buffer}: it ends before it begins, or is negative")
+            raise UsageError(
+                f"buffer {number} is {buffer}: it ends before it begins, or is negative"
+            )
 
 
 def _meet(one: Buffer, other: Buffer) -> bool:
@@ -178,7 +180,9 @@ class _Problem:
         )
         for key in keys:
             ranked = sorted(
-                range(len(buffers)), key=lambda n: (key(buffers[n]), buffers[n].nbytes), reverse=True
+                range(len(buffers)),
+                key=lambda n: (key(buffers[n]), buffers[n].nbytes),
+                reverse=True,
             )
             yield tuple(ranked)
 
@@ -260,7 +264,5 @@ def _exact(problem: _Problem, start: _Placed, bound: int, seconds: float) -> _Pl
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return start
     found = tuple(solver.value(offset) * unit for offset in offsets)
-    size = max(
-        (at + one.nbytes for at, one in zip(found, problem.buffers, strict=True)), default=0
-    )
+    size = max((at + one.nbytes for at, one in zip(found, problem.buffers, strict=True)), default=0)
     return _Placed(start.order, found, size, 0) if size < start.top else start

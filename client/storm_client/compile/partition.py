@@ -172,7 +172,9 @@ class _Pair:
         self.results: list[Any] = list(self.output.args[0])
         self.handed = self.results[outputs:]
         self.first_handed = outputs
-        self.placeholders = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
+        self.placeholders: dict[str, fx.Node] = {
+            n.name: n for n in backward.graph.find_nodes(op="placeholder")
+        }
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
         inputs = forward.graph.find_nodes(op="placeholder")
@@ -181,6 +183,8 @@ class _Pair:
         self.seen_outside = {_memory(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
         self.seen_outside |= set(inputs)
         self.symbols = _symbols(backward.graph)
+        self.turned = {_source(n): n for n in self.handed if _is_tensor(n) and _turned_back(n)}
+        """Of what is handed over with its dimensions in another order, by what that was."""
         devices = [n.meta["val"].device for n in self.handed if _is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
@@ -260,6 +264,8 @@ class _Pair:
                 if one in numbers:
                     used.add(numbers[one])
                 return True
+            if one is not node and one in self.turned:
+                return self.turned[one] is not node and visit(self.turned[one])
             if one.op != "call_function" or not is_exact(one) or len(nodes) >= LONGEST_RECIPE:
                 return False
             if not all(map(visit, one.all_input_nodes)):
@@ -366,7 +372,18 @@ class _Pair:
         copies: dict[fx.Node, fx.Node] = {}
 
         def there(node: fx.Node) -> fx.Node:
-            return copies.get(node) or here.get(node) or self.placeholders[node.name]
+            if node in copies:
+                return copies[node]
+            if node in here:
+                return here[node]
+            if node.name in self.placeholders:
+                return self.placeholders[node.name]
+            view: fx.Node = self.turned[node]
+            back = _turned_back(view)
+            assert back is not None
+            copies[node] = graph.call_function(back[0], (there(view), *back[1]))
+            copies[node].meta["val"] = node.meta["val"]
+            return copies[node]
 
         with graph.inserting_before(self._at(position)):
             for node in value.recipe:
@@ -451,6 +468,20 @@ def _source(node: fx.Node) -> fx.Node | None:
     if isinstance(node.target, torch._ops.OpOverload) and _is_view(node.target):
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
+    return None
+
+
+def _turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
+    """Return what undoes a view that has its source's dimensions in another order, if it is one."""
+    if node.target is aten.t.default:
+        return aten.t.default, ()
+    if node.target is aten.transpose.int:
+        return aten.transpose.int, node.args[1:]
+    if node.target is aten.permute.default:
+        order = list(node.args[1])  # type: ignore[arg-type]  # a list of dimensions
+        rank = len(order)
+        back = sorted(range(rank), key=lambda at: order[at] % rank)
+        return aten.permute.default, (back,)
     return None
 
 
