@@ -37,9 +37,12 @@ def entries(client: storm.Client) -> int:
     return client.status().entries
 
 
-def test_a_value_comes_back_from_the_daemon(device: str, target: Target) -> None:
+def test_a_value_comes_back_from_the_daemon(
+    device: str, target: Target, client: storm.Client
+) -> None:
     expected = seeded(device, 64, 64)
     token = stored(target, expected.clone())
+    assert entries(client) == 1
     assert (token.dtype, token.shape, token.device.type) == (torch.int64, (1,), "cpu")
     for _ in range(2):  # as with retain_graph
         assert torch.equal(waited(token, expected), expected)
