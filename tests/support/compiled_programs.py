@@ -97,6 +97,24 @@ def half_precision(wrap: Wrap, device: str) -> list[Tensor]:
 
 
 @program
+def half_precision_used_further(wrap: Wrap, device: str) -> list[Tensor]:
+    """What is saved and used by fused operations besides: rounded for both, or for neither."""
+    first, second = (
+        seeded(device, 32, 32, seed=n).to(torch.bfloat16).requires_grad_() for n in (1, 2)
+    )
+
+    def model(x: Tensor) -> Tensor:
+        for _ in range(3):
+            y = ((x @ first) * 0.11).sigmoid()
+            x = y @ second + (y.sin() * 1.3 + y).cos()
+        return x
+
+    loss = wrap(model)(seeded(device, 64, 32).to(torch.bfloat16)).float().square().mean()
+    loss.backward()
+    return [loss.detach(), first.grad, second.grad]
+
+
+@program
 def autocast(wrap: Wrap, device: str) -> list[Tensor]:
     net = perceptron(device)
     call = wrap(net)
@@ -263,6 +281,7 @@ def shapes_that_vary(wrap: Wrap, device: str) -> list[Tensor]:
 
 IN_GENERATED_CODE = (
     "half_precision",
+    "half_precision_used_further",
     "convolutions",
     "what_is_saved_and_then_overwritten",
     "shapes_that_vary",
