@@ -86,9 +86,8 @@ class Target:
         self._held: dict[int, _HeldRef] = {}
         self._has_waited = False
         self._is_used = False
-        self._announced: weakref.WeakKeyDictionary[Session, _Announced] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._announced: dict[int, tuple[weakref.ref[Session], _Announced]] = {}
+        """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Target:
         """Return itself: copies of a compiled model use the same client."""
@@ -147,7 +146,10 @@ class Target:
     def announced(self, session: Session) -> _Announced:
         """Return what graphs have announced of what a session holds."""
         with self._lock:
-            return self._announced.setdefault(session, _Announced())
+            known = self._announced.get(id(session))
+            if known is None or known[0]() is not session:
+                known = self._announced[id(session)] = (weakref.ref(session), _Announced())
+            return known[1]
 
     def goes_forward(self) -> None:
         """Note that a value is saved."""
