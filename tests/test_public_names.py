@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import entry_points
 
 import storm_client
 import storm_kernels
@@ -30,9 +31,8 @@ def _parameters(function: object) -> dict[str, object]:
 
 
 def test_the_client_offers_what_is_promised() -> None:
-    assert {"Client", "Offload", "OffloadStats", "connect", "errors", "offload"} <= set(
-        storm_client.__all__
-    )
+    promised = {"Client", "Offload", "OffloadStats", "connect", "errors", "offload"}
+    assert promised | {"Feeder", "Receiver", "compile"} <= set(storm_client.__all__)
     for name in storm_client.__all__:
         assert hasattr(storm_client, name)
 
@@ -48,6 +48,16 @@ def test_offload_takes_what_is_promised() -> None:
     assert list(taken)[:2] == ["self", "model"]
     assert taken["min_bytes"] == 1 << 20
     assert taken["codec"] == "ancf"
+
+
+def test_compile_takes_what_is_promised() -> None:
+    taken = _parameters(storm_client.compile)
+    assert list(taken)[:3] == ["model", "budget", "client"]
+    assert (taken["codec"], taken["min_bytes"]) == ("ancf", 1 << 20)
+    assert next(iter(_parameters(storm_client.Feeder))) == "iterable"
+    assert next(iter(_parameters(storm_client.Receiver))) == "callback"
+    (entry,) = entry_points(group="torch_dynamo_backends", name="stormd")
+    assert entry.value == "storm_client.compile.backend:stormd"
 
 
 def test_the_statistics_have_their_fields() -> None:

@@ -16,6 +16,13 @@ Losses and gradients are bit for bit those of the script without offload, or an 
 from storm_client import errors
 from storm_client.cache import Cache
 from storm_client.client import Client
+from storm_client.compile import (
+    compile,  # noqa: A004 - torch.compile's name
+    compiled_plans,
+    compiled_stats,
+)
+from storm_client.compile.feeder import Feeder
+from storm_client.compile.receiver import Receiver
 from storm_client.connect import connect, offload
 from storm_client.errors import (
     ActivationLost,
@@ -42,16 +49,21 @@ __all__ = [
     "DaemonLost",
     "DaemonStatus",
     "DaemonUnavailable",
+    "Feeder",
     "Offload",
     "OffloadStats",
     "PoolStatus",
     "ProtocolMismatch",
     "QuotaExceeded",
+    "Receiver",
     "Report",
     "SessionStatus",
     "StormError",
     "UsageError",
     "__version__",
+    "compile",
+    "compiled_plans",
+    "compiled_stats",
     "connect",
     "errors",
     "offload",

@@ -22,7 +22,7 @@ import torch
 
 from storm_client import ranges
 from storm_client.blocks import Blocks, Leaving, untraced
-from storm_client.compiled import CompiledModels
+from storm_client.compiled import HANDLED, CompiledModels
 from storm_client.errors import (
     DaemonLost,
     StormError,
@@ -293,6 +293,8 @@ class _StepHooks:
     @untraced
     def pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
+        if HANDLED.depth:
+            return self._skip(tensor, "compiled")
         decision = self._policy.decide(tensor)
         if isinstance(decision, Keep):
             return self._skip(tensor, decision.reason)

@@ -39,6 +39,7 @@ __all__ = [
     "SavedStorages",
     "SnapshotProof",
     "StoredRange",
+    "Unchanging",
     "UpcomingUses",
     "View",
     "base_of",
@@ -125,6 +126,10 @@ class Holder(Protocol):
 
     def send(self, record: StoredRange) -> None:
         """Have a record of it leave, unless that was done."""
+        ...
+
+    def look_ahead(self, uses: UpcomingUses) -> None:
+        """Begin to fetch what is used next."""
         ...
 
 
@@ -343,6 +348,16 @@ class SnapshotProof:
             and base._version == self._version
             and _covers(View.of(base).span(), View.of(tensor).span())
         )
+
+
+class Unchanging(SnapshotProof):
+    """Of a value inside a compiled graph, whose memory nothing writes to while it exists."""
+
+    __slots__ = ()
+
+    def holds_for(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002 - of none of its views
+        """Tell that nothing has changed."""
+        return True
 
 
 def is_result(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from storm_client.saved import (
     RangePhase,
     SavedStorages,
     StoredRange,
+    UpcomingUses,
 )
 from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
@@ -214,6 +215,11 @@ class Session:
         if not located.is_original:
             self.lane.use(located.storage)
         return located
+
+    def look_ahead(self, uses: UpcomingUses) -> None:
+        """Begin to fetch what is used next, in this order, as far as there is room."""
+        if self._inbound is not None and not self.lane.is_capturing():
+            self._inbound.look_ahead(uses)
 
     def settle(self, timeout: float) -> None:
         """Send what may leave, and wait `timeout` seconds at most until all that is encoded."""

@@ -60,6 +60,15 @@ class SavedVersion(NamedTuple):
         return cls._of(token, tensor, _storage(token))
 
     @classmethod
+    def holding(cls, tensor: torch.Tensor) -> SavedVersion:
+        """Note the present version of `tensor`, which has yet to become an output, or is none.
+
+        The token is an alias that keeps its memory.
+        """
+        token = tensor.detach()
+        return cls._of(token, tensor, _storage(token))
+
+    @classmethod
     def _of(cls, token: torch.Tensor, tensor: torch.Tensor, storage: int) -> SavedVersion:
         shape = None if tensor.is_nested else tensor.shape
         return cls(

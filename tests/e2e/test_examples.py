@@ -38,6 +38,13 @@ def test_offload_prints_the_same_losses(daemon: ChildDaemon) -> None:
     wait_until(lambda: daemon.status()["pool"]["used_bytes"] == 0, found=daemon.status)
 
 
+def test_the_compiled_example_offloads_inside_its_graph(daemon: ChildDaemon) -> None:
+    lines = _losses("compiled_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
+    assert [line.split(":")[0] for line in lines[:5]] == [f"step {n}" for n in range(5)]
+    assert any(line.startswith("offload ") for line in lines)
+    assert daemon.status()["throughput"]["store"]["operations"] > 0
+
+
 def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
     *students, cache = _losses("frozen_teacher.py", STORMD_ADDRESS=daemon.address)
     assert [line.split(":")[0] for line in sorted(students)] == ["student 0", "student 1"]

@@ -1,0 +1,80 @@
+"""Compiled models: the plan of what is saved stands inside the graphs.
+
+`compile` and the backend "stormd" of torch.compile have AOTAutograd's joint graph divided with
+three choices for each saved value: keep, offload, compute again. Importing this loads no compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from storm_client.client import Client
+    from storm_client.plan.table import Plan
+    from storm_client.stats import OffloadStats
+
+__all__ = ["compile", "compiled_plans", "compiled_stats"]
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+
+def compile(  # noqa: A001 - torch.compile's name
+    model: Model,
+    *,
+    budget: str | float | None = None,
+    client: Client | None = None,
+    codec: str = "ancf",
+    min_bytes: int = 1 << 20,
+    codegen: str = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> Model:
+    """Return `model`, a module or function, compiled with a plan of its saved tensors inside.
+
+    Each graph keeps, offloads or computes again what its backward graph needs, such that at most
+    `budget` of it is on the device at any moment: "least", "fit" (what the device has free), bytes
+    or a size as "12GiB" for all graphs of `model` together, or as a float a fraction of what each
+    graph saves; by default what STORMD_BUDGET says, else "least". A fraction below the least
+    possible means the least possible. Results are those of torch.compile without offload, bit for
+    bit where its kernels are deterministic.
+
+    `client` is what `storm_client.connect` returned, by default one that the process shares, which
+    is connected when the first value leaves. Tensors of less than `min_bytes` stay. `codec` is
+    "ancf" (lossless) or "raw". `codegen` is "inductor", or "eager" to run PyTorch's own kernels.
+    The rest is torch.compile's; `options` are settings of torch._inductor.config.
+
+    Raises:
+        UsageError: a bad value; when `model` is called, also a budget below the least possible,
+            which the message names. Nothing has been compiled or stored then.
+    """
+    from storm_client.compile import backend
+
+    asked = {"budget": budget, "codec": codec, "min_bytes": min_bytes, "codegen": codegen}
+    return backend.compiled(
+        model, client, mode, {**asked, **(options or {})}, fullgraph=fullgraph, dynamic=dynamic
+    )
+
+
+def compiled_plans(model: Callable[..., Any]) -> list[Plan]:
+    """Return the plan of each graph that a result of `compile` has had compiled so far.
+
+    Raises:
+        UsageError: `model` is something else.
+    """
+    from storm_client.compile import backend
+
+    return backend.plans_of(model)
+
+
+def compiled_stats(model: Callable[..., Any]) -> OffloadStats:
+    """Return what a result of `compile` has done so far, waiting up to a second for its stores.
+
+    Raises:
+        UsageError: `model` is something else.
+    """
+    from storm_client.compile import backend
+
+    return backend.stats_of(model)

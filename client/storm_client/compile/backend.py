@@ -1,0 +1,221 @@
+"""The backend "stormd" of torch.compile, and what `storm_client.compile` does with it.
+
+Every graph that Dynamo hands over is compiled with a plan of its own. A mistake of the caller's is
+raised where the compiled function is called, as itself: what a backend raises PyTorch wraps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch import config as functorch_config
+
+from storm_client.arguments import plan_options
+from storm_client.client import Client
+from storm_client.compile.partition import exact_in_eager, partition
+from storm_client.compile.runtime import Graph, Target, running, shared_target
+from storm_client.connect import shared_supply
+from storm_client.errors import UsageError
+from storm_client.plan.table import Plan
+from storm_client.stats import OffloadStats
+from storm_client.supply import Supply
+from stormd.protocol import CODECS, Budget
+
+__all__ = ["compiled", "plans_of", "stats_of", "stormd"]
+
+MIN_BYTES = 1 << 20
+
+Model = TypeVar("Model", bound=Callable[..., Any])
+
+_ASKED, _TARGET = "stormd.asked", "stormd.target"
+"""The options in which `compile` hands over what it has read."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a caller asked for, checked."""
+
+    budget: Budget
+    codec: str
+    min_bytes: int
+    codegen: str
+    patches: tuple[tuple[str, Any], ...]
+    """Settings of Inductor's."""
+
+    @classmethod
+    def of(cls, mode: str | None, options: Mapping[str, Any]) -> _Asked:
+        """Return what torch.compile's mode and options mean.
+
+        Raises:
+            UsageError: a value or an option is none.
+        """
+        rest = dict(options)
+        budget = plan_options(rest.pop("budget", None), "learn", replay=False).budget
+        codec = rest.pop("codec", "ancf")
+        if codec not in CODECS:
+            raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
+        min_bytes = rest.pop("min_bytes", MIN_BYTES)
+        if type(min_bytes) is not int or min_bytes < 0:
+            raise UsageError(
+                f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0"
+            )
+        codegen = rest.pop("codegen", "inductor")
+        if codegen not in _GENERATORS:
+            raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
+        from storm_client.compile.inductor import inductor_options  # loads Inductor
+
+        patches = inductor_options(mode, rest)
+        return cls(budget, codec, min_bytes, codegen, tuple(sorted(patches.items())))
+
+
+def compiled(
+    model: Model,
+    client: Client | None,
+    mode: str | None,
+    options: Mapping[str, Any],
+    *,
+    fullgraph: bool,
+    dynamic: bool | None,
+) -> Model:
+    """Return `model` compiled for one client, as `storm_client.compile` does."""
+    asked = _Asked.of(mode, options)
+    target = Target(_supply_of(client), asked.budget, asked.codec, asked.min_bytes)
+    options = {_ASKED: asked, _TARGET: target}
+    found = torch.compile(
+        model,
+        backend=stormd,
+        options=options,
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+    )
+    _TARGETS[found] = target
+    return cast("Model", found)
+
+
+def stormd(
+    gm: fx.GraphModule,
+    inputs: list[torch.Tensor],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph: the backend "stormd" of torch.compile.
+
+    `options` has `budget`, `codec`, `min_bytes` and `codegen`, as `storm_client.compile` takes
+    them, and settings of torch._inductor.config. The client is the one that the process shares.
+    """
+    given = dict(options or {})
+    try:
+        asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
+        target = given[_TARGET] if _TARGET in given else _shared(asked)
+        generate = _GENERATORS[asked.codegen]
+        compiled, found = generate(gm, inputs, asked)
+    except UsageError as error:
+        return partial(_refuse, str(error))
+    target.graphs += found
+    graph = found[-1] if found else None
+
+    def run(*arguments: Any) -> Any:
+        with running(target, graph):
+            return compiled(*arguments)
+
+    return run
+
+
+def plans_of(model: Callable[..., Any]) -> list[Plan]:
+    """Return the plans of the graphs of a compiled model."""
+    return [graph.plan for graph in _target_of(model).graphs]
+
+
+def stats_of(model: Callable[..., Any]) -> OffloadStats:
+    """Return what the graphs of a compiled model have done."""
+    target = _target_of(model)
+    target.settle()
+    return target.recorder.snapshot()
+
+
+# --- who generates the code ---------------------------------------------------------------------
+
+
+def _by_inductor(
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked
+) -> tuple[Callable[..., Any], list[Graph]]:
+    from storm_client.compile.inductor import generate
+
+    return generate(gm, inputs, asked.budget, asked.min_bytes, dict(asked.patches))
+
+
+def _eagerly(
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked
+) -> tuple[Callable[..., Any], list[Graph]]:
+    """Have the graphs run as they are, by PyTorch's own kernels."""
+    found: list[Graph] = []
+
+    def divide(
+        joint: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward, graph = partition(
+            joint,
+            joint_inputs,
+            budget=asked.budget,
+            min_bytes=asked.min_bytes,
+            is_exact=exact_in_eager,
+            **options,
+        )
+        found.append(graph)
+        return forward, backward
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled = aot_autograd(
+            fw_compiler=boxed_nop,
+            bw_compiler=boxed_nop,
+            partition_fn=divide,
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+    return compiled, found
+
+
+_GENERATORS = {"inductor": _by_inductor, "eager": _eagerly}
+
+
+# --- helpers ------------------------------------------------------------------------------------
+
+_TARGETS: weakref.WeakKeyDictionary[Any, Target] = weakref.WeakKeyDictionary()
+"""Of what `compile` returned."""
+
+
+def _shared(asked: _Asked) -> Target:
+    return shared_target(asked.budget, asked.codec, asked.min_bytes)
+
+
+def _supply_of(client: Client | None) -> Callable[[], Supply]:
+    if client is None:
+        return shared_supply
+    if not isinstance(client, Client):
+        raise UsageError(
+            f"client is of type {type(client).__name__}; pass what storm_client.connect() "
+            "returned, or nothing for the client that the process shares"
+        )
+    supply = client._supply
+    return lambda: supply
+
+
+def _target_of(model: Callable[..., Any]) -> Target:
+    target = _TARGETS.get(model)
+    if target is None:
+        raise UsageError(
+            f"this takes what storm_client.compile() returned, not a {type(model).__name__}"
+        )
+    return target
+
+
+def _refuse(message: str, *_: object) -> Any:
+    raise UsageError(message)

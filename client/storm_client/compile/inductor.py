@@ -1,0 +1,214 @@
+"""What Inductor has to know of the operators, and how it is asked to generate code.
+
+Importing this loads Inductor.
+
+Inductor writes results into buffers that nobody reads any more. What was stored may still be read
+from its buffer, by the daemon or in its stead, and what `wait` returns may be given to another
+backward pass, so neither is ever written to again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._inductor import config, ir, lowering
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+
+from storm_client.compile.operators import FETCH, STORE, WAIT
+from storm_client.compile.partition import NUMBER, exact_in_generated_code, partition
+from storm_client.compile.runtime import Graph
+from storm_client.errors import UsageError
+from stormd.protocol import Budget
+
+__all__ = ["generate", "inductor_options"]
+
+
+class Partitioner(CustomPartitionerFn):
+    """Partitions for one compilation; what Inductor may pickle of it are plain values."""
+
+    def __init__(self, budget: Budget, min_bytes: int) -> None:
+        """Partition for that budget; `found` gets what each pair of graphs has."""
+        self.budget = budget
+        self.min_bytes = min_bytes
+        self.found: list[Graph] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return what was asked for."""
+        return {"budget": self.budget, "min_bytes": self.min_bytes, "found": []}
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph."""
+        forward, backward, graph = partition(
+            gm,
+            joint_inputs,
+            budget=self.budget,
+            min_bytes=self.min_bytes,
+            is_exact=exact_in_generated_code,
+            **options,
+        )
+        self.found.append(graph)
+        return forward, backward
+
+    def uuid(self) -> str:
+        """Return the same for all: what was decided is in the graphs, by which code is cached."""
+        return "stormd"
+
+
+def generate(
+    gm: fx.GraphModule,
+    inputs: list[torch.Tensor],
+    budget: Budget,
+    min_bytes: int,
+    patches: Mapping[str, Any],
+) -> tuple[Callable[..., Any], list[Graph]]:
+    """Return the code of a graph, and what was planned for it.
+
+    PyTorch's cache of whole partitioned graphs is passed by, since it would skip the plan; the
+    cache of generated code is not.
+    """
+    partitioner = Partitioner(budget, min_bytes)
+    changed = {**patches, "custom_partitioner_fn": partitioner, "memory_planning": False}
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(gm, inputs, inner_compile=_WithLayouts(), config_patches=changed)
+    assert callable(compiled)
+    return compiled, partitioner.found
+
+
+class _WithLayouts:
+    """Compiles the two graphs of a pair such that what is stored keeps its strides.
+
+    Where there are convolutions Inductor chooses layouts, and a backward pass reads a saved tensor
+    in the layout that the forward chose. The backward graph is told when that is compiled. Cached
+    code of a forward graph would not tell.
+    """
+
+    def __init__(self) -> None:
+        self._strides: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_backward"):
+            self._tell(gm)
+        elif GraphLowering.decide_layout_opt(gm, is_inference=False):
+            _CHOSEN.strides = self._strides
+            try:
+                with config.patch(fx_graph_cache=False, fx_graph_remote_cache=False):
+                    return compile_fx_inner(gm, inputs, **options)
+            finally:
+                _CHOSEN.strides = None
+        return compile_fx_inner(gm, inputs, **options)
+
+    def _tell(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.find_nodes(op="call_function", target=WAIT):
+            strides = self._strides.get(node.meta.get(NUMBER, -1))
+            if strides is not None:
+                node.update_arg(3, list(strides))
+        gm.recompile()  # cached code is found by the code of its graph
+
+
+class _Chosen(threading.local):
+    strides: dict[int, tuple[int, ...]] | None = None
+
+
+_CHOSEN = _Chosen()
+"""Where the layouts of what is stored are noted while a forward graph is compiled."""
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that torch.compile's mode and options mean.
+
+    Raises:
+        UsageError: one is unknown, or asks for CUDA graphs.
+    """
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        try:
+            patches.update(torch._inductor.list_mode_options(mode))
+        except (KeyError, RuntimeError) as error:
+            raise UsageError(f"mode is {mode!r}, which torch.compile does not know") from error
+    known = config.get_config_copy()
+    for name, value in options.items():
+        if name.replace("-", "_") not in known:
+            raise UsageError(
+                f"the backend stormd has no option {name!r}: known are budget, min_bytes, codec, "
+                "codegen, and the settings of torch._inductor.config"
+            )
+        patches[name.replace("-", "_")] = value
+    if patches.get("triton.cudagraphs", known["triton.cudagraphs"]):
+        asked = f"mode {mode!r}" if mode else "triton.cudagraphs"
+        raise UsageError(
+            f"{asked} replays CUDA graphs, in which nothing can leave the device; use mode "
+            "'default' or 'max-autotune-no-cudagraphs' with the backend stormd"
+        )
+    return patches
+
+
+# --- lowerings ----------------------------------------------------------------------------------
+
+
+def _never_reused(box: Any) -> Any:
+    V.graph.never_reuse_buffers.add(box.get_name())
+    return box
+
+
+def _lower_store(value: Any, number: int, lent: bool) -> Any:
+    realized = _never_reused(ir.ExternKernel.realize_input(value))
+    token = _call_store(realized, number, lent)
+    strides = realized.get_stride()
+    if _CHOSEN.strides is not None and all(map(_is_number, strides)):
+        _CHOSEN.strides[number] = tuple(map(int, strides))
+    return token
+
+
+def _is_number(size: Any) -> bool:
+    return isinstance(size, int) or bool(size.is_number)
+
+
+def _lower_wait(*arguments: Any) -> Any:
+    return _never_reused(_call_wait(*arguments))
+
+
+_call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]
+_call_wait = lowering.fallback_handler(WAIT)  # type: ignore[no-untyped-call]
+_call_fetch = lowering.fallback_handler(FETCH)  # type: ignore[no-untyped-call]
+
+lowering.add_needs_realized_inputs([STORE, WAIT, FETCH])  # type: ignore[no-untyped-call]
+lowering.register_lowering(STORE, type_promotion_kind=None)(_lower_store)
+lowering.register_lowering(WAIT, type_promotion_kind=None)(_lower_wait)
+lowering.register_lowering(FETCH, type_promotion_kind=None)(_call_fetch)
+
+
+# --- values in half precision -------------------------------------------------------------------
+
+
+def _rounds_what_is_stored(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Extend what tells Inductor that a result in half precision is saved for the backward graph.
+
+    PyTorch rounds it then for the forward graph's other uses, too. It looks for outputs, and what
+    is stored is none: without this, offload would change the last bits of a loss.
+    """
+
+    def is_saved(node: fx.Node | None) -> bool:
+        if node is not None and len(node.users) > 1:
+            stores = sum(user.target is STORE for user in node.users)
+            if stores and any(
+                user.op != "output" and user.target is not STORE for user in node.users
+            ):
+                return True
+        return original(node)
+
+    return is_saved
+
+
+_TELLS = "_has_saved_lowp_output_use"
+if hasattr(lowering, _TELLS):  # from PyTorch 2.13 on
+    setattr(lowering, _TELLS, _rounds_what_is_stored(getattr(lowering, _TELLS)))

@@ -1,0 +1,76 @@
+"""The operators that stand in compiled graphs: `stormd::store`, `stormd::fetch`, `stormd::wait`.
+
+    token = store(value, number, lent)      in the forward graph; the token is what is saved
+    begun = fetch(token)                    in the backward graph, ahead of use
+    value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
+
+A **token** is a CPU tensor of one int64, and autograd's hold on the stored bytes: its memory
+belongs to an object that holds them, so what nobody can ask for any more is given up whatever has
+become of the graph. A graph holds no other reference to this process: numbers and shapes alone.
+
+`wait` takes what the fetches return that are to begin before it, so no compiler can put them off,
+however it orders a graph. The results of all three are new tensors, as the schemas say, but what
+`wait` returns may share its memory with what is stored: see `inductor.py` and `partition.py` for
+what keeps a compiler from writing to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from storm_client.compile import runtime
+
+__all__ = ["FETCH", "STORE", "WAIT"]
+
+_LIBRARY = torch.library.Library("stormd", "DEF")  # type: ignore[no-untyped-call]
+
+_SCHEMAS = {
+    "store(Tensor value, int number, bool lent) -> Tensor": torch.Tag.flexible_layout,
+    "fetch(Tensor token) -> Tensor": torch.Tag.needs_exact_strides,
+    "wait(Tensor token, Tensor[] begun, SymInt[] size, SymInt[] stride, ScalarType dtype, "
+    "Device device) -> Tensor": torch.Tag.needs_exact_strides,
+}
+
+for _schema, _layout in _SCHEMAS.items():
+    _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe, _layout))  # type: ignore[no-untyped-call]
+
+STORE = torch.ops.stormd.store.default
+FETCH = torch.ops.stormd.fetch.default
+WAIT = torch.ops.stormd.wait.default
+
+
+def _store(value: torch.Tensor, number: int, lent: bool) -> torch.Tensor:
+    return runtime.store(value, number, lent=lent)
+
+
+def _fetch(token: torch.Tensor) -> torch.Tensor:
+    runtime.fetch(token)
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def _wait(
+    token: torch.Tensor, begun: list[torch.Tensor], size: list[int], stride: list[int], *_: object
+) -> torch.Tensor:
+    del begun  # an order, not a value; what was stored says its dtype and device
+    return runtime.wait(token, tuple(size), tuple(stride))
+
+
+def _fake_token(*_: object) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _fake_wait(*arguments: Any) -> torch.Tensor:
+    _, _, size, stride, dtype, device = arguments
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+for _name, _function, _fake in (
+    ("store", _store, _fake_token),
+    ("fetch", _fetch, _fake_token),
+    ("wait", _wait, _fake_wait),
+):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"stormd::{_name}", _fake, lib=_LIBRARY)
+    torch.fx.node.has_side_effect(getattr(torch.ops.stormd, _name).default)

@@ -1,0 +1,150 @@
+"""Receiver: takes results off the device without a stall.
+
+What is sent is copied to the host behind the work that makes it, and a thread waits for that and
+calls back, in the order of sending. A script that reads a loss with `.item()` waits for all work
+that it has queued; with a Receiver the device is never idle for it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from storm_client.errors import UsageError
+
+__all__ = ["Receiver"]
+
+
+class _Sent(NamedTuple):
+    values: tuple[Any, ...]
+    named: dict[str, Any]
+    copied: torch.Event | None
+
+
+class Receiver:
+    """Calls `callback` with what is sent to it, on the host, in order, in a thread of its own.
+
+        with storm.Receiver(lambda step, loss: print(step, float(loss))) as receive:
+            for step, (x, y) in enumerate(data):
+                ...
+                receive(step, loss)
+
+    What the callback raises is raised at the next call, or at `close`; nothing is called back
+    after it.
+    """
+
+    def __init__(self, callback: Callable[..., object], *, waiting: int = 64) -> None:
+        """Call back for each call of this; up to `waiting` of them wait, a further call blocks.
+
+        Raises:
+            UsageError: `callback` cannot be called, or `waiting` is no number of at least 1.
+        """
+        if not callable(callback):
+            raise UsageError(f"callback is of type {type(callback).__name__}; pass a function")
+        if type(waiting) is not int or waiting < 1:
+            raise UsageError(f"waiting is {waiting!r}; it must be a number of calls, at least 1")
+        self._callback = callback
+        self._queue: queue.Queue[_Sent | None] = queue.Queue(waiting)
+        self._error: BaseException | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # protects _thread and _closed
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, *values: Any, **named: Any) -> None:
+        """Send values: tensors, lists, tuples and dicts of tensors, and anything else as it is.
+
+        Tensors may be changed as soon as this returns: the callback gets copies without gradient,
+        on the host, with their shapes and dtypes. Of a tensor that is on the host already it gets
+        a copy, too.
+
+        Raises:
+            UsageError: it is closed.
+            Whatever the callback has raised since the last call.
+        """
+        self._raise_error()
+        with self._lock:
+            if self._closed:
+                raise UsageError("the Receiver is closed; make another")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="storm-receiver", daemon=True
+                )
+                self._thread.start()
+        (taken, taken_named), event = _taken((values, named))
+        self._queue.put(_Sent(taken, taken_named, event))
+
+    def close(self) -> None:
+        """Wait until all that was sent has been called back, and end the thread.
+
+        Calling it twice is fine.
+
+        Raises:
+            Whatever the callback has raised since the last call.
+        """
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+        self._raise_error()
+
+    def __enter__(self) -> Receiver:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close; an exception of the block is not replaced by the callback's."""
+        try:
+            self.close()
+        except BaseException:
+            if error is None:
+                raise
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        has_failed = False
+        while (sent := self._queue.get()) is not None:
+            if has_failed:
+                continue  # what waits is dropped, so that nobody blocks
+            try:
+                if sent.copied is not None:
+                    sent.copied.synchronize()
+                self._callback(*sent.values, **sent.named)
+            except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
+                self._error = error
+                has_failed = True
+
+
+def _taken(values: Any) -> tuple[Any, torch.Event | None]:
+    """Return copies on the host, and what says that they are made; None if they are."""
+    device: torch.device | None = None
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal device
+        tensor = tensor.detach()
+        if tensor.device.type == "cpu":
+            return tensor.clone()
+        device = tensor.device
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    copied = pytree.tree_map_only(torch.Tensor, take, values)
+    if device is None:
+        return copied, None
+    return copied, torch.accelerator.current_stream(device).record_event()

@@ -1,0 +1,495 @@
+"""What the operators do when a compiled graph runs: values leave, are fetched, and come back.
+
+A graph that is called with a Target hands its values to that client's daemon. What the daemon does
+not take, or must not have, is held here, and given back as it is. Autograd's token is all that
+keeps a value; its death, in whatever thread, is noticed where a graph runs next.
+
+Where a budget is one of bytes it holds for all graphs of a Target together: what a call may keep
+then depends on what others keep meanwhile.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count, islice
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from storm_client.compiled import HANDLED
+from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lost_in_forward
+from storm_client.plan.decisions import Keep
+from storm_client.policy import Policy
+from storm_client.saved import Handle, Located, StoredRange, Unchanging, View
+from storm_client.stats import StatsRecorder
+from storm_client.versions import SavedVersion
+from stormd.protocol import Budget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from storm_client.compile.schedule import Schedule
+    from storm_client.plan.table import Plan
+    from storm_client.session import Session
+    from storm_client.sessions import Sessions
+    from storm_client.supply import Supply
+
+__all__ = ["Graph", "Target", "fetch", "running", "shared_target", "store", "wait"]
+
+ALIGNMENT_BYTES = 16
+"""Generated code reads what an operator returns as if it began at a multiple of this."""
+
+SETTLE_SECONDS = 1.0
+"""How long statistics wait for the daemon to have encoded what was stored last."""
+
+FIT_SHARE = 0.9
+"""Of what a device has free, for "fit"; the rest is for what varies."""
+
+_KEY = struct.Struct("=q")
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One pair of graphs, as far as its runs have to know it."""
+
+    plan: Plan
+    schedule: Schedule
+    ranks: dict[int, int]
+    """Of the values that may be kept by choice in a run: their places in the schedule's order."""
+
+
+class Target:
+    """Where the values of compiled graphs go: the daemon of one client. Threads may share it."""
+
+    def __init__(
+        self, supply: Callable[[], Supply], budget: Budget, codec: str, min_bytes: int
+    ) -> None:
+        """Use the sessions of `supply()`, which is called when the first value leaves."""
+        self.budget = budget
+        self.codec = codec
+        self.min_bytes = min_bytes
+        self.recorder = StatsRecorder()
+        self.graphs: list[Graph] = []
+        """Those compiled so far."""
+        self.policy = Policy((), min_bytes)
+        self._supply = supply
+        self._lock = threading.Lock()  # protects all below
+        self._kept_bytes = 0
+        self._dead: deque[_HeldRef] = deque()
+        self._held: dict[int, _HeldRef] = {}
+        self._has_waited = False
+        self._is_used = False
+        self._announced: dict[int, tuple[weakref.ref[Session], _Announced]] = {}
+        """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Target:
+        """Return itself: copies of a compiled model use the same client."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what was asked for; elsewhere it is for the client that the process shares."""
+        return shared_target, (self.budget, self.codec, self.min_bytes)
+
+    @property
+    def supply(self) -> Supply:
+        """Where sessions come from.
+
+        Raises:
+            StormError: there is no client yet, and none can be had.
+        """
+        return self._supply()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are held by choice in runs whose backward pass is still to come."""
+        with self._lock:
+            while self._dead:
+                reference = self._dead.popleft()
+                if self._held.pop(reference.key, None) is not None:
+                    self._kept_bytes -= reference.nbytes
+            return self._kept_bytes
+
+    def room(self) -> int:
+        """Return how many bytes a run that begins now may keep by choice.
+
+        What any graph needs at the least is left free. Which graphs a step has is not known until
+        a value was waited for, and nothing is kept before.
+        """
+        kept = self.kept_bytes
+        if not self._has_waited:
+            return 0
+        limit = self.budget if type(self.budget) is int else _free_bytes(kept)
+        return limit - kept - max((graph.schedule.least for graph in self.graphs), default=0)
+
+    def settle(self) -> None:
+        """Wait up to a second for stores under way to end."""
+        if self._is_used:
+            self.supply.sessions.settle(SETTLE_SECONDS)
+
+    def keep(self, value: torch.Tensor) -> Held:
+        """Hold a value by choice."""
+        self.recorder.skipped(value.nbytes, "budget")
+        held = Held(value, self)
+        with self._lock:
+            self._kept_bytes += value.nbytes
+            reference = _HeldRef(held, self._dead, value.nbytes)
+            self._held[reference.key] = reference
+        return held
+
+    def announced(self, session: Session) -> _Announced:
+        """Return what graphs have announced of what a session holds."""
+        with self._lock:
+            known = self._announced.get(id(session))
+            if known is None or known[0]() is not session:
+                known = self._announced[id(session)] = (weakref.ref(session), _Announced())
+            return known[1]
+
+    def goes_forward(self) -> None:
+        """Note that a value is saved."""
+        self.is_going_back, self._is_used = False, True
+
+    def goes_back(self) -> bool:
+        """Note that a value is waited for; tell whether it is the first since one was saved."""
+        is_first, self.is_going_back = not self.is_going_back, True
+        self._has_waited = True
+        return is_first
+
+    is_going_back = False
+    """Whether a value was waited for since one was saved, in any thread: a hint."""
+
+
+def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
+    """Return the target of the client that the process shares for what was asked for."""
+    key = (budget, codec, min_bytes)
+    return _SHARED.setdefault(key, Target(_shared_supply, *key))
+
+
+def _shared_supply() -> Supply:
+    from storm_client.connect import shared_supply  # loads all that a script may hold
+
+    return shared_supply()
+
+
+_SHARED: dict[tuple[Budget, str, int], Target] = {}
+
+
+class Call:
+    """One run of a compiled pair's forward graph, in its thread."""
+
+    def __init__(self, target: Target, graph: Graph | None) -> None:
+        """Begin one; an inference graph has no plan, and saves nothing."""
+        self.target = target
+        self._sessions: Sessions | None = None
+        self._ranks = {} if graph is None else graph.ranks
+        self._room = target.room() if self._ranks else 0
+        self._count = 0 if graph is None else graph.schedule.holding(self._room)
+
+    def keeps(self, number: int, nbytes: int) -> bool:
+        """Tell whether a value is kept by choice, and count it.
+
+        Shapes that vary may make it larger than was planned.
+        """
+        if self._ranks.get(number, self._count) >= self._count or nbytes > self._room:
+            return False
+        self._room -= nbytes
+        return True
+
+    def sessions(self) -> Sessions:
+        """Return the sessions for what this run saves.
+
+        Raises:
+            UsageError: the client is closed, or this is a forked child.
+            DaemonLost: the daemon is gone, and the client was not told to go on without.
+        """
+        if self._sessions is None:
+            self._sessions = self.target.supply.current()
+            self._sessions.sweep()
+            self.target.goes_forward()
+        return self._sessions
+
+
+class _Running(threading.local):
+    call: Call | None = None
+
+
+_RUNNING = _Running()
+
+
+@contextmanager
+def running(target: Target, graph: Graph | None) -> Iterator[None]:
+    """Run a compiled graph inside: what it stores goes to `target`, and hooks leave it alone."""
+    outer, _RUNNING.call = _RUNNING.call, Call(target, graph)
+    HANDLED.depth += 1
+    try:
+        yield
+    finally:
+        HANDLED.depth -= 1
+        _RUNNING.call = outer
+
+
+# --- the operators ------------------------------------------------------------------------------
+
+
+def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
+    """Take a value, the graph's value `number`, and return the token that stands for it.
+
+    One that is `lent`, an input or an output of the graph, leaves when nobody else holds it.
+
+    Raises:
+        DaemonLost: the daemon is gone, and the client was not told to go on without.
+    """
+    call = _RUNNING.call
+    assert call is not None, "a graph of the stormd backend was run without it"
+    return _TOKENS.make(_pack(call, value, number, lent=lent))
+
+
+def fetch(token: torch.Tensor) -> None:
+    """Begin to bring a value back."""
+    content = _TOKENS.content(token)
+    if isinstance(content, Stored):
+        content.fetch()
+
+
+def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a value, in its bits; nobody may write to it.
+
+    Raises:
+        RuntimeError: it was changed in place since it was stored.
+        CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
+    """
+    tensor = _TOKENS.content(token).bring()
+    if tensor.size() != size:
+        raise ActivationLost(f"a value of shape {tuple(tensor.size())} came back for {size}")
+    if tensor.stride() == stride and not tensor.data_ptr() % ALIGNMENT_BYTES:
+        return tensor
+    laid_out = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device)
+    return laid_out.copy_(tensor)
+
+
+def _pack(call: Call, value: torch.Tensor, number: int, *, lent: bool) -> Held | Stored:
+    target = call.target
+    if call.keeps(number, value.nbytes):
+        return target.keep(value)
+    if value.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _skip(target, value, "capture")
+    stays = target.policy.decide(value) if lent else None
+    if not isinstance(stays, Keep):
+        stays = target.policy.decide_storage(value.untyped_storage())
+    if isinstance(stays, Keep):
+        return _skip(target, value, stays.reason)
+    try:
+        session = call.sessions().of(value.device)
+        if session is None:
+            return _skip(target, value, "device")
+        return Stored(_handle(target, value, session, lent=lent), target)
+    except DaemonLost as loss:
+        if not target.supply.keeps:
+            raise lost_in_forward(loss) from loss
+        target.recorder.saved(value.nbytes, 0.0)
+        target.recorder.kept(value.nbytes, "daemon_lost")
+        return Held(value, target)
+
+
+def _skip(target: Target, value: torch.Tensor, reason: str) -> Held:
+    target.recorder.skipped(value.nbytes, reason)
+    return Held(value, target)
+
+
+def _handle(target: Target, value: torch.Tensor, session: Session, *, lent: bool) -> Handle:
+    """Have a value leave at once, or when nobody else holds it."""
+    storage = value.untyped_storage()
+    record = session.find(storage, value)
+    if record is not None:
+        target.recorder.deduplicated(value.nbytes)
+    else:
+        began = perf_counter()
+        record = session.hold(storage, value.dtype, target.codec, target.recorder)
+        if not lent:
+            record.proof = Unchanging(value)
+            session.send(record)
+        target.recorder.saved(value.nbytes, perf_counter() - began)
+    version = SavedVersion.of(value, storage._cdata)
+    handle = Handle(record, View.of(value), version, target.announced(session), 0)
+    session.deaths.watch_handle(handle)
+    return handle
+
+
+# --- what tokens hold ---------------------------------------------------------------------------
+
+
+class Stored:
+    """A value that is with the daemon, or on its way."""
+
+    __slots__ = ("_handle", "_target")
+
+    def __init__(self, handle: Handle, target: Target) -> None:
+        self._handle = handle
+        self._target = target
+
+    def fetch(self) -> None:
+        """Announce it, and begin to fetch what is announced, in this order."""
+        record = self._handle.record
+        announced = self._target.announced(record.session)  # type: ignore[arg-type]  # its holder is a session
+        announced.add(record)
+        record.session.look_ahead(announced)
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        handle, target = self._handle, self._target
+        handle.version.check()
+        replaced = handle.version.replaced()
+        if replaced is not None:
+            return replaced
+        began = perf_counter()
+        record = handle.record
+        try:
+            located = record.session.load(handle, is_first=target.goes_back())
+        except DaemonLost as loss:
+            raise lost_in_backward(loss, keeps=target.supply.keeps) from loss
+        target.announced(record.session).remove(record)  # type: ignore[arg-type]
+        if not located.is_original:
+            target.recorder.restored(perf_counter() - began)
+        return handle.view.rebuild(Located(located.storage))
+
+
+class Held:
+    """A value that stays here."""
+
+    __slots__ = ("__weakref__", "_target", "_version")
+
+    def __init__(self, value: torch.Tensor, target: Target) -> None:
+        self._version = SavedVersion.holding(value)
+        self._target = target
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        self._target.goes_back()
+        self._version.check()
+        replaced = self._version.replaced()
+        return self._version.token if replaced is None else replaced
+
+
+class _HeldRef(weakref.ref[Held]):
+    """Tells of the death of what was kept by choice by being appended to a deque."""
+
+    __slots__ = ("key", "nbytes")
+
+    def __new__(cls, held: Held, dead: deque[_HeldRef], nbytes: int) -> _HeldRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
+        return super().__new__(cls, held, dead.append)
+
+    def __init__(self, held: Held, dead: deque[_HeldRef], nbytes: int) -> None:
+        super().__init__(held, dead.append)  # type: ignore[call-arg]  # typeshed omits it
+        self.key = next(_KEYS)
+        self.nbytes = nbytes
+
+
+class _Announced:
+    """What fetches have announced of one session and nobody has waited for, in this order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects both below
+        self._records: dict[int, weakref.ref[StoredRange]] = {}
+        self._seen: set[int] = set()
+
+    def add(self, record: StoredRange) -> None:
+        """Expect that `record` is waited for after all that was announced before."""
+        with self._lock:
+            self._records[record.key] = weakref.ref(record)
+
+    def remove(self, record: StoredRange) -> None:
+        """Note that `record` is there, and forget what died."""
+        with self._lock:
+            gone = [key for key, reference in self._records.items() if reference() is None]
+            for key in (*gone, record.key):
+                self._records.pop(key, None)
+                self._seen.discard(key)
+
+    def upcoming(self) -> list[StoredRange]:
+        """Return the living records, the nearest first."""
+        with self._lock:
+            found = [reference() for reference in self._records.values()]
+        return [record for record in found if record is not None]
+
+    def unseen(self) -> list[StoredRange | None]:
+        """Return those that have not been looked at, None for a dead one."""
+        with self._lock:
+            return [self._records[key]() for key in self._unseen()]
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen are here or have been requested."""
+        with self._lock:
+            self._seen.update(list(islice(self._unseen(), count)))
+
+    def _unseen(self) -> Iterator[int]:
+        return (key for key in self._records if key not in self._seen)
+
+
+class _Owner(bytearray):
+    """A token's memory. PyTorch holds it for as long as a tensor lies in it."""
+
+    __slots__ = ("__weakref__", "content")
+    content: Held | Stored
+
+
+class _OwnerRef(weakref.ref[_Owner]):
+    """Tells of a token's death by being appended to a deque."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class _Tokens:
+    """All living tokens of this process, by their numbers."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, _OwnerRef] = {}
+        self._dead: deque[_OwnerRef] = deque()
+
+    def make(self, content: Held | Stored) -> torch.Tensor:
+        """Return a token for `content`, which lives as long as the token's memory."""
+        while self._dead:
+            self._owners.pop(self._dead.popleft().key, None)
+        key = next(_KEYS)
+        owner = _Owner(_KEY.pack(key))
+        owner.content = content
+        reference = _OwnerRef(owner, self._dead.append)
+        reference.key = key
+        self._owners[key] = reference
+        with torch._C.DisableTorchFunction():  # a default device is not for this
+            return torch.frombuffer(owner, dtype=torch.int64)
+
+    def content(self, token: torch.Tensor) -> Held | Stored:
+        """Return what a token stands for.
+
+        Raises:
+            ActivationLost: it is a copy of one that is gone.
+        """
+        reference = self._owners.get(int(token))
+        owner = None if reference is None else reference()
+        if owner is None:
+            raise ActivationLost(
+                "a value that a compiled graph had stored is gone: saved-tensor hooks around the "
+                "graph gave back a copy of what stands for it; leave int64 tensors of one element "
+                "to autograd there"
+            )
+        return owner.content
+
+
+_KEYS = count(1)
+_TOKENS = _Tokens()
+
+
+def _free_bytes(kept: int) -> int:
+    """Return what may be kept on the current GPU besides what is there now; 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    free, _ = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return kept + int(FIT_SHARE * max(0, free + unused))

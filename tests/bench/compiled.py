@@ -1,0 +1,206 @@
+"""What offload inside compiled graphs costs, beside what PyTorch offers, at the same time.
+
+    python tests/bench/compiled.py --json tests/bench/results/compiled_h200.json
+    python tests/bench/compiled.py --layers 2 --width 128 --tokens 256 --steps 3     # on a CPU
+
+A decoder of equal blocks is compiled as a whole, or block by block with --blocks, and trained by
+each method in turn: nothing, checkpointing of every block, PyTorch's activation_memory_budget, and
+the backend at several budgets. A row has the median of the steps' times and the most memory; on a
+CPU that is the most bytes of saved tensors that the plan leaves. Losses are compared to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import storm_client as storm
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from stormd.machine import describe, package_versions
+
+GIB = 1 << 30
+WARM_UPS = 3
+BUDGETS = (0.0, 0.25, 0.5, 0.75, 1.0)
+MEMORY_BUDGETS = (0.6, 0.4, 0.2)
+
+
+class Row(NamedTuple):
+    """What was measured of one method."""
+
+    method: str
+    milliseconds: float
+    peak_gib: float
+    compile_seconds: float
+    same_losses: bool
+
+
+class Block(nn.Module):
+    """RMSNorm, causal attention, a gated MLP, as Llama has them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = max(1, width // 128)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, 7 * width // 2, bias=False)
+        self.up = nn.Linear(width, 7 * width // 2, bias=False)
+        self.down = nn.Linear(7 * width // 2, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, w = x.shape
+        q, k, v = self.qkv(self.norm1(x)).split(w, dim=-1)
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in (q, k, v))
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, w))
+        y = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Decoder(nn.Module):
+    """Blocks, each of which may be checkpointed."""
+
+    def __init__(self, layers: int, width: int, *, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return x
+
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+class Method(NamedTuple):
+    """How a model is compiled, and in which context."""
+
+    name: str
+    wrap: Wrap
+    context: AbstractContextManager[object] = nullcontext()
+    is_checkpointed: bool = False
+
+
+def methods(arguments: argparse.Namespace) -> list[Method]:
+    plain = torch.compile
+    found = [Method("none", plain), Method("checkpoint", plain, is_checkpointed=True)]
+    for budget in MEMORY_BUDGETS:
+        patch = functorch_config.patch(activation_memory_budget=budget)
+        found.append(Method(f"activation_memory_budget={budget:g}", plain, patch))
+    for budget in ("least", *BUDGETS):
+
+        def wrap(model: nn.Module, budget: str | float = budget) -> nn.Module:
+            return storm.compile(model, budget=budget, min_bytes=arguments.min_bytes)
+
+        found.append(Method(f"stormd budget={budget}", wrap))
+    return found
+
+
+def measure(
+    method: Method, arguments: argparse.Namespace, expected: list[float]
+) -> tuple[Row, list[float]]:
+    """Train by one method; `expected` are the losses of the first."""
+    torch._dynamo.reset()
+    gc.collect()
+    torch.manual_seed(0)
+    device = arguments.device
+    model = Decoder(arguments.layers, arguments.width, is_checkpointed=method.is_checkpointed)
+    model = model.to(device, torch.bfloat16)
+    compiled: list[nn.Module] = []
+    if arguments.blocks:
+        compiled = [method.wrap(block) for block in model.blocks]
+        model.blocks = nn.ModuleList(compiled)
+        call: nn.Module = model
+    else:
+        compiled = [call := method.wrap(model)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    x = torch.randn(arguments.rows, arguments.tokens, arguments.width, device=device)
+    x = x.to(torch.bfloat16)
+    losses, seconds = [], []
+    with method.context:
+        for step in range(WARM_UPS + arguments.steps):
+            if step == WARM_UPS and device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            _synchronize(device)
+            began = time.perf_counter()
+            loss = call(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            _synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            losses.append(loss.item())
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else _planned(method, compiled)
+    row = Row(
+        method.name,
+        1e3 * statistics.median(seconds[WARM_UPS:]),
+        peak / GIB,
+        seconds[0],
+        not expected or losses == expected,
+    )
+    return row, losses
+
+
+def _planned(method: Method, compiled: list[nn.Module]) -> int:
+    """Return the peak of saved bytes by plan, 0 for what has none."""
+    if not method.name.startswith("stormd"):
+        return 0
+    return sum(plan.peak_bytes for one in compiled for plan in storm.compiled_plans(one))
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--min-bytes", type=int, default=1 << 20)
+    parser.add_argument("--blocks", action="store_true", help="compile block by block")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    expected: list[float] = []
+    print(f"{'method':<32} {'ms':>9} {'peak GiB':>9} {'first s':>8}  losses")
+    for method in methods(arguments):
+        row, losses = measure(method, arguments, expected)
+        expected = expected or losses
+        rows.append(row)
+        same = "the same" if row.same_losses else "OTHERS"
+        print(
+            f"{row.method:<32} {row.milliseconds:>9.1f} {row.peak_gib:>9.3f} "
+            f"{row.compile_seconds:>8.1f}  {same}",
+            flush=True,
+        )
+    if arguments.json:
+        figures = {
+            "machine": describe(),
+            "packages": package_versions(),
+            "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "json"},
+            "rows": [row._asdict() for row in rows],
+        }
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

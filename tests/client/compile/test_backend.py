@@ -1,0 +1,401 @@
+"""What the backend compiles: exact, within its budget, and gone when nobody can ask for it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client import compile as storm_compile
+from storm_client.compile import backend, runtime
+from support.compiled_programs import IN_GENERATED_CODE, PROGRAMS, Wrap, blocks, perceptron
+from support.daemon_process import DaemonProcess
+from support.training import assert_identical, gradients, seeded
+from support.waiting import wait_until
+from torch import Tensor, nn
+from torch._inductor.async_compile import AsyncCompile
+
+DEADLINE_SECONDS = 30.0
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+"""Of PyTorch's own, where it compiles."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """Have PyTorch start what it keeps for the life of the process, before each test's look."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.compile(nn.Linear(4, 4).to(device))(seeded(device, 4, 4, grad=True)).sum().backward()
+    pool = AsyncCompile.pool()
+    barrier = threading.Barrier(pool._max_workers)
+    list(pool.map(lambda _: barrier.wait(DEADLINE_SECONDS), range(pool._max_workers)))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiler:
+    """Compiles by the backend, and remembers what it compiled."""
+
+    def __init__(self, client: storm.Client, **options: object) -> None:
+        self.client = client
+        self.options = {"min_bytes": 1, "codegen": "eager", **options}
+        self.made: list[Callable[..., Tensor]] = []
+
+    def __call__(self, model: Callable[..., object]) -> Callable[..., Tensor]:
+        self.made.append(storm.compile(model, client=self.client, **self.options))
+        return self.made[-1]
+
+    def stats(self) -> list[storm.OffloadStats]:
+        return [storm.compiled_stats(one) for one in self.made]
+
+    @property
+    def offloaded(self) -> int:
+        return sum(stats.offloaded_bytes for stats in self.stats())
+
+
+def reference(codegen: str, **options: object) -> Wrap:
+    name = "inductor" if codegen == "inductor" else "aot_eager"
+    return partial(torch.compile, backend=name, **options)
+
+
+def dynamic(name: str) -> dict[str, object]:
+    return {"dynamic": True} if name == "shapes_that_vary" else {}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_those_without_offload(name: str, device: str, client: storm.Client) -> None:
+    expected = PROGRAMS[name](reference("eager", **dynamic(name)), device)
+    torch._dynamo.reset()
+    wrap = Compiler(client, **dynamic(name))
+    assert_identical(PROGRAMS[name](wrap, device), expected)
+    if name not in ("views_and_strides", "what_is_saved_and_then_overwritten"):
+        assert wrap.offloaded > 0  # of those two all is cheaper to compute again
+
+
+@pytest.mark.parametrize("name", IN_GENERATED_CODE)
+def test_generated_code_gives_the_same_results(
+    name: str, device: str, client: storm.Client
+) -> None:
+    expected = PROGRAMS[name](reference("inductor", **dynamic(name)), device)
+    torch._dynamo.reset()
+    wrap = Compiler(client, codegen="inductor", **dynamic(name))
+    assert_identical(PROGRAMS[name](wrap, device), expected)
+    if name not in ("views_and_strides", "what_is_saved_and_then_overwritten"):
+        assert wrap.offloaded > 0
+
+
+def test_a_daemon_that_takes_nothing_leaves_all_where_it_is(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    """What is held instead is not written to, though generated code reuses its buffers."""
+    name = "half_precision"
+    expected = PROGRAMS[name](reference("inductor"), "cpu")
+    torch._dynamo.reset()
+    daemon = make_daemon("--pool-bytes", "4MiB", "--session-quota-bytes", "4KiB")
+    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
+        wrap = Compiler(client, codegen="inductor")
+        assert_identical(PROGRAMS[name](wrap, "cpu"), expected)
+        assert sum(stats.kept_bytes for stats in wrap.stats()) > 0
+
+
+def step(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    loss = call(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def test_the_name_of_the_backend_is_enough(
+    monkeypatch: pytest.MonkeyPatch, client: storm.Client
+) -> None:
+    monkeypatch.setattr(runtime, "_shared_supply", lambda: client._supply)
+    monkeypatch.setattr(runtime, "_SHARED", {})
+    net = perceptron("cpu")
+    expected = step(torch.compile(net, backend="aot_eager"), seeded("cpu", 16, 32))
+    options = {"budget": 0.25, "min_bytes": 1, "codegen": "eager"}
+    call = torch.compile(net, backend="stormd", options=options)
+    assert torch.equal(step(call, seeded("cpu", 16, 32)), expected)
+    assert runtime.shared_target(0.25, "ancf", 1).recorder.snapshot().saved_bytes > 0
+
+
+# --- budgets ------------------------------------------------------------------------------------
+
+
+def test_the_peak_grows_with_the_budget_and_stays_below(client: storm.Client) -> None:
+    peaks, shares = [], (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    for share in shares:
+        torch._dynamo.reset()
+        wrap = Compiler(client, budget=share)
+        step(wrap(blocks("cpu")), seeded("cpu", 2, 16, 32))
+        (plan,) = storm.compiled_plans(wrap.made[0])
+        saved = sum(row.nbytes for row in plan.rows)
+        least = peaks[0] if peaks else plan.peak_bytes
+        assert plan.peak_bytes <= max(least, int(share * saved))
+        peaks.append(plan.peak_bytes)
+    assert peaks == sorted(peaks)
+    assert peaks[-1] > peaks[0]
+
+
+def test_a_budget_below_the_least_possible_is_refused_by_name(client: storm.Client) -> None:
+    wrap = Compiler(client, budget=1)
+    call = wrap(perceptron("cpu"))
+    with pytest.raises(storm.UsageError, match="least possible") as refused:
+        call(seeded("cpu", 16, 32))
+    least = int(str(refused.value).partition("(")[2].partition(" bytes")[0])
+    torch._dynamo.reset()
+    step(Compiler(client, budget=least)(perceptron("cpu")), seeded("cpu", 16, 32))
+    torch._dynamo.reset()
+    with pytest.raises(storm.UsageError, match="least possible"):
+        Compiler(client, budget=least - 1)(perceptron("cpu"))(seeded("cpu", 16, 32))
+
+
+def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -> None:
+    nets = [blocks("cpu", 1) for _ in range(3)]
+    wrap = Compiler(client, budget=60_000)
+
+    def model(x: Tensor) -> Tensor:
+        x = nets[0](x)
+        torch._dynamo.graph_break()
+        x = nets[1](x)
+        torch._dynamo.graph_break()
+        return nets[2](x)
+
+    call = wrap(model)
+    target = backend._TARGETS[call]
+    for number in range(3):
+        loss = call(seeded("cpu", 2, 16, 32)).square().mean()
+        least = max(graph.schedule.least for graph in target.graphs)
+        assert len(target.graphs) == 3
+        assert target.kept_bytes <= 60_000 - least
+        assert (target.kept_bytes > 0) == (number > 0), "the first step learns which graphs run"
+        loss.backward()
+        del loss
+        assert target.kept_bytes == 0
+
+
+# --- lives --------------------------------------------------------------------------------------
+
+
+def entries(client: storm.Client) -> int:
+    client._supply.sessions.settle(DEADLINE_SECONDS)
+    return client.status().entries
+
+
+def test_a_graph_dropped_without_backward_frees_what_it_stored(client: storm.Client) -> None:
+    call = Compiler(client)(perceptron("cpu"))
+    loss = call(seeded("cpu", 16, 32)).sum()
+    assert entries(client) > 0
+    del loss
+    gc.collect()
+    wait_until(lambda: entries(client) == 0, DEADLINE_SECONDS)
+
+
+def test_evaluation_stores_nothing(client: storm.Client) -> None:
+    wrap = Compiler(client)
+    call = wrap(perceptron("cpu"))
+    expected = perceptron("cpu")(seeded("cpu", 16, 32))
+    with torch.no_grad():
+        assert torch.equal(call(seeded("cpu", 16, 32)), expected)
+    with torch.inference_mode():
+        assert torch.equal(call(seeded("cpu", 16, 32)), expected)
+    assert wrap.stats()[0].saved_bytes == 0
+
+
+def test_a_second_backward_pass_is_refused_as_by_pytorch(client: storm.Client) -> None:
+    with torch._functorch.config.patch(donated_buffer=False):
+        out = Compiler(client)(perceptron("cpu"))(seeded("cpu", 16, 32)).sum()
+        out.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            out.backward()
+
+
+@pytest.mark.parametrize("what", ["input", "output"])
+def test_a_saved_tensor_that_is_changed_in_place_raises(what: str, client: storm.Client) -> None:
+    def model(x: Tensor) -> Tensor:
+        return (x * 2).exp().sin().exp() if what == "output" else x.sin() * x
+
+    def change(call: Callable[..., Tensor]) -> None:
+        x = seeded("cpu", 16, 32, grad=True) * 1
+        out = call(x)
+        with torch.no_grad():
+            (x if what == "input" else out).add_(1)
+        out.sum().backward()
+
+    for compiled in (torch.compile(model, backend="aot_eager"), Compiler(client)(model)):
+        torch._dynamo.reset()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            change(compiled)
+
+
+def test_copies_and_pickles_train_on_their_own(client: storm.Client) -> None:
+    wrap = Compiler(client)
+    call = wrap(perceptron("cpu"))
+    expected = step(call, seeded("cpu", 16, 32))
+    other = copy.deepcopy(call)
+    other.zero_grad()
+    assert torch.equal(step(other, seeded("cpu", 16, 32)), expected)
+    assert_identical(gradients(other), gradients(call))
+    loaded = pickle.loads(pickle.dumps(call))
+    assert_identical(loaded.parameters(), call.parameters())
+
+
+def test_threads_share_what_is_compiled(client: storm.Client) -> None:
+    wrap = Compiler(client)
+    net = perceptron("cpu").requires_grad_(requires_grad=False)
+    call = wrap(net)
+    x = seeded("cpu", 16, 32, grad=True)
+    step(call, x)
+    expected, found = x.grad, []
+
+    def train() -> None:
+        mine = seeded("cpu", 16, 32, grad=True)
+        for _ in range(5):
+            mine.grad = None
+            step(call, mine)
+        found.append(mine.grad)
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_identical(found, [expected] * 3)
+
+
+# --- the daemon's end ---------------------------------------------------------------------------
+
+
+def test_what_a_lost_daemon_held_raises_and_the_client_may_go_on(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes", "64MiB")
+    with storm.connect(
+        daemon.address, embedded="never", timeout=DEADLINE_SECONDS, on_daemon_loss="keep"
+    ) as client:
+        call = Compiler(client)(perceptron("cpu"))
+        expected = step(call, seeded("cpu", 16, 32))
+        loss = call(seeded("cpu", 16, 32)).square().mean()
+        client._supply.sessions.settle(DEADLINE_SECONDS)
+        daemon.kill()
+        with pytest.raises(storm.DaemonLost, match="repeat the step"):
+            loss.backward()
+        with pytest.warns(RuntimeWarning, match="stay in memory"):
+            assert torch.equal(step(call, seeded("cpu", 16, 32)), expected)
+
+
+def test_a_lost_daemon_raises_in_the_forward_pass(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes", "64MiB")
+    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
+        call = Compiler(client)(perceptron("cpu"))
+        step(call, seeded("cpu", 16, 32))
+        daemon.kill()
+        with pytest.raises(storm.DaemonLost, match="on_daemon_loss"):
+            call(seeded("cpu", 16, 32))
+
+
+def test_a_closed_client_is_named(daemon: DaemonProcess) -> None:
+    client = storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS)
+    call = Compiler(client)(perceptron("cpu"))
+    client.close()
+    with pytest.raises(storm.UsageError, match="closed"):
+        call(seeded("cpu", 16, 32))
+
+
+# --- beside hooks -------------------------------------------------------------------------------
+
+
+def test_hooks_leave_what_the_backend_handles_alone(client: storm.Client) -> None:
+    wrap = Compiler(client, budget=1.0)
+    net = perceptron("cpu")
+    call = wrap(net)
+    x = seeded("cpu", 16, 32)
+    expected = step(call, x)
+    offload = client.offload(net, min_bytes=1)
+    with offload:
+        loss = call(x).square().mean()
+    loss.backward()
+    assert torch.equal(loss.detach(), expected)
+    stats = offload.stats()
+    assert stats.skipped["compiled"] > 0
+    assert stats.offloaded_bytes < x.nbytes * 4  # what the loss saves, which is not compiled
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_hooks_do_not_warn_of_this_backend(whole: bool, client: storm.Client) -> None:
+    net = perceptron("cpu")
+    if whole:
+        model = Compiler(client)(net)
+    else:
+        net.compile(backend="stormd")
+        model = net
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with client.offload(model):
+            pass
+
+
+def test_hooks_that_copy_what_they_are_given_are_named(client: storm.Client) -> None:
+    call = Compiler(client)(perceptron("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        out = call(seeded("cpu", 16, 32)).sum()
+    with pytest.raises(storm.ActivationLost, match="saved-tensor hooks"):
+        out.backward()
+
+
+# --- what cannot be done ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "much"}, "budget is 'much'"),
+        ({"codec": "zip"}, "codec is 'zip'"),
+        ({"min_bytes": -1}, "min_bytes is -1"),
+        ({"codegen": "jvm"}, "codegen is 'jvm'"),
+        ({"mode": "fast"}, "mode is 'fast'"),
+        ({"mode": "reduce-overhead"}, "replays CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, "replays CUDA graphs"),
+        ({"options": {"bugdet": 1}}, "no option 'bugdet'"),
+    ],
+)
+def test_what_is_asked_wrongly_is_named(
+    options: dict[str, object], message: str, client: storm.Client
+) -> None:
+    with pytest.raises(storm.UsageError, match=message):
+        storm.compile(perceptron("cpu"), client=client, **options)
+
+
+def test_the_backend_raises_for_itself(client: storm.Client) -> None:
+    call = torch.compile(perceptron("cpu"), backend="stormd", mode="reduce-overhead")
+    with pytest.raises(storm.UsageError, match="replays CUDA graphs"):
+        call(seeded("cpu", 16, 32))
+
+
+def test_something_else_than_a_client_is_named() -> None:
+    with pytest.raises(storm.UsageError, match="client is of type str"):
+        storm.compile(perceptron("cpu"), client="ipc:///nowhere")
+
+
+def test_plans_of_something_else_are_refused() -> None:
+    with pytest.raises(storm.UsageError, match="not a Linear"):
+        storm.compiled_plans(nn.Linear(2, 2))
+
+
+def test_the_function_is_called_like_its_package() -> None:
+    assert storm_compile is storm.compile
+    with nullcontext():
+        assert callable(storm.compile)

@@ -1,0 +1,97 @@
+"""Feeder: ahead, in order, bounded, and gone when the loop is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from support.waiting import wait_until
+
+SECONDS = 30.0
+
+
+def feeders() -> int:
+    return sum(thread.name == "storm-feeder" for thread in threading.enumerate())
+
+
+def test_items_come_in_order_and_on_the_device(device: str) -> None:
+    data = [{"x": torch.full((4,), n), "names": ["a", n]} for n in range(5)]
+    found = list(storm.Feeder(data, device=device))
+    assert [item["names"] for item in found] == [["a", n] for n in range(5)]
+    for number, item in enumerate(found):
+        assert item["x"].device.type == device
+        assert item["x"].tolist() == [number] * 4
+
+
+def test_it_is_ahead_by_so_many_items(device: str) -> None:
+    made: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            yield number
+
+    with storm.Feeder(source(), device=device, ahead=3) as feeder:
+        items = iter(feeder)
+        assert next(items) == 0
+        wait_until(lambda: len(made) == 5, SECONDS)  # one consumed, three wait, one wants to
+        assert next(items) == 1
+        wait_until(lambda: len(made) == 6, SECONDS)
+
+
+def test_an_exception_comes_at_its_item() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise KeyError("third")
+
+    items = iter(storm.Feeder(source(), device="cpu"))
+    assert [next(items), next(items)] == [1, 2]
+    with pytest.raises(KeyError, match="third"):
+        next(items)
+    assert not feeders()
+
+
+def test_leaving_the_loop_early_ends_the_iterable_too() -> None:
+    ended = threading.Event()
+
+    def source() -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            ended.set()
+
+    for item in storm.Feeder(source(), device="cpu"):
+        if item == 3:
+            break
+    wait_until(lambda: ended.is_set() and not feeders(), SECONDS)
+
+
+def test_a_feeder_is_used_once() -> None:
+    feeder = storm.Feeder([1], device="cpu")
+    assert list(feeder) == [1]
+    with pytest.raises(storm.UsageError, match="once"):
+        iter(feeder)
+    feeder.close()
+
+
+def test_a_closed_feeder_ends_its_loop() -> None:
+    feeder = storm.Feeder(iter(range(100)), device="cpu")
+    items = iter(feeder)
+    next(items)
+    feeder.close()
+    assert list(items) == []
+
+
+@pytest.mark.parametrize("ahead", [0, -1, 1.5, None])
+def test_a_bad_look_ahead_is_named(ahead: object) -> None:
+    with pytest.raises(storm.UsageError, match="ahead is"):
+        storm.Feeder([], ahead=ahead)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(storm.UsageError, match="device is 'xyz'"):
+        storm.Feeder([], device="xyz")

@@ -1,0 +1,106 @@
+"""Receiver: in order, on the host, with errors where somebody sees them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import storm_client as storm
+import torch
+from support.waiting import wait_until
+
+SECONDS = 30.0
+
+
+def test_results_come_in_order_on_the_host(device: str) -> None:
+    found = []
+
+    def note(step: int, loss: torch.Tensor, *, more: dict[str, torch.Tensor]) -> None:
+        assert threading.current_thread().name == "storm-receiver"
+        assert loss.device.type == more["g"].device.type == "cpu"
+        assert not loss.requires_grad
+        found.append((step, loss.item(), more["g"].tolist()))
+
+    with storm.Receiver(note) as receive:
+        for step in range(20):
+            loss = torch.full((), float(step), device=device, requires_grad=True)
+            receive(step, loss * 2, more={"g": torch.tensor([step], device=device)})
+    assert found == [(step, 2.0 * step, [step]) for step in range(20)]
+
+
+def test_what_is_changed_after_the_call_is_not_seen(device: str) -> None:
+    found: list[float] = []
+    begin = threading.Event()
+
+    def note(value: torch.Tensor) -> None:
+        begin.wait(SECONDS)
+        found.append(value.item())
+
+    with storm.Receiver(note) as receive:
+        total = torch.zeros((), device=device)
+        for _ in range(3):
+            total += 1
+            receive(total)
+        begin.set()
+    assert found == [1, 2, 3]
+
+
+def test_an_error_comes_at_the_next_call() -> None:
+    called = threading.Event()
+
+    def note(value: int) -> None:
+        called.set()
+        raise ValueError(f"no {value}")
+
+    receive = storm.Receiver(note)
+    receive(1)
+    wait_until(lambda: receive._error is not None, SECONDS)
+    with pytest.raises(ValueError, match="no 1"):
+        receive(2)
+    receive.close()
+
+
+def test_an_error_comes_at_close() -> None:
+    with pytest.raises(ZeroDivisionError), storm.Receiver(lambda value: 1 / value) as receive:
+        receive(0)
+
+
+def test_the_block_s_own_error_is_not_replaced() -> None:
+    receive = storm.Receiver(lambda value: 1 / value)
+    receive(0)
+    receive.__exit__(KeyError, KeyError(), None)
+
+
+def test_after_an_error_nobody_blocks_and_nothing_is_called() -> None:
+    found: list[int] = []
+
+    def note(value: int) -> None:
+        found.append(value)
+        raise ValueError
+
+    receive = storm.Receiver(note, waiting=1)
+    receive(0)
+    for number in range(1, 10):
+        try:
+            receive(number)
+        except ValueError:
+            continue
+    receive.close()
+    assert found == [0]
+
+
+def test_a_closed_receiver_takes_nothing() -> None:
+    receive = storm.Receiver(print)
+    receive.close()
+    receive.close()
+    with pytest.raises(storm.UsageError, match="closed"):
+        receive(1)
+
+
+@pytest.mark.parametrize(
+    ("callback", "waiting", "message"),
+    [(None, 1, "callback is"), (print, 0, "waiting is"), (print, 1.0, "waiting is")],
+)
+def test_what_is_asked_wrongly_is_named(callback: object, waiting: object, message: str) -> None:
+    with pytest.raises(storm.UsageError, match=message):
+        storm.Receiver(callback, waiting=waiting)
