@@ -14,7 +14,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2
+WORKERS ?= 3
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 RUN := $(if $(INSTALLED),$(PYTHON),$(VENV)/bin/python) -m
 ready = $(if $(INSTALLED),,$(VENV)/.installed$(1))
