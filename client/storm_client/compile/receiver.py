@@ -65,7 +65,7 @@ class Receiver:
 
         Raises:
             UsageError: it is closed.
-            Whatever the callback has raised since the last call.
+            Exception: whatever the callback has raised since the last call.
         """
         self._raise_error()
         with self._lock:
@@ -85,7 +85,7 @@ class Receiver:
         Calling it twice is fine.
 
         Raises:
-            Whatever the callback has raised since the last call.
+            Exception: whatever the callback has raised since the last call.
         """
         with self._lock:
             self._closed = True
