@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from itertools import islice
 from typing import NamedTuple
 
 from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep
@@ -32,6 +32,12 @@ __all__ = ["CPU_COSTS", "CUDA_COSTS", "Choice", "Costs", "choose", "operation_se
 
 DEEPEST = 16
 """Operations in a row that make a value again from what is stored."""
+
+MOST_LOOKS = 100
+"""Operations looked at for one way: where values rest on each other crosswise there is no end."""
+
+MANY_VALUES = 2000
+"""From so many on one price alone is tried."""
 
 
 LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -120,6 +126,28 @@ class _Problem:
         return sum(self.values[n].nbytes for n in numbers) * self.costs.link
 
 
+class _Draft:
+    """A way that is being looked for; what turns out to lead nowhere is taken back."""
+
+    def __init__(self) -> None:
+        self.looks = MOST_LOOKS
+        self.seconds = 0.0
+        self.made: dict[int, int] = {}
+        self.stored: dict[int, None] = {}
+
+    def mark(self) -> tuple[float, int, int]:
+        return self.seconds, len(self.made), len(self.stored)
+
+    def stored_since(self, mark: tuple[float, int, int]) -> list[int]:
+        return list(islice(self.stored, mark[2], None))
+
+    def back_to(self, mark: tuple[float, int, int]) -> None:
+        self.seconds = mark[0]
+        for added, count in ((self.made, mark[1]), (self.stored, mark[2])):
+            while len(added) > count:
+                added.popitem()
+
+
 @dataclass
 class _State:
     """What was decided so far."""
@@ -127,6 +155,7 @@ class _State:
     problem: _Problem
     kept: set[int] = field(default_factory=set)
     stored: set[int] = field(default_factory=set)
+    stored_bytes: int = 0
     made: dict[int, int] = field(default_factory=dict)
     """Values that are made again, with how deep that goes."""
 
@@ -139,52 +168,72 @@ class _State:
         """Return what a way costs, with all that has to be stored for it."""
         return way.seconds + self.problem.ship_seconds(way.stored, rate)
 
-    def way(
-        self, number: int, rate: float, had: Mapping[int, int] = MappingProxyType({})
-    ) -> _Way | None:
-        """Return the cheapest way to make a value again, storing at `rate`, or None.
+    def way(self, number: int, rate: float) -> _Way | None:
+        """Return a cheap way to make a value again, storing at `rate`, or None."""
+        draft = _Draft()
+        depth = self._make(number, rate, draft, DEEPEST)
+        if depth is None:
+            return None
+        return _Way(draft.seconds, draft.made, frozenset(draft.stored), depth)
 
-        Others that are made or stored on the way are `had`, with how deep that goes.
-        """
-        problem = self.problem
-        value = problem.values[number]
-        if not value.operation or number in problem.impossible:
-            return None
-        if math.isinf(problem.seconds[number]):
-            return None
-        seconds, depth = problem.replay_seconds({number}), 0
-        made, stored = dict[int, int](), set[int]()
-        for source in set(value.inputs):
-            if source < 0 or source in self.kept or source in self.stored or source in stored:
-                continue
-            known = {**self.made, **had, **made}
-            if source in known:
-                depth = max(depth, known[source])
-                continue
-            step = self._source(source, rate, known | dict.fromkeys(stored, 0))
-            if step is None:
-                return None
-            seconds += step.seconds
-            made |= step.made
-            stored |= step.stored
-            depth = max(depth, step.depth)
-        if depth >= DEEPEST:
-            return None
-        return _Way(seconds, {**made, number: depth + 1}, frozenset(stored), depth + 1)
+    def store(self, number: int) -> None:
+        if number not in self.stored:
+            self.stored.add(number)
+            self.stored_bytes += self.problem.values[number].nbytes
 
-    def _source(self, number: int, rate: float, had: Mapping[int, int]) -> _Way | None:
-        """Return how an input that autograd has not saved can be had: made, or stored besides."""
-        made = self.way(number, rate, had)
-        if not self.problem.values[number].is_result:
-            return made
-        besides = _Way(0.0, {}, frozenset({number}), 0)
-        if made is None:
-            return besides
-        return made if self.spent(made, rate) <= self.spent(besides, rate) else besides
+    def drop(self, number: int) -> None:
+        if number in self.stored:
+            self.stored.discard(number)
+            self.stored_bytes -= self.problem.values[number].nbytes
 
     def take(self, way: _Way) -> None:
         self.made |= way.made
-        self.stored = (self.stored - way.made.keys()) | way.stored
+        for number in way.made:
+            self.drop(number)
+        for number in way.stored:
+            self.store(number)
+
+    def _make(self, number: int, rate: float, draft: _Draft, left: int) -> int | None:
+        """Add to a draft how a value is made; return how deep that goes, or None."""
+        problem, value = self.problem, self.problem.values[number]
+        if not value.operation or number in problem.impossible:
+            return None
+        if left == 0 or draft.looks == 0 or math.isinf(problem.seconds[number]):
+            return None
+        draft.looks -= 1
+        mark, depth = draft.mark(), 0
+        draft.seconds += problem.replay_seconds({number})
+        for source in set(value.inputs):
+            found = self._have(source, rate, draft, left - 1)
+            if found is None:
+                draft.back_to(mark)
+                return None
+            depth = max(depth, found)
+        if depth >= DEEPEST:
+            draft.back_to(mark)
+            return None
+        draft.made[number] = depth + 1
+        return depth + 1
+
+    def _have(self, number: int, rate: float, draft: _Draft, left: int) -> int | None:
+        """Add to a draft how an input is had: it is there, is made, or is stored besides."""
+        if number < 0 or number in self.kept or number in self.stored or number in draft.stored:
+            return 0
+        known = self.made.get(number) or draft.made.get(number)
+        if known is not None:
+            return known
+        mark = draft.mark()
+        made = self._make(number, rate, draft, left)
+        if not self.problem.values[number].is_result:
+            return made
+        if made is not None:
+            more = draft.seconds - mark[0]
+            more += self.problem.ship_seconds(draft.stored_since(mark), rate)
+            if more <= self.problem.ship_seconds({number}, rate):
+                return made
+            draft.back_to(mark)
+        draft.stored[number] = None
+        return 0
 
     def let_go_of_what_is_not_needed(self) -> None:
         """Make and store only what a saved value is or rests on that does not stay."""
@@ -199,6 +248,7 @@ class _State:
                 found += sources
         self.made = {n: depth for n, depth in self.made.items() if n in needed}
         self.stored = needed - self.made.keys()
+        self.stored_bytes = sum(self.problem.values[n].nbytes for n in self.stored)
 
     def total(self) -> float:
         """Return what the step pays for all of it."""
@@ -228,7 +278,7 @@ def choose(
     problem = _Problem(values, seconds, costs, impossible, room, window)
     states = [
         _chosen(problem, costs.shipping + share * costs.link, gains)
-        for share in LINK_SHARES
+        for share in (LINK_SHARES if len(values) < MANY_VALUES else LINK_SHARES[:1])
         for gains in ((None, _gains_alone, _gains_of_ways) if room else (None,))
     ]
     return _choice(min(states, key=_State.total))
@@ -253,7 +303,7 @@ def _chosen(
         if way is not None and state.spent(way, rate) < problem.ship_seconds({number}, rate):
             state.take(way)
         else:
-            state.stored.add(number)
+            state.store(number)
     _relieve_link(state)
     _keep(state, _gains_left(state, rate))
     state.let_go_of_what_is_not_needed()
@@ -294,7 +344,7 @@ def _relieve_link(state: _State) -> None:
         if found is not None:
             candidates.append((found[0], number))
     for _, number in sorted(candidates, reverse=True):
-        if problem.link_seconds(state.stored) <= problem.window:
+        if state.stored_bytes * problem.costs.link <= problem.window:
             return
         found = _relief(state, number) if number in state.stored else None
         if found is not None:
@@ -306,9 +356,9 @@ def _relief(state: _State, number: int) -> tuple[float, _Way] | None:
     problem = state.problem
     if not problem.values[number].is_saved:
         return None
-    state.stored.discard(number)
+    state.drop(number)
     way = state.way(number, problem.costs.link)
-    state.stored.add(number)
+    state.store(number)
     if way is None:
         return None
     relief = problem.link_seconds({number}) - problem.link_seconds(way.stored)
@@ -343,9 +393,9 @@ def _gains_of_ways(problem: _Problem, rate: float) -> dict[int, float]:
     gains = {}
     others = _State(problem, stored=set(problem.saved))
     for number in problem.saved:
-        others.stored.discard(number)
+        others.drop(number)
         way = others.way(number, rate)
-        others.stored.add(number)
+        others.store(number)
         shipping = problem.ship_seconds({number}, rate)
         gains[number] = shipping if way is None else min(shipping, others.spent(way, rate))
     return gains

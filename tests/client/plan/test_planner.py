@@ -232,3 +232,21 @@ def test_what_stays_spares_what_others_would_be_made_from() -> None:
     choice = choose(values, {}, COSTS, room=100, forward_seconds=1.0)
     assert choice.decisions == [OFFLOAD, Keep("budget"), REPLAY]
     assert choice.link_seconds == 0
+
+
+def test_a_chain_without_end_is_not_followed_to_its_beginning() -> None:
+    values = [value(0), *(value(n, 100, "add", n - 1, saved=False) for n in range(1, 5000))]
+    values.append(value(5000, 100, "exp", 4999))
+    assert decided(values)[-1] == OFFLOAD
+
+
+@pytest.mark.timeout(60)
+def test_values_that_rest_on_each_other_crosswise_are_planned() -> None:
+    """Each step of a recurrence takes both results of the step before, and saves none."""
+    values = [value(0, saved=False), value(1, saved=False)]
+    for n in range(2, 200):
+        inputs = (n - 2, n - 1) if n % 2 == 0 else (n - 3, n - 2)
+        values.append(value(n, 100, "add", *inputs, saved=False))
+    values.append(value(200, 100, "exp", 199, 198))
+    choice = choose(values, {}, COSTS, room=50)
+    assert choice.decisions[-1] == OFFLOAD
