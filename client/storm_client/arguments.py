@@ -14,9 +14,9 @@ from torch._library.custom_ops import CustomOpDef
 
 from storm_client.errors import UsageError
 from storm_client.plan.planning import PlanOptions
-from stormd.protocol import BUDGET_VARIABLE, parse_budget
+from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
 
-__all__ = ["Modules", "check_options", "modules_of", "plan_options"]
+__all__ = ["Modules", "check_options", "check_storing", "modules_of", "plan_options"]
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
 
@@ -62,6 +62,18 @@ def check_options(given: Iterable[str]) -> None:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? K" if near else "k"
         raise UsageError(f"offload() has no option {name!r}: {hint}nown are {', '.join(known)}")
+
+
+def check_storing(min_bytes: int, codec: str) -> None:
+    """Check from how many bytes on tensors leave, and how they are encoded.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    if type(min_bytes) is not int or min_bytes < 0:
+        raise UsageError(f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0")
+    if codec not in CODECS:
+        raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
 
 
 def plan_options(

@@ -9,15 +9,21 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Never
 
-from storm_client.arguments import Modules, check_options, modules_of, plan_options
+from storm_client.arguments import (
+    Modules,
+    check_options,
+    check_storing,
+    modules_of,
+    plan_options,
+)
 from storm_client.cache import Cache
 from storm_client.embedded import EmbeddedDaemon
-from storm_client.errors import ProtocolMismatch, UsageError
+from storm_client.errors import ProtocolMismatch
 from storm_client.hooks import Offload
 from storm_client.policy import Policy
 from storm_client.status import DaemonStatus
 from storm_client.supply import Supply
-from stormd.protocol import CODECS, Status, StatusRequest
+from stormd.protocol import Status, StatusRequest
 
 __all__ = ["Client"]
 
@@ -72,12 +78,7 @@ class Client:
         """
         sessions = self._supply.current()
         check_options(unknown)
-        if type(min_bytes) is not int or min_bytes < 0:
-            raise UsageError(
-                f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0"
-            )
-        if codec not in CODECS:
-            raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
+        check_storing(min_bytes, codec)
         modules = modules_of(model)
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:

@@ -18,7 +18,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
 
-from storm_client.arguments import plan_options
+from storm_client.arguments import check_storing, plan_options
 from storm_client.client import Client
 from storm_client.compile.partition import exact_in_eager, partition
 from storm_client.compile.runtime import Graph, Target, running, shared_target
@@ -27,7 +27,7 @@ from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
 from storm_client.stats import OffloadStats
 from storm_client.supply import Supply
-from stormd.protocol import CODECS, Budget
+from stormd.protocol import Budget
 
 __all__ = ["compiled", "plans_of", "stats_of", "stormd"]
 
@@ -59,14 +59,8 @@ class _Asked:
         """
         rest = dict(options)
         budget = plan_options(rest.pop("budget", None), "learn", replay=False).budget
-        codec = rest.pop("codec", "ancf")
-        if codec not in CODECS:
-            raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
-        min_bytes = rest.pop("min_bytes", MIN_BYTES)
-        if type(min_bytes) is not int or min_bytes < 0:
-            raise UsageError(
-                f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0"
-            )
+        codec, min_bytes = rest.pop("codec", "ancf"), rest.pop("min_bytes", MIN_BYTES)
+        check_storing(min_bytes, codec)
         codegen = rest.pop("codegen", "inductor")
         if codegen not in _GENERATORS:
             raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")

@@ -26,6 +26,7 @@ import torch
 from storm_client.compiled import HANDLED
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lost_in_forward
 from storm_client.plan.decisions import Keep
+from storm_client.plan.window import free_bytes
 from storm_client.policy import Policy
 from storm_client.saved import Handle, Located, StoredRange, Unchanging, View
 from storm_client.stats import StatsRecorder
@@ -48,9 +49,6 @@ ALIGNMENT_BYTES = 16
 
 SETTLE_SECONDS = 1.0
 """How long statistics wait for the daemon to have encoded what was stored last."""
-
-FIT_SHARE = 0.9
-"""Of what a device has free, for "fit"; the rest is for what varies."""
 
 _KEY = struct.Struct("=q")
 
@@ -125,7 +123,10 @@ class Target:
         kept = self.kept_bytes
         if not self._has_waited:
             return 0
-        limit = self.budget if type(self.budget) is int else _free_bytes(kept)
+        if type(self.budget) is int:
+            limit = self.budget
+        else:
+            limit = kept + free_bytes() if torch.cuda.is_available() else 0
         return limit - kept - max((graph.schedule.least for graph in self.graphs), default=0)
 
     def settle(self) -> None:
@@ -484,12 +485,3 @@ class _Tokens:
 
 _KEYS = count(1)
 _TOKENS = _Tokens()
-
-
-def _free_bytes(kept: int) -> int:
-    """Return what may be kept on the current GPU besides what is there now; 0 without one."""
-    if not torch.cuda.is_available():
-        return 0
-    free, _ = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-    return kept + int(FIT_SHARE * max(0, free + unused))

@@ -380,18 +380,20 @@ def _keep(state: _State, gains: Mapping[int, float]) -> None:
 
 def _gains_alone(problem: _Problem, rate: float) -> dict[int, float]:
     """Return what each saved value costs unless it stays, where its inputs are at hand."""
-    return {
-        number: min(problem.ship_seconds({number}, rate), problem.replay_seconds({number}))
-        if problem.values[number].operation and number not in problem.impossible
-        else problem.ship_seconds({number}, rate)
-        for number in problem.saved
-    }
+    gains = {}
+    for number in problem.saved:
+        gains[number] = problem.ship_seconds({number}, rate)
+        if problem.values[number].operation and number not in problem.impossible:
+            gains[number] = min(gains[number], problem.replay_seconds({number}))
+    return gains
 
 
 def _gains_of_ways(problem: _Problem, rate: float) -> dict[int, float]:
     """Return what each saved value costs unless it stays, where all others are at hand."""
     gains = {}
-    others = _State(problem, stored=set(problem.saved))
+    others = _State(problem)
+    for number in problem.saved:
+        others.store(number)
     for number in problem.saved:
         others.drop(number)
         way = others.way(number, rate)

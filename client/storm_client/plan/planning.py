@@ -27,6 +27,7 @@ from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Ends, Trial
 from storm_client.plan.recording import Mark, Recorder, Recording, Seen, Span, mark
 from storm_client.plan.table import Plan
+from storm_client.plan.window import free_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
@@ -231,14 +232,5 @@ def _room(budget: Budget, saved: int, kind: Kind) -> int:
     if budget == "least":
         return 0
     if budget == "fit":
-        return _free_bytes(kind)
+        return free_bytes() if kind.is_on_gpu else 0
     return int(budget * saved) if isinstance(budget, float) else budget
-
-
-def _free_bytes(kind: Kind) -> int:
-    """Return what the device of a kind had free at its fullest, less a tenth for what varies."""
-    if not kind.is_on_gpu:
-        return 0
-    free, _ = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
-    return int(0.9 * max(0, free + unused))

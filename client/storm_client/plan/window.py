@@ -1,8 +1,13 @@
-"""How much device memory the transfers of one session may take."""
+"""How much device memory there is for what is saved, and for the transfers of one session."""
 
 from __future__ import annotations
 
-__all__ = ["DeviceWindow"]
+import torch
+
+__all__ = ["DeviceWindow", "free_bytes"]
+
+FIT_SHARE = 0.9
+"""Of what a device has free, for what may stay on it; the rest is for what varies."""
 
 START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
@@ -44,3 +49,10 @@ class DeviceWindow:
         """Take half from now on: the device has run out of memory."""
         self._ceiling = max(min(LEAST_BYTES, self._ceiling), self._ceiling // 2)
         self.limit = min(self.limit, self._ceiling)
+
+
+def free_bytes() -> int:
+    """Return what the current GPU had free at its fullest, less what is left for what varies."""
+    free, _ = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+    return int(FIT_SHARE * max(0, free + unused))
