@@ -23,6 +23,8 @@ from pathlib import Path
 # Before torch is loaded, here and in every process that tests start: threads that share a small
 # operation spend more time waiting for each other than they save, most of all on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles in the thread that asks: its pool of processes would outlive the test.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -83,7 +85,12 @@ def _open_cuda() -> None:
 
 
 def _threads() -> set[str]:
-    return {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    """Return Python's own threads; one of autograd's has a dummy once it has run Python code."""
+    return {
+        f"{thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not isinstance(thread, threading._DummyThread)
+    }
 
 
 def _descriptors() -> Counter[str]:

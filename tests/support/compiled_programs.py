@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -279,11 +280,31 @@ def shapes_that_vary(wrap: Wrap, device: str) -> list[Tensor]:
     return [*found, *gradients(net)]
 
 
+@program
+def lengths_rounded_up(wrap: Wrap, device: str) -> list[Tensor]:
+    """As attention's kernels round the lengths of what they save."""
+    net = perceptron(device)
+
+    def padded(x: Tensor) -> Tensor:
+        whole = math.ceil(x.shape[0] / 8) * 8
+        y = functional.pad(x, (0, 0, 0, whole - x.shape[0]))
+        return net(y.exp())
+
+    call = wrap(padded)
+    found = []
+    for length in (5, 8, 19):
+        loss = call(seeded(device, length, 32)).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+    return [*found, *gradients(net)]
+
+
 IN_GENERATED_CODE = (
     "half_precision",
     "half_precision_used_further",
     "convolutions",
     "what_is_saved_and_then_overwritten",
     "shapes_that_vary",
+    "lengths_rounded_up",
 )
 """Those that are compared where Inductor generates the code, which takes seconds each."""

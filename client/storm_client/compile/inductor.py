@@ -161,12 +161,33 @@ def _never_reused(box: Any) -> Any:
 
 
 def _lower_store(value: Any, number: int, lent: bool) -> Any:
+    made = V.graph.current_node.args[0]
+    assert isinstance(made, fx.Node)
+    value = _laid_out_as_an_output(value, made)
     realized = _never_reused(ir.ExternKernel.realize_input(value))
     token = _call_store(realized, number, lent)
     strides = realized.get_stride()
     if _CHOSEN.strides is not None and all(map(_is_number, strides)):
         _CHOSEN.strides[number] = tuple(map(int, strides))
     return token
+
+
+def _laid_out_as_an_output(value: Any, made: fx.Node) -> Any:
+    """Return a value in the layout that Inductor gives to what a forward graph hands over.
+
+    In another the backward graph's reductions would add in another order.
+    """
+    val = made.meta["val"]
+    strides = V.graph.user_visible_output_strides.get(made) or val.stride()
+    if not all(map(_is_number, strides)):
+        return value
+    if made in V.graph.nodes_prefer_channels_last and len(val.shape) == 4:
+        strides = ir.FlexibleLayout.stride_ordered_for_memory_format(
+            value.get_size(), torch.channels_last
+        )
+    if val._is_view() or isinstance(value.data, ir.BaseView):
+        return ir.ExternKernel.require_stride_order(value, ir.get_stride_order(strides))
+    return ir.ExternKernel.require_exact_strides(value, strides)
 
 
 def _is_number(size: Any) -> bool:

@@ -22,13 +22,12 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 from torch.fx.experimental.symbolic_shapes import free_symbols
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from storm_client.compile.costs import Machine, machine_of, nbytes_of, seconds_of
 from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Recipe, Saved, Schedule, schedule
+from storm_client.compile.symbols import can_compute, computed, symbols_of
 from storm_client.errors import UsageError
 from storm_client.plan.decisions import Decision, Keep, Offload, Replay
 from storm_client.plan.table import Plan, Row
@@ -182,7 +181,7 @@ class _Pair:
         self.static = {primals[index] for index in static if index < len(primals)}
         self.seen_outside = {_memory(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
         self.seen_outside |= set(inputs)
-        self.symbols = _symbols(backward.graph)
+        self.symbols = symbols_of(backward.graph)
         self.turned = {_source(n): n for n in self.handed if _is_tensor(n) and _turned_back(n)}
         """Of what is handed over with its dimensions in another order, by what that was."""
         devices = [n.meta["val"].device for n in self.handed if _is_tensor(n)]
@@ -241,7 +240,7 @@ class _Pair:
             value
         ):
             return False
-        if not free_symbols([*value.shape, *value.stride()]) <= self.symbols.keys():
+        if not can_compute([*value.shape, *value.stride()], self.symbols):
             return False
         if any(use.op == "output" for use in uses):
             return False  # a gradient that is the saved tensor itself
@@ -342,8 +341,8 @@ class _Pair:
         graph, given, val = self.backward.graph, value.given, value.made.meta["val"]
         users = [user for user in given.users if user.target is not FETCH]
         with graph.inserting_before(self._at(position)):
-            size = [self._number(one) for one in val.shape]
-            stride = [self._number(one) for one in val.stride()]
+            size = [computed(one, graph, self.symbols) for one in val.shape]
+            stride = [computed(one, graph, self.symbols) for one in val.stride()]
             came = graph.call_function(WAIT, (given, begun, size, stride, val.dtype, val.device))
         _describe(came, given.meta["val"])
         for user in users:
@@ -403,19 +402,6 @@ class _Pair:
         while self.nodes[position].op == "placeholder":
             position += 1
         return self.nodes[position]
-
-    def _number(self, size: int | torch.SymInt) -> Any:
-        """Return a size for the backward graph: a number, or what computes it there."""
-        if isinstance(size, int):
-            return size
-        expression = size.node.expr
-        if expression.is_Integer:
-            return int(expression)
-        tracer = fx.proxy.GraphAppendingTracer(self.backward.graph)
-        symbols = {name: fx.Proxy(node, tracer) for name, node in self.symbols.items()}
-        found: fx.Node = sympy_interp(PythonReferenceAnalysis, symbols, expression).node
-        _value_of(found)
-        return found
 
 
 def _plan(
@@ -526,25 +512,6 @@ def _widens(node: fx.Node) -> bool:
     if not isinstance(source, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
     return torch.promote_types(source.dtype, made.dtype) == made.dtype
-
-
-def _symbols(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """Return the placeholders that carry symbols of shapes."""
-    found = {}
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            found[value.node.expr] = node
-    return found
-
-
-def _value_of(node: fx.Node) -> Any:
-    """Return the value of a node that computes sizes, and note it where it is missing."""
-    if "val" not in node.meta:
-        arguments, options = fx.map_arg((node.args, node.kwargs), _value_of)
-        assert callable(node.target)
-        node.meta["val"] = node.target(*arguments, **options)
-    return node.meta["val"]
 
 
 def _most_common(devices: Iterable[torch.device]) -> torch.device:

@@ -21,22 +21,11 @@ from support.daemon_process import DaemonProcess
 from support.training import assert_identical, gradients, seeded
 from support.waiting import wait_until
 from torch import Tensor, nn
-from torch._inductor.async_compile import AsyncCompile
 
 DEADLINE_SECONDS = 30.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiler() -> None:
-    """Have PyTorch start what it keeps for the life of the process, before each test's look."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.compile(nn.Linear(4, 4).to(device))(seeded(device, 4, 4, grad=True)).sum().backward()
-    pool = AsyncCompile.pool()
-    barrier = threading.Barrier(pool._max_workers)
-    list(pool.map(lambda _: barrier.wait(DEADLINE_SECONDS), range(pool._max_workers)))
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +61,7 @@ def reference(codegen: str, **options: object) -> Wrap:
 
 
 def dynamic(name: str) -> dict[str, object]:
-    return {"dynamic": True} if name == "shapes_that_vary" else {}
+    return {"dynamic": True} if name in ("shapes_that_vary", "lengths_rounded_up") else {}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
