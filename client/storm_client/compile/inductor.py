@@ -4,7 +4,7 @@ Importing this loads Inductor.
 
 Inductor writes results into buffers that nobody reads any more. What was stored may still be read
 from its buffer, by the daemon or in its stead, and what `wait` returns may be given to another
-backward pass, so neither is ever written to again.
+backward pass, so neither is ever written to again; but a graph lets go of both after their last use.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor import config, ir, lowering
+from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
@@ -59,9 +60,9 @@ class Partitioner(CustomPartitionerFn):
         self.found.append(graph)
         return forward, backward
 
-    def uuid(self) -> str:
-        """Return the same for all: what was decided is in the graphs, by which code is cached."""
-        return "stormd"
+    def uuid(self) -> Any:
+        """Return which lowerings these are; what was decided is in the graphs already."""
+        return get_hash_for_files((__file__,))
 
 
 def generate(
@@ -155,16 +156,39 @@ def inductor_options(mode: str | None, options: Mapping[str, Any]) -> dict[str, 
 # --- lowerings ----------------------------------------------------------------------------------
 
 
-def _never_reused(box: Any) -> Any:
+_HELD_ELSEWHERE = "stormd_held_elsewhere"
+"""Of a GraphLowering: the names of buffers whose memory is not the graph's alone."""
+
+
+def _held_elsewhere(box: Any) -> Any:
+    """Have a buffer let go of after its last use, and never written to."""
     V.graph.never_reuse_buffers.add(box.get_name())
+    V.graph.__dict__.setdefault(_HELD_ELSEWHERE, set()).add(box.get_name())
     return box
+
+
+def _let_go(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Extend what ends a buffer's life: Inductor holds what it never reuses until the graph ends."""
+
+    def codegen_free(wrapper: Any, buffer: Any) -> None:
+        name = buffer.get_name()
+        if name not in V.graph.__dict__.get(_HELD_ELSEWHERE, ()):
+            original(wrapper, buffer)
+        elif name not in wrapper.freed and name not in V.graph.removed_buffers:
+            wrapper.freed.add(name)
+            wrapper.writeline(FreeLine(wrapper, buffer))
+
+    return codegen_free
+
+
+PythonWrapperCodegen.codegen_free = _let_go(PythonWrapperCodegen.codegen_free)  # type: ignore[method-assign]
 
 
 def _lower_store(value: Any, number: int, lent: bool) -> Any:
     made = V.graph.current_node.args[0]
     assert isinstance(made, fx.Node)
     value = _laid_out_as_an_output(value, made)
-    realized = _never_reused(ir.ExternKernel.realize_input(value))
+    realized = _held_elsewhere(ir.ExternKernel.realize_input(value))
     token = _call_store(realized, number, lent)
     strides = realized.get_stride()
     if _CHOSEN.strides is not None and all(map(_is_number, strides)):
@@ -179,7 +203,7 @@ def _laid_out_as_an_output(value: Any, made: fx.Node) -> Any:
     """
     val = made.meta["val"]
     strides = V.graph.user_visible_output_strides.get(made) or val.stride()
-    if not all(map(_is_number, strides)):
+    if not all(isinstance(stride, int) for stride in strides):
         return value
     if made in V.graph.nodes_prefer_channels_last and len(val.shape) == 4:
         strides = ir.FlexibleLayout.stride_ordered_for_memory_format(
@@ -195,7 +219,7 @@ def _is_number(size: Any) -> bool:
 
 
 def _lower_wait(*arguments: Any) -> Any:
-    return _never_reused(_call_wait(*arguments))
+    return _held_elsewhere(_call_wait(*arguments))
 
 
 _call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]
