@@ -4,7 +4,7 @@ Importing this loads Inductor.
 
 Inductor writes results into buffers that nobody reads any more. What was stored may still be read
 from its buffer, by the daemon or in its stead, and what `wait` returns may be given to another
-backward pass, so neither is ever written to again; but a graph lets go of both after their last use.
+backward pass, so neither is ever written to again; a graph lets go of both after their last use.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _held_elsewhere(box: Any) -> Any:
 
 
 def _let_go(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Extend what ends a buffer's life: Inductor holds what it never reuses until the graph ends."""
+    """Extend what ends a buffer's life: else Inductor holds these to the graph's end."""
 
     def codegen_free(wrapper: Any, buffer: Any) -> None:
         name = buffer.get_name()

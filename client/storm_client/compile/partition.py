@@ -28,6 +28,14 @@ from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Recipe, Saved, Schedule, schedule
 from storm_client.compile.symbols import can_compute, computed, symbols_of
+from storm_client.compile.views import (
+    drop_results,
+    hand_over_bases,
+    is_tensor,
+    is_view,
+    memory_of,
+    source_of,
+)
 from storm_client.errors import UsageError
 from storm_client.plan.decisions import Decision, Keep, Offload, Replay
 from storm_client.plan.table import Plan, Row
@@ -102,7 +110,7 @@ def exact_in_generated_code(node: fx.Node) -> bool:
         return target is operator.getitem
     if target.overloadpacket in (aten._to_copy, torch.ops.prims.convert_element_type):
         return _widens(node)
-    return target.overloadpacket in MOVES or _is_view(target)
+    return target.overloadpacket in MOVES or is_view(target)
 
 
 def exact_in_eager(node: fx.Node) -> bool:
@@ -138,6 +146,7 @@ def partition(
         static_lifetime_input_indices=static_lifetime_input_indices,
         **options,
     )
+    hand_over_bases(forward, backward, num_fwd_outputs)
     pair = _Pair(forward, backward, num_fwd_outputs, static_lifetime_input_indices or [])
     graph = pair.apply(pair.values(min_bytes, is_exact), budget)
     return forward, backward, graph
@@ -179,12 +188,12 @@ class _Pair:
         inputs = forward.graph.find_nodes(op="placeholder")
         primals = [node for node in inputs if str(node.target).startswith("primals")]
         self.static = {primals[index] for index in static if index < len(primals)}
-        self.seen_outside = {_memory(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
+        self.seen_outside = {memory_of(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
         self.seen_outside |= set(inputs)
         self.symbols = symbols_of(backward.graph)
-        self.turned = {_source(n): n for n in self.handed if _is_tensor(n) and _turned_back(n)}
+        self.turned = {source_of(n): n for n in self.handed if is_tensor(n) and _turned_back(n)}
         """Of what is handed over with its dimensions in another order, by what that was."""
-        devices = [n.meta["val"].device for n in self.handed if _is_tensor(n)]
+        devices = [n.meta["val"].device for n in self.handed if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
     # --- what there is ----------------------------------------------------------------------
@@ -195,9 +204,9 @@ class _Pair:
         found = [
             (self.first_handed + index, node)
             for index, node in enumerate(self.handed)
-            if _is_tensor(node)
+            if is_tensor(node)
             and node.name in self.placeholders
-            and _memory(node) not in self.static
+            and memory_of(node) not in self.static
         ]
         found.sort(key=lambda one: order[one[1]])
         numbers = {node: number for number, (_, node) in enumerate(found)}
@@ -227,7 +236,7 @@ class _Pair:
             position,
             node,
             given,
-            _memory(node) in self.seen_outside,
+            memory_of(node) in self.seen_outside,
             Saved(nbytes, min(at), max(at), can_leave, recipe),
             sources,
         )
@@ -244,7 +253,7 @@ class _Pair:
             return False
         if any(use.op == "output" for use in uses):
             return False  # a gradient that is the saved tensor itself
-        return not any(map(_writes, (*_uses(_memory(made)), *uses)))
+        return not any(map(_writes, (*_uses(memory_of(made)), *uses)))
 
     def _recipe(
         self,
@@ -360,10 +369,7 @@ class _Pair:
             self._copy_recipe(values[number], chosen.first_uses[number], here)
         dropped = {values[number].position for number in again}
         if dropped:
-            kept = [i for i in range(len(self.results)) if i not in dropped]
-            self.output.update_arg(0, tuple(self.results[i] for i in kept))
-            if "desc" in self.output.meta:
-                self.output.meta["desc"] = [self.output.meta["desc"][i] for i in kept]
+            drop_results(self.output, dropped)
             self.forward.graph.eliminate_dead_code()
 
     def _copy_recipe(self, value: _Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
@@ -435,28 +441,6 @@ def _allowed(budget: Budget, total: int, chosen: Schedule) -> int:
     return max(chosen.least, share)
 
 
-def _is_tensor(node: object) -> bool:
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_view(target: torch._ops.OpOverload) -> bool:
-    return any(one.alias_info is not None for one in target._schema.returns)
-
-
-def _source(node: fx.Node) -> fx.Node | None:
-    """Return what a view lies in; None for what has memory of its own."""
-    if node.op != "call_function":
-        return None
-    if node.target is operator.getitem:
-        parent = node.args[0]
-        assert isinstance(parent, fx.Node)
-        return parent if _source(parent) is not None else None
-    if isinstance(node.target, torch._ops.OpOverload) and _is_view(node.target):
-        source = node.args[0]
-        return source if isinstance(source, fx.Node) else None
-    return None
-
-
 def _turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
     """Return what undoes a view that has its source's dimensions in another order, if it is one."""
     if node.target is aten.t.default:
@@ -471,13 +455,6 @@ def _turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]]
     return None
 
 
-def _memory(node: fx.Node) -> fx.Node:
-    """Return the node that has made the memory in which a node's value lies."""
-    while (source := _source(node)) is not None:
-        node = source
-    return node
-
-
 def _uses(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that use a value or a view of it."""
     found: dict[fx.Node, None] = {}
@@ -486,7 +463,7 @@ def _uses(node: fx.Node) -> list[fx.Node]:
         for user in waiting.pop().users:
             if user not in found:
                 found[user] = None
-                if _source(user) is not None:
+                if source_of(user) is not None:
                     waiting.append(user)
     return list(found)
 

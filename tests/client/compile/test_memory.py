@@ -8,6 +8,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import runtime
+from support.compiled_programs import blocks
 from support.training import seeded
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -68,3 +69,14 @@ def test_stored_values_live_until_their_last_use(
     assert stored.most <= 3
     assert len(brought.seen) >= LAYERS - 1
     assert brought.most <= 3
+
+
+def test_views_of_one_product_leave_as_the_product(client: storm.Client) -> None:
+    """Queries, keys and values lie in one tensor, and none of them is dense."""
+    torch._dynamo.reset()
+    call = storm.compile(blocks("cpu", 1), client=client, budget=0.0, min_bytes=1, codegen="eager")
+    call(seeded("cpu", 2, 8, 32)).square().mean().backward()
+    torch._dynamo.reset()
+    (plan,) = storm.compiled_plans(call)
+    assert not [row for row in plan.rows if row.reason == "cannot leave" and row.nbytes]
+    assert [row.shape for row in plan.rows].count((16, 96)) == 1

@@ -1,0 +1,140 @@
+"""Has a forward graph hand over what views lie in, where they could not leave by themselves.
+
+One product of queries, keys and values is saved as three views, none of which has its memory to
+itself. The product is handed over then, once, and the backward graph makes the same views of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+from storm_client.compile.costs import nbytes_of
+
+__all__ = ["drop_results", "hand_over_bases", "is_tensor", "is_view", "memory_of", "source_of"]
+
+
+def is_tensor(node: object) -> bool:
+    """Tell whether a node's value is one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Tell whether an operator returns views of its first argument."""
+    return any(one.alias_info is not None for one in target._schema.returns)
+
+
+def source_of(node: fx.Node) -> fx.Node | None:
+    """Return what a view lies in; None for what has memory of its own."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        parent = node.args[0]
+        assert isinstance(parent, fx.Node)
+        return parent if source_of(parent) is not None else None
+    if isinstance(node.target, torch._ops.OpOverload) and is_view(node.target):
+        source = node.args[0]
+        return source if isinstance(source, fx.Node) else None
+    return None
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """Return the node that has made the memory in which a node's value lies."""
+    while (source := source_of(node)) is not None:
+        node = source
+    return node
+
+
+def hand_over_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """Hand over the memory of views instead of them, where one is not dense and all of it is used.
+
+    The first `outputs` results are the caller's; what lies in their memory stays as it is.
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    given = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
+    outside = {memory_of(node) for node in results[:outputs] if isinstance(node, fx.Node)}
+    groups: dict[fx.Node, list[int]] = {}
+    for position, node in enumerate(results[outputs:], outputs):
+        if is_tensor(node) and node.name in given:
+            groups.setdefault(memory_of(node), []).append(position)
+    dropped: set[int] = set()
+    for base, positions in groups.items():
+        views = [results[position] for position in positions]
+        if base in outside or not _is_worth_it(base, views) or not _can_look(base, views, backward):
+            continue
+        _look_again(base, views, [given[view.name] for view in views], backward.graph)
+        results[positions[0]] = base
+        if "saved_tensor_with_no_vc_check" in views[0].meta:
+            base.meta["saved_tensor_with_no_vc_check"] = True
+        dropped.update(positions[1:])
+    output.update_arg(0, tuple(results))
+    drop_results(output, dropped)
+
+
+def drop_results(output: fx.Node, dropped: Collection[int]) -> None:
+    """Have a forward graph return no more what stands at those places of its results."""
+    if not dropped:
+        return
+    results = output.args[0]
+    assert isinstance(results, (list, tuple))
+    kept = [place for place in range(len(results)) if place not in dropped]
+    output.update_arg(0, tuple(results[place] for place in kept))
+    if "desc" in output.meta:
+        output.meta["desc"] = [output.meta["desc"][place] for place in kept]
+
+
+def _is_worth_it(base: fx.Node, views: list[fx.Node]) -> bool:
+    """Tell whether some view cannot leave, and the memory of all has no more bytes than they."""
+    if base.op != "call_function" or not is_tensor(base) or base in views:
+        return False
+    if all(map(_is_dense, views)) or not _is_dense(base):
+        return False
+    return sum(nbytes_of(view.meta["val"]) for view in views) >= nbytes_of(base.meta["val"])
+
+
+def _can_look(base: fx.Node, views: list[fx.Node], backward: fx.GraphModule) -> bool:
+    """Tell whether the backward graph can make the same views: by numbers alone, of one name."""
+    if any(node.name == base.name for node in backward.graph.nodes):
+        return False
+    return all(len(node.all_input_nodes) == 1 for view in views for node in _steps(base, view))
+
+
+def _look_again(base: fx.Node, views: list[fx.Node], given: list[fx.Node], graph: fx.Graph) -> None:
+    """Replace the placeholders `given` of views by one of their memory, and views of that."""
+    users = {user for one in given for user in one.users}
+    with graph.inserting_before(given[0]):
+        whole = graph.placeholder(base.name)
+    whole.meta["val"] = base.meta["val"]
+    whole.meta["tensor_meta"] = base.meta.get("tensor_meta")
+    first = next(node for node in graph.nodes if node in users)
+    copies = {base: whole}
+    with graph.inserting_before(first):
+        for node in _in_order(base, views):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta["autograd_backward"] = True
+    for view, old in zip(views, given, strict=True):
+        old.replace_all_uses_with(copies[view])
+        graph.erase_node(old)
+
+
+def _in_order(base: fx.Node, views: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    return {node: None for view in views for node in _steps(base, view)}
+
+
+def _steps(base: fx.Node, view: fx.Node) -> list[fx.Node]:
+    """Return the nodes on the way from `base` to a view of it, in order."""
+    found: list[fx.Node] = []
+    node: fx.Node | None = view
+    while node is not None and node is not base:
+        found.append(node)
+        node = source_of(node)
+    return found[::-1]
+
+
+def _is_dense(node: fx.Node) -> bool:
+    return bool(is_non_overlapping_and_dense_or_false(node.meta["val"]))
