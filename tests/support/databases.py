@@ -25,6 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = ["Sample", "Tally", "module_samples", "operator_samples"]
 
 
+MORE_RUNS = 20
+"""Without offload, where bits differ: atomic additions often come in the same order."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One entry of a database with one sample of its inputs."""
@@ -61,7 +65,10 @@ class Tally:
             self._differs(sample, f"{type(error).__name__}: {error}")
             return
         if not _same(found, expected):
-            self._differs(sample, "other bits")
+            if any(not _same(sample.run(Plain()), expected) for _ in range(MORE_RUNS)):
+                self.counts["not deterministic"] += 1
+            else:
+                self._differs(sample, "other bits")
             return
         self.counts["identical"] += 1
         self.counts["offloaded"] += self.offload.stats().offloaded_bytes > before
