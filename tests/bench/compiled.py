@@ -98,12 +98,12 @@ class Method(NamedTuple):
 def methods(arguments: argparse.Namespace) -> list[Method]:
     plain = torch.compile
     found = [Method("none", plain), Method("checkpoint", plain, is_checkpointed=True)]
-    for budget in MEMORY_BUDGETS:
+    for budget in arguments.memory_budgets:
         patch = functorch_config.patch(activation_memory_budget=budget)
         found.append(Method(f"activation_memory_budget={budget:g}", plain, patch))
-    for budget in ("least", *BUDGETS):
+    for budget in arguments.budgets:
 
-        def wrap(model: nn.Module, budget: str | float = budget) -> nn.Module:
+        def wrap(model: nn.Module, budget: float = budget) -> nn.Module:
             return storm.compile(model, budget=budget, min_bytes=arguments.min_bytes)
 
         found.append(Method(f"stormd budget={budget}", wrap))
@@ -127,7 +127,8 @@ def measure(
         call: nn.Module = model
     else:
         compiled = [call := method.wrap(model)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    # Fused: the temporaries of another would hide what a method saves.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     x = torch.randn(arguments.rows, arguments.tokens, arguments.width, device=device)
     x = x.to(torch.bfloat16)
     losses, seconds = [], []
@@ -177,6 +178,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--min-bytes", type=int, default=1 << 20)
     parser.add_argument("--blocks", action="store_true", help="compile block by block")
+    parser.add_argument("--budgets", nargs="*", type=float, default=BUDGETS, help="of the backend")
+    parser.add_argument(
+        "--memory-budgets", nargs="*", type=float, default=MEMORY_BUDGETS, help="of PyTorch's own"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     rows: list[Row] = []

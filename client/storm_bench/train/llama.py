@@ -32,7 +32,7 @@ class LlamaWorkload:
     heads: int = 32
     groups: int = 8
     """Heads of keys and values."""
-    vocabulary: int = 128_256
+    vocabulary: int = 32_000
     rank: int = 0
     """Of the LoRA adapters; 0 trains everything."""
 

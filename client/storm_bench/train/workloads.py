@@ -22,9 +22,7 @@ WORKLOADS: Final[dict[str, Workload | LlamaWorkload]] = {
     "llama": LlamaWorkload(8, 2, 4096),
     "llama-long": LlamaWorkload(4, 1, 32768),
     "llama-lora": LlamaWorkload(8, 2, 4096, rank=16),
-    "llama-small": LlamaWorkload(
-        12, 8, 512, width=1024, hidden=2816, heads=16, groups=16, vocabulary=32_000
-    ),
+    "llama-small": LlamaWorkload(12, 8, 512, width=1024, hidden=2816, heads=16, groups=16),
 }
 """W0 is for machines without a GPU, and to try the benchmark out."""
 
