@@ -187,6 +187,7 @@ PythonWrapperCodegen.codegen_free = _let_go(PythonWrapperCodegen.codegen_free)  
 def _lower_store(value: Any, number: int, lent: bool) -> Any:
     made = V.graph.current_node.args[0]
     assert isinstance(made, fx.Node)
+    value.realize()  # else what is stored would be a copy, and others would make theirs
     value = _laid_out_as_an_output(value, made)
     realized = _held_elsewhere(ir.ExternKernel.realize_input(value))
     token = _call_store(realized, number, lent)
@@ -219,7 +220,10 @@ def _is_number(size: Any) -> bool:
 
 
 def _lower_wait(*arguments: Any) -> Any:
-    return _held_elsewhere(_call_wait(*arguments))
+    box = _held_elsewhere(_call_wait(*arguments))
+    # `runtime.wait` sees to that. Kernels for memory that is not aligned add in another order.
+    V.graph.unaligned_buffers.discard(box.get_name())
+    return box
 
 
 _call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]
