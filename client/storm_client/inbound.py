@@ -122,17 +122,15 @@ class Inbound:
 
     def _stage_ahead(self, uses: UpcomingUses | None) -> None:
         """Request what is used next, and send all requests that have been posted."""
-        if uses is not None and self._transfers.looks_ahead:
-            for record in self._staged_next(uses):
-                if record.is_wanted and not self._begin_staged(record):
+        # What can come in place does, and the rest is fetched when it is needed.
+        if uses is not None and self._transfers.looks_ahead and not self._is_mapped:
+            seen = 0
+            for record in uses.unseen():
+                if record is not None and record.is_wanted and not self._begin_staged(record):
                     break
+                seen += 1
+            uses.saw(seen)
         self._connection.flush()
-
-    def _staged_next(self, uses: UpcomingUses) -> list[StoredRange]:
-        """Return what is used next and has to take the staging area."""
-        if self._in_place is not None and self._is_mapped:
-            return []  # what can come in place does, and the rest is fetched when it is needed
-        return uses.upcoming()
 
     def _begin_staged(self, record: StoredRange) -> bool:
         """Request a record's parts; False where there is no room for all of them."""
