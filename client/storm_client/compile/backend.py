@@ -6,7 +6,6 @@ raised where the compiled function is called, as itself: what a backend raises P
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,7 +89,7 @@ def compiled(
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
-    _TARGETS[found] = target
+    found.__dict__[_TARGET_OF] = target
     return cast("Model", found)
 
 
@@ -182,8 +181,9 @@ _GENERATORS = {"inductor": _by_inductor, "eager": _eagerly}
 
 # --- helpers ------------------------------------------------------------------------------------
 
-_TARGETS: weakref.WeakKeyDictionary[Any, Target] = weakref.WeakKeyDictionary()
-"""Of what `compile` returned."""
+_TARGET_OF = "_stormd_target"
+"""Where what `compile` returned has its Target. As an attribute the module inside would get it, and
+a weak table would run Python code at a death, where Ctrl-C may be lost."""
 
 
 def _shared(asked: _Asked) -> Target:
@@ -203,8 +203,8 @@ def _supply_of(client: Client | None) -> Callable[[], Supply]:
 
 
 def _target_of(model: Callable[..., Any]) -> Target:
-    target = _TARGETS.get(model)
-    if target is None:
+    target = getattr(model, "__dict__", {}).get(_TARGET_OF)
+    if not isinstance(target, Target):
         raise UsageError(
             f"this takes what storm_client.compile() returned, not a {type(model).__name__}"
         )

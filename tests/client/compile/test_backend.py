@@ -162,7 +162,7 @@ def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -
         return nets[2](x)
 
     call = wrap(model)
-    target = backend._TARGETS[call]
+    target = backend._target_of(call)
     for number in range(3):
         loss = call(seeded("cpu", 2, 16, 32)).square().mean()
         least = max(graph.schedule.least for graph in target.graphs)
