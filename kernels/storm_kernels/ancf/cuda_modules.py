@@ -3,7 +3,8 @@
 A module is a source and, where its kernels are of several pipelines, one of these, since compiling
 takes seconds (DESIGN.md). Of several threads that ask for one module, one compiles it and the
 others wait; each gets the kernel, or an error that says why it cannot be had. CuPy compiles and
-keeps the outcome on disk, where CUPY_CACHE_DIR says; threads may do so at once.
+keeps the outcome on disk, where CUPY_CACHE_DIR says. Processes that begin together, as the trainers
+of a node do, take turns at a module, so that one compiles it and the others find it there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from filelock import FileLock
 
 from ..cuda_compiler import load_cupy
 from ..errors import BackendUnavailable
@@ -30,6 +34,9 @@ __all__ = ["Modules", "Preparation", "Wanted", "load_cupy", "wanted"]
 
 MOST_COMPILERS: Final = 8
 """Threads that compile: more would take a node's processors from whoever trains there."""
+
+TURN_SECONDS: Final = 60.0
+"""How long a process waits for its turn: whose turn it is may be stopped."""
 
 _FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 _OPTIONS: Final = ("-std=c++17", f"-I{_FOLDER}")
@@ -157,7 +164,7 @@ class Preparation:
 def _compiled(which: Wanted, device: int) -> Any:
     cupy = load_cupy()
     try:
-        with cupy.cuda.Device(device):
+        with cupy.cuda.Device(device), _turn(which):
             module = cupy.RawModule(code=which.text(), options=_OPTIONS)
             module.compile()
     except Exception as error:
@@ -166,6 +173,24 @@ def _compiled(which: Wanted, device: int) -> Any:
             f"{which.mantissa_bits} mantissa bits, pipeline {which.pipeline}: {error}"
         ) from error
     return module
+
+
+@contextmanager
+def _turn(which: Wanted) -> Iterator[None]:
+    """Keep processes that share the cache from compiling the same module meanwhile."""
+    name = hashlib.sha256(which.text().encode()).hexdigest()[:16]
+    try:
+        folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / f"ancf-{name}.lock", timeout=TURN_SECONDS)
+        lock.acquire()
+    except (OSError, RuntimeError):
+        yield  # no cache that could be shared; or whose turn it is has been stopped
+        return
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _shared_bytes(module: Any, kernel: str) -> int:

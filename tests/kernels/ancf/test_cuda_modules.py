@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from storm_kernels.ancf import DType, cuda_modules
@@ -102,3 +103,43 @@ def test_a_kernels_module_is_its_source_with_its_pipeline_alone(kernel: str) -> 
     guard = f"#if ANCF_PIPELINES & {1 << PIPELINES.index(which.pipeline)}\n"
     if kernel.endswith(which.pipeline):
         assert source.partition(f"\n{kernel}(")[0].rpartition("#if ")[2].startswith(guard[4:])
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_processes_with_one_cache_take_turns_at_a_module(cache: Path) -> None:
+    which, other = (wanted("ancf_choose", dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16))
+    entered = threading.Event()
+
+    def compile_it() -> None:
+        with cuda_modules._turn(which):
+            entered.set()
+
+    with cuda_modules._turn(which):
+        with cuda_modules._turn(other):
+            assert len(list(cache.iterdir())) == 2
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        assert not entered.wait(0.3)
+    thread.join(30)
+    assert entered.is_set()
+
+
+def test_nobody_waits_for_ever_for_his_turn(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_modules, "TURN_SECONDS", 0.05)
+    which, entered = wanted("ancf_choose", DType.FLOAT32), []
+    with cuda_modules._turn(which), cuda_modules._turn(which):
+        entered.append(cache)
+    assert entered
+
+
+def test_without_a_folder_for_a_cache_everybody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", "/dev/null/cache")
+    entered = []
+    with cuda_modules._turn(wanted("ancf_choose", DType.FLOAT32)):
+        entered.append(1)
+    assert entered
