@@ -67,7 +67,10 @@ def hand_over_bases(forward: fx.GraphModule, backward: fx.GraphModule, outputs: 
         views = [results[position] for position in positions]
         if base in outside or not _is_worth_it(base, views) or not _can_look(base, views, backward):
             continue
-        _look_again(base, views, [given[view.name] for view in views], backward.graph)
+        there = [given[view.name] for view in views]
+        if any(not one.users for one in there):
+            continue
+        _look_again(base, views, there, backward.graph)
         results[positions[0]] = base
         if "saved_tensor_with_no_vc_check" in views[0].meta:
             base.meta["saved_tensor_with_no_vc_check"] = True
