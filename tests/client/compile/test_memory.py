@@ -98,6 +98,40 @@ def test_views_of_one_product_leave_as_the_product(codegen: str, client: storm.C
     assert [math.prod(row.shape) for row in plan.rows].count(2 * 8 * 96) == 1
 
 
+class Returning(Attention):
+    """The caller gets the product as well."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = self.qkv(x)
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in product.split(32, -1))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True), product
+
+
+class Partial(nn.Module):
+    """Only a sixth of a product is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(32, 96, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(x)[..., 16:32].sin()
+
+
+@pytest.mark.parametrize("net", [Returning(), Partial()], ids=["returned", "a part"])
+def test_a_product_that_is_not_saved_whole_does_not_leave(
+    net: nn.Module, client: storm.Client
+) -> None:
+    """In the one case the caller may write to it, in the other more would leave than is needed."""
+    torch._dynamo.reset()
+    call = storm.compile(net, client=client, budget=0.0, min_bytes=1, codegen="eager")
+    found = call(seeded("cpu", 2, 8, 32))
+    (found[0] if isinstance(found, tuple) else found).square().mean().backward()
+    torch._dynamo.reset()
+    (plan,) = storm.compiled_plans(call)
+    assert not [row for row in plan.rows if math.prod(row.shape) == 2 * 8 * 96]
+
+
 PLAIN = {"inductor": "inductor", "eager": "aot_eager"}
 
 
