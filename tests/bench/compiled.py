@@ -197,14 +197,18 @@ def main() -> None:
             f"{row.compile_seconds:>8.1f}  {same}",
             flush=True,
         )
-    if arguments.json:
-        figures = {
-            "machine": describe(),
-            "packages": package_versions(),
-            "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "json"},
-            "rows": [row._asdict() for row in rows],
-        }
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        if arguments.json:  # after each row: what is cut off has its figures
+            write(arguments, rows)
+
+
+def write(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    figures = {
+        "machine": describe(),
+        "packages": package_versions(),
+        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "json"},
+        "rows": [row._asdict() for row in rows],
+    }
+    arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
