@@ -18,6 +18,9 @@ Program = Callable[[Wrap, str], list[Tensor]]
 
 PROGRAMS: dict[str, Program] = {}
 
+PLAIN = {"eager": "aot_eager", "inductor": "inductor"}
+"""By who generates the code, PyTorch's backend that is the same without offload."""
+
 
 def program(function: Program) -> Program:
     PROGRAMS[function.__name__] = function

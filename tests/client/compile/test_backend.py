@@ -16,7 +16,7 @@ import storm_client as storm
 import torch
 from storm_client import compile as storm_compile
 from storm_client.compile import backend, runtime
-from support.compiled_programs import IN_GENERATED_CODE, PROGRAMS, Wrap, blocks, perceptron
+from support.compiled_programs import IN_GENERATED_CODE, PLAIN, PROGRAMS, Wrap, blocks, perceptron
 from support.daemon_process import DaemonProcess
 from support.training import assert_identical, gradients, seeded
 from support.waiting import wait_until
@@ -56,8 +56,7 @@ class Compiler:
 
 
 def reference(codegen: str, **options: object) -> Wrap:
-    name = "inductor" if codegen == "inductor" else "aot_eager"
-    return partial(torch.compile, backend=name, **options)
+    return partial(torch.compile, backend=PLAIN[codegen], **options)
 
 
 def dynamic(name: str) -> dict[str, object]:

@@ -9,6 +9,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import runtime
+from support.compiled_programs import PLAIN
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -130,9 +131,6 @@ def test_a_product_that_is_not_saved_whole_does_not_leave(
     torch._dynamo.reset()
     (plan,) = storm.compiled_plans(call)
     assert not [row for row in plan.rows if math.prod(row.shape) == 2 * 8 * 96]
-
-
-PLAIN = {"inductor": "inductor", "eager": "aot_eager"}
 
 
 def gradients_of(call: Callable[..., Tensor], net: nn.Module) -> list[Tensor]:

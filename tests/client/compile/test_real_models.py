@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import storm_client as storm
 import torch
+from support.compiled_programs import PLAIN
 from support.training import assert_identical
 from torch import Tensor
 
@@ -18,7 +19,6 @@ pytest.importorskip("transformers", reason="the models are its")
 
 from support.small_models import MODELS
 
-PLAIN = {"eager": "aot_eager", "inductor": "inductor"}
 FEW = ("llama", "gpt2", "wav2vec2")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
