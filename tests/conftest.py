@@ -69,6 +69,15 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     )
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> Iterator[None]:
+    """Have PyTorch forget what a test has compiled: nothing is made again where something may be."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and sys.modules["torch._dynamo.eval_frame"].cached_backends:
+        dynamo.reset()
+
+
 @cache
 def _open_cuda() -> None:
     """Have the driver open the descriptors that it keeps for the life of the process.
