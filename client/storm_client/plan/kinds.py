@@ -6,6 +6,11 @@ goes on it is compared with a kind that is known; where they part, another kind 
 alike is followed, or none, and what comes then is offloaded. At the end the step is a kind of its
 own if it was like none.
 
+A step that follows a plan walks along its kind's script: each event is compared by its function,
+size and dtype alone, and only of what something is made again from is it looked up which value it
+is. A step that leaves the script in the middle cannot be learned, since it did not look at all of
+its values; its kind is watched closely from then on, without a script.
+
 Nothing here decides what is returned: that a value can be made again is shown by what the step at
 hand has run, never by what another did.
 """
@@ -16,17 +21,28 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from storm_client.plan.decisions import OFFLOAD, Decision
+from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 
 if TYPE_CHECKING:
     from storm_client.plan.table import Plan
 
-__all__ = ["KNOWN_KINDS", "Event", "Kind", "Kinds", "StepRecord", "Value"]
+__all__ = [
+    "CAST",
+    "KNOWN_KINDS",
+    "SAVED",
+    "Event",
+    "Expected",
+    "Kind",
+    "Kinds",
+    "StepRecord",
+    "Value",
+]
 
 KNOWN_KINDS = 8
 """Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
@@ -37,7 +53,13 @@ OBSERVED = 2
 MOST_EVENTS = 20_000
 """A step that goes on and on, as a block around a loop does, is not watched any further."""
 
-Event: TypeAlias = tuple[object, ...]
+Event: TypeAlias = tuple[Any, int, int, torch.dtype | None, tuple[int, ...]]
+"""SAVED, CAST or the function that was run; the value's number, bytes and dtype; its inputs.
+
+Of what is saved neither dtype nor inputs are told."""
+
+SAVED, CAST = "saved", "cast"
+"""Autograd saves a value; autocast has made a value that was saved."""
 
 
 @dataclass(slots=True)
@@ -79,6 +101,21 @@ class Value:
         return self.seconds
 
 
+class Expected(NamedTuple):
+    """An event of a step that follows a plan."""
+
+    what: Any
+    """As an event begins."""
+    value: Value
+    decision: Decision
+    matters: bool
+    """Whether the value is made again, or another one from it."""
+    is_new: bool
+    """Whether no event before is of this value."""
+    inputs: tuple[int, ...]
+    """The numbers of what it is made from; none of what is saved."""
+
+
 class Kind:
     """One kind of step: its values, what was decided for each, and what was seen of replays."""
 
@@ -98,6 +135,10 @@ class Kind:
         """Values that were not, with the reason."""
         self.is_outdated = True
         """Whether something was learned that the plan does not know."""
+        self.script: list[Expected] | None = None
+        """What a step that follows the plan does; None where it has to be watched closely."""
+        self.is_ambiguous = False
+        """Whether a step was like this one and then did something else."""
         self.window: float | None = None
         """Seconds of the shortest forward pass that followed the plan; None until seen."""
         self._forwards: list[Callable[[], float]] = []
@@ -117,6 +158,16 @@ class Kind:
         if decisions != self.decisions:
             self.verified = set()
         self.decisions = decisions
+        self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
+
+    def watch_closely(self) -> None:
+        """Have no step walk along the script any more."""
+        self.is_ambiguous, self.script = True, None
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether what its steps ran was recorded, beside what they saved."""
+        return any(event[0] is not SAVED for event in self.events)
 
     def observe(self, forward: Callable[[], float]) -> None:
         """Note a forward pass that followed the plan; two of them make the plan anew, once."""
@@ -139,21 +190,67 @@ class Kind:
 
 
 class StepRecord:
-    """What one step has made and saved so far, and the known kind that it is like."""
+    """What one step has made and saved so far, and the known kind that it is like.
 
-    __slots__ = ("_kinds", "events", "kind", "values")
+    While it walks along the script of that kind its own `values` are not kept.
+    """
 
-    def __init__(self, kinds: Kinds, kind: Kind | None) -> None:
-        """Begin a step that is expected to be of `kind`."""
+    __slots__ = ("_events", "_kinds", "_left", "_position", "_walks", "kind", "script", "values")
+
+    def __init__(self, kinds: Kinds, kind: Kind | None, *, walks: bool = False) -> None:
+        """Begin a step that is expected to be of `kind`; `walks` says that it may use scripts."""
         self._kinds = kinds
+        self._walks = walks
+        self._position = 0
+        self._left: Kind | None = None
+        """Whose script was left in the middle, so that some values were not looked at."""
         self.kind = kind
-        self.events: list[Event] = []
+        self.script = kind.script if walks and kind is not None else None
+        """What the step is expected to do; None where all events are looked at."""
+        self._events: list[Event] = []
         self.values: list[Value] = []
+
+    @property
+    def count(self) -> int:
+        """How many events there were."""
+        return len(self._events) if self.script is None else self._position
 
     @property
     def is_full(self) -> bool:
         """Whether the step is too long to be remembered."""
-        return len(self.events) >= MOST_EVENTS
+        return self.count >= MOST_EVENTS
+
+    def expected(self) -> Expected | None:
+        """Return what comes next in the script; None at its end."""
+        assert self.script is not None
+        return self.script[self._position] if self._position < len(self.script) else None
+
+    def advance(self) -> None:
+        """Note that what was expected has happened."""
+        self._position += 1
+
+    def leave_script(self) -> None:
+        """Look at all events from here on, since something else has happened."""
+        if self._position:
+            self._left = self.kind
+        self._recall()
+
+    def walk_on(self) -> None:
+        """Walk along the script of the kind that was found last, if it has one."""
+        kind = self.kind
+        if self._walks and kind is not None and kind.script is not None:
+            self.script, self._position = kind.script, len(self._events)
+
+    def key(self) -> tuple[Event, ...] | None:
+        """Return all events of a step that has ended; None if they are not known."""
+        kind = self.kind
+        if kind is not None and len(kind.events) == self.count:
+            return kind.events
+        if self.script is not None:
+            self._recall()  # it has ended early
+        elif self._left is not None:
+            return None
+        return tuple(self._events)
 
     def add(self, value: Value) -> Value:
         """Number a new value."""
@@ -162,24 +259,72 @@ class StepRecord:
 
     def happened(self, event: Event, number: int) -> Decision | None:
         """Note an event of the value `number`; return what is to become of it, if that is known."""
-        position = len(self.events)
-        self.events.append(event)
+        position = len(self._events)
+        self._events.append(event)
         kind = self.kind
         if kind is None:
             return None
         if position >= len(kind.events) or kind.events[position] != event:
-            kind = self.kind = self._kinds.begins_with(self.events)
+            kind = self.kind = self._kinds.begins_with(self._events)
             if kind is None:
+                if self._left is not None:
+                    self._left.watch_closely()
                 return None
         decisions = kind.decisions
         return None if decisions is None else decisions[number]
 
     def decided(self, number: int) -> Decision:
-        """Return what is to become of a value."""
+        """Return what is to become of a value; one without a number is offloaded."""
         kind = self.kind
-        if kind is None or kind.decisions is None or number >= len(kind.decisions):
+        if kind is None or kind.decisions is None or not 0 <= number < len(kind.decisions):
             return OFFLOAD
         return kind.decisions[number]
+
+    def layer(self, number: int) -> str:
+        """Return in which layer a value was made, empty where that is not known."""
+        values = self.values if self.script is None or self.kind is None else self.kind.values
+        return values[number].layer if 0 <= number < len(values) else ""
+
+    def _recall(self) -> None:
+        """Note what the script says has happened so far, and that it is left."""
+        kind = self.kind
+        assert kind is not None
+        self.script = None
+        self._events = list(kind.events[: self._position])
+        self.values = values_of(self._events, kind.values)
+
+
+def _script(
+    events: tuple[Event, ...], values: list[Value], decisions: list[Decision]
+) -> list[Expected]:
+    """Return the events as a step that follows the decisions expects them."""
+    made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
+    matter = made.union(*(values[number].inputs for number in made))
+    seen: set[int] = set()
+    found = []
+    for what, number, _, _, inputs in events:
+        is_new = number not in seen
+        matters = number in matter
+        found.append(Expected(what, values[number], decisions[number], matters, is_new, inputs))
+        seen.add(number)
+    return found
+
+
+def values_of(events: list[Event], known: list[Value]) -> list[Value]:
+    """Return the values of some events, the first of a step whose values are known."""
+    numbers = chain.from_iterable((number, *inputs) for _, number, _, _, inputs in events)
+    count = max(numbers, default=-1) + 1
+    values = [
+        replace(value, operation="", is_dear=False, inputs=(), uses=0) for value in known[:count]
+    ]
+    for what, number, *_ in events:
+        value, like = values[number], known[number]
+        if what is SAVED:
+            value.uses += 1
+        else:
+            value.operation, value.is_dear = like.operation, like.is_dear
+            value.inputs = like.inputs
+    return values
 
 
 class Kinds:
@@ -211,11 +356,15 @@ class Kinds:
         return None
 
     def ended(self, step: StepRecord) -> Kind | None:
-        """Return the kind of a step that has ended; None for one that made or saved nothing."""
-        if not step.values or step.is_full:
+        """Return the kind of a step that has ended; None for one that cannot be learned.
+
+        That is one that made or saved nothing, or too much, or that left a script in the middle.
+        """
+        if not step.count or step.is_full:
             return None
-        kind = step.kind
-        key = kind.events if kind and len(kind.events) == len(step.events) else tuple(step.events)
+        key = step.key()
+        if key is None:
+            return None
         with self._lock:
             known = self._known.pop(key, None)
             if known is None:

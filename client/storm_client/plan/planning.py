@@ -82,7 +82,9 @@ class Planning:
         kind = self._kinds.latest
         for one in self._kinds.outdated():
             self._make(one)
-        step = StepRecord(self._kinds, kind)
+        watches = self.options.replays and _has_replays(kind) and not may_be_compiled(modules)
+        walks = kind is not None and kind.has_functions == watches
+        step = StepRecord(self._kinds, kind, walks=walks)
         recording = Recording(
             step,
             max(least, 1),
@@ -93,9 +95,7 @@ class Planning:
             layers=self._layers,
         )
         self._unended.append((weakref.ref(recording), recording.pins))
-        mode = None
-        if self.options.replays and _has_replays(kind) and not may_be_compiled(modules):
-            mode = Recorder(recording, measures=kind is None)
+        mode = Recorder(recording, measures=kind is None) if watches else None
         return PlannedStep(
             self, recording, mode, mark(is_on_gpu=kind is not None and kind.is_on_gpu)
         )
@@ -217,7 +217,7 @@ def _pack_input(
     tensor: torch.Tensor,
     number: int,
 ) -> Any:
-    return pack(tensor, step.decided(number), step.values[number].layer)
+    return pack(tensor, step.decided(number), step.layer(number))
 
 
 def _has_replays(kind: Kind | None) -> bool:

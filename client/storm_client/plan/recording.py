@@ -8,6 +8,9 @@ is made at once, while the inputs are as the operation found them.
 
 Storages are told apart by the address of their implementation, which a weak reference keeps from
 being used again until the block ends.
+
+A step that walks along the script of a known plan looks up only the values that something is made
+again from. Where it leaves the script everything is looked at from there on.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from storm_client.blocks import untraced
 from storm_client.layers import Layers
 from storm_client.plan.decisions import OFFLOAD, Decision, Replay
-from storm_client.plan.kinds import StepRecord, Value
+from storm_client.plan.kinds import CAST, SAVED, Expected, StepRecord, Value
 from storm_client.plan.operations import DEAR, Function
 from storm_client.plan.recipes import Alias, Ends, Made, Recipe, Result, Saved, Source
 from storm_client.saved import View, WeakStorage, base_of, is_result
@@ -40,6 +43,9 @@ _CAST = "ToCopyBackward0"
 
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
+
+_UNKNOWN = -1
+"""The number of a value that was not looked at."""
 
 
 class Seen:
@@ -59,9 +65,35 @@ class _Cast(NamedTuple):
     """A tensor that autocast has made of an argument: no function of PyTorch's returns it."""
 
     seen: Seen
-    source: object
-    """The argument's node in the graph."""
+    node: object
+    """The argument's, in the graph."""
     dtype: torch.dtype
+
+    def source_among(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
+        """Return the argument that it is a copy of."""
+        return next((tensor for tensor in tensors if _is_node_of(self.node, tensor)), None)
+
+
+class _Call:
+    """A function that has been run on its arguments."""
+
+    __slots__ = ("arguments", "function", "options", "recipe")
+
+    def __init__(
+        self, function: Function, arguments: Sequence[Any], options: Mapping[str, Any]
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.options = options
+        self.recipe: Recipe | None = None
+        """Of all its results, once one of them is to be made again."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among its arguments."""
+        found = list(_tensors(self.arguments))
+        if self.options:
+            found += _tensors(self.options.values())
+        return found
 
 
 class Recording:
@@ -97,16 +129,29 @@ class Recording:
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[Seen, Decision]:
         """Note that autograd saves `tensor`; return its value and what is to become of it."""
+        step = self.step
+        if step.script is not None:
+            found = self._walks_by(tensor, storage)
+            if found is not None:
+                return found
+            self._leave_script()
         seen = self._find(tensor, storage)
         seen.value.uses += 1
-        decision = self.step.happened(("saved", seen.number, seen.value.nbytes), seen.number)
+        decision = step.happened((SAVED, seen.number, seen.value.nbytes, None, ()), seen.number)
+        decision = OFFLOAD if decision is None else decision
+        self._expect_operation(tensor, seen, decision, is_first=seen.value.uses == 1)
+        step.walk_on()
+        return seen, decision
+
+    def _expect_operation(
+        self, tensor: torch.Tensor, seen: Seen, decision: Decision, *, is_first: bool
+    ) -> None:
+        """Note of a saved value what has to be known when its operation returns."""
         made = base_of(tensor)
         if isinstance(decision, Replay) and seen.result is None:
-            # Its operation has yet to return.
             seen.result = Result(made, seen.value.nbytes, self._ends)
-        if seen.value.uses == 1 and made.grad_fn is not None and made.grad_fn.name() == _CAST:
+        if is_first and made.grad_fn is not None and made.grad_fn.name() == _CAST:
             self._casts.append(_Cast(seen, made.grad_fn.next_functions[0][0], made.dtype))
-        return seen, OFFLOAD if decision is None else decision
 
     def begins(self) -> None:
         """Note that a function of the table begins."""
@@ -121,17 +166,21 @@ class Recording:
         timing: Callable[[], float] | None,
     ) -> None:
         """Note what a function of the table has made of its arguments."""
-        if self.step.is_full:
+        step, call = self.step, _Call(function, arguments, options)
+        if step.script is not None:
+            if self._walks_past(call, made):
+                return
+            self._leave_script()
+        if step.is_full:
             self.end()
             return
-        outputs = made if type(made) in (tuple, list) else (made,)
+        outputs = _outputs(made)
         large = [index for index, output in enumerate(outputs) if self._is_large(output)]
         if not large and not self._casts:
             return
-        tensors = list(_tensors(arguments)) + list(_tensors(options.values()))
+        tensors = call.tensors()
         self._explain_casts(tensors)
-        storages = {tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor)}
-        recipe: Recipe | None = None
+        storages = _addresses(tensors)
         inputs = self._inputs(tensors)
         for index in large:
             output = outputs[index]
@@ -143,14 +192,10 @@ class Recording:
             value.operation = _name(function)
             value.is_dear = function in DEAR
             value.inputs, value.timing = inputs, timing
-            event = (function, seen.number, value.nbytes, value.dtype, *inputs)
-            if not isinstance(self.step.happened(event, seen.number), Replay):
-                continue
-            if recipe is None:
-                recipe = self._recipe(function, arguments, options, output.device.type)
-            if seen.result is None:
-                seen.result = Result(output, value.nbytes, self._ends)
-            seen.result.made_by(recipe, None if outputs[0] is made else index)
+            event = (function, seen.number, value.nbytes, value.dtype, inputs)
+            if isinstance(step.happened(event, seen.number), Replay):
+                self._give_up(seen, call, output, None if outputs[0] is made else index)
+        step.walk_on()
 
     def end(self) -> None:
         """Let go of everything: nothing runs or is saved any more."""
@@ -159,21 +204,158 @@ class Recording:
         while self.pins:
             self.pins.pop().free()
 
+    def _give_up(self, seen: Seen, call: _Call, output: torch.Tensor, index: int | None) -> None:
+        """Have a value be made again: it is what `call` made, or of several results one."""
+        if call.recipe is None:
+            call.recipe = self._recipe(call, output.device.type)
+        if seen.result is None:
+            seen.result = Result(output, seen.value.nbytes, self._ends)
+        seen.result.made_by(call.recipe, index)
+
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
         """Note of what was saved while a function ran which of its arguments it is a copy of."""
         casts, self._casts = self._casts, []
-        for seen, node, dtype in casts:
-            source = next((tensor for tensor in tensors if _is_node_of(node, tensor)), None)
+        for cast in casts:
+            source = cast.source_among(tensors)
             inputs = None if source is None else self._inputs([source])
             if source is None or inputs is None:
                 continue
+            seen = cast.seen
             value = seen.value
             value.operation, value.inputs = _name(torch.Tensor.to), inputs
-            event = (torch.Tensor.to, seen.number, value.nbytes, dtype, *inputs)
-            decision = self.step.happened(event, seen.number)
-            if isinstance(decision, Replay) and seen.result is not None:
-                recipe = self._recipe(torch.Tensor.to, (source, dtype), {}, source.device.type)
-                seen.result.made_by(recipe, None)
+            event = (CAST, seen.number, value.nbytes, cast.dtype, inputs)
+            if isinstance(self.step.happened(event, seen.number), Replay):
+                self._cast_again(cast, source)
+
+    def _cast_again(self, cast: _Cast, source: torch.Tensor) -> None:
+        if cast.seen.result is not None:
+            call = _Call(torch.Tensor.to, (source, cast.dtype), {})
+            cast.seen.result.made_by(self._recipe(call, source.device.type), None)
+
+    # --- along a script ---------------------------------------------------------------------
+
+    def _walks_by(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> tuple[Seen, Decision] | None:
+        """Return what becomes of a saved tensor if the script expects it; None if it does not."""
+        expected = self.step.expected()
+        if expected is None or expected.what is not SAVED:
+            return None
+        if expected.value.nbytes != storage.nbytes():
+            return None
+        if expected.matters:
+            seen = self._look_up(expected, tensor, storage)
+            if seen is None:
+                return None
+            self._expect_operation(tensor, seen, expected.decision, is_first=expected.is_new)
+        else:
+            seen = Seen(expected.value, tensor._version)
+        self.step.advance()
+        return seen, expected.decision
+
+    def _walks_past(self, call: _Call, made: Any) -> bool:
+        """Tell whether what a call has made is what the script expects."""
+        step = self.step
+        while (expected := step.expected()) is not None and expected.what is CAST:
+            if expected.matters and not self._walks_by_cast(expected, call):
+                return False
+            step.advance()
+        outputs = _outputs(made)
+        for index, output in enumerate(outputs):
+            if not self._is_large(output):
+                continue
+            expected, storage = step.expected(), output.untyped_storage()
+            if expected is None or not _is_like(expected, call, output, storage):
+                if self._could_make_again(storage, call):
+                    return False
+                continue
+            place = None if outputs[0] is made else index
+            if expected.matters and not self._walks_by_made(expected, call, output, place):
+                return False
+            step.advance()
+        return True
+
+    def _walks_by_made(
+        self, expected: Expected, call: _Call, output: torch.Tensor, index: int | None
+    ) -> bool:
+        """Tell whether an output can be what the script expects, and do what becomes of that."""
+        storage = output.untyped_storage()
+        is_replay = isinstance(expected.decision, Replay)
+        if is_replay and not (
+            self._could_make_again(storage, call) and self._meet(call.tensors(), expected.inputs)
+        ):
+            return False
+        seen = self._look_up(expected, output, storage)
+        if seen is not None and is_replay:
+            self._give_up(seen, call, output, index)
+        return seen is not None
+
+    def _walks_by_cast(self, expected: Expected, call: _Call) -> bool:
+        """Tell whether autocast has made the value that the script expects."""
+        for cast in self._casts:
+            if cast.seen.number == expected.value.number:
+                source = cast.source_among(call.tensors())
+                if source is None or not self._is_sound(source):
+                    return False
+                if isinstance(expected.decision, Replay):
+                    if not self._meet([source], expected.inputs):
+                        return False
+                    self._cast_again(cast, source)
+                return True
+        return False
+
+    def _meet(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
+        """Tell whether inputs of a recipe can be the expected values, and note which they are."""
+        if len(tensors) != len(numbers):
+            return False
+        values = self.step.kind.values if self.step.kind is not None else []
+        for tensor, number in zip(tensors, numbers, strict=True):
+            if self._is_constant(tensor) is not (number == _CONSTANT):
+                return False
+            if number == _CONSTANT:
+                continue
+            storage, version = tensor.untyped_storage(), tensor._version
+            seen = self._seen.get(storage._cdata)
+            if seen is None:
+                self.pins.append(WeakStorage(storage))
+            elif seen.version == version:
+                if seen.number != number:
+                    return False
+                continue
+            self._seen[storage._cdata] = Seen(values[number], version)
+        return True
+
+    def _could_make_again(self, storage: torch.UntypedStorage, call: _Call) -> bool:
+        """Tell whether a call has made memory of its own, of what changes are counted of."""
+        tensors = call.tensors()
+        return all(map(self._is_sound, tensors)) and storage._cdata not in _addresses(tensors)
+
+    def _look_up(
+        self, expected: Expected, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> Seen | None:
+        """Return the value that the script expects if a storage has it now."""
+        address, version = storage._cdata, tensor._version
+        seen = self._seen.get(address)
+        if seen is not None and seen.version == version:
+            is_same = not expected.is_new and seen.number == expected.value.number
+            return seen if is_same else None
+        if not expected.is_new:
+            return None
+        if seen is None:
+            self.pins.append(WeakStorage(storage))
+        seen = self._seen[address] = Seen(expected.value, version)
+        return seen
+
+    def _leave_script(self) -> None:
+        """Go on by looking at everything: the step has left its script."""
+        self.step.leave_script()
+        values = self.step.values
+        # What an operation that the script did not expect was made from may have no event yet.
+        self._seen = {at: seen for at, seen in self._seen.items() if seen.number < len(values)}
+        for seen in self._seen.values():
+            seen.value = values[seen.number]
+
+    # --- values -----------------------------------------------------------------------------
 
     def _is_large(self, output: Any) -> bool:
         return (
@@ -215,15 +397,17 @@ class Recording:
         """Return the numbers of the inputs; None where one could change without being counted."""
         numbers = []
         for tensor in tensors:
-            if not _is_plain(tensor):
+            if not self._is_sound(tensor):
                 return None
             if self._is_constant(tensor):
                 numbers.append(_CONSTANT)
-            elif is_result(tensor):
-                numbers.append(self._find(tensor, tensor.untyped_storage()).number)
             else:
-                return None
+                numbers.append(self._find(tensor, tensor.untyped_storage()).number)
         return tuple(numbers)
+
+    def _is_sound(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a recipe may rest on a tensor: its changes are counted, or it is copied."""
+        return _is_plain(tensor) and (self._is_constant(tensor) or is_result(tensor))
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
         if tensor.untyped_storage().nbytes() < self._least:
@@ -231,17 +415,11 @@ class Recording:
         base = tensor._base if tensor._is_view() else tensor
         return isinstance(base, torch.nn.Parameter)
 
-    def _recipe(
-        self,
-        function: Function,
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
-        device: str,
-    ) -> Recipe:
+    def _recipe(self, call: _Call, device: str) -> Recipe:
         return Recipe(
-            function,
-            [self._held(argument) for argument in arguments],
-            {name: self._held(value) for name, value in options.items()},
+            call.function,
+            [self._held(argument) for argument in call.arguments],
+            {name: self._held(value) for name, value in call.options.items()},
             device,
         )
 
@@ -259,11 +437,19 @@ class Recording:
             return Alias.of(
                 tensor.detach().clone() if is_small and not is_result(tensor) else tensor
             )
-        seen = self._find(tensor, tensor.untyped_storage())
-        if seen.result is not None:
+        seen = self._known(tensor)
+        if seen is not None and seen.result is not None:
             seen.result.expect_use()
             return Made(seen.result, View.of(tensor))
-        return Saved(self._pack(tensor, seen.number), self._unpack)
+        return Saved(self._pack(tensor, _UNKNOWN if seen is None else seen.number), self._unpack)
+
+    def _known(self, tensor: torch.Tensor) -> Seen | None:
+        """Return a tensor's value; None for one that a script passed over."""
+        storage = tensor.untyped_storage()
+        if self.step.script is None:
+            return self._find(tensor, storage)
+        seen = self._seen.get(storage._cdata)
+        return seen if seen is not None and seen.version == tensor._version else None
 
 
 class Recorder(TorchFunctionMode):
@@ -331,6 +517,26 @@ def mark(*, is_on_gpu: bool) -> Mark:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def _outputs(made: Any) -> Sequence[Any]:
+    return made if type(made) in (tuple, list) else (made,)
+
+
+def _is_like(
+    expected: Expected, call: _Call, output: torch.Tensor, storage: torch.UntypedStorage
+) -> bool:
+    """Tell whether what a call has made can be the value that a script expects."""
+    value = expected.value
+    return (
+        expected.what is call.function
+        and value.nbytes == storage.nbytes()
+        and value.dtype is output.dtype
+    )
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor)}
 
 
 def _is_on_gpu(arguments: Sequence[Any]) -> bool:

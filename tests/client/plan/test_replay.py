@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.plan.kinds import Kind
+from storm_client.plan.kinds import Kind, StepRecord, values_of
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
@@ -360,10 +360,98 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
         ((recording, pins),) = offload._planning._unended
         watched = recording()
         assert watched is not None
-        assert len(watched.step.events) <= 100
+        assert watched.step.count <= 100
         assert not pins
         assert not watched._seen
     assert not kinds(offload)
+
+
+class Branching(nn.Module):
+    """Two blocks, between which a step may do something else; sizes are the same on all ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
+        self.way = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        a, b = self.first.gate(x), self.first.up(x)
+        if self.way == "exchanged":
+            a, b = b, a
+        if self.way == "in place":
+            a = (a + 1).mul_(2)
+        y = silu(a) * (b.tanh() if self.way == "another function" else b.sigmoid())
+        turned = (y.t() if self.way == "copied" else y.clone()).contiguous()
+        y = turned.t() * 2 if self.way == "copied" else turned * 2
+        if self.way == "ends early":
+            return y
+        return self.last(self.first.down(y))
+
+
+WAYS = ("plain", "exchanged", "in place", "another function", "copied", "ends early")
+
+
+@pytest.mark.parametrize("other", WAYS[1:])
+def test_steps_part_in_the_middle(other: str, device: str, client: storm.Client) -> None:
+    torch.manual_seed(0)
+    net, x = Branching().to(device), seeded(device, 32, WIDTH)
+    ways = ["plain", "plain", "plain", other, "plain", other, other, other, "plain", other, "plain"]
+    expected = {}
+    for net.way in ("plain", other):
+        expected[net.way] = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    replayed = dict.fromkeys(expected, 0)
+    for net.way in ways:
+        before = offload.stats().replayed_bytes
+        assert_identical(step(net, x, lambda: offload), expected[net.way])
+        replayed[net.way] = offload.stats().replayed_bytes - before
+    assert all(replayed.values()), replayed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_take_turns(seed: int, device: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    seeds = [3 * seed, 3 * seed + 1, 3 * seed + 2]
+    expected = {one: run(one, device, nullcontext) for one in seeds}
+    for number in range(12):
+        one = seeds[number % 3 if number < 6 else number % 2]
+        assert_identical(run(one, device, lambda: offload), expected[one])
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_steps_of_a_known_kind_walk_along_its_script(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first step of another size leaves the script, at its beginning."""
+    left: list[int] = []
+    leave = StepRecord.leave_script
+
+    def noted(record: StepRecord) -> None:
+        left.append(record.count)
+        leave(record)
+
+    monkeypatch.setattr(StepRecord, "leave_script", noted)
+    net = blocks(device)
+    inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
+    offload = client.offload(net, min_bytes=1)
+    for number in (0, 0, 0, 0, 1, 1, 1, 0, 1, 0):
+        step(net, inputs[number], lambda: offload)
+    assert left == [0, 0, 0, 0], "where the size was not that of the step before"
+    assert all(kind.script is not None for kind in kinds(offload))
+
+
+def test_what_a_script_says_are_the_values_that_were_recorded(
+    device: str, client: storm.Client
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    step(net, x, lambda: offload)
+    (kind,) = kinds(offload)
+    assert values_of(list(kind.events), kind.values) == kind.values
+    half = values_of(list(kind.events[: len(kind.events) // 2]), kind.values)
+    assert 0 < len(half) < len(kind.values)
+    assert sum(value.uses for value in half) < sum(value.uses for value in kind.values)
 
 
 def fail(net: nn.Module, x: Tensor) -> None:
