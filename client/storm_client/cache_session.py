@@ -8,13 +8,14 @@ released.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
 import torch
 
-from storm_client.connection import Connection
+from storm_client.connection import Connection, Listener
 from storm_client.dtypes import dtype_name
 from storm_client.errors import (
     DaemonLost,
@@ -47,7 +48,7 @@ STAGING_BYTES: Final = 64 << 20
 """Asked for: a few parts under way each way, and little of a GPU's memory."""
 
 
-class CacheSession:
+class CacheSession(Listener):
     """Puts and fetches the tensors of one device. Any thread may use it; puts take turns."""
 
     def __init__(self, address: str, lane: Lane, timeout: float) -> None:
@@ -73,6 +74,7 @@ class CacheSession:
             raise
         transfers = self._transfers = Transfers(
             self._connection.numbers,
+            self._connection.outbox,
             staging_bytes=lane.staging_bytes,
             part_bytes=self._connection.welcome.part_bytes,
             window=DeviceWindow(0),
@@ -178,18 +180,6 @@ class CacheSession:
         if self._transfers is not None:
             self._transfers.reply(request, message)
 
-    def on_wake(self) -> None:
-        """Send what was posted."""
-        self._connection.flush()
-
-    def on_lost(self) -> None:
-        """Release the streams that wait for the daemon."""
-        self._lane.poison()
-
-    def on_abandoned(self) -> None:
-        """End, for nobody else can have it end."""
-        self.close()
-
     # --- helpers ----------------------------------------------------------------------------
 
     def _store(self, data: torch.Tensor, dtype: torch.dtype) -> list[int]:
@@ -200,17 +190,18 @@ class CacheSession:
         with self._connection.lock:
             self._connection.flush()
             while not out.is_over:
-                left = len(out.arrived)
-                if not self._connection.wait(
-                    lambda left=left: out.is_over or len(out.arrived) > left,  # type: ignore[misc]
-                    STALL_SECONDS,
-                ):
-                    raise DaemonLost(self._stalled("does not answer"))
+                self._wait_for_part(out)
         if out.error is not None:
             raise out.error
         if out.refusal is not None:
             raise self._refusal(*out.refusal)
         return sorted(out.arrived)
+
+    def _wait_for_part(self, out: Outgoing) -> None:
+        arrived, deadline = len(out.arrived), time.monotonic() + STALL_SECONDS
+        while not out.is_over and len(out.arrived) == arrived:
+            if not self._connection.wait(deadline):
+                raise DaemonLost(self._stalled("does not answer"))
 
     def _refusal(self, reason: str, detail: str) -> StormError:
         """Return the error for a put of which a part was not admitted."""

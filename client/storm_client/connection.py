@@ -16,15 +16,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Protocol
 
 import zmq
 
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
-from storm_client.frames import Frames, is_done
+from storm_client.frames import Frames
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
 from storm_client.lanes import Lane, LaneHello
 from storm_client.living import Living
@@ -57,28 +55,19 @@ GOODBYE_SECONDS = 5.0
 FRAME_MESSAGES = 256
 """Messages sent in one frame: of the longest kind, a Release of 256 entries, they fit."""
 
-READABLE = int(zmq.POLLIN)
-"""As a plain number: the enumeration's own operators take several microseconds."""
 
-
-class Listener(Protocol):
+class Listener:
     """Who is told of what comes: the session that is built on a connection."""
 
     def on_message(self, request: int, message: Message) -> None:
-        """Handle a reply that no request waits for; with the lock held."""
-        ...
+        """Handle a reply that no request waits for; with the lock held. Here: nobody asked."""
 
     def on_wake(self) -> None:
-        """Send what is to be sent, after `wake` and with each heartbeat; with the lock held."""
-        ...
+        """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
 
-    def on_lost(self) -> None:
-        """Release whoever waits for the daemon by other means; once, when all is over."""
-        ...
-
-    def on_abandoned(self) -> None:
-        """Close: nobody else can."""
-        ...
+    def close(self) -> None:
+        """End: nobody else can end it any more."""
+        raise NotImplementedError
 
 
 class Connection:
@@ -98,15 +87,19 @@ class Connection:
         """Notified whenever something that waits may look for has changed."""
         self.numbers = count(FIRST_NUMBER)
         """Request, entry and ticket numbers; drawn with the lock held, right before the send."""
+        self.outbox: list[Envelope] = []
+        """What leaves with the next flush; whoever has the lock may append to it."""
+        self.lost = False
+        """Whether the daemon is gone or the connection closed."""
         self._pid = os.getpid()
         self._ended = f"the daemon at {address} ended, with all it held for us"
-        self._lost: DaemonLost | None = None
-        self._outbox: list[Envelope] = []
+        self._error: StormError | None = None  # what keeps it from being used
         self._leaving = 0  # how many of the outbox the frame has that is sent next, or was last
         self._sent: list[int] = []  # says so where they were, and are in the outbox still
         self._received: list[int] = []  # the same of a frame that is not in the inbox yet
         self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
+        self._is_deferred = False  # whether the listener was woken to send what was posted
         self._waiting = 0
         # Held but for ending the listener's pause. No Event: its methods take a lock in Python, and
         # who is interrupted there keeps it.
@@ -117,6 +110,7 @@ class Connection:
         self._ownerless: deque[object] = deque()  # not empty once nobody is left who could close
         self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread: threading.Thread | None = None
+        self._lane: Lane | None = None
         self._listener: Listener
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
@@ -135,11 +129,12 @@ class Connection:
         self._thread = thread
 
     def attach(self, lane: Lane, timeout: float) -> None:
-        """Have a lane map what the daemon shares with it.
+        """Have a lane map what the daemon shares with it, and be told of the daemon's end.
 
         Raises:
             StormError: what the lane raises, or the daemon's refusal.
         """
+        self._lane = lane
         try:
             lane.attach(
                 self.welcome, self.descriptors, lambda message: self.request(message, timeout)
@@ -157,13 +152,8 @@ class Connection:
             DaemonLost: the daemon is gone, or the connection was closed.
             UsageError: this is a forked child of the process that connected.
         """
-        if self._lost is not None:
-            raise type(self._lost)(str(self._lost)) from self._lost
-        if self.lifeline.inherited:
-            raise UsageError(
-                f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
-                f"{self.address} it cannot share; call storm_client.connect() in the child"
-            )
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
 
     def check_now(self) -> None:
         """Check, and ask the lifeline too: the listener notices an end milliseconds later.
@@ -177,54 +167,64 @@ class Connection:
                 self._lose(DaemonLost(self._ended))
             self.check()
 
-    @property
-    def lost(self) -> bool:
-        """Whether the daemon is gone or the connection closed."""
-        return self._lost is not None
-
     def post(self, request: int, message: Message) -> None:
         """Have a message leave with the next flush or send; call with the lock held."""
-        self._outbox.append(Envelope(request, message))
+        self.outbox.append(Envelope(request, message))
 
     def defer(self, request: int, message: Message) -> None:
-        """Have a message leave within milliseconds; call with the lock held.
+        """Have a message leave within milliseconds; call with the lock held."""
+        self.post(request, message)
+        self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Have what was posted leave within milliseconds; call with the lock held.
 
         Raises:
             DaemonLost, UsageError: as `check`.
         """
-        self.check()
-        is_first = not self._outbox
-        self.post(request, message)
-        if is_first:
+        if self._error is not None:
+            self.check()
+        if not self._is_deferred:
             self.wake()
+            self._is_deferred = True
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Send what was posted and handle the replies that have arrived; call with the lock held.
 
+        Returns whether there were any.
+
         Raises:
             DaemonLost, UsageError: as `check`.
         """
-        self.check()
-        self._transmit()
-        self.drain()
+        if self._error is not None:
+            self.check()
+        if self.outbox:
+            self._transmit()
+        is_news = self.drain()
+        if self.outbox:  # what is to be said to the replies
+            self._transmit()
+        return is_news
 
     def send(self, request: int, message: Message) -> None:
         """Post a message and flush."""
         self.post(request, message)
         self.flush()
 
-    def drain(self) -> None:
-        """Handle every reply that has arrived, in order; call with the lock held."""
-        if self._draining or self._socket.closed:
-            return  # a handler sends: the loop that called it goes on
+    def drain(self) -> bool:
+        """Handle every reply that has arrived, in order; tell whether there was any (locked)."""
+        if self._draining:
+            return False  # a handler sends: the loop that called it goes on
         self._draining = True
+        is_news = False
         try:
-            while self._has_news():
+            while self._inbox or self._received or self._frames.has_arrived():
                 if not self._inbox:
                     self._receive()
                 self._handle_all()
+                is_news = True
         finally:
             self._draining = False
+        return is_news
 
     def again(self, request: int, message: Message) -> None:
         """Have a reply handled once more, before all others; call with the lock held."""
@@ -242,16 +242,18 @@ class Connection:
             StormError: the kind that the daemon names in a refusal.
             DaemonLost: the daemon died, or gave no answer within `timeout` seconds.
         """
+        deadline = time.monotonic() + timeout
         with self.lock:
             number = next(self.numbers)
             self._answers[number] = None
             try:
                 self.send(number, message)
-                if not self.wait(lambda: self._answers[number] is not None, timeout):
-                    raise DaemonLost(
-                        f"the daemon at {self.address} did not answer {type(message).__name__} "
-                        f"within {timeout:g} s; see `stormd status`"
-                    )
+                while self._answers[number] is None:
+                    if not self.wait(deadline):
+                        raise DaemonLost(
+                            f"the daemon at {self.address} did not answer {type(message).__name__} "
+                            f"within {timeout:g} s; see `stormd status`"
+                        )
             finally:
                 answer = self._answers.pop(number)
         if isinstance(answer, Refused):
@@ -259,31 +261,28 @@ class Connection:
         assert answer is not None
         return answer
 
-    def wait(self, ready: Callable[[], bool], timeout: float, every: float | None = None) -> bool:
-        """Wait until `ready()` or for `timeout` seconds; call with the lock held.
+    def wait(self, deadline: float, every: float | None = None) -> bool:
+        """Return when what somebody waits for may have come; call with the lock held.
 
-        It is asked after each batch of replies, and whatever else `notify` is called for; and
-        besides `every` so many seconds, for what nobody tells of. Returns whether it became ready.
+        That is after each batch of replies, and whatever else `notify` is called for; and besides
+        after `every` so many seconds, for what nobody tells of. Returns False when it is later than
+        `deadline`, by time.monotonic, and all that has come was handled.
 
         Raises:
-            DaemonLost: the daemon died meanwhile and it is not ready.
+            DaemonLost, UsageError: as `check`.
         """
-        if ready():
+        if self.flush():
             return True
-        self.flush()
-        deadline = time.monotonic() + timeout
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
         self._waiting += 1
         try:
             self._end_pause()
-            while not ready():
-                self.check()
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self.changed.wait(left if every is None else min(left, every))
-            return True
+            self.changed.wait(left if every is None else min(left, every))
         finally:
             self._waiting -= 1
+        return True
 
     def wake(self) -> None:
         """Have the listening thread call `on_wake`. Takes no lock: destructors may call it."""
@@ -292,7 +291,7 @@ class Connection:
             wakeup.signal()
 
     def end_with(self, owner: object) -> None:
-        """Have the listening thread call `on_abandoned` within a heartbeat of the owner's death."""
+        """Have the listening thread close its session within a heartbeat of the owner's death."""
         self._owner = weakref.ref(owner, self._ownerless.append)
 
     def close(self) -> None:
@@ -339,6 +338,10 @@ class Connection:
 
     def forked(self) -> None:
         """Make the lock anew in a forked child, where whoever held it does not live."""
+        self._error = self._error or UsageError(
+            f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
+            f"{self.address} it cannot share; call storm_client.connect() in the child"
+        )
         self.lock = threading.RLock()
         self.changed = Changes(self.lock)
 
@@ -354,7 +357,8 @@ class Connection:
                 DaemonLost(f"the thread that listens to {self.address} ended; see its traceback")
             )
             try:
-                self._listener.on_lost()
+                if self._lane is not None:
+                    self._lane.poison()
             finally:
                 with self.lock:
                     self._is_over = True
@@ -364,21 +368,25 @@ class Connection:
         wakeup = self._wakeup
         assert wakeup is not None, "close drops it after this thread has ended"
         poller = select.poll()
-        for descriptor in (self._socket.fileno(), self.lifeline.fileno(), wakeup.fileno()):
+        lifeline, awakened = self.lifeline.fileno(), wakeup.fileno()
+        for descriptor in (self._socket.fileno(), lifeline, awakened):
             poller.register(descriptor, select.POLLIN)
+        ready: dict[int, int] = {}
         next_ping = time.monotonic()
         while not self.lost:
-            next_ping = self._turn(next_ping, wakeup)
+            if awakened in ready:
+                wakeup.clear()
+            next_ping = self._turn(next_ping, is_awake=awakened in ready)
             if self._ownerless:
-                self._listener.on_abandoned()
+                self._listener.close()
                 return
             if not self._waiting:
                 self._pause.acquire(timeout=QUIET_SECONDS)
-            ready = poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000))
-            if any(descriptor == self.lifeline.fileno() for descriptor, _ in ready):
+            ready = dict(poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000)))
+            if lifeline in ready:
                 self._fail(DaemonLost(self._ended))
 
-    def _turn(self, next_ping: float, wakeup: Wakeup) -> float:
+    def _turn(self, next_ping: float, *, is_awake: bool) -> float:
         """Handle what has come up, and return when the next heartbeat is due."""
         with self.lock:
             if self.lost:
@@ -388,8 +396,10 @@ class Connection:
             if is_due:
                 self.post(0, Ping())
                 next_ping = time.monotonic() + PING_SECONDS
-            if wakeup.clear() or is_due:
+            if is_awake or is_due:
                 self._listener.on_wake()
+            if self.outbox:
+                self.flush()
             return next_ping
 
     def _fail(self, loss: DaemonLost) -> None:
@@ -401,24 +411,20 @@ class Connection:
 
     def _transmit(self) -> None:
         """Send what was posted. What interrupts it neither loses a message nor sends one twice."""
+        self._is_deferred = False
         try:
-            while self._outbox:
-                if not is_done(self._sent):
-                    self._leaving = len(self._outbox[:FRAME_MESSAGES])
-                    self._frames.send(encode(self._outbox[: self._leaving]), self._sent)
-                rest = self._outbox[self._leaving :]
-                self._outbox, self._sent = rest, []
+            while self.outbox:
+                if not self._sent:
+                    self._leaving = len(self.outbox[:FRAME_MESSAGES])
+                    self._frames.send(encode(self.outbox[: self._leaving]), self._sent)
+                # Nothing is called between these two, and so no signal looked for.
+                del self.outbox[: self._leaving]
+                self._sent = []
         except zmq.Again:
             self._lose(
                 DaemonLost(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
             )
             self.check()
-
-    def _has_news(self) -> bool:
-        if self._inbox or is_done(self._received):
-            return True
-        # Asking for the events costs a tenth of an exception that says there are none.
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & READABLE)
 
     def _receive(self) -> None:
         frame = self._frames.receive(self._received)
@@ -445,7 +451,7 @@ class Connection:
             self.notify()
 
     def _lose(self, loss: DaemonLost) -> None:
-        self._lost = loss
+        self._error, self.lost = loss, True
         self._end_pause()
         self.changed.notify_all()
         self.wake()

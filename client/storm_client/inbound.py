@@ -19,7 +19,7 @@ import torch
 
 from storm_client.connection import Connection
 from storm_client.errors import ActivationLost, DaemonLost
-from storm_client.lanes import Lane, Mapped, Route, Slot, Staged
+from storm_client.lanes import Lane, Mapped, Slot
 from storm_client.lanes.segments import tell
 from storm_client.ranges import span
 from storm_client.saved import Part, StoredRange, UpcomingUses
@@ -60,11 +60,11 @@ class Inbound:
             CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
             DaemonLost: it is gone.
         """
-        incoming = self._begin(record)
         if self._in_place is not None:
+            incoming = self._begin(record)
             self.look_ahead(uses)
-        if incoming is not None:
-            return self._finish(incoming)
+            if incoming is not None:
+                return self._finish(incoming)
         destination = self._lane.allocate(record.nbytes)
         self.fill(destination, record.key, record.parts, uses)
         return destination
@@ -93,8 +93,9 @@ class Inbound:
                 self._lane.unstage(slot, destination, part.begin)
                 with lock:
                     transfers.take(incoming, index)
-                    self._connection.notify()
-                    self._request_more(incoming, index + 1)
+                    if index + 1 < len(parts):
+                        self._connection.notify()
+                        transfers.request_ahead(incoming, index + 1, self._lane.publish())
                     self._stage_ahead(uses)
         finally:
             with lock:
@@ -123,14 +124,16 @@ class Inbound:
     def _stage_ahead(self, uses: UpcomingUses | None) -> None:
         """Request what is used next, and send all requests that have been posted."""
         # What can come in place does, and the rest is fetched when it is needed.
-        if uses is not None and self._transfers.looks_ahead and not self._is_mapped:
+        if uses is not None and not self._is_mapped and self._transfers.looks_ahead:
             seen = 0
             for record in uses.unseen():
                 if record is not None and record.is_wanted and not self._begin_staged(record):
                     break
                 seen += 1
-            uses.saw(seen)
-        self._connection.flush()
+            if seen:
+                uses.saw(seen)
+        if self._connection.outbox:
+            self._connection.flush()
 
     def _begin_staged(self, record: StoredRange) -> bool:
         """Request a record's parts; False where there is no room for all of them."""
@@ -138,68 +141,44 @@ class Inbound:
         if incoming.storage is not None or len(incoming.transfers) == len(incoming.parts):
             return True
         with span("fetch ahead", record.nbytes, record.key):
-            return self._request_more(incoming, 0)
+            return self._transfers.request_ahead(incoming, 0, self._lane.publish())
 
     def _arrival(self, incoming: Incoming, index: int) -> Slot:
         """Return the slot of a part once it is there, requesting it and those behind it."""
-        self._connection.drain()
-        while True:
-            transfer = incoming.transfers.get(index)
-            if transfer is not None and not transfer.is_wanted:
-                self._transfers.take(incoming, index)  # giving it up was interrupted
-            elif transfer is not None or (transfer := self._require(incoming, index)) is not None:
-                break
-            seen = self._transfers.freed
-            if not self._connection.wait(
-                lambda seen=seen: self._transfers.freed != seen,  # type: ignore[misc]
-                STALL_SECONDS,
-            ):
+        transfer = self._requested(incoming, index)
+        deadline = time.monotonic() + STALL_SECONDS
+        while transfer.phase is Phase.REQUESTED:
+            if not self._connection.wait(deadline):
                 raise self._stalled(incoming, index)
-        if not self._connection.wait(lambda: transfer.phase is not Phase.REQUESTED, STALL_SECONDS):
-            raise self._stalled(incoming, index)
         if transfer.error is not None:
             raise transfer.error
         assert transfer.slot is not None, transfer
         return transfer.slot
+
+    def _requested(self, incoming: Incoming, index: int) -> Transfer:
+        """Return a part's transfer, waiting until there is room to request it."""
+        transfers = self._transfers
+        if index in incoming.transfers and not incoming.transfers[index].is_wanted:
+            transfers.take(incoming, index)  # giving it up was interrupted
+        if index not in incoming.transfers:
+            transfers.request_ahead(incoming, index, self._lane.publish())
+        while (transfer := incoming.transfers.get(index)) is None:
+            self._connection.drain()  # before others' room is taken
+            if transfers.require(incoming, index, self._lane.publish()) is None:
+                self._wait_for_room(incoming, index)
+        return transfer
+
+    def _wait_for_room(self, incoming: Incoming, index: int) -> None:
+        seen, deadline = self._transfers.freed, time.monotonic() + STALL_SECONDS
+        while self._transfers.freed == seen:
+            if not self._connection.wait(deadline):
+                raise self._stalled(incoming, index)
 
     def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
         return ActivationLost(
             f"the daemon did not restore entry {incoming.parts[index].entry} within "
             f"{STALL_SECONDS:g} s; see `stormd status` and its log"
         )
-
-    def _require(self, incoming: Incoming, index: int) -> Transfer | None:
-        """Request a part even where that takes the room of what waits; None if it cannot be yet."""
-        slot = self._transfers.reserve_for(incoming, incoming.parts[index].nbytes)
-        if slot is None:
-            return None
-        sequence = self._lane.publish()
-        transfer = self._request(incoming, index, Staged(slot.offset), sequence, slot)
-        self._request_more(incoming, index + 1)
-        self._connection.flush()
-        return transfer
-
-    def _request_more(self, incoming: Incoming, begin: int) -> bool:
-        """Request parts from `begin` on; False where there is no room for all of them."""
-        for index in self._transfers.missing(incoming, begin):
-            slot = self._transfers.reserve_ahead(incoming.parts[index].nbytes)
-            if slot is None:
-                return False
-            self._request(incoming, index, Staged(slot.offset), self._lane.publish(), slot)
-        return True
-
-    def _request(
-        self,
-        incoming: Incoming,
-        index: int,
-        route: Route,
-        sequence: int,
-        slot: Slot | None = None,
-    ) -> Transfer:
-        transfer, message = self._transfers.restore(incoming, index, route, sequence, slot)
-        self._connection.post(transfer.number, message)
-        self._transfers.begin(transfer)  # last: nobody waits for what was never asked for
-        return transfer
 
     # --- into memory of its own -------------------------------------------------------------
 
@@ -219,16 +198,10 @@ class Inbound:
 
     def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
         """Return the bytes once all parts are there; nothing is handed out before."""
-        connection = self._connection
-        with connection.lock:
+        with self._connection.lock:
             try:
                 while left := incoming.left:
-                    if not connection.wait(lambda left=left: incoming.left < left, STALL_SECONDS):  # type: ignore[misc]
-                        raise ActivationLost(
-                            f"the daemon restored no part of record {incoming.key} for "
-                            f"{STALL_SECONDS:g} s; {left} of {len(incoming.parts)} are missing; "
-                            "see `stormd status` and its log"
-                        )
+                    self._wait_for_part(incoming, left)
                 error = incoming.error()
             finally:
                 self._transfers.forget(incoming.key)
@@ -236,6 +209,16 @@ class Inbound:
             raise error
         assert incoming.storage is not None
         return incoming.storage
+
+    def _wait_for_part(self, incoming: Incoming, left: int) -> None:
+        deadline = time.monotonic() + STALL_SECONDS
+        while incoming.left == left:
+            if not self._connection.wait(deadline):
+                raise ActivationLost(
+                    f"the daemon restored no part of record {incoming.key} for "
+                    f"{STALL_SECONDS:g} s; {left} of {len(incoming.parts)} are missing; "
+                    "see `stormd status` and its log"
+                )
 
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
         """Request what is used next; False where the rest has to take the staging area."""
@@ -270,7 +253,7 @@ class Inbound:
                 )
                 for index, part in enumerate(record.parts):
                     route = Mapped(place.segment, place.offset + part.begin)
-                    self._request(incoming, index, route, sequence)
+                    self._transfers.restore(incoming, index, route, sequence)
             self._connection.flush()
         except BaseException:
             for record, _, _ in placed:  # nobody may wait for what has not all been asked for
@@ -302,7 +285,9 @@ class Inbound:
             if not is_demanded:
                 return None
         with self._connection.lock:
-            self._connection.wait(lambda: not self._transfers.early_bytes, STALL_SECONDS)
+            deadline = time.monotonic() + STALL_SECONDS
+            while self._transfers.early_bytes and self._connection.wait(deadline):
+                pass
         return self._lane.allocate(nbytes)
 
     def _chosen(self, upcoming: Iterable[StoredRange | None]) -> tuple[list[StoredRange], int]:
@@ -337,10 +322,12 @@ class Inbound:
 def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:
     """Yield the records, those together that are so small that what each costs would count."""
     group: list[StoredRange] = []
+    nbytes = 0
     for record in records:
         group.append(record)
-        if sum(one.nbytes for one in group) >= TOGETHER_BYTES:
+        nbytes += record.nbytes
+        if nbytes >= TOGETHER_BYTES:
             yield group
-            group = []
+            group, nbytes = [], 0
     if group:
         yield group

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from storm_client.errors import ActivationLost
 from storm_client.lanes import Coder, Encoded, Lane, Mapped, Reader, Route, Slot, Staged
 from storm_client.lanes.segments import tell
 from storm_client.saved import StoredRange
-from storm_client.transfers import Action, Outgoing, Post, Recycle, Transfers
+from storm_client.transfers import Outgoing, Transfers
 
 __all__ = ["Outbound"]
 
@@ -103,38 +102,32 @@ class Outbound:
         Raises:
             DaemonLost: the daemon is gone.
         """
-        for part in self._transfers.split(out.nbytes):
-            slot = self._slot(len(part))
-            if slot is None:
-                with self._connection.lock:
-                    self.perform(self._transfers.refuse(out, "daemon_slow"))
-                return
+        transfers = self._transfers
+        for part in transfers.split(out.nbytes):
+            with self._connection.lock:
+                slot = self._slot(len(part))
+                if slot is None:
+                    transfers.refuse(out, "daemon_slow")
+                    self._connection.flush()
+                    return
             try:
                 self._lane.stage(source, begin + part.start, slot)
             except BaseException:
                 with self._connection.lock:
-                    self._transfers.free(slot)
+                    transfers.free(slot)
                 raise
             with self._connection.lock:
                 if out.refusal is not None:
-                    self._transfers.free(slot)
+                    transfers.free(slot)
                     return
                 self._send(out, part, Staged(slot.offset), self._lane.publish(), slot)
                 self._flush_if_due()
 
-    def perform(self, actions: Iterable[Action]) -> None:
-        """Do what the transfers ask for (locked)."""
-        for action in actions:
-            if isinstance(action, Recycle):
-                if self._lane.coder is not None:
-                    self._lane.coder.take_back(action.result)
-            else:
-                self._connection.post(0, action.message)
-        if any(isinstance(action, Post) for action in actions):
-            self._connection.flush()
-
     def send_waiting(self) -> None:
         """Send the sources that wait for room, in their order, as far as there is some (locked)."""
+        if self._lane.coder is not None:
+            while self._transfers.free_results:
+                self._lane.coder.take_back(self._transfers.free_results.pop())
         while self._waiting:
             out = self._waiting[0]
             record = out.living()
@@ -151,40 +144,28 @@ class Outbound:
         if self._transfers.is_held(record.key):
             raise ActivationLost(_MOVED.format(record.nbytes))
 
-    # --- through the staging area -----------------------------------------------------------
+    # --- what both ways need, with the lock held --------------------------------------------
 
     def _slot(self, nbytes: int) -> Slot | None:
         """Return a slot, waiting a while for the daemon to free one."""
-        with self._connection.lock:
+        slot = self._transfers.reserve(nbytes)
+        end = 0.0 if slot is not None else self._end_of_patience()
+        while slot is None and self._frees_by(end):
             slot = self._transfers.reserve(nbytes)
-        return slot or self._slot_later(nbytes)
-
-    def _slot_later(self, nbytes: int) -> Slot | None:
-        found: list[Slot] = []
-
-        def reserve() -> bool:
-            slot = self._transfers.reserve(nbytes)
-            if slot is not None:
-                found.append(slot)
-            return slot is not None
-
-        with self._connection.lock:
-            self._try(reserve)
-        return found[0] if found else None
+        return slot
 
     def _send(
         self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
     ) -> None:
-        # In this order: what an interrupt leaves half done is released, and waited for by nobody.
-        transfer, message = self._transfers.store(out, part, route, sequence, slot)
-        self._connection.defer(transfer.number, message)
-        self._transfers.begin(transfer)
+        self._transfers.store(out, part, route, sequence, slot)
         self._unsent_bytes += len(part)
 
     def _flush_if_due(self) -> None:
-        if self._unsent_bytes >= self._flush_bytes:
-            self._unsent_bytes = 0
-            self._connection.flush()
+        if self._unsent_bytes < self._flush_bytes:
+            self._connection.flush_soon()
+            return
+        self._unsent_bytes = 0
+        self._connection.flush()
 
     # --- in place, with the lock held -------------------------------------------------------
 
@@ -264,9 +245,15 @@ class Outbound:
 
     def _is_taken(self, record: StoredRange, out: Outgoing) -> bool:
         """Send what has not been sent yet and wait for the daemon's answer; False without one."""
-        if not self._try(lambda: self._send_source(record, out)):
-            return False
-        return out.sequence is None or self._wait(lambda: out.is_answered)
+        end = self._end_of_patience()
+        while not self._send_source(record, out):
+            if not self._frees_by(end):
+                return False
+        while out.sequence is not None and not out.is_answered:
+            if not self._connection.wait(end):
+                self._slow_since = self._transfers.freed
+                return False
+        return True
 
     def _give_up(self, record: StoredRange, out: Outgoing, sequence: int) -> None:
         """Give a source up, whose parts have all been admitted."""
@@ -280,7 +267,10 @@ class Outbound:
         self._transfers.gone(record)
         # The pool promises room for the largest blob until a source is read; a host that ran ahead
         # of its device would have it promise all of a step.
-        self._wait_for_counter(lambda: self._unread_bytes() <= self._transfers.window.limit)
+        end = time.monotonic() + PATIENCE_SECONDS
+        while self._unread_bytes() > self._transfers.window.limit:
+            if not self._connection.wait(end, COUNTER_SECONDS):
+                return
 
     def _unread_bytes(self) -> int:
         """Return how much has been given up and not been read."""
@@ -295,11 +285,11 @@ class Outbound:
         Two processes without MPS share the device by time slices, and a stream that waits wastes
         its own: the daemon encodes faster while the host waits instead.
         """
-        if reader.is_read(sequence) or reader.waits_on_device:
-            return reader.is_read(sequence)
-        return self._wait_for_counter(lambda: reader.is_read(sequence))
-
-    # --- helpers, with the lock held --------------------------------------------------------
+        end = time.monotonic() + PATIENCE_SECONDS
+        while not reader.is_read(sequence):
+            if reader.waits_on_device or not self._connection.wait(end, COUNTER_SECONDS):
+                return False
+        return True
 
     def _coder(self, out: Outgoing) -> Coder | None:
         """Return this process's codec if it can encode such elements."""
@@ -322,39 +312,19 @@ class Outbound:
             record.lose(ActivationLost(_MOVED.format(record.nbytes)))
         return record.error is not None
 
-    def _try(self, attempt: Callable[[], bool]) -> bool:
-        """Attempt something whenever there is more room, until it works or patience ends."""
-        end = time.monotonic() + self._left()
-        while not attempt():
-            seen = self._transfers.freed
-            self._connection.drain()
-            if not self._connection.wait(
-                lambda seen=seen: self._transfers.freed != seen,  # type: ignore[misc]
-                max(0.0, end - time.monotonic()),
-            ):
+    def _end_of_patience(self) -> float:
+        """Return until when to wait: now, where a wait was in vain and nothing was freed since."""
+        patience = self._patience
+        if patience is None:
+            is_slow = self._slow_since == self._transfers.freed
+            patience = 0.0 if is_slow else PATIENCE_SECONDS
+        return time.monotonic() + patience
+
+    def _frees_by(self, end: float) -> bool:
+        """Wait until something has been freed; False, for the daemon is slow, after `end`."""
+        seen = self._transfers.freed
+        while self._transfers.freed == seen:
+            if not self._connection.wait(end):
                 self._slow_since = seen
                 return False
         return True
-
-    def _wait(self, ready: Callable[[], bool]) -> bool:
-        """Wait a while for the daemon, but not while it is known to be slow."""
-        if ready():
-            return True
-        self._connection.drain()
-        if self._connection.wait(ready, self._left()):
-            return True
-        self._slow_since = self._transfers.freed
-        return False
-
-    def _left(self) -> float:
-        """Return the patience: none where a wait was in vain, and nothing has been freed since."""
-        if self._patience is not None:
-            return self._patience
-        return 0.0 if self._slow_since == self._transfers.freed else PATIENCE_SECONDS
-
-    def _wait_for_counter(self, ready: Callable[[], bool]) -> bool:
-        """Wait for the device, of which no message tells in time."""
-        if ready():
-            return True
-        self._connection.drain()
-        return self._connection.wait(ready, PATIENCE_SECONDS, COUNTER_SECONDS)

@@ -9,6 +9,7 @@ is known by `transfers`.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
@@ -16,7 +17,7 @@ from itertools import islice
 
 import torch
 
-from storm_client.connection import Connection
+from storm_client.connection import Connection, Listener
 from storm_client.errors import ActivationLost, DaemonLost, StormError, UsageError
 from storm_client.inbound import STALL_SECONDS, Inbound
 from storm_client.lanes import InPlace, Lane
@@ -36,7 +37,7 @@ from storm_client.saved import (
 )
 from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
-from storm_client.transfers import Transfers, releases
+from storm_client.transfers import Transfers
 from stormd.protocol import (
     PLAN_FEATURE,
     Budget,
@@ -61,7 +62,7 @@ BARRIER_SECONDS = 2.0
 """How long a thread that is out of memory waits for the daemon to unmap what was freed."""
 
 
-class Session:
+class Session(Listener):
     """The activations of one process on one device."""
 
     def __init__(self, address: str, lane: Lane, timeout: float) -> None:
@@ -89,6 +90,7 @@ class Session:
             raise
         self.transfers = Transfers(
             self.connection.numbers,
+            self.connection.outbox,
             staging_bytes=lane.staging_bytes,
             part_bytes=self.connection.welcome.part_bytes,
             window=DeviceWindow(lane.budget_bytes),
@@ -225,8 +227,10 @@ class Session:
         """Send what may leave, and wait `timeout` seconds at most until all that is encoded."""
         with suppress(DaemonLost):
             self.send_unshared()
+        deadline = time.monotonic() + timeout
         with self.connection.lock, suppress(DaemonLost):
-            self.connection.wait(lambda: not self.transfers.is_storing, timeout)
+            while self.transfers.is_storing and self.connection.wait(deadline):
+                pass
 
     def sweep(self) -> None:
         """Give up what is not needed any more: entries of what died, mappings of freed memory.
@@ -237,11 +241,11 @@ class Session:
             self.send_unshared()
         with self.connection.lock, suppress(DaemonLost):
             self.connection.check()
-            is_due = self._release_dead()
+            self._release_dead()
             if self._in_place is not None:
-                is_due |= self._in_place.sweep()
+                self._in_place.sweep()
                 tell(self.connection, self._in_place.segments)
-            if is_due:
+            if self.connection.outbox:
                 self.connection.flush()
 
     def give_back_memory(self) -> None:
@@ -287,8 +291,18 @@ class Session:
 
     def on_message(self, request: int, message: Message) -> None:
         """Handle a reply; one at which that is interrupted is handled again."""
+        if self._inbound is None:
+            return  # nothing has been asked for before all is built
         try:
-            self._handle(request, message)
+            if self._in_place is not None and isinstance(message, Mapped | Refused):
+                segments = self._in_place.segments
+                if segments.concerns(request):
+                    segments.answered(request, mapped=isinstance(message, Mapped))
+                    tell(self.connection, segments)
+                    return
+            self.transfers.reply(request, message)
+            if self._in_place is not None:
+                self._outbound.send_waiting()
         except KeyboardInterrupt:
             self.connection.again(request, message)
             raise
@@ -296,45 +310,19 @@ class Session:
     def on_wake(self) -> None:
         """Release what died meanwhile."""
         self._release_dead()
-        self.connection.flush()
-
-    def on_lost(self) -> None:
-        """Release the streams that wait for the daemon."""
-        self.lane.poison()
-
-    def on_abandoned(self) -> None:
-        """End, for nobody else can have it end."""
-        self.close()
 
     # --- helpers, with the lock held --------------------------------------------------------
 
-    def _handle(self, request: int, message: Message) -> None:
-        in_place = self._in_place
-        if isinstance(message, Mapped | Refused) and in_place is not None:
-            segments = in_place.segments
-            if segments.concerns(request):
-                segments.answered(request, mapped=isinstance(message, Mapped))
-                tell(self.connection, segments)
-                return
-        if self._inbound is None:
-            return  # nothing has been asked for before all is built
-        actions = self.transfers.reply(request, message)
-        if actions:
-            self._outbound.perform(actions)
-        self._outbound.send_waiting()
-
     def _claim(self, record: StoredRange) -> Located | None:
         """Return the bytes if they are in memory, else take the duty to restore them."""
-
-        def is_free() -> bool:
-            return record.phase is not RangePhase.RETURNING
-
         patience = STALL_SECONDS * len(record.parts)  # what the other thread has at the most
-        if not is_free() and not self.connection.wait(is_free, patience):
-            raise ActivationLost(
-                f"another thread has been restoring record {record.key} for {patience:g} s; "
-                "see `stormd status` and the daemon's log"
-            )
+        deadline = time.monotonic() + patience
+        while record.phase is RangePhase.RETURNING:
+            if not self.connection.wait(deadline):
+                raise ActivationLost(
+                    f"another thread has been restoring record {record.key} for {patience:g} s; "
+                    "see `stormd status` and the daemon's log"
+                )
         located = record.locate()
         if located is not None:
             self.transfers.forget(record.key)
@@ -359,15 +347,14 @@ class Session:
 
         A part that it has yet to refuse takes those that it has admitted with it.
         """
-
-        def is_settled() -> bool:
-            return record.phase is not RangePhase.LEAVING
-
-        if not self.connection.wait(is_settled, STALL_SECONDS):
-            raise ActivationLost(
-                f"the storage of record {record.key} was resized before the daemon had said that "
-                f"it takes it, and it said nothing for {STALL_SECONDS:g} s; see `stormd status`"
-            )
+        deadline = time.monotonic() + STALL_SECONDS
+        while record.phase is RangePhase.LEAVING:
+            if not self.connection.wait(deadline):
+                raise ActivationLost(
+                    f"the storage of record {record.key} was resized before the daemon had said "
+                    f"that it takes it, and it said nothing for {STALL_SECONDS:g} s; see "
+                    "`stormd status`"
+                )
 
     def _restore(self, inbound: Inbound, record: StoredRange, handle: Handle) -> Located:
         """Bring the bytes back, which this thread has the duty to; without the lock held."""
@@ -389,13 +376,11 @@ class Session:
                 self.connection.notify()
         return Located(storage)
 
-    def _release_dead(self) -> bool:
-        """Post the releases of all that dead records held; tell whether there was any."""
+    def _release_dead(self) -> None:
+        """Post the releases of all that dead records held."""
         self._forget_dead()
-        if not self._unreleased:
-            return False
-        self._post_releases()
-        return True
+        if self._unreleased:
+            self._post_releases()
 
     def _forget_dead(self) -> None:
         """Forget records that died, and release what they held once it is worth a message.
@@ -414,6 +399,5 @@ class Session:
             self._post_releases()
 
     def _post_releases(self) -> None:
-        for action in releases(self._unreleased):
-            self.connection.post(0, action.message)
+        self.transfers.release(self._unreleased)
         self._unreleased, self._unreleased_bytes = [], 0

@@ -14,12 +14,12 @@ from typing import Final
 
 import torch
 
-from storm_client.connection import Connection
+from storm_client.connection import Connection, Listener
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import Lane, LaneHello
 from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
-from stormd.protocol import NO_LANE, Message
+from stormd.protocol import NO_LANE
 
 __all__ = ["Sessions", "lane_for"]
 
@@ -125,7 +125,7 @@ class Sessions:
         return [session for session in list(self._sessions.values()) if session is not None]
 
 
-class Control:
+class Control(Listener):
     """A session that holds nothing: it asks the daemon, and notices its end."""
 
     def __init__(self, address: str, timeout: float) -> None:
@@ -142,20 +142,6 @@ class Control:
     def close(self) -> None:
         """End it. Calling it twice is fine."""
         self.connection.close()
-
-    def on_message(self, request: int, message: Message) -> None:
-        """Pass over what nobody has asked for."""
-
-    def on_wake(self) -> None:
-        """Send what was posted."""
-        self.connection.flush()
-
-    def on_lost(self) -> None:
-        """Do nothing: nobody waits for the daemon by other means."""
-
-    def on_abandoned(self) -> None:
-        """End, for nobody else can have it end."""
-        self.close()
 
 
 def _may_have_gpu() -> bool:

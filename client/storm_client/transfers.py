@@ -4,10 +4,10 @@ A **transfer** is one part on its way. Its number is that of the request that as
 table finds it by that number when an answer comes. The transfers of one stored range on its way
 out are an `Outgoing`, those on its way back an `Incoming`.
 
-What happens comes in as calls, which sessions make with their lock held; what has to be done comes
-back as actions. Nothing here waits, sends, copies or looks at a clock. A call that an interrupt
-ended may be made again: phases are assigned before anything else, and a slot is given back once at
-the most.
+What happens comes in as calls, which sessions make with their lock held; what the daemon has to be
+told goes to the outbox, in this order. Nothing here waits, sends, copies or looks at a clock. A
+call that an interrupt ended may be made again: phases are assigned before anything else, and a slot
+is given back once at the most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -29,6 +28,7 @@ from storm_client.staging import ALIGNMENT, StagingSpace
 from storm_client.stats import StatsRecorder
 from stormd.protocol import (
     Admitted,
+    Envelope,
     Failed,
     Message,
     Refused,
@@ -40,17 +40,7 @@ from stormd.protocol import (
     Stored,
 )
 
-__all__ = [
-    "Action",
-    "Incoming",
-    "Outgoing",
-    "Phase",
-    "Post",
-    "Recycle",
-    "Transfer",
-    "Transfers",
-    "releases",
-]
+__all__ = ["Incoming", "Outgoing", "Phase", "Transfer", "Transfers"]
 
 AHEAD_SHARE = 0.75
 """Of the staging area, for what was fetched ahead or is kept there; the rest is left to stores and
@@ -107,21 +97,6 @@ _NEXT: dict[Phase, tuple[Phase, ...]] = {
 }
 _PENDING = (Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED)
 _ANSWERED = (Phase.ARRIVED, Phase.FAILED)
-
-
-class Post(NamedTuple):
-    """A message has to be sent that asks for no answer."""
-
-    message: Release
-
-
-class Recycle(NamedTuple):
-    """The encoder may use a result, the place where it writes a blob's size, again."""
-
-    result: int
-
-
-Action: TypeAlias = Post | Recycle
 
 
 @dataclass(eq=False, slots=True)
@@ -237,13 +212,14 @@ class Transfers:
     def __init__(
         self,
         numbers: Iterator[int],
+        outbox: list[Envelope],
         *,
         staging_bytes: int,
         part_bytes: int,
         window: DeviceWindow,
         keeps_stored: bool = False,
     ) -> None:
-        """Move parts of at most `part_bytes`, each numbered by `numbers`.
+        """Move parts of at most `part_bytes`, each numbered by `numbers`, asked for in `outbox`.
 
         `keeps_stored` says that stored parts wait in the staging area while there is room: where
         the way back is much slower than a copy.
@@ -254,7 +230,10 @@ class Transfers:
         """Grows with whatever gives room to a thread that waits for some."""
         self.early_bytes = 0
         """Of memory that is being restored into, and that nobody waits for yet."""
+        self.free_results: list[int] = []
+        """Of the encoder: whose stores have been answered, so that they may be used again."""
         self._numbers = numbers
+        self._outbox = outbox
         self._keeps_stored = keeps_stored
         self._space = StagingSpace(staging_bytes)
         self._ahead_limit = int(staging_bytes * AHEAD_SHARE)
@@ -267,10 +246,6 @@ class Transfers:
         self._incoming: dict[int, Incoming] = {}
         self._kept: dict[Transfer, Incoming] = {}
         """Parts that were stored and lie in their slots still, the oldest first."""
-
-    def knows(self, number: int) -> bool:
-        """Tell whether the number is that of a transfer under way."""
-        return number in self._pending
 
     @property
     def is_storing(self) -> bool:
@@ -317,10 +292,10 @@ class Transfers:
 
     def store(
         self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
-    ) -> tuple[Transfer, Store]:
-        """Return a new transfer of a part, and the message to be posted before `begin`.
+    ) -> Transfer:
+        """Have the daemon store a part, whose bytes lie where `route` says: in `slot`, if staged.
 
-        The part's bytes lie where `route` says, in `slot` if that is in the staging area.
+        In this order: what an interrupt leaves half done is released, and waited for by nobody.
         """
         entry = next(self._numbers)
         transfer = Transfer(entry, len(part), route, slot, out)
@@ -337,31 +312,31 @@ class Transfers:
             sequence=sequence,
             result=route.result if isinstance(route, Encoded) else 0,
         )
-        return transfer, message
+        self._outbox.append(Envelope(entry, message))
+        transfer.move_to(Phase.SENT)
+        self._pending[entry] = transfer
+        return transfer
 
-    def begin(self, transfer: Transfer) -> None:
-        """Note that the transfer's message has been posted."""
-        incoming = transfer.of if isinstance(transfer.of, Incoming) else None
-        transfer.move_to(Phase.SENT if incoming is None else Phase.REQUESTED)
-        self._pending[transfer.number] = transfer
-        if incoming is not None:
-            self._put(incoming, transfer)
-
-    def refuse(self, out: Outgoing, reason: str, detail: str = "") -> list[Action]:
+    def refuse(self, out: Outgoing, reason: str, detail: str = "") -> None:
         """Leave the bytes where they are; parts that did arrive are released."""
         if out.refusal is not None:
-            return []
+            return
         out.refusal = reason, detail
         if out.stats is not None:
             out.stats.kept(out.nbytes, reason, detail)
         record = out.living()
         if record is None:
-            return []
+            return
         if record.phase is RangePhase.LEAVING:
             record.move_to(RangePhase.STAYING)
-        entries = [part.entry for part in record.parts]
+        self.release([part.entry for part in record.parts])
         record.parts.clear()
-        return list(releases(entries))
+
+    def release(self, entries: list[int]) -> None:
+        """Give entries up, as many in a message as fit."""
+        for begin in range(0, len(entries), IDS_PER_RELEASE):
+            message = Release(entries[begin : begin + IDS_PER_RELEASE])
+            self._outbox.append(Envelope(0, message))
 
     # --- sources that wait in their own memory ----------------------------------------------
 
@@ -423,25 +398,54 @@ class Transfers:
 
     def restore(
         self, incoming: Incoming, index: int, route: Route, sequence: int, slot: Slot | None = None
-    ) -> tuple[Transfer, Restore]:
-        """Return a new transfer of a part back, and the message to be posted before `begin`."""
+    ) -> Transfer:
+        """Have the daemon restore a part to where `route` says: into `slot`, if staged."""
         part = incoming.parts[index]
-        transfer = Transfer(next(self._numbers), part.nbytes, route, slot, incoming, index)
+        number = next(self._numbers)
+        transfer = Transfer(number, part.nbytes, route, slot, incoming, index)
         message = Restore(
-            ticket=transfer.number,
+            ticket=number,
             entry=part.entry,
             segment=route.segment,
             offset=route.offset,
-            nbytes=part.nbytes,
+            nbytes=transfer.nbytes,
             sequence=sequence,
         )
-        return transfer, message
+        self._outbox.append(Envelope(number, message))
+        transfer.move_to(Phase.REQUESTED)
+        self._pending[number] = transfer
+        self._put(incoming, transfer)  # last: nobody waits for what was never asked for
+        return transfer
 
-    def missing(self, incoming: Incoming, begin: int = 0) -> Iterator[int]:
-        """Yield the places of the parts from `begin` on that have not been asked for."""
-        for index in range(begin, len(incoming.parts)):
-            if index not in incoming.transfers:
-                yield index
+    def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
+        """Request a part through the staging area, and those behind it as far as there is room.
+
+        Where there is none for the part itself, what only waits to be needed is given up; None
+        where even that is not enough now.
+        """
+        slot = self.reserve_for(incoming, incoming.parts[index].nbytes)
+        if slot is None:
+            return None
+        transfer = self.restore(incoming, index, Staged(slot.offset), sequence, slot)
+        self.request_ahead(incoming, index + 1, sequence)
+        return transfer
+
+    def request_ahead(self, incoming: Incoming, begin: int, sequence: int) -> bool:
+        """Request its parts from `begin` on through the staging area, before they are needed.
+
+        False where what is fetched ahead has no room for all of them now.
+        """
+        for index in self.missing(incoming, begin):
+            slot = self.reserve_ahead(incoming.parts[index].nbytes)
+            if slot is None:
+                return False
+            self.restore(incoming, index, Staged(slot.offset), sequence, slot)
+        return True
+
+    def missing(self, incoming: Incoming, begin: int = 0) -> list[int]:
+        """Return the places of the parts from `begin` on that have not been asked for."""
+        asked = incoming.transfers
+        return [index for index in range(begin, len(incoming.parts)) if index not in asked]
 
     def reserve_ahead(self, nbytes: int) -> Slot | None:
         """Return a slot for what is fetched before it is needed, None where its share is used."""
@@ -504,33 +508,61 @@ class Transfers:
 
     # --- answers ----------------------------------------------------------------------------
 
-    def reply(self, request: int, message: Message) -> list[Action]:
+    def reply(self, request: int, message: Message) -> None:
         """Handle the daemon's answer about a transfer; about anything else, do nothing."""
         match message:
-            case Admitted():
-                self.admitted(message.entry)
-            case Stored():
-                return self.stored(message)
+            case Admitted() | Stored() | Rejected():
+                number = message.entry
             case Restored():
-                self.arrived(message.ticket)
-            case Rejected():
-                return self.refused(message.entry, message.reason, message.detail)
+                number = message.ticket
             case Failed():
-                error = named(message.kind, message.detail)
-                return self.failed(message.ticket or message.entry, error)
-            case Refused() if request in self._pending:
-                return self._not_understood(request, message)
-        return []
-
-    def admitted(self, number: int) -> None:
-        """The daemon has promised room: let the record's storage go once it has for all parts."""
+                number = message.ticket or message.entry
+            case _:
+                number = request
         transfer = self._pending.get(number)
-        if transfer is None or not isinstance(transfer.of, Outgoing):
+        if transfer is None:
             return
+        if isinstance(transfer.of, Incoming):
+            self._came(transfer, transfer.of, message)
+        else:
+            self._went(transfer, transfer.of, message)
+
+    def _went(self, transfer: Transfer, out: Outgoing, message: Message) -> None:
+        """Handle an answer about a part on its way out."""
+        match message:
+            case Admitted():
+                self._admitted(transfer, out)
+                return
+            case Stored():
+                self._stored(transfer, out, message)
+            case Rejected():
+                self._refused(transfer, out, message.reason, message.detail)
+            case Refused():  # the message, for itself: what it asked for will not be done
+                self._refused(transfer, out, message.kind, message.detail)
+            case Failed():
+                self._lost(transfer, out, named(message.kind, message.detail))
+            case _:
+                return
+        self._end(transfer)
+
+    def _came(self, transfer: Transfer, incoming: Incoming, message: Message) -> None:
+        """Handle an answer about a part on its way back: it is there, or cannot be had."""
+        if transfer.phase is Phase.DROPPED:
+            transfer.move_to(Phase.DONE)
+            self._give_back(transfer)
+        elif transfer.phase is Phase.REQUESTED:
+            if isinstance(message, Failed | Refused):
+                transfer.error = named(message.kind, message.detail)  # for whoever needs it
+            transfer.move_to(Phase.ARRIVED if transfer.error is None else Phase.FAILED)
+        self._end(transfer)
+        if incoming.storage is not None:
+            self._count_early(incoming)
+
+    def _admitted(self, transfer: Transfer, out: Outgoing) -> None:
+        """Let the record's storage go once the daemon has promised room for all parts."""
         if transfer.phase is Phase.SENT:
             transfer.move_to(Phase.ADMITTED)
-        out = transfer.of
-        out.admitted.add(number)
+        out.admitted.add(transfer.number)
         if not out.is_admitted or out.is_counted:
             return
         out.is_counted = True
@@ -547,77 +579,39 @@ class Transfers:
         record.move_to(RangePhase.AWAY)
         record.source = None
 
-    def stored(self, message: Stored) -> list[Action]:
+    def _stored(self, transfer: Transfer, out: Outgoing, message: Stored) -> None:
         """The bytes of a part are in the arena, and its source is not needed any more."""
-        transfer = self._pending.get(message.entry)
-        if transfer is None or not isinstance(transfer.of, Outgoing):
-            return []
-        out = transfer.of
         transfer.move_to(Phase.STORED)
-        is_new = message.entry not in out.arrived
-        out.arrived[message.entry] = message
+        is_new = transfer.number not in out.arrived
+        out.arrived[transfer.number] = message
         if is_new and out.is_counted and out.refusal is None and out.stats is not None:
             out.stats.stored(message.stored_bytes, message.mode)
         if not self._keep(transfer, out):
             self._give_back(transfer)
-        return self._end(transfer)
 
-    def refused(self, number: int, reason: str, detail: str) -> list[Action]:
+    def _refused(self, transfer: Transfer, out: Outgoing, reason: str, detail: str) -> None:
         """The daemon does not take a part, and so none of its record's."""
-        transfer = self._pending.get(number)
-        if transfer is None or not isinstance(transfer.of, Outgoing):
-            return []
         transfer.move_to(Phase.REFUSED)
         self._give_back(transfer)
-        return [*self.refuse(transfer.of, reason, detail), *self._end(transfer)]
+        self.refuse(out, reason, detail)
 
-    def arrived(self, number: int) -> None:
-        """A part is back."""
-        self._answered(number, None)
-
-    def failed(self, number: int, error: StormError) -> list[Action]:
-        """A part that was admitted is lost, or cannot be restored; who needs it gets the error."""
-        transfer = self._pending.get(number)
-        if transfer is None or isinstance(transfer.of, Incoming):
-            self._answered(number, error)
-            return []
+    def _lost(self, transfer: Transfer, out: Outgoing, error: StormError) -> None:
+        """A part that was admitted is lost; who needs it gets the error."""
         transfer.move_to(Phase.FAILED)
-        transfer.error = transfer.of.error = error
-        record = transfer.of.living()
+        transfer.error = out.error = error
+        record = out.living()
         if record is not None:
             record.lose(error)
         self._give_back(transfer)
-        return self._end(transfer)
 
-    # --- helpers ----------------------------------------------------------------------------
-
-    def _not_understood(self, number: int, refused: Refused) -> list[Action]:
-        """A message was refused for itself; what it asked for will not be done."""
-        if isinstance(self._pending[number].of, Outgoing):
-            return self.refused(number, refused.kind, refused.detail)
-        return self.failed(number, named(refused.kind, refused.detail))
-
-    def _answered(self, number: int, error: StormError | None) -> None:
-        transfer = self._pending.get(number)
-        if transfer is None or not isinstance(transfer.of, Incoming):
-            return
-        if transfer.phase is Phase.DROPPED:
-            transfer.move_to(Phase.DONE)
-            self._give_back(transfer)
-        elif transfer.phase is Phase.REQUESTED:
-            transfer.error = error
-            transfer.move_to(Phase.ARRIVED if error is None else Phase.FAILED)
-        self._end(transfer)
-        if transfer.of.storage is not None:
-            self._count_early(transfer.of)
-
-    def _end(self, transfer: Transfer) -> list[Action]:
+    def _end(self, transfer: Transfer) -> None:
         """Forget a transfer whose answer has come."""
         ended = self._pending.pop(transfer.number, None)
         self.freed += 1
         if ended is not None and isinstance(transfer.route, Encoded):
-            return [Recycle(transfer.route.result)]
-        return []
+            self.free_results.append(transfer.route.result)
+
+    # --- helpers ----------------------------------------------------------------------------
 
     def _reserve(self, nbytes: int) -> Slot | None:
         offset = self._space.allocate(nbytes)
@@ -713,7 +707,7 @@ class Transfers:
             for transfer in incoming.transfers.values():
                 assert transfer.of is incoming
                 assert transfer.phase is Phase.REQUESTED or transfer.phase in _ANSWERED, transfer
-                assert (transfer.phase is Phase.REQUESTED) == self.knows(transfer.number)
+                assert (transfer.phase is Phase.REQUESTED) == (transfer.number in self._pending)
         back = {one for way in self._incoming.values() for one in way.transfers.values()}
         back |= {one for one in self._pending.values() if isinstance(one.of, Incoming)}
         slots = [one.slot for one in back if one.slot is not None]
@@ -729,9 +723,3 @@ class Transfers:
 
 
 _FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
-
-
-def releases(entries: list[int]) -> Iterator[Post]:
-    """Yield what gives entries up, as many as fit in a message at a time."""
-    for begin in range(0, len(entries), IDS_PER_RELEASE):
-        yield Post(Release(entries[begin : begin + IDS_PER_RELEASE]))

@@ -129,18 +129,11 @@ class Waits:
     seconds = 0.0
 
 
-def timed_wait(
-    connection: Connection,
-    ready: Callable[[], bool],
-    timeout: float,
-    every: float | None = None,
-) -> bool:
-    """Stand in for Connection.wait, and count what it takes where it has to wait."""
-    if ready():
-        return True
+def timed_wait(connection: Connection, deadline: float, every: float | None = None) -> bool:
+    """Stand in for Connection.wait, and count what it takes."""
     began = time.perf_counter()
     try:
-        return untimed_wait(connection, ready, timeout, every)
+        return untimed_wait(connection, deadline, every)
     finally:
         Waits.seconds += time.perf_counter() - began
 

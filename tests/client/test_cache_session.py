@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from storm_client.cache_session import CacheSession
 from storm_client.errors import ActivationLost, CorruptBlob, QuotaExceeded, StormError, UsageError
 from storm_client.lanes import Slot
 from storm_client.lanes.cpu import CpuLane
+from storm_client.transfers import Transfer
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
@@ -132,17 +134,19 @@ def test_a_part_that_is_rejected_ends_the_put(
     reason: str,
     kind: type[StormError],
 ) -> None:
-    connection, defer = session._connection, session._connection.defer
+    transfers, connection = session._transfers, session._connection
+    assert transfers is not None
+    store = transfers.store
 
-    def rejects(number: int, message: object) -> None:
+    def rejects(*told: Any) -> Transfer:
         """Have the daemon not hear of the store, and answer it itself."""
-        if type(message).__name__ == "Store":
-            connection.again(number, Rejected(number, reason, "because"))
-        else:
-            defer(number, message)  # type: ignore[arg-type]
+        transfer = store(*told)
+        assert connection.outbox.pop().request == transfer.number
+        connection.again(transfer.number, Rejected(transfer.number, reason, "because"))
+        return transfer
 
     with monkeypatch.context() as patch:
-        patch.setattr(connection, "defer", rejects)
+        patch.setattr(transfers, "store", rejects)
         with pytest.raises(kind, match="because"):
             put(session, "rejected", data(PART))
     assert session.ask(CacheFind("rejected")) == CacheFound(found=False)

@@ -26,14 +26,23 @@ from storm_client.transfers import (
     Incoming,
     Outgoing,
     Phase,
-    Post,
-    Recycle,
     Transfer,
     Transfers,
 )
 from support.records import record_of
 
-from stormd.protocol import Admitted, Failed, Refused, Rejected, Release, Restored, Stored
+from stormd.protocol import (
+    Admitted,
+    Envelope,
+    Failed,
+    Refused,
+    Rejected,
+    Release,
+    Restore,
+    Restored,
+    Store,
+    Stored,
+)
 
 STAGING = 1024
 PART = 256
@@ -42,6 +51,7 @@ PART = 256
 def transfers_of(*, keeps_stored: bool = False, window: int = 1 << 30) -> Transfers:
     return Transfers(
         count(1),
+        [],
         staging_bytes=STAGING,
         part_bytes=PART,
         window=DeviceWindow(window),
@@ -67,10 +77,11 @@ def send_all(transfers: Transfers, one: StoredRange) -> tuple[Outgoing, list[Tra
 def send(
     transfers: Transfers, out: Outgoing, part: range, route: Route, slot: Slot | None = None
 ) -> Transfer:
-    transfer, message = transfers.store(out, part, route, 0, slot)
+    transfer = transfers.store(out, part, route, 0, slot)
+    message = transfers._outbox[-1].message
+    assert isinstance(message, Store)
     assert (message.segment, message.offset) == (route.segment, route.offset)
     assert (message.entry, message.nbytes) == (transfer.number, len(part))
-    transfers.begin(transfer)
     return transfer
 
 
@@ -92,9 +103,10 @@ def away(transfers: Transfers, nbytes: int = 2 * PART) -> StoredRange:
 def request(transfers: Transfers, incoming: Incoming, index: int) -> Transfer:
     slot = transfers.reserve_ahead(incoming.parts[index].nbytes)
     assert slot is not None
-    transfer, message = transfers.restore(incoming, index, Staged(slot.offset), 0, slot)
+    transfer = transfers.restore(incoming, index, Staged(slot.offset), 0, slot)
+    message = transfers._outbox[-1].message
+    assert isinstance(message, Restore)
     assert message.entry == incoming.parts[index].entry
-    transfers.begin(transfer)
     return transfer
 
 
@@ -126,14 +138,15 @@ def test_one_refusal_keeps_the_record_and_releases_the_others(kind: str) -> None
     out, (first, second) = send_all(transfers, one)
     transfers.reply(0, Admitted(first.number))
     if kind == "Rejected":
-        actions = transfers.reply(0, Rejected(second.number, "quota", "more than 8 MiB"))
+        transfers.reply(0, Rejected(second.number, "quota", "more than 8 MiB"))
         assert out.refusal == ("quota", "more than 8 MiB")
     else:
-        actions = transfers.reply(second.number, Refused("UsageError", "no such segment"))
-    assert actions == [Post(Release([first.number, second.number]))]
+        transfers.reply(second.number, Refused("UsageError", "no such segment"))
+    assert transfers._outbox[2:] == [Envelope(0, Release([first.number, second.number]))]
     assert one.phase is RangePhase.STAYING
     assert one.source is not None
-    assert transfers.reply(0, stored(first)) == []
+    transfers.reply(0, stored(first))
+    assert len(transfers._outbox) == 3
     assert one.stats.snapshot().stored_bytes == 0
     assert free_bytes(transfers) == STAGING
 
@@ -154,7 +167,9 @@ def test_a_blobs_result_is_used_again_when_its_answer_has_come() -> None:
     assert slot is not None
     only = send(transfers, out, range(PART), Encoded(slot.offset, 7), slot)
     transfers.reply(0, Admitted(only.number))
-    assert transfers.reply(0, stored(only)) == [Recycle(7)]
+    assert transfers.free_results == []
+    transfers.reply(0, stored(only))
+    assert transfers.free_results == [7]
 
 
 def test_an_answer_may_be_handled_twice() -> None:
@@ -218,7 +233,7 @@ def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
         storage = torch.UntypedStorage(each.nbytes)
         incoming = transfers.expect_into(each.key, each.parts, storage, is_demanded=False)
         for index in range(2):
-            transfers.begin(transfers.restore(incoming, index, Mapped(1, 0), 1)[0])
+            transfers.restore(incoming, index, Mapped(1, 0), 1)
     assert transfers.early_bytes == 4 * PART
     transfers.demand(one.key, one.parts)
     assert transfers.early_bytes == 2 * PART
@@ -384,8 +399,7 @@ class TransfersMachine(RuleBasedStateMachine):
                 self._restored(transfer, is_there=True)
 
     def _request(self, incoming: Incoming, index: int, route: Route, slot: Slot | None) -> None:
-        transfer, _ = self.transfers.restore(incoming, index, route, 0, slot)
-        self.transfers.begin(transfer)
+        transfer = self.transfers.restore(incoming, index, route, 0, slot)
         self.asked[transfer.number] = transfer
 
     @rule(one=records, index=st.integers(0, 2))
