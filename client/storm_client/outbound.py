@@ -34,7 +34,7 @@ FLUSH_BYTES = 1 << 20
 """Stores of smaller tensors travel together up to this, or until the listener sends them. More at
 once would only make the daemon start later, and read what has left the caches."""
 
-IN_PLACE_FLUSH_BYTES = 8 << 20
+IN_PLACE_FLUSH_BYTES = 32 << 20
 """The same for tensors that are read where they lie: no cache holds them, and what a store costs
 the daemon is mostly its frame."""
 

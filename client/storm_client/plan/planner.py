@@ -10,6 +10,9 @@ a byte on the link:
 3. As long as the forward pass computes for less time than its link needs, dearer values are made
    again, those first that relieve the link most for their time.
 4. What room is left is used for what was given up after all.
+5. If the link still needs longer, what was saved last stays: it is asked for first, before the link
+   would have taken it, so that shipping it would free nothing. That is as much as may be on its way
+   at any time.
 
 The price is between nothing, where computing hides the link, and the whole time of the byte, where
 it does not. Which is right shows only at the end, and so does whether what is to stay is better
@@ -111,6 +114,8 @@ class _Problem:
     impossible: Mapping[int, str]
     room: int
     window: float
+    in_flight: int
+    """Bytes that may be on their way when the forward pass ends."""
 
     @property
     def saved(self) -> list[int]:
@@ -158,6 +163,8 @@ class _State:
     stored_bytes: int = 0
     made: dict[int, int] = field(default_factory=dict)
     """Values that are made again, with how deep that goes."""
+    last: set[int] = field(default_factory=set)
+    """Values that stay since the link has no time for them before they are asked for."""
 
     @property
     def room(self) -> int:
@@ -250,6 +257,17 @@ class _State:
         self.stored = needed - self.made.keys()
         self.stored_bytes = sum(self.problem.values[n].nbytes for n in self.stored)
 
+    def let_the_last_stay(self) -> None:
+        """Have what was made last stay where the link would carry it after the forward pass."""
+        problem, left = self.problem, self.problem.in_flight
+        for number in sorted(self.stored, reverse=True):
+            nbytes = problem.values[number].nbytes
+            if nbytes > left or problem.link_seconds(self.stored) <= problem.window:
+                return
+            left -= nbytes
+            self.drop(number)
+            self.last.add(number)
+
     def total(self) -> float:
         """Return what the step pays for all of it."""
         problem = self.problem
@@ -267,15 +285,17 @@ def choose(
     *,
     room: int = 0,
     forward_seconds: float | None = None,
+    in_flight: int = 0,
 ) -> Choice:
     """Return what becomes of each value; `room` bytes may stay on the device.
 
     `impossible` has the values that cannot be made again, with the reason. `forward_seconds` is
-    how long the forward pass takes; by default what its known operations take together.
+    how long the forward pass takes; by default what its known operations take together. At its end
+    `in_flight` bytes may be on their way.
     """
     seconds = operation_seconds(values, costs)
     window = sum(filter(math.isfinite, seconds)) if forward_seconds is None else forward_seconds
-    problem = _Problem(values, seconds, costs, impossible, room, window)
+    problem = _Problem(values, seconds, costs, impossible, room, window, in_flight)
     states = [
         _chosen(problem, costs.shipping + share * costs.link, gains)
         for share in (LINK_SHARES if len(values) < MANY_VALUES else LINK_SHARES[:1])
@@ -307,6 +327,7 @@ def _chosen(
     _relieve_link(state)
     _keep(state, _gains_left(state, rate))
     state.let_go_of_what_is_not_needed()
+    state.let_the_last_stay()
     return state
 
 
@@ -344,7 +365,7 @@ def _relieve_link(state: _State) -> None:
         if found is not None:
             candidates.append((found[0], number))
     for _, number in sorted(candidates, reverse=True):
-        if state.stored_bytes * problem.costs.link <= problem.window:
+        if (state.stored_bytes - problem.in_flight) * problem.costs.link <= problem.window:
             return
         found = _relief(state, number) if number in state.stored else None
         if found is not None:
@@ -424,6 +445,8 @@ def _choice(state: _State) -> Choice:
         number, link = value.number, problem.link_seconds({value.number})
         if number in state.kept:
             decided: tuple[Decision, str, float] = Keep("budget"), "the budget has room", 0.0
+        elif number in state.last:
+            decided = Keep("last"), "asked for before the link would have taken it", 0.0
         elif number in state.made:
             decided = REPLAY, "made again sooner than shipped", problem.seconds[number]
         elif number in state.stored and value.is_saved:

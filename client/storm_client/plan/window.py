@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DeviceWindow", "free_bytes"]
+__all__ = ["LAST_BYTES", "DeviceWindow", "free_bytes"]
 
 FIT_SHARE = 0.9
 """Of what a device has free, for what may stay on it; the rest is for what varies."""
 
 START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
+
+LAST_BYTES = 1 << 30
+"""How much of what a forward pass saves last may stay: a little less than may be held anyway, since
+all of it lies there until the backward pass has begun."""
 
 LARGEST = 3
 """How many of the largest tensors may be held, so that the link has work while a long kernel runs

@@ -77,6 +77,8 @@ def test_results_are_those_without_offload(name: str, device: str, client: storm
 def test_generated_code_gives_the_same_results(
     name: str, device: str, client: storm.Client
 ) -> None:
+    if device == "cuda" and dynamic(name):
+        pytest.skip("with lengths that vary Inductor's own sums differ from compile to compile")
     expected = PROGRAMS[name](reference("inductor", **dynamic(name)), device)
     torch._dynamo.reset()
     wrap = Compiler(client, codegen="inductor", **dynamic(name))
