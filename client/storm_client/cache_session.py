@@ -150,12 +150,11 @@ class CacheSession(Listener):
         size = found.part_bytes
         begins = range(0, found.nbytes, size)
         parts = [
-            Part(entry, begin, min(begin + size, found.nbytes))
+            Part(entry, begin, min(size, found.nbytes - begin))
             for entry, begin in enumerate(begins, start=found.first_entry)
         ]
         try:
-            memory = self._lane.allocate(found.nbytes)
-            self._inbound.fill(memory, found.first_entry, parts)
+            memory = self._inbound.bring(found.first_entry, parts, found.nbytes)
         finally:
             entries = [part.entry for part in parts]
             with self._connection.lock, suppress(StormError):  # its loss has released them

@@ -91,16 +91,18 @@ class Connection:
         """What leaves with the next flush; whoever has the lock may append to it."""
         self.lost = False
         """Whether the daemon is gone or the connection closed."""
+        self.error: StormError | None = None
+        """What keeps it from being used: `check` raises it."""
+        self.waiting = 0
+        """How many threads wait."""
         self._pid = os.getpid()
         self._ended = f"the daemon at {address} ended, with all it held for us"
-        self._error: StormError | None = None  # what keeps it from being used
         self._leaving = 0  # how many of the outbox the frame has that is sent next, or was last
         self._sent: list[int] = []  # says so where they were, and are in the outbox still
         self._received: list[int] = []  # the same of a frame that is not in the inbox yet
         self._inbox: deque[Envelope] = deque()  # what of the last frame has not been handled
         self._answers: dict[int, Message | None] = {}
         self._is_deferred = False  # whether the listener was woken to send what was posted
-        self._waiting = 0
         # Held but for ending the listener's pause. No Event: its methods take a lock in Python, and
         # who is interrupted there keeps it.
         self._pause = threading.Lock()
@@ -152,8 +154,8 @@ class Connection:
             DaemonLost: the daemon is gone, or the connection was closed.
             UsageError: this is a forked child of the process that connected.
         """
-        if self._error is not None:
-            raise type(self._error)(str(self._error)) from self._error
+        if self.error is not None:
+            raise type(self.error)(str(self.error)) from self.error
 
     def check_now(self) -> None:
         """Check, and ask the lifeline too: the listener notices an end milliseconds later.
@@ -182,7 +184,7 @@ class Connection:
         Raises:
             DaemonLost, UsageError: as `check`.
         """
-        if self._error is not None:
+        if self.error is not None:
             self.check()
         if not self._is_deferred:
             self.wake()
@@ -196,11 +198,13 @@ class Connection:
         Raises:
             DaemonLost, UsageError: as `check`.
         """
-        if self._error is not None:
+        if self.error is not None:
             self.check()
         if self.outbox:
             self._transmit()
-        is_news = self.drain()
+        is_news = self._frames.has_arrived() or bool(self._inbox or self._received)
+        if is_news:
+            self.drain()
         if self.outbox:  # what is to be said to the replies
             self._transmit()
         return is_news
@@ -210,21 +214,18 @@ class Connection:
         self.post(request, message)
         self.flush()
 
-    def drain(self) -> bool:
-        """Handle every reply that has arrived, in order; tell whether there was any (locked)."""
+    def drain(self) -> None:
+        """Handle every reply that has arrived, in order; call with the lock held."""
         if self._draining:
-            return False  # a handler sends: the loop that called it goes on
+            return  # a handler sends: the loop that called it goes on
         self._draining = True
-        is_news = False
         try:
             while self._inbox or self._received or self._frames.has_arrived():
                 if not self._inbox:
                     self._receive()
                 self._handle_all()
-                is_news = True
         finally:
             self._draining = False
-        return is_news
 
     def again(self, request: int, message: Message) -> None:
         """Have a reply handled once more, before all others; call with the lock held."""
@@ -232,7 +233,7 @@ class Connection:
 
     def notify(self) -> None:
         """Have every wait look again; call with the lock held."""
-        if self._waiting:
+        if self.waiting:
             self.changed.notify_all()
 
     def request(self, message: Message, timeout: float) -> Message:
@@ -276,12 +277,13 @@ class Connection:
         left = deadline - time.monotonic()
         if left <= 0:
             return False
-        self._waiting += 1
+        self.waiting += 1
         try:
-            self._end_pause()
+            if self._pause.locked():
+                self._pause.release()  # the listener looks for replies now
             self.changed.wait(left if every is None else min(left, every))
         finally:
-            self._waiting -= 1
+            self.waiting -= 1
         return True
 
     def wake(self) -> None:
@@ -338,7 +340,7 @@ class Connection:
 
     def forked(self) -> None:
         """Make the lock anew in a forked child, where whoever held it does not live."""
-        self._error = self._error or UsageError(
+        self.error = self.error or UsageError(
             f"process {os.getpid()} was forked from process {self._pid}, whose connection to "
             f"{self.address} it cannot share; call storm_client.connect() in the child"
         )
@@ -380,7 +382,7 @@ class Connection:
             if self._ownerless:
                 self._listener.close()
                 return
-            if not self._waiting:
+            if not self.waiting:
                 self._pause.acquire(timeout=QUIET_SECONDS)
             ready = dict(poller.poll(max(0.0, (next_ping - time.monotonic()) * 1000)))
             if lifeline in ready:
@@ -451,15 +453,11 @@ class Connection:
             self.notify()
 
     def _lose(self, loss: DaemonLost) -> None:
-        self._error, self.lost = loss, True
-        self._end_pause()
-        self.changed.notify_all()
-        self.wake()
-
-    def _end_pause(self) -> None:
-        """Have the listener look for replies without a pause, now and while somebody waits."""
+        self.error, self.lost = loss, True
         if self._pause.locked():
             self._pause.release()
+        self.changed.notify_all()
+        self.wake()
 
     def _wait_for_the_end(self) -> None:
         """Wait for the daemon to close the lifeline."""

@@ -247,7 +247,7 @@ class _StepHooks:
         traces: Traces,
     ) -> None:
         self._traces = traces
-        self._trace = traces.begin(recorder.stored_bytes)
+        self._trace = traces.begin(recorder)
         self._sessions = sessions
         self._keeps = keeps
         self._policy = policy
@@ -322,13 +322,13 @@ class _StepHooks:
             with torch.inference_mode(False):  # PyTorch will set the version of what is returned
                 return self.unpack(packed)
         packed.version.check()
-        self._traces.used(self._trace)
         replaced = packed.version.replaced()
         if replaced is not None:
             return replaced
         if isinstance(packed, Replayed):
             return self._replay(packed)
         if isinstance(packed, KeptTensor):
+            self._traces.used(self._trace)
             self._trace.used(id(packed.version))
             return packed.tensor
         return self._load(packed)
@@ -342,9 +342,10 @@ class _StepHooks:
                 located = record.session.load(handle, is_first=is_first)
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
+        self._traces.used(self._trace)
+        self._trace.used(id(record))
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
-        self._trace.used(id(record))
         return handle.version.alias(handle.view.rebuild(located))
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
@@ -445,8 +446,9 @@ class _StepHooks:
             waited = self._brought - brought
         if replayed.checksum is not None:
             compare(replayed.checksum, storage)
-        self._recorder.replayed(self._trace.paused("replay", began) - waited)
+        self._traces.used(self._trace)
         self._trace.used(id(replayed.result))
+        self._recorder.replayed(self._trace.paused("replay", began) - waited)
         return replayed.version.alias(replayed.view.rebuild(Located(storage)))
 
     def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
@@ -501,12 +503,12 @@ class _StepHooks:
                 self._codec,
                 recorder,
                 soon=self._step.needed_at_once(nbytes),
+                proof=SnapshotProof(tensor) if is_result(tensor) else None,
             )
-            if is_result(tensor):
-                record.proof = SnapshotProof(tensor)
+            if record.proof is not None:
                 self._results.append(weakref.ref(record))
-        recorder.saved(tensor.nbytes, self._trace.paused("store", began))
         self._trace.saved(id(record), "offloaded", nbytes)
+        recorder.saved(tensor.nbytes, self._trace.paused("store", began))
         return record
 
 

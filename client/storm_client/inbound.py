@@ -65,42 +65,48 @@ class Inbound:
             self.look_ahead(uses)
             if incoming is not None:
                 return self._finish(incoming)
-        destination = self._lane.allocate(record.nbytes)
-        self.fill(destination, record.key, record.parts, uses)
-        return destination
+        return self.bring(record.key, record.parts, record.nbytes, uses)
 
-    def fill(
-        self,
-        destination: torch.UntypedStorage,
-        key: int,
-        parts: list[Part],
-        uses: UpcomingUses | None = None,
-    ) -> None:
-        """Copy `parts` into `destination`, through the staging area.
+    def bring(
+        self, key: int, parts: list[Part], nbytes: int, uses: UpcomingUses | None = None
+    ) -> torch.UntypedStorage:
+        """Return `nbytes` in new memory: `parts`, by way of the staging area.
 
         As slots come free they are used to fetch what is used next.
 
         Raises:
             CorruptBlob, ActivationLost, DaemonLost: as `fetch`.
         """
-        transfers, lock = self._transfers, self._connection.lock
-        with lock:
+        transfers, connection = self._transfers, self._connection
+        with connection.lock:
             incoming = transfers.demand(key, parts)
         try:
+            destination = self._lane.allocate(nbytes)
+            with connection.lock:
+                if len(incoming.transfers) < len(parts):
+                    transfers.request_ahead(incoming, 0, self._lane.publish())
             for index, part in enumerate(parts):
-                with lock:
-                    slot = self._arrival(incoming, index)
+                with connection.lock:
+                    transfer = incoming.transfers.get(index)
+                    if transfer is None or not transfer.is_wanted:
+                        transfer = self._requested(incoming, index)
+                    slot = self._arrived(incoming, transfer)
                 self._lane.unstage(slot, destination, part.begin)
-                with lock:
+                with connection.lock:
                     transfers.take(incoming, index)
                     if index + 1 < len(parts):
-                        self._connection.notify()
+                        connection.notify()
                         transfers.request_ahead(incoming, index + 1, self._lane.publish())
-                    self._stage_ahead(uses)
+                    if uses is not None:
+                        self._stage_ahead(uses)
+                    if connection.outbox:
+                        connection.flush()
         finally:
-            with lock:
+            with connection.lock:
                 transfers.forget(key)
-                self._connection.notify()
+                if connection.waiting:
+                    connection.notify()
+        return destination
 
     def look_ahead(self, uses: UpcomingUses) -> None:
         """Begin to fetch what is used next, in this order, as far as there is room."""
@@ -109,6 +115,8 @@ class Inbound:
                 return
             with self._connection.lock:
                 self._stage_ahead(uses)
+                if self._connection.outbox:
+                    self._connection.flush()
 
     def close(self) -> None:
         """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
@@ -121,10 +129,10 @@ class Inbound:
 
     # --- through the staging area, with the lock held ---------------------------------------
 
-    def _stage_ahead(self, uses: UpcomingUses | None) -> None:
-        """Request what is used next, and send all requests that have been posted."""
+    def _stage_ahead(self, uses: UpcomingUses) -> None:
+        """Request what is used next, as far as there is room."""
         # What can come in place does, and the rest is fetched when it is needed.
-        if uses is not None and not self._is_mapped and self._transfers.looks_ahead:
+        if not self._is_mapped and self._transfers.looks_ahead:
             seen = 0
             for record in uses.unseen():
                 if record is not None and record.is_wanted and not self._begin_staged(record):
@@ -132,8 +140,6 @@ class Inbound:
                 seen += 1
             if seen:
                 uses.saw(seen)
-        if self._connection.outbox:
-            self._connection.flush()
 
     def _begin_staged(self, record: StoredRange) -> bool:
         """Request a record's parts; False where there is no room for all of them."""
@@ -143,30 +149,27 @@ class Inbound:
         with span("fetch ahead", record.nbytes, record.key):
             return self._transfers.request_ahead(incoming, 0, self._lane.publish())
 
-    def _arrival(self, incoming: Incoming, index: int) -> Slot:
-        """Return the slot of a part once it is there, requesting it and those behind it."""
-        transfer = self._requested(incoming, index)
+    def _requested(self, incoming: Incoming, index: int) -> Transfer:
+        """Return a part's transfer, waiting until there is room to request it."""
+        transfers = self._transfers
+        transfers.take(incoming, index)  # where giving it up was interrupted
+        while True:
+            self._connection.drain()  # before others' room is taken
+            transfer = transfers.require(incoming, index, self._lane.publish())
+            if transfer is not None:
+                return transfer
+            self._wait_for_room(incoming, index)
+
+    def _arrived(self, incoming: Incoming, transfer: Transfer) -> Slot:
+        """Return the slot of a part once it is there."""
         deadline = time.monotonic() + STALL_SECONDS
         while transfer.phase is Phase.REQUESTED:
             if not self._connection.wait(deadline):
-                raise self._stalled(incoming, index)
+                raise self._stalled(incoming, transfer.index)
         if transfer.error is not None:
             raise transfer.error
         assert transfer.slot is not None, transfer
         return transfer.slot
-
-    def _requested(self, incoming: Incoming, index: int) -> Transfer:
-        """Return a part's transfer, waiting until there is room to request it."""
-        transfers = self._transfers
-        if index in incoming.transfers and not incoming.transfers[index].is_wanted:
-            transfers.take(incoming, index)  # giving it up was interrupted
-        if index not in incoming.transfers:
-            transfers.request_ahead(incoming, index, self._lane.publish())
-        while (transfer := incoming.transfers.get(index)) is None:
-            self._connection.drain()  # before others' room is taken
-            if transfers.require(incoming, index, self._lane.publish()) is None:
-                self._wait_for_room(incoming, index)
-        return transfer
 
     def _wait_for_room(self, incoming: Incoming, index: int) -> None:
         seen, deadline = self._transfers.freed, time.monotonic() + STALL_SECONDS
@@ -208,6 +211,7 @@ class Inbound:
         if error is not None:
             raise error
         assert incoming.storage is not None
+        self._lane.use(incoming.storage)  # which may have been allocated on another stream
         return incoming.storage
 
     def _wait_for_part(self, incoming: Incoming, left: int) -> None:

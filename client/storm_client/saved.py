@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -149,18 +148,12 @@ class UpcomingUses(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes `begin .. end` of a record, stored as `entry`."""
+class Part(NamedTuple):
+    """The bytes of a record from `begin` on, stored as `entry`."""
 
     entry: int
     begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """Return the part's size."""
-        return self.end - self.begin
+    nbytes: int
 
 
 class RangePhase(Enum):

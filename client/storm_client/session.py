@@ -32,6 +32,7 @@ from storm_client.saved import (
     Located,
     RangePhase,
     SavedStorages,
+    SnapshotProof,
     StoredRange,
     UpcomingUses,
 )
@@ -113,7 +114,8 @@ class Session(Listener):
         Raises:
             DaemonLost: the daemon is gone, and what its records hold with it.
         """
-        self.connection.check()
+        if self.connection.error is not None:
+            self.connection.check()
         with self.connection.lock:
             record = self._known.find(storage)
             if record is None or record.phase is RangePhase.IN_USE:
@@ -130,24 +132,29 @@ class Session(Listener):
         stats: StatsRecorder,
         *,
         soon: bool = False,
+        proof: SnapshotProof | None = None,
     ) -> StoredRange:
         """Return a new record of `storage`, which leaves when nobody else holds it; send others.
 
-        `soon` says that it will be needed at once.
+        `soon` says that it will be needed at once; by `proof` it is found while somebody else
+        holds its storage, though it has left.
 
         Raises:
             DaemonLost: the daemon is gone.
         """
-        self.connection.check()
-        self.send_unshared(latest=LOOK_BACK)
+        if self.connection.error is not None:
+            self.connection.check()
+        if self._shared:
+            self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
         record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
+        record.proof = proof
         with self.connection.lock:
+            if self.deaths.waiting:
+                self._forget_dead()
             self._known.add(self.deaths.watch(record))
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
-            if self.deaths.waiting:
-                self._forget_dead()
         return record
 
     def send_unshared(
@@ -211,8 +218,8 @@ class Session(Listener):
             if located is not None:
                 record.unpacked(handle)
         if located is None:
-            located = self._restore(inbound, record, handle)
-        elif not self.lane.is_capturing():
+            return Located(self._restore(inbound, record, handle))
+        if not self.lane.is_capturing():
             inbound.look_ahead(handle.step)
         if not located.is_original:
             self.lane.use(located.storage)
@@ -327,7 +334,8 @@ class Session(Listener):
         if located is not None:
             self.transfers.forget(record.key)
             return located
-        self.connection.check()
+        if self.connection.error is not None:
+            self.connection.check()
         if record.error is not None:
             raise type(record.error)(str(record.error))
         if not record.parts:
@@ -335,8 +343,8 @@ class Session(Listener):
                 f"the {record.nbytes} bytes of a tensor that had stayed in memory are gone: its "
                 "storage was resized after the tensor was saved"
             )
-        self._outbound.check_steady(record)
         if record.source is not None:
+            self._outbound.check_steady(record)
             self._await_admission(record)
             return self._claim(record)
         record.move_to(RangePhase.RETURNING)
@@ -356,7 +364,9 @@ class Session(Listener):
                     "`stormd status`"
                 )
 
-    def _restore(self, inbound: Inbound, record: StoredRange, handle: Handle) -> Located:
+    def _restore(
+        self, inbound: Inbound, record: StoredRange, handle: Handle
+    ) -> torch.UntypedStorage:
         """Bring the bytes back, which this thread has the duty to; without the lock held."""
         try:
             if self.lane.is_capturing():
@@ -373,8 +383,9 @@ class Session(Listener):
             with self.connection.lock:
                 if record.phase is RangePhase.RETURNING:
                     record.move_to(RangePhase.AWAY)
-                self.connection.notify()
-        return Located(storage)
+                if self.connection.waiting:
+                    self.connection.notify()
+        return storage
 
     def _release_dead(self) -> None:
         """Post the releases of all that dead records held."""

@@ -137,8 +137,8 @@ class StatsRecorder:
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}
-        self._stored = 0
-        """Bytes that have arrived in the arena, of all layers."""
+        self.arrived_bytes = 0
+        """In the arena, of all layers; whoever only shows it needs no lock."""
 
     def of_layer(self, name: str) -> StatsRecorder:
         """Return what counts for one layer and for the whole; the whole where no name is known."""
@@ -198,7 +198,7 @@ class StatsRecorder:
         self._add(("bytes", "stored", nbytes), ("mode", mode, nbytes))
         whole = self._whole or self
         with whole._lock:
-            whole._stored += nbytes
+            whole.arrived_bytes += nbytes
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
         """Count a range that stays with the client; `detail` is what the daemon says of it."""
@@ -206,11 +206,6 @@ class StatsRecorder:
         whole = self._whole or self
         with whole._lock:
             whole._details[reason] = detail
-
-    def stored_bytes(self) -> int:
-        """Return what has arrived in the arena so far."""
-        with self._lock:
-            return self._stored
 
     def ratio(self) -> float:
         """Return offloaded over stored bytes, 1.0 before anything has been stored."""

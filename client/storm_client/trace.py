@@ -8,10 +8,9 @@ followed any further than MOST_MOMENTS.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 __all__ = [
     "EVERY",
@@ -70,12 +69,19 @@ class Timeline:
     pauses: tuple[Pause, ...]
 
 
+class Stored(Protocol):
+    """What tells how much has been stored."""
+
+    arrived_bytes: int
+    """In the pool, by now."""
+
+
 class StepTrace:
     """What one step has done so far. Any of its threads may note something."""
 
     __slots__ = ("_began", "_changes", "_pauses", "_stored", "_unused", "is_used")
 
-    def __init__(self, stored: Callable[[], int]) -> None:
+    def __init__(self, stored: Stored) -> None:
         """Begin; `stored` tells how many bytes have arrived in the pool."""
         self._stored = stored
         self._began = perf_counter()
@@ -89,13 +95,13 @@ class StepTrace:
         """Note that a tensor was saved; `key` stands for it as long as the step's graph lives."""
         if len(self._changes) < MOST_MOMENTS:
             self._unused[key] = fate, nbytes
-            self._changes.append((perf_counter(), fate, nbytes, self._stored()))
+            self._changes.append((perf_counter(), fate, nbytes, self._stored.arrived_bytes))
 
     def used(self, key: int) -> None:
         """Note that a tensor was needed; only the first time counts."""
         known = self._unused.pop(key, None)
         if known is not None:
-            self._changes.append((perf_counter(), known[0], -known[1], self._stored()))
+            self._changes.append((perf_counter(), known[0], -known[1], self._stored.arrived_bytes))
 
     def paused(self, kind: str, began: float) -> float:
         """Note what a thread has done since `began`, by perf_counter; return the seconds."""
@@ -143,7 +149,7 @@ class Traces:
         self._latest: StepTrace | None = None
         self._steps = 0
 
-    def begin(self, stored: Callable[[], int]) -> StepTrace | Untraced:
+    def begin(self, stored: Stored) -> StepTrace | Untraced:
         """Return the next step's; `stored` tells how many bytes have arrived in the pool."""
         self._steps += 1
         is_followed = self._steps <= FIRST_STEPS or self._steps % EVERY == 0

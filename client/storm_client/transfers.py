@@ -61,8 +61,6 @@ class Phase(Enum):
     """How far a transfer has come."""
 
     __hash__ = object.__hash__  # that of Enum is written in Python
-    NEW = auto()
-    """Its message has not been posted yet."""
     SENT = auto()
     """Out: the daemon has been asked to take the part."""
     ADMITTED = auto()
@@ -84,7 +82,6 @@ class Phase(Enum):
 
 
 _NEXT: dict[Phase, tuple[Phase, ...]] = {
-    Phase.NEW: (Phase.SENT, Phase.REQUESTED, Phase.ARRIVED),
     Phase.SENT: (Phase.ADMITTED, Phase.STORED, Phase.REFUSED, Phase.FAILED),
     Phase.ADMITTED: (Phase.STORED, Phase.REFUSED, Phase.FAILED),
     Phase.STORED: (),
@@ -109,9 +106,9 @@ class Transfer:
     slot: Slot | None
     """The range of the staging area that it occupies, until that is given back."""
     of: Outgoing | Incoming
+    phase: Phase
     index: int = 0
     """On its way back: the part's place among those of its record."""
-    phase: Phase = Phase.NEW
     error: StormError | None = None
 
     @property
@@ -298,10 +295,10 @@ class Transfers:
         In this order: what an interrupt leaves half done is released, and waited for by nobody.
         """
         entry = next(self._numbers)
-        transfer = Transfer(entry, len(part), route, slot, out)
+        transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
         record = out.living()
         if record is not None:
-            record.parts.append(Part(entry, part.start, part.stop))
+            record.parts.append(Part(entry, part.start, len(part)))
         message = Store(
             entry=entry,
             segment=route.segment,
@@ -313,7 +310,6 @@ class Transfers:
             result=route.result if isinstance(route, Encoded) else 0,
         )
         self._outbox.append(Envelope(entry, message))
-        transfer.move_to(Phase.SENT)
         self._pending[entry] = transfer
         return transfer
 
@@ -402,17 +398,16 @@ class Transfers:
         """Have the daemon restore a part to where `route` says: into `slot`, if staged."""
         part = incoming.parts[index]
         number = next(self._numbers)
-        transfer = Transfer(number, part.nbytes, route, slot, incoming, index)
+        transfer = Transfer(number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index)
         message = Restore(
             ticket=number,
             entry=part.entry,
             segment=route.segment,
             offset=route.offset,
-            nbytes=transfer.nbytes,
+            nbytes=part.nbytes,
             sequence=sequence,
         )
         self._outbox.append(Envelope(number, message))
-        transfer.move_to(Phase.REQUESTED)
         self._pending[number] = transfer
         self._put(incoming, transfer)  # last: nobody waits for what was never asked for
         return transfer
@@ -649,8 +644,9 @@ class Transfers:
         if index in incoming.transfers or incoming.storage is not None:
             return False
         transfer.slot = None
-        kept = Transfer(transfer.number, slot.nbytes, transfer.route, slot, incoming, index)
-        kept.move_to(Phase.ARRIVED)
+        kept = Transfer(
+            transfer.number, slot.nbytes, transfer.route, slot, incoming, Phase.ARRIVED, index
+        )
         self._put(incoming, kept)
         self._kept[kept] = incoming
         return True

@@ -175,6 +175,6 @@ def test_what_a_layer_counts_the_whole_counts_too() -> None:
     assert (layers["1"].replayed_bytes, layers["1"].kept) == (7, {"pool_full": 1})
     stats = whole.snapshot()
     assert (stats.saved_bytes, stats.stored_bytes, stats.replayed_bytes) == (22, 4, 7)
-    assert (whole.stored_bytes(), whole.ratio()) == (4, 2.5)
+    assert (whole.arrived_bytes, whole.ratio()) == (4, 2.5)
     assert (stats.store_seconds, stats.replay_seconds, stats.kept_bytes) == (0.5, 0.25, 3)
     assert whole.staying().details == {"pool_full": "said so"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 from storm_client import trace as module
@@ -8,7 +9,7 @@ from storm_client.trace import EVERY, FIRST_STEPS, StepTrace, Traces
 
 
 def made(stored: int = 0) -> StepTrace:
-    return StepTrace(lambda: stored)
+    return StepTrace(SimpleNamespace(arrived_bytes=stored))
 
 
 def test_what_is_saved_stays_until_it_is_used() -> None:
@@ -33,9 +34,10 @@ def test_moments_go_forward_from_the_beginning() -> None:
 
 
 def test_what_reached_the_pool_counts_from_the_first_that_was_saved() -> None:
-    totals = iter([100, 130])
-    trace = StepTrace(lambda: next(totals))
+    pool = SimpleNamespace(arrived_bytes=100)
+    trace = StepTrace(pool)
     trace.saved(1, "offloaded", 50)
+    pool.arrived_bytes = 130
     trace.used(1)
     assert [moment.stored for moment in trace.timeline().moments] == [0, 0, 30]
 
@@ -76,7 +78,7 @@ def test_the_step_that_a_backward_pass_used_last_is_shown() -> None:
 
 def test_after_the_first_steps_one_in_some_is_followed() -> None:
     traces = Traces()
-    begun = [traces.begin(lambda: 0) for _ in range(2 * EVERY)]
+    begun = [traces.begin(SimpleNamespace(arrived_bytes=0)) for _ in range(2 * EVERY)]
     followed = [number for number, trace in enumerate(begun, 1) if isinstance(trace, StepTrace)]
     assert followed == [*range(1, FIRST_STEPS + 1), EVERY, 2 * EVERY]
     began = perf_counter()
