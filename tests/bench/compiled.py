@@ -1,12 +1,15 @@
 """What offload inside compiled graphs costs, beside what PyTorch offers, at the same time.
 
     python tests/bench/compiled.py --json tests/bench/results/compiled_h200.json
+    python tests/bench/compiled.py --model llama --rows 1 --tokens 32768 --blocks
     python tests/bench/compiled.py --layers 2 --width 128 --tokens 256 --steps 3     # on a CPU
 
-A decoder of equal blocks is compiled as a whole, or block by block with --blocks, and trained by
-each method in turn: nothing, checkpointing of every block, PyTorch's activation_memory_budget, and
-the backend at several budgets. A row has the median of the steps' times and the most memory; on a
-CPU that is the most bytes of saved tensors that the plan leaves. Losses are compared to the bit.
+A model of equal blocks is compiled as a whole, or block by block with --blocks, and trained by each
+method in turn: nothing, checkpointing of every block, PyTorch's activation_memory_budget, and the
+backend at several budgets. The model is a bare decoder, or transformers' Llama with its embedding,
+head and loss, in the proportions of the one of 8 billion parameters. A row has the median of the
+steps' times and the most memory; on a CPU that is the most bytes of saved tensors that the plan
+leaves. Beside it stands what the plans expect. Losses are compared to the bit.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ class Row(NamedTuple):
     peak_gib: float
     compile_seconds: float
     same_losses: bool
+    expected: dict[str, float]
+    """Of the backend's plans, all graphs together: milliseconds, and GiB of saved tensors."""
 
 
 class Block(nn.Module):
@@ -83,6 +88,49 @@ class Decoder(nn.Module):
         return x
 
 
+class Llama(nn.Module):
+    """Transformers' Llama, each block of which may be checkpointed; called with token numbers."""
+
+    HEAD_WIDTH, QUERIES_A_KEY, VOCABULARY = 128, 4, 32_000
+
+    def __init__(self, layers: int, width: int, *, is_checkpointed: bool) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM  # not for the decoder
+
+        heads = max(1, width // self.HEAD_WIDTH)
+        config = LlamaConfig(
+            vocab_size=self.VOCABULARY,
+            hidden_size=width,
+            intermediate_size=7 * width // 2,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // self.QUERIES_A_KEY),
+            max_position_embeddings=1 << 17,
+            use_cache=False,
+        )
+        self.llama = LlamaForCausalLM(config)
+        if is_checkpointed:
+            self.llama.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        loss: Tensor = self.llama(input_ids=numbers, labels=numbers).loss
+        return loss
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    found = model.llama.model.layers if isinstance(model, Llama) else model.blocks
+    assert isinstance(found, nn.ModuleList)
+    return found
+
+
+def made_input(arguments: argparse.Namespace) -> Tensor:
+    shape = arguments.rows, arguments.tokens
+    if arguments.model == "llama":
+        return torch.randint(Llama.VOCABULARY, shape, device=arguments.device)
+    x = torch.randn(*shape, arguments.width, device=arguments.device)
+    return x.to(torch.bfloat16)
+
+
 Wrap = Callable[[nn.Module], nn.Module]
 
 
@@ -118,19 +166,23 @@ def measure(
     gc.collect()
     torch.manual_seed(0)
     device = arguments.device
-    model = Decoder(arguments.layers, arguments.width, is_checkpointed=method.is_checkpointed)
-    model = model.to(device, torch.bfloat16)
+    kind = Llama if arguments.model == "llama" else Decoder
+    model: nn.Module = kind(
+        arguments.layers, arguments.width, is_checkpointed=method.is_checkpointed
+    )
+    model = model.to(device, torch.bfloat16).train()
     compiled: list[nn.Module] = []
     if arguments.blocks:
-        compiled = [method.wrap(block) for block in model.blocks]
-        model.blocks = nn.ModuleList(compiled)
-        call: nn.Module = model
+        blocks = blocks_of(model)
+        compiled = [method.wrap(block) for block in blocks]
+        for place, block in enumerate(compiled):
+            blocks[place] = block
+        call = model
     else:
         compiled = [call := method.wrap(model)]
     # Fused: the temporaries of another would hide what a method saves.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    x = torch.randn(arguments.rows, arguments.tokens, arguments.width, device=device)
-    x = x.to(torch.bfloat16)
+    x = made_input(arguments)
     losses, seconds = [], []
     with method.context:
         for step in range(WARM_UPS + arguments.steps):
@@ -138,7 +190,8 @@ def measure(
                 torch.cuda.reset_peak_memory_stats()
             _synchronize(device)
             began = time.perf_counter()
-            loss = call(x).float().square().mean()
+            found = call(x)
+            loss = found if found.dim() == 0 else found.float().square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -152,6 +205,7 @@ def measure(
         peak / GIB,
         seconds[0],
         not expected or losses == expected,
+        _expected(method, compiled),
     )
     return row, losses
 
@@ -163,6 +217,17 @@ def _planned(method: Method, compiled: list[nn.Module]) -> int:
     return sum(plan.peak_bytes for one in compiled for plan in storm.compiled_plans(one))
 
 
+def _expected(method: Method, compiled: list[nn.Module]) -> dict[str, float]:
+    if not method.name.startswith("stormd"):
+        return {}
+    plans = [plan for one in compiled for plan in storm.compiled_plans(one)]
+    kinds = ("forward", "link", "replay", "stall")
+    found = {
+        f"{kind}_ms": 1e3 * sum(getattr(p, f"{kind}_seconds") for p in plans) for kind in kinds
+    }
+    return {**found, "peak_gib": sum(plan.peak_bytes for plan in plans) / GIB}
+
+
 def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -171,6 +236,7 @@ def _synchronize(device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", choices=("decoder", "llama"), default="decoder")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--rows", type=int, default=2)

@@ -141,9 +141,10 @@ def stats_of(model: Callable[..., Any]) -> OffloadStats:
 def _by_inductor(
     gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked
 ) -> tuple[Callable[..., Any], list[Graph]]:
-    from storm_client.compile.inductor import generate
+    from storm_client.compile.inductor import Partitioner, generate
 
-    return generate(gm, inputs, asked.budget, asked.min_bytes, dict(asked.patches))
+    partitioner = Partitioner(asked.budget, asked.min_bytes, asked.codec)
+    return generate(gm, inputs, partitioner, dict(asked.patches))
 
 
 def _eagerly(
@@ -161,6 +162,7 @@ def _eagerly(
             budget=asked.budget,
             min_bytes=asked.min_bytes,
             is_exact=exact_in_eager,
+            codec=asked.codec,
             **options,
         )
         found.append(graph)

@@ -1,11 +1,13 @@
 """What the nodes of a graph probably take: for when a fetch begins, never for what it returns.
 
-An operation takes as long as its arithmetic or as its memory traffic, whichever is longer.
+An operation takes as long as its arithmetic or as its memory traffic, whichever is longer. Where
+operations are fused, what one hands to the next is no traffic.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +16,15 @@ from torch.utils.flop_counter import flop_registry
 
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, Costs
 
-__all__ = ["Machine", "machine_of", "nbytes_of", "seconds_of"]
+__all__ = ["Machine", "is_product", "machine_of", "nbytes_of", "ratio_of", "seconds_of"]
+
+RATIOS = {torch.bfloat16: 1.41, torch.float16: 1.12, torch.float32: 1.17, torch.bool: 8.0}
+"""By how much the codec compresses what models save, dense values of each type."""
+
+aten = torch.ops.aten
+
+PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
+"""Products of matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +32,30 @@ class Machine:
     """Rates of one kind of device."""
 
     flops: float
-    """Multiplications and additions a second, in the dtype of most products."""
+    """Multiplications and additions a second, of half precision."""
+    single_flops: float
+    """The same of single precision."""
     bandwidth: float
     """Bytes of memory traffic a second."""
+    hides: bool
+    """Whether the link works beside what computes."""
     costs: Costs
 
 
-CUDA = Machine(flops=4e14, bandwidth=3e12, costs=CUDA_COSTS)
-CPU = Machine(flops=5e10, bandwidth=1e10, costs=CPU_COSTS)
+CUDA = Machine(
+    flops=6.5e14,
+    single_flops=5e13,
+    bandwidth=3e12,
+    hides=True,
+    costs=replace(CUDA_COSTS, ship_floor=2e-5),
+)
+"""An H200 at large products, and at memory traffic of several fused operations. What a store costs
+the training thread hides as well: it runs ahead of the device."""
+
+CPU = Machine(flops=5e10, single_flops=5e10, bandwidth=1e10, hides=False, costs=CPU_COSTS)
+
+TF32_SHARE = 0.5
+"""Of what products of half precision reach, where those of single precision may be rounded."""
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -46,15 +72,73 @@ def nbytes_of(value: object) -> int:
     return _hint(value.numel()) * value.element_size()
 
 
-def seconds_of(node: fx.Node, machine: Machine) -> float:
-    """Return what a node takes: nothing for views, placeholders and outputs."""
+def ratio_of(dtype: torch.dtype, codec: str) -> float:
+    """Return by how much `codec` probably compresses values of a type."""
+    return 1.0 if codec == "none" else RATIOS.get(dtype, 1.0)
+
+
+def is_product(node: fx.Node) -> bool:
+    """Tell whether a node is a product of matrices."""
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.overloadpacket in PRODUCTS
+    )
+
+
+def seconds_of(node: fx.Node, machine: Machine, *, is_fused: bool = False) -> float:
+    """Return what a node takes: nothing for views, placeholders and outputs.
+
+    Where code is generated for operations that are fused, `is_fused`, only what comes from others
+    or goes to them is traffic.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0.0
     if any(one.alias_info is not None for one in node.target._schema.returns):
         return 0.0
-    traffic = nbytes_of(node.meta.get("val"))
-    traffic += sum(nbytes_of(source.meta.get("val")) for source in node.all_input_nodes)
-    return max(traffic / machine.bandwidth, _flops(node) / machine.flops)
+    flops = _flops(node)
+    is_fused = is_fused and not flops
+    traffic = 0
+    if not (is_fused and all(map(_can_be_fused, _beyond_views(node.users)))):
+        traffic += nbytes_of(node.meta.get("val"))
+    traffic += sum(
+        nbytes_of(source.meta.get("val"))
+        for source in node.all_input_nodes
+        if not (is_fused and _can_be_fused(source))
+    )
+    return max(traffic / machine.bandwidth, flops / _rate(node, machine))
+
+
+def _beyond_views(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    for node in nodes:
+        if _is_view(node):
+            yield from _beyond_views(node.users)
+        else:
+            yield node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and any(
+        one.alias_info is not None for one in node.target._schema.returns
+    )
+
+
+def _can_be_fused(node: fx.Node) -> bool:
+    """Tell whether generated code may run a node in one kernel with its neighbours."""
+    while _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target.namespace in ("aten", "prims") and target.overloadpacket not in flop_registry
+
+
+def _rate(node: fx.Node, machine: Machine) -> float:
+    value = node.meta.get("val")
+    first = value[0] if isinstance(value, (tuple, list)) and value else value
+    if not isinstance(first, torch.Tensor) or first.dtype.itemsize < torch.float32.itemsize:
+        return machine.flops
+    if torch.get_float32_matmul_precision() != "highest" and first.dtype == torch.float32:
+        return max(machine.single_flops, TF32_SHARE * machine.flops)
+    return machine.single_flops
 
 
 def _flops(node: fx.Node) -> float:

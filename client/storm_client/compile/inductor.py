@@ -23,27 +23,30 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
-from storm_client.compile.operators import FETCH, STORE, WAIT
+from storm_client.compile.costs import PRODUCTS
+from storm_client.compile.operators import FETCH, SEEN, STORE, WAIT
 from storm_client.compile.partition import NUMBER, exact_in_generated_code, partition
 from storm_client.compile.runtime import Graph
+from storm_client.compile.views import is_view
 from storm_client.errors import UsageError
 from stormd.protocol import Budget
 
-__all__ = ["generate", "inductor_options"]
+__all__ = ["Partitioner", "generate", "inductor_options"]
 
 
 class Partitioner(CustomPartitionerFn):
     """Partitions for one compilation; what Inductor may pickle of it are plain values."""
 
-    def __init__(self, budget: Budget, min_bytes: int) -> None:
+    def __init__(self, budget: Budget, min_bytes: int, codec: str) -> None:
         """Partition for that budget; `found` gets what each pair of graphs has."""
         self.budget = budget
         self.min_bytes = min_bytes
+        self.codec = codec
         self.found: list[Graph] = []
 
     def __getstate__(self) -> dict[str, object]:
         """Return what was asked for."""
-        return {"budget": self.budget, "min_bytes": self.min_bytes, "found": []}
+        return {**self.__dict__, "found": []}
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
@@ -54,7 +57,10 @@ class Partitioner(CustomPartitionerFn):
             joint_inputs,
             budget=self.budget,
             min_bytes=self.min_bytes,
-            is_exact=exact_in_generated_code,
+            is_exact=_is_exact,
+            runs_alone=_runs_alone,
+            rounds_alike=_rounds_alike,
+            codec=self.codec,
             **options,
         )
         self.found.append(graph)
@@ -68,8 +74,7 @@ class Partitioner(CustomPartitionerFn):
 def generate(
     gm: fx.GraphModule,
     inputs: list[torch.Tensor],
-    budget: Budget,
-    min_bytes: int,
+    partitioner: Partitioner,
     patches: Mapping[str, Any],
 ) -> tuple[Callable[..., Any], list[Graph]]:
     """Return the code of a graph, and what was planned for it.
@@ -77,12 +82,117 @@ def generate(
     PyTorch's cache of whole partitioned graphs is passed by, since it would skip the plan; the
     cache of generated code is not.
     """
-    partitioner = Partitioner(budget, min_bytes)
     changed = {**patches, "custom_partitioner_fn": partitioner, "memory_planning": False}
     with functorch_config.patch(enable_autograd_cache=False):
         compiled = compile_fx(gm, inputs, inner_compile=_WithLayouts(), config_patches=changed)
     assert callable(compiled)
     return compiled, partitioner.found
+
+
+# --- what runs in PyTorch's own kernels ---------------------------------------------------------
+
+aten = torch.ops.aten
+
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_efficient_attention,
+}
+"""What computes attention forward, in one way only."""
+
+CHOOSING = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "freezing",
+    "b2b_gemm_pass",
+    "decompose_mem_bound_mm",
+    "post_grad_fusion_options",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "external_matmul",
+    "triton.native_matmul",
+)
+"""Settings of Inductor's by which a product may run in another kernel in each of its places."""
+
+
+def _is_exact(node: fx.Node) -> bool:
+    return exact_in_generated_code(node) or _runs_alone(node)
+
+
+def _runs_alone(node: fx.Node) -> bool:
+    """Tell whether an operation runs in PyTorch's own kernel, in the same wherever it stands.
+
+    It must not be fused with what follows either: see `stormd::seen`.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or any(map(_is_set, CHOOSING)):
+        return False
+    packet = node.target.overloadpacket
+    if packet in ATTENTION:
+        return _argument(node, "dropout_p") == 0.0
+    return packet in PRODUCTS
+
+
+ELEMENTWISE = {
+    aten._to_copy,
+    aten.add,
+    aten.div,
+    aten.exp,
+    aten.mul,
+    aten.neg,
+    aten.sigmoid,
+    aten.sub,
+    torch.ops.prims.convert_element_type,
+}
+"""What Triton compiles to the same instructions in each kernel, but for products that are added."""
+
+
+def _rounds_alike(node: fx.Node) -> bool:
+    """Tell whether an operation of a GPU's rounds the same in whichever kernel it is fused.
+
+    A product that is added may become one instruction, or two where it is used further. On a CPU
+    the last elements of a loop are computed by other functions than those before.
+    """
+    value, target = node.meta.get("val"), node.target
+    if not isinstance(value, torch.Tensor) or value.device.type != "cuda":
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket not in ELEMENTWISE:
+        return False
+    adds = target.overloadpacket in (aten.add, aten.sub)
+    if adds and node.kwargs.get("alpha", 1) != 1:
+        return False
+    return not (adds and any(map(_is_multiplied, node.all_input_nodes)))
+
+
+def _is_multiplied(node: fx.Node) -> bool:
+    passed_on = (aten.neg, aten._to_copy, torch.ops.prims.convert_element_type)
+    target = node.target
+    while isinstance(target, torch._ops.OpOverload):
+        if target.overloadpacket in (aten.mul, aten.div):
+            return True
+        if target.overloadpacket not in passed_on and not is_view(target):
+            return False
+        node = node.all_input_nodes[0]
+        target = node.target
+    return False
+
+
+def _is_set(name: str) -> bool:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return bool(value)
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for index, one in enumerate(node.target._schema.arguments):
+        if one.name == name:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
+            return one.default_value if given is None else given
+    return None
+
+
+# --- layouts ------------------------------------------------------------------------------------
 
 
 class _WithLayouts:
@@ -226,14 +336,20 @@ def _lower_wait(*arguments: Any) -> Any:
     return box
 
 
+def _lower_seen(value: Any) -> None:
+    """Have a value computed by itself; nothing is generated for that."""
+    value.realize()
+
+
 _call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]
 _call_wait = lowering.fallback_handler(WAIT)  # type: ignore[no-untyped-call]
 _call_fetch = lowering.fallback_handler(FETCH)  # type: ignore[no-untyped-call]
 
-lowering.add_needs_realized_inputs([STORE, WAIT, FETCH])  # type: ignore[no-untyped-call]
+lowering.add_needs_realized_inputs([STORE, WAIT, FETCH, SEEN])  # type: ignore[no-untyped-call]
 lowering.register_lowering(STORE, type_promotion_kind=None)(_lower_store)
 lowering.register_lowering(WAIT, type_promotion_kind=None)(_lower_wait)
 lowering.register_lowering(FETCH, type_promotion_kind=None)(_call_fetch)
+lowering.register_lowering(SEEN, type_promotion_kind=None)(_lower_seen)
 
 
 # --- values in half precision -------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""The operators that stand in compiled graphs: `stormd::store`, `stormd::fetch`, `stormd::wait`.
+"""The operators that stand in compiled graphs: `stormd::store`, `fetch`, `wait`, and `seen`.
 
     token = store(value, number, lent)      in the forward graph; the token is what is saved
     begun = fetch(token)                    in the backward graph, ahead of use
     value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
+    seen(value)                             where a value is computed again: see `partition.py`
 
 A **token** is a CPU tensor of one int64, and autograd's hold on the stored bytes: its memory
 belongs to an object that holds them, so what nobody can ask for any more is given up whatever has
@@ -22,7 +23,7 @@ import torch
 
 from storm_client.compile import runtime
 
-__all__ = ["FETCH", "STORE", "WAIT"]
+__all__ = ["FETCH", "SEEN", "STORE", "WAIT"]
 
 _LIBRARY = torch.library.Library("stormd", "DEF")  # type: ignore[no-untyped-call]
 
@@ -31,6 +32,7 @@ _SCHEMAS = {
     "fetch(Tensor token) -> Tensor": torch.Tag.needs_exact_strides,
     "wait(Tensor token, Tensor[] begun, SymInt[] size, SymInt[] stride, ScalarType dtype, "
     "Device device) -> Tensor": torch.Tag.needs_exact_strides,
+    "seen(Tensor value) -> ()": torch.Tag.flexible_layout,
 }
 
 for _schema, _layout in _SCHEMAS.items():
@@ -39,6 +41,7 @@ for _schema, _layout in _SCHEMAS.items():
 STORE = torch.ops.stormd.store.default
 FETCH = torch.ops.stormd.fetch.default
 WAIT = torch.ops.stormd.wait.default
+SEEN = torch.ops.stormd.seen.default
 
 
 def _store(value: torch.Tensor, number: int, lent: bool) -> torch.Tensor:
@@ -57,6 +60,10 @@ def _wait(
     return runtime.wait(token, tuple(size), tuple(stride))
 
 
+def _seen(value: torch.Tensor) -> None:
+    """Do nothing: a compiler has to have the value in memory here, as if it were handed over."""
+
+
 def _fake_token(*_: object) -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
@@ -70,6 +77,7 @@ for _name, _function, _fake in (
     ("store", _store, _fake_token),
     ("fetch", _fetch, _fake_token),
     ("wait", _wait, _fake_wait),
+    ("seen", _seen, _seen),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"stormd::{_name}", _fake, lib=_LIBRARY)

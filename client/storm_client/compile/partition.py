@@ -3,7 +3,8 @@
 PyTorch's own partitioner decides first what the forward graph hands over, so that a graph without
 offload is what the results are compared with. Of that, what is large and may leave is then kept,
 offloaded or computed again. Only operations that give the same bits wherever they run are run
-again: which those are depends on who generates the code.
+again: which those are depends on who generates the code. What one of them reads that would not be
+handed over may be, besides, where that is less than what is made from it.
 
 What is stored is stored right where it has been made, for a compiler may put nothing in its memory
 until then and frees it after its last use. A value that something could be written into in place
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +25,21 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from storm_client.compile.costs import Machine, machine_of, nbytes_of, seconds_of
-from storm_client.compile.operators import FETCH, STORE, WAIT
+from storm_client.compile.costs import (
+    Machine,
+    is_product,
+    machine_of,
+    nbytes_of,
+    ratio_of,
+    seconds_of,
+)
+from storm_client.compile.operators import FETCH, SEEN, STORE, WAIT
 from storm_client.compile.runtime import Graph
-from storm_client.compile.schedule import Recipe, Saved, Schedule, schedule
+from storm_client.compile.schedule import Draft, Recipe, Saved, Schedule, schedule
 from storm_client.compile.symbols import can_compute, computed, symbols_of
 from storm_client.compile.views import (
     drop_results,
+    hand_over,
     hand_over_bases,
     is_tensor,
     is_view,
@@ -49,6 +59,9 @@ NUMBER = "stormd_number"
 
 LONGEST_RECIPE = 16
 """Operations that are run again for one value."""
+
+PADDED_STRIDE, PADDED_BYTES = 1024, 128
+"""Inductor pads strides above so many elements to multiples of so many bytes, by default."""
 
 aten = torch.ops.aten
 
@@ -130,11 +143,18 @@ def partition(
     budget: Budget,
     min_bytes: int,
     is_exact: Callable[[fx.Node], bool],
+    runs_alone: Callable[[fx.Node], bool] | None = None,
+    rounds_alike: Callable[[fx.Node], bool] | None = None,
+    codec: str = "ancf",
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule, Graph]:
     """Return the forward graph, the backward graph, and what their runs have to know.
+
+    `is_exact` tells of an operation whether it gives the same bits wherever it runs. Where others
+    are fused, `runs_alone` tells which are not, and read what lies in memory, and `rounds_alike`
+    which give the same bits if they begin with that.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names.
@@ -147,16 +167,25 @@ def partition(
         **options,
     )
     hand_over_bases(forward, backward, num_fwd_outputs)
-    pair = _Pair(forward, backward, num_fwd_outputs, static_lifetime_input_indices or [])
-    graph = pair.apply(pair.values(min_bytes, is_exact), budget)
+    rules = _Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
+    pair = _Pair(forward, backward, num_fwd_outputs, static_lifetime_input_indices or [], rules)
+    graph = pair.apply(pair.values(), budget)
     return forward, backward, graph
+
+
+class _Rules(NamedTuple):
+    """What was asked for, and what the code's generator does."""
+
+    min_bytes: int
+    is_exact: Callable[[fx.Node], bool]
+    runs_alone: Callable[[fx.Node], bool] | None
+    rounds_alike: Callable[[fx.Node], bool] | None
+    codec: str
 
 
 class _Value(NamedTuple):
     """A tensor that the forward graph hands over."""
 
-    position: int
-    """Among the forward graph's outputs."""
     made: fx.Node
     """Where it is made, in the forward graph."""
     given: fx.Node
@@ -168,14 +197,79 @@ class _Value(NamedTuple):
     """The forward graph's nodes that make it again, in order."""
 
 
+class _Found(NamedTuple):
+    """A recipe as nodes."""
+
+    nodes: tuple[fx.Node, ...]
+    sources: tuple[fx.Node, ...]
+    """What is handed over, or would be besides, from which they start."""
+
+
+class _Search:
+    """The search for what makes a value again."""
+
+    def __init__(self, pair: _Pair, goal: fx.Node, handed: set[fx.Node]) -> None:
+        """Begin with nothing; `handed` is what has memory of its own, and not a parameter's."""
+        self.nodes: dict[fx.Node, None] = {}
+        self.sources: dict[fx.Node, None] = {}
+        self._pair, self._goal, self._handed = pair, goal, handed
+
+    def make(self, node: fx.Node) -> bool:
+        """Add an operation behind what it needs; False where that cannot be had."""
+        if not self._pair.can_run_again(node) or len(self.nodes) >= LONGEST_RECIPE:
+            return False
+        if not all(map(self._have, node.all_input_nodes)):
+            return False
+        self.nodes[node] = None
+        return True
+
+    def _have(self, node: fx.Node) -> bool:
+        turned, goal = self._pair.turned, self._goal
+        if self._is_there(node):
+            return True
+        if node is goal:
+            return False
+        if node in turned:
+            return turned[node] is not goal and self._have(turned[node])
+        before = len(self.nodes), len(self.sources)
+        if self.make(node):
+            return True
+        for added, count in zip((self.nodes, self.sources), before, strict=True):
+            while len(added) > count:
+                added.popitem()
+        return self._take(node)
+
+    def _is_there(self, node: fx.Node) -> bool:
+        """Tell whether a node's value is in the backward graph, and note whose it is."""
+        if node in self.nodes or node in self.sources:
+            return True
+        if node is self._goal or node.name not in self._pair.placeholders:
+            return False
+        if node in self._handed:
+            self.sources[node] = None
+        return True
+
+    def _take(self, node: fx.Node) -> bool:
+        """Have a value handed over besides, if it is in memory anyway."""
+        if not self._pair.lies_in_memory(node):
+            return False
+        self.sources[node] = None
+        return True
+
+
 class _Pair:
     """A forward graph and its backward graph, which are changed."""
 
     def __init__(
-        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, static: list[int]
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        outputs: int,
+        static: list[int],
+        rules: _Rules,
     ) -> None:
         """Look at what one hands to the other, behind the forward's first `outputs` results."""
-        self.forward, self.backward = forward, backward
+        self.forward, self.backward, self.rules = forward, backward, rules
         (self.output,) = forward.graph.find_nodes(op="output")
         self.results: list[Any] = list(self.output.args[0])
         self.handed = self.results[outputs:]
@@ -198,48 +292,77 @@ class _Pair:
 
     # --- what there is ----------------------------------------------------------------------
 
-    def values(self, min_bytes: int, is_exact: Callable[[fx.Node], bool]) -> list[_Value]:
-        """Return what is handed over and takes memory for that."""
+    def values(self) -> list[_Value]:
+        """Return what is handed over and takes memory for that, or would be with offload."""
         order = {node: index for index, node in enumerate(self.forward.graph.nodes)}
-        found = [
-            (self.first_handed + index, node)
-            for index, node in enumerate(self.handed)
+        handed = {
+            node
+            for node in self.handed
             if is_tensor(node)
             and node.name in self.placeholders
             and memory_of(node) not in self.static
-        ]
-        found.sort(key=lambda one: order[one[1]])
-        numbers = {node: number for number, (_, node) in enumerate(found)}
-        return [self._value(at, node, numbers, min_bytes, is_exact) for at, node in found]
+        }
+        leaving = {node for node in handed if self._may_leave(node)}
+        recipes = {node: self._recipe(node, handed) for node in leaving}
+        besides = {n for one in recipes.values() if one for n in one.sources} - handed
+        self._hand_over(sorted(besides, key=order.__getitem__))
+        made = self._seconds_made()
+        found = sorted(handed | besides, key=order.__getitem__)
+        numbers = {node: number for number, node in enumerate(found)}
+        values = []
+        for node in found:
+            recipe, leaves = recipes.get(node), node in leaving or node in besides
+            saved = self._saved(node, recipe, numbers, made[node], can_leave=leaves)
+            values.append(
+                _Value(
+                    node,
+                    self.placeholders[node.name],
+                    memory_of(node) in self.seen_outside,
+                    saved,
+                    recipe.nodes if recipe else (),
+                )
+            )
+        return values
 
-    def _value(
+    def _saved(
         self,
-        position: int,
         node: fx.Node,
+        recipe: _Found | None,
         numbers: dict[fx.Node, int],
-        min_bytes: int,
-        is_exact: Callable[[fx.Node], bool],
-    ) -> _Value:
-        given = self.placeholders[node.name]
-        uses = _uses(given)
+        made: float,
+        *,
+        can_leave: bool,
+    ) -> Saved:
+        val = node.meta["val"]
+        nbytes, ratio = nbytes_of(val), ratio_of(val.dtype, self.rules.codec)
+        uses = _uses(self.placeholders[node.name])
+        if not uses and can_leave:
+            return Saved.only_a_source(nbytes, made=made, ratio=ratio)
         at = [self.positions[use] for use in uses] or [0]
-        nbytes = nbytes_of(node.meta["val"])
-        can_leave = nbytes >= max(min_bytes, 1) and self._can_leave(node, uses)
-        recipe, sources, seconds = None, tuple[fx.Node, ...](), 0.0
-        if can_leave:
-            found = self._recipe(node, numbers, is_exact)
-            if found is not None:
-                sources, used = found
-                seconds = sum(seconds_of(one, self.machine) for one in sources)
-                recipe = Recipe(seconds, used)
-        return _Value(
-            position,
-            node,
-            given,
-            memory_of(node) in self.seen_outside,
-            Saved(nbytes, min(at), max(at), can_leave, recipe),
-            sources,
-        )
+        how = None
+        if recipe is not None:
+            sources = tuple(sorted(numbers[one] for one in recipe.sources if one in numbers))
+            how = Recipe(sum(map(self._seconds_of, recipe.nodes)), sources)
+        return Saved(nbytes, min(at), max(at), can_leave, how, made, ratio)
+
+    def _seconds_of(self, node: fx.Node) -> float:
+        return seconds_of(node, self.machine, is_fused=self.rules.runs_alone is not None)
+
+    def _seconds_made(self) -> dict[fx.Node, float]:
+        """Return when each node of the forward graph has run, in seconds after its beginning."""
+        nodes = list(self.forward.graph.nodes)
+        return dict(zip(nodes, accumulate(map(self._seconds_of, nodes)), strict=True))
+
+    def _hand_over(self, besides: list[fx.Node]) -> None:
+        """Hand over what others may be computed from, in front of the rest."""
+        for node in reversed(besides):
+            given = hand_over(node, self.forward, self.backward, self.first_handed)
+            self.placeholders[node.name] = given
+        self.results = list(self.output.args[0])
+
+    def _may_leave(self, node: fx.Node) -> bool:
+        large = nbytes_of(node.meta["val"]) >= max(self.rules.min_bytes, 1)
+        return large and self._can_leave(node, _uses(self.placeholders[node.name]))
 
     def _can_leave(self, made: fx.Node, uses: list[fx.Node]) -> bool:
         value = made.meta["val"]
@@ -255,61 +378,123 @@ class _Pair:
             return False  # a gradient that is the saved tensor itself
         return not any(map(_writes, (*_uses(memory_of(made)), *uses)))
 
-    def _recipe(
-        self,
-        node: fx.Node,
-        numbers: dict[fx.Node, int],
-        is_exact: Callable[[fx.Node], bool],
-    ) -> tuple[tuple[fx.Node, ...], tuple[int, ...]] | None:
+    def _recipe(self, node: fx.Node, handed: set[fx.Node]) -> _Found | None:
         """Return what makes a value again, and what it is made from; None if nothing may."""
-        nodes: dict[fx.Node, None] = {}
-        used: set[int] = set()
+        search = _Search(self, node, handed)
+        if not search.make(node):
+            return None
+        nodes = tuple(search.nodes)
+        if not all(map(self.rules.is_exact, nodes)) and not self._is_read_alone(
+            self.placeholders[node.name]
+        ):
+            return None
+        if any(map(self._is_special, nodes)) and not _is_repeatable(node):
+            return None
+        return _Found(nodes, tuple(search.sources))
 
-        def visit(one: fx.Node) -> bool:
-            if one in nodes:
-                return True
-            if one is not node and (one in numbers or one.name in self.placeholders):
-                if one in numbers:
-                    used.add(numbers[one])
-                return True
-            if one is not node and one in self.turned:
-                return self.turned[one] is not node and visit(self.turned[one])
-            if one.op != "call_function" or not is_exact(one) or len(nodes) >= LONGEST_RECIPE:
-                return False
-            if not all(map(visit, one.all_input_nodes)):
-                return False
-            nodes[one] = None
-            return True
+    def can_run_again(self, node: fx.Node) -> bool:
+        """Tell whether an operation gives the same bits in the backward graph."""
+        return node.op == "call_function" and (
+            self.rules.is_exact(node) or self._rounds_alike(node)
+        )
 
-        return (tuple(nodes), tuple(sorted(used))) if visit(node) else None
+    def _runs_alone(self, node: fx.Node) -> bool:
+        return self.rules.runs_alone is not None and self.rules.runs_alone(node)
+
+    def _is_special(self, node: fx.Node) -> bool:
+        """Tell whether the bits of an operation depend on where a compiler puts what it makes."""
+        return self._runs_alone(node) or self._rounds_alike(node)
+
+    def _rounds_alike(self, node: fx.Node) -> bool:
+        """Tell whether generated code rounds a result of fused operations the same everywhere.
+
+        They begin with what lies in memory, what is rounded lies there, and what is rounded on the
+        way nobody else reads: else it might be read rounded in one place, and not in another.
+        """
+        rule = self.rules.rounds_alike
+        if rule is None or not rule(node) or not is_tensor(node):
+            return False
+        is_single = node.meta["val"].dtype.itemsize >= torch.float32.itemsize
+        if not is_single and len(node.users) != 1 and not self._is_read_alone(node):
+            return False
+        bases = map(memory_of, node.all_input_nodes)
+        return all(
+            base.op == "placeholder" or self._runs_alone(base) or self._rounds_alike(base)
+            for base in bases
+        )
+
+    def _is_read_alone(self, node: fx.Node) -> bool:
+        """Tell whether only operations that are not fused read a value, or views of it."""
+        readers = [use for use in _uses(node) if source_of(use) is None and use.op != "output"]
+        return bool(readers) and all(map(self._runs_alone, readers))
+
+    def lies_in_memory(self, node: fx.Node) -> bool:
+        """Tell whether a value that is not handed over is in memory anyway, as handed over.
+
+        It is where products alone read it: fused operations would read what is not rounded yet.
+        """
+        target = node.target
+        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+            return False
+        if not is_tensor(node) or source_of(node) is not None or target.overloadpacket in MOVES:
+            return False
+        if node in self.seen_outside or nbytes_of(node.meta["val"]) < max(self.rules.min_bytes, 1):
+            return False
+        readers = [use for use in _uses(node) if source_of(use) is None]
+        if not readers or not all(is_product(one) and self._runs_alone(one) for one in readers):
+            return False
+        return _is_plain(node.meta["val"]) and self._can_leave(node, [])
 
     # --- what is done -----------------------------------------------------------------------
 
     def apply(self, values: list[_Value], budget: Budget) -> Graph:
         """Change both graphs for a budget."""
-        seconds = [seconds_of(node, self.machine) for node in self.nodes]
-        chosen = schedule([value.saved for value in values], seconds, self.machine.costs)
-        total = sum(value.saved.nbytes for value in values)
-        in_runs = type(budget) is int or budget == "fit"
-        count = 0 if in_runs else chosen.fitting(_allowed(budget, total, chosen))
+        seconds = [self._seconds_of(node) for node in self.nodes]
+        forward = None
+        if self.machine.hides:
+            forward = sum(map(self._seconds_of, self.forward.graph.nodes))
+        saved = [value.saved for value in values]
+        chosen = schedule(saved, seconds, self.machine.costs, forward)
         if type(budget) is int and budget < chosen.least:
             raise UsageError(
                 f"budget is {format_size(budget)}, but a compiled graph needs "
                 f"{format_size(chosen.least)} ({chosen.least} bytes) of saved tensors on the "
                 "device at once, which is the least possible; raise it, or pass budget='least'"
             )
-        decisions = chosen.decisions(count)
-        self._offload(values, decisions, chosen)
-        self._compute_again(values, decisions, chosen)
+        in_runs = type(budget) is int or budget == "fit"
+        count = _count(budget, chosen, saved)
+        draft = chosen.draft(count, in_runs=in_runs)
+        decisions = list(draft.decisions)
+        self._drop(values, draft)
+        self._offload(values, decisions, draft)
+        self._compute_again(values, decisions, draft)
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
         ranks = {number: rank for rank, number in enumerate(chosen.order)} if in_runs else {}
         ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
-        return Graph(_plan(values, decisions, chosen, count, self.machine), chosen, ranks)
+        peak = chosen.peaks[0 if in_runs else count]
+        return Graph(_plan(values, draft, peak, forward or 0.0, self.machine), chosen, ranks)
 
-    def _offload(self, values: list[_Value], decisions: list[Decision], chosen: Schedule) -> None:
-        offloaded = [n for n, one in enumerate(decisions) if isinstance(one, Offload)]
+    def _drop(self, values: list[_Value], draft: Draft) -> None:
+        """Hand over no more what nothing is computed from."""
+        dropped = [v for v, handed in zip(values, draft.is_handed, strict=True) if not handed]
+        for value in dropped:
+            self.backward.graph.erase_node(value.given)
+        self._drop_results(dropped)
+
+    def _drop_results(self, values: list[_Value]) -> None:
+        drop_results(self.output, {self._place(value) for value in values})
+        self.results = list(self.output.args[0])
+
+    def _place(self, value: _Value) -> int:
+        """Return where a value is handed over, among the forward graph's results."""
+        return self.results.index(value.made, self.first_handed)
+
+    def _offload(self, values: list[_Value], decisions: list[Decision], chosen: Draft) -> None:
+        offloaded = [
+            n for n, one in enumerate(decisions) if isinstance(one, Offload) and chosen.is_handed[n]
+        ]
         for number in offloaded:
             self._store(values[number], number)
         fetches = sorted(offloaded, key=lambda n: (chosen.fetches[n], chosen.first_uses[n], n))
@@ -336,7 +521,7 @@ class _Pair:
         _describe(token, _token_like(made))
         if "saved_tensor_with_no_vc_check" in made.meta:
             token.meta["saved_tensor_with_no_vc_check"] = made.meta["saved_tensor_with_no_vc_check"]
-        self.results[value.position] = token
+        self.results[self._place(value)] = token
         self.output.update_arg(0, tuple(self.results))
 
     def _fetch(self, value: _Value, position: int) -> fx.Node:
@@ -360,17 +545,19 @@ class _Pair:
         return came
 
     def _compute_again(
-        self, values: list[_Value], decisions: list[Decision], chosen: Schedule
+        self, values: list[_Value], decisions: list[Decision], chosen: Draft
     ) -> None:
         """Copy what makes values again into the backward graph, those first that are used first."""
         again = [n for n, one in enumerate(decisions) if isinstance(one, Replay)]
         here = {value.made: self._present(value) for value in values}
         for number in sorted(again, key=lambda n: (chosen.first_uses[n], n)):
             self._copy_recipe(values[number], chosen.first_uses[number], here)
-        dropped = {values[number].position for number in again}
-        if dropped:
-            drop_results(self.output, dropped)
+        if again:
+            self._drop_results([values[number] for number in again])
             self.forward.graph.eliminate_dead_code()
+        for number in again:
+            if any(map(self._is_special, values[number].recipe)) and values[number].made.users:
+                _see(values[number].made)
 
     def _copy_recipe(self, value: _Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
         graph = self.backward.graph
@@ -394,6 +581,9 @@ class _Pair:
             for node in value.recipe:
                 copies[node] = graph.node_copy(node, there)
                 copies[node].meta["autograd_backward"] = True
+        for node in value.recipe:
+            if is_tensor(node) and self._runs_alone(node):
+                _see(copies[node])
         made = copies[value.made]
         value.given.replace_all_uses_with(made)
         graph.erase_node(value.given)
@@ -410,35 +600,49 @@ class _Pair:
         return self.nodes[position]
 
 
-def _plan(
-    values: list[_Value],
-    decisions: list[Decision],
-    chosen: Schedule,
-    count: int,
-    machine: Machine,
-) -> Plan:
-    rows, link, again = [], 0.0, 0.0
-    for value, decision in zip(values, decisions, strict=True):
+def _see(node: fx.Node) -> None:
+    """Have a compiler make a value as if it were handed over: by itself, and in memory."""
+    with node.graph.inserting_after(node):
+        seen = node.graph.call_function(SEEN, (node,))
+    seen.meta["val"] = None
+    if "autograd_backward" in node.meta:
+        seen.meta["autograd_backward"] = True
+
+
+def _count(budget: Budget, chosen: Schedule, saved: Sequence[Saved]) -> int:
+    """Return how many values a budget keeps, or may keep in a run that has all of it."""
+    if budget == "fit":
+        return len(chosen.order)
+    if type(budget) is int:
+        return chosen.fitting(budget)
+    share = budget if isinstance(budget, float) else 0.0
+    allowed = int(share * sum(one.nbytes for one in saved if not one.is_only_a_source))
+    return chosen.fitting(allowed) if allowed >= chosen.least else 0
+
+
+def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine: Machine) -> Plan:
+    rows, costs = [], machine.costs
+    for value, decision, is_handed in zip(values, draft.decisions, draft.is_handed, strict=True):
         saved, val = value.saved, value.made.meta["val"]
-        cost = 0.0
-        name, reason = "keep", decision.reason if isinstance(decision, Keep) else ""
+        if not is_handed:
+            continue
+        name, reason, cost = "keep", decision.reason if isinstance(decision, Keep) else "", 0.0
         if isinstance(decision, Offload):
             name, reason = "offload", "shipped"
-            cost = saved.nbytes * machine.costs.link
-            link += cost
+            if saved.is_only_a_source:
+                reason = "others are computed again from it"
+            cost = saved.nbytes * costs.link / saved.ratio
         elif isinstance(decision, Replay):
             assert saved.recipe is not None
             name, reason, cost = "replay", "computed sooner than shipped", saved.recipe.seconds
-            again += cost
+            if max(cost, costs.replay_floor) > saved.nbytes * costs.shipping + costs.ship_floor:
+                reason = "the link is full"
         shape = tuple(map(int, val.shape)) if not free_symbols(val) else ()
         operation = str(value.made.target)
         rows.append(Row(operation, shape, val.dtype, saved.nbytes, name, reason, cost))
-    return Plan(tuple(rows), chosen.peaks[count], link, again, 0.0)
-
-
-def _allowed(budget: Budget, total: int, chosen: Schedule) -> int:
-    share = int(budget * total) if isinstance(budget, float) else 0
-    return max(chosen.least, share)
+    return Plan(
+        tuple(rows), peak, draft.link_seconds, draft.replay_seconds, forward, draft.stall_seconds
+    )
 
 
 def _turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
@@ -482,6 +686,32 @@ def _writes(node: fx.Node) -> bool:
 
 def _is_symbolic(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Tell whether a compiler gives a value the layout that is written in the graph.
+
+    It may pad strides of what it does not hand over, and products read other layouts by other
+    kernels.
+    """
+    if not value.is_contiguous():
+        return False
+    return all(
+        not isinstance(stride, int)
+        or stride <= PADDED_STRIDE
+        or stride * value.element_size() % PADDED_BYTES == 0
+        for stride in value.stride()
+    )
+
+
+def _is_repeatable(node: fx.Node) -> bool:
+    """Tell whether a value may be the result of a kernel that is run again.
+
+    Of several results only the first is large: each would be a run of its own.
+    """
+    if node.target is operator.getitem:
+        return bool(node.args[1] == 0)
+    return bool(node.meta["val"].is_contiguous())
 
 
 def _widens(node: fx.Node) -> bool:

@@ -316,10 +316,26 @@ def _handle(target: Target, value: torch.Tensor, session: Session, *, lent: bool
             record.proof = Unchanging(value)
             session.send(record)
         target.recorder.saved(value.nbytes, perf_counter() - began)
-    version = SavedVersion.of(value, storage._cdata)
+    version = _version_of(value, SavedVersion.of, storage._cdata)
     handle = Handle(record, View.of(value), version, target.announced(session), 0)
     session.deaths.watch_handle(handle)
     return handle
+
+
+def _version_of(value: torch.Tensor, note: Callable[..., SavedVersion], *more: int) -> SavedVersion:
+    """Note a value's version by `note`, such that later changes are counted.
+
+    PyTorch runs compiled graphs without the dispatch key by which an alias shares the counter.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_CHANGES)
+    try:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_CHANGES, False)
+        return note(value, *more)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_CHANGES, excluded)
+
+
+_COUNTS_CHANGES = "ADInplaceOrView"
 
 
 # --- what tokens hold ---------------------------------------------------------------------------
@@ -366,7 +382,7 @@ class Held:
     __slots__ = ("__weakref__", "_target", "_version")
 
     def __init__(self, value: torch.Tensor, target: Target) -> None:
-        self._version = SavedVersion.holding(value)
+        self._version = _version_of(value, SavedVersion.holding)
         self._target = target
 
     def bring(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Has a forward graph hand over what views lie in, where they could not leave by themselves.
+"""What a forward graph hands to its backward graph: views' memory in their stead, more, and less.
 
 One product of queries, keys and values is saved as three views, none of which has its memory to
 itself. The product is handed over then, once, and the backward graph makes the same views of it.
@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
+from itertools import count
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from storm_client.compile.costs import nbytes_of
 
-__all__ = ["drop_results", "hand_over_bases", "is_tensor", "is_view", "memory_of", "source_of"]
+__all__ = [
+    "drop_results",
+    "hand_over",
+    "hand_over_bases",
+    "is_tensor",
+    "is_view",
+    "memory_of",
+    "source_of",
+]
 
 
 def is_tensor(node: object) -> bool:
@@ -89,6 +99,32 @@ def drop_results(output: fx.Node, dropped: Collection[int]) -> None:
     output.update_arg(0, tuple(results[place] for place in kept))
     if "desc" in output.meta:
         output.meta["desc"] = [output.meta["desc"][place] for place in kept]
+
+
+def hand_over(
+    node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule, place: int
+) -> fx.Node:
+    """Hand over another tensor, at a place among the forward graph's results.
+
+    What stands there is a tensor that is handed over. Returns the backward graph's placeholder,
+    which has the node's name; where that is taken the node gets another.
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    next_one = next(n for n in backward.graph.nodes if n.name == results[place].name)
+    names = {one.name for graph in (forward.graph, backward.graph) for one in graph.nodes}
+    if any(one.name == node.name for one in backward.graph.nodes):
+        node._rename(next(f"{node.name}_{n}" for n in count(1) if f"{node.name}_{n}" not in names))
+    with backward.graph.inserting_before(next_one):
+        given = backward.graph.placeholder(node.name)
+    given.meta["val"] = node.meta["val"]
+    given.meta["tensor_meta"] = node.meta.get("tensor_meta")
+    output.update_arg(0, (*results[:place], node, *results[place:]))
+    if "desc" in output.meta:
+        descriptions = list(output.meta["desc"])
+        descriptions.insert(place, SavedForBackwardsAOTOutput(len(results)))
+        output.meta["desc"] = descriptions
+    return given
 
 
 def _is_worth_it(base: fx.Node, views: list[fx.Node]) -> bool:

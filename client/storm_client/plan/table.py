@@ -51,6 +51,8 @@ class Plan:
     """Of operations that are run again, a step."""
     forward_seconds: float
     """Of the forward pass as it was timed; before that, of its operations together."""
+    stall_seconds: float = 0.0
+    """For which a compiled graph is expected to wait for the link."""
 
     @classmethod
     def of(cls, kind: Kind, choice: Choice) -> Plan:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import storm_client as storm
 import torch
-from support.compiled_programs import perceptron
-from support.training import seeded
+from storm_client.compile import costs, inductor, partition
+from storm_client.plan.planner import CPU_COSTS
+from storm_client.plan.table import Plan
+from support.compiled_programs import PROGRAMS, blocks, perceptron
+from support.training import assert_identical, seeded
+from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
 
 
 @pytest.fixture
@@ -32,3 +41,86 @@ def test_what_comes_back_counts_as_aligned(code: tuple[str, str]) -> None:
     assert "stormd.wait" in code[1]
     doubted = [line for line in code[1].splitlines() if "assumed to be not aligned" in line]
     assert not [line for line in doubted if "stormd.wait" in line]
+
+
+# --- what is computed again ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_link(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have the link work beside what computes, and need longer than anything else."""
+    dear = replace(CPU_COSTS, link=1e-3, shipping=1e-15, ship_floor=0.0, replay_floor=0.0)
+    slow = replace(costs.CPU, costs=dear, hides=True)
+    monkeypatch.setattr(partition, "machine_of", lambda _: slow)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def replayed(plans: list[Plan]) -> dict[str, str]:
+    rows = [row for plan in plans for row in plan.rows if row.decision == "replay"]
+    return {row.operation: row.reason for row in rows}
+
+
+@pytest.mark.parametrize("name", ["half_precision", "shapes_that_vary"])
+def test_products_that_are_computed_again_have_the_same_bits(
+    name: str, device: str, client: storm.Client, full_link: None
+) -> None:
+    options = {"dynamic": True} if name == "shapes_that_vary" else {}
+    expected = PROGRAMS[name](partial(torch.compile, **options), device)
+    torch._dynamo.reset()
+    made: list[Callable[..., torch.Tensor]] = []
+
+    def wrap(model: Callable[..., object]) -> Callable[..., torch.Tensor]:
+        made.append(storm.compile(model, client=client, min_bytes=1, budget=0.0, **options))
+        return made[-1]
+
+    assert_identical(PROGRAMS[name](wrap, device), expected)
+    again = replayed([plan for one in made for plan in storm.compiled_plans(one)])
+    products = {"aten.mm.default", "aten.addmm.default"}
+    assert {again.get(name) for name in products} & {"the link is full"}
+
+
+def test_what_products_read_is_handed_over_besides(client: storm.Client, full_link: None) -> None:
+    """It is in memory anyway: the forward pass has the same kernels as without offload."""
+    x = seeded("cpu", 2, 16, 32)
+
+    def code(call: Callable[..., torch.Tensor]) -> tuple[list[str], list[str]]:
+        torch._dynamo.reset()
+        _, found = run_and_get_code(lambda: call(x).square().mean().backward())
+        kernels = [line.strip() for line in found[0].splitlines() if " = in_ptr" in line]
+        products = [line for line in found[1].splitlines() if "extern_kernels.mm(" in line]
+        return kernels, products
+
+    net = blocks("cpu", 1)
+    kernels, products = code(torch.compile(net))
+    call = storm.compile(net, client=client, min_bytes=1, budget=0.0)
+    ours, more = code(call)
+    assert ours == kernels
+    assert len(more) > len(products)
+    (plan,) = storm.compiled_plans(call)
+    assert "aten.mm.default" in replayed([plan])
+
+
+def test_products_are_not_run_again_where_they_may_run_in_another_kernel() -> None:
+    graph = make_fx(torch.mm, tracing_mode="fake")(torch.ones(8, 8), torch.ones(8, 8)).graph
+    (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert inductor._runs_alone(product)
+    for name in ("max_autotune", "max_autotune_gemm", "freezing", "triton.native_matmul"):
+        with config.patch({name: True}):
+            assert not inductor._runs_alone(product)
+
+
+def attention(dropout: float) -> torch.fx.Node:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x, x, x, dropout)[0]
+
+    graph = make_fx(run, tracing_mode="fake")(torch.ones(1, 2, 8, 8)).graph
+    target = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    (found,) = graph.find_nodes(op="call_function", target=target)
+    return found
+
+
+def test_attention_is_run_again_without_dropout_alone() -> None:
+    assert inductor._runs_alone(attention(0.0))
+    assert not inductor._runs_alone(attention(0.1))

@@ -1,10 +1,21 @@
-"""The schedule: within its budget, monotonic, and with fetches early enough where memory allows."""
+"""The schedule: within its budget, monotonic, near the cheapest choice, with fetches in time."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as some
-from storm_client.compile.schedule import Recipe, Saved, Schedule, schedule
+from storm_client.compile.schedule import (
+    Draft,
+    Recipe,
+    Saved,
+    Schedule,
+    schedule,
+    seconds_of_choice,
+)
 from storm_client.plan.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.plan.planner import Costs
 
@@ -19,62 +30,89 @@ def saved(nbytes: int, first: int, last: int | None = None, **more: object) -> S
 
 
 @some.composite
-def values(draw: some.DrawFn) -> list[Saved]:
+def values(draw: some.DrawFn, most: int = 12) -> list[Saved]:
     found: list[Saved] = []
-    for number in range(draw(some.integers(0, 12))):
+    made = sorted(draw(some.lists(some.floats(0, 60), min_size=most, max_size=most)))
+    for number in range(draw(some.integers(0, most))):
+        nbytes = draw(some.integers(1, 50))
+        if draw(some.integers(0, 4)) == 0:
+            found.append(Saved.only_a_source(nbytes, made=made[number]))
+            continue
         first = draw(some.integers(0, POSITIONS - 1))
+        last = draw(some.integers(first, POSITIONS - 1))
         recipe = None
         if draw(some.booleans()):
             sources = draw(some.sets(some.integers(0, number - 1))) if number else set()
-            recipe = Recipe(draw(some.floats(0, 5)), tuple(sorted(sources)))
-        found.append(
-            Saved(
-                draw(some.integers(1, 50)),
-                first,
-                draw(some.integers(first, POSITIONS - 1)),
-                draw(some.booleans()),
-                recipe,
-            )
-        )
+            recipe = Recipe(draw(some.floats(0, 60)), tuple(sorted(sources)))
+        can_leave = draw(some.booleans()) or recipe is not None
+        found.append(Saved(nbytes, first, last, can_leave, recipe, made[number]))
     return found
 
 
-def peak(values: list[Saved], chosen: Schedule, count: int) -> int:
-    """Count what is on the device at each position if the first `count` are kept."""
-    decided = chosen.decisions(count)
+windows = some.one_of(some.none(), some.floats(60, 200))
+times = some.lists(some.floats(0, 20), min_size=POSITIONS, max_size=POSITIONS)
+
+
+def peak(values: list[Saved], draft: Draft) -> int:
+    """Count what is on the device at each position."""
     lasts = [value.last_use for value in values]
-    for number, value in enumerate(values):
-        if chosen.given_up[number] == REPLAY and value.recipe is not None:
+    for number, (value, decision) in enumerate(zip(values, draft.decisions, strict=True)):
+        if decision == REPLAY:
+            assert value.recipe is not None
             for source in value.recipe.sources:
-                lasts[source] = max(lasts[source], chosen.first_uses[number])
+                lasts[source] = max(lasts[source], draft.first_uses[number])
     most = 0
     for position in range(POSITIONS):
         live = 0
         for number, value in enumerate(values):
-            begin = 0
-            if decided[number] == OFFLOAD:
-                begin = chosen.fetches[number]
-            elif decided[number] == REPLAY:
-                begin = chosen.first_uses[number]
+            if not draft.is_handed[number]:
+                continue
+            decision, begin = draft.decisions[number], 0
+            if decision == OFFLOAD:
+                begin = draft.fetches[number]
+            elif decision == REPLAY:
+                begin = draft.first_uses[number]
             live += value.nbytes if begin <= position <= lasts[number] else 0
         most = max(most, live)
     return most
 
 
-@given(values(), some.lists(some.floats(0, 20), min_size=POSITIONS, max_size=POSITIONS))
+@given(values(), times, windows, some.booleans())
 def test_peaks_are_what_is_there_and_grow_with_the_budget(
-    found: list[Saved], seconds: list[float]
+    found: list[Saved], seconds: list[float], window: float | None, in_runs: bool
 ) -> None:
-    chosen = schedule(found, seconds, COSTS)
+    chosen = schedule(found, seconds, COSTS, window)
     assert list(chosen.peaks) == sorted(chosen.peaks)
-    for count, expected in enumerate(chosen.peaks):
-        assert peak(found, chosen, count) <= expected
-        if chosen.peaks[-1] and count == 0:
-            assert chosen.fitting(expected) >= count
-    for number, decision in enumerate(chosen.given_up):
-        assert chosen.first_uses[number] <= found[number].first_use
-        assert chosen.fetches[number] <= chosen.first_uses[number]
-        assert isinstance(decision, Keep) == (not found[number].can_leave)
+    kept: set[int] = set()
+    for count in range(len(chosen.order) + 1):
+        draft = chosen.draft(count, in_runs=in_runs)
+        assert peak(found, draft) <= chosen.peaks[0 if in_runs else count]
+        now = {n for n, one in enumerate(draft.decisions) if one == Keep("budget")}
+        assert kept <= now
+        kept = now
+        for number, decision in enumerate(draft.decisions):
+            assert draft.fetches[number] <= draft.first_uses[number]
+            assert (decision == Keep("cannot leave")) == (not found[number].can_leave)
+            if not found[number].is_only_a_source:
+                assert draft.is_handed[number]
+                assert draft.first_uses[number] <= found[number].first_use
+    assert len(kept) == (0 if in_runs else len(chosen.order))
+
+
+@given(values(), windows)
+def test_what_is_computed_again_has_its_sources(found: list[Saved], window: float | None) -> None:
+    chosen = schedule(found, [1.0] * POSITIONS, COSTS, window)
+    for count in range(len(chosen.order) + 1):
+        draft = chosen.draft(count)
+        used = set()
+        for number, decision in enumerate(draft.decisions):
+            recipe = found[number].recipe
+            if decision == REPLAY and recipe is not None:
+                used.update(recipe.sources)
+                assert all(draft.is_handed[n] for n in recipe.sources)
+                assert all(draft.first_uses[n] <= draft.first_uses[number] for n in recipe.sources)
+        for number, value in enumerate(found):
+            assert draft.is_handed[number] == (not value.is_only_a_source or number in used)
 
 
 @given(values(), some.integers(0, 400))
@@ -85,23 +123,142 @@ def test_no_budget_is_exceeded(found: list[Saved], budget: int) -> None:
     assert sum(found[n].nbytes for n in chosen.order[: chosen.holding(budget)]) <= budget
 
 
+def subsets(numbers: list[int]) -> list[frozenset[int]]:
+    sizes = range(len(numbers) + 1)
+    return list(map(frozenset, chain.from_iterable(combinations(numbers, n) for n in sizes)))
+
+
+def like_a_model(scale: list[int], window: float, layers: int = 2) -> list[Saved]:
+    """Layers: a small value that two large ones are made from, and one that is shipped."""
+    found: list[Saved] = []
+    for layer in range(layers):
+        use, made = 2 * (layers - layer), window * layer / layers
+        source = len(found)
+        found += [
+            Saved.only_a_source(2 * scale[0], made=made),
+            saved(
+                7 * scale[1],
+                use,
+                recipe=Recipe(3.0 * scale[1], (source,)),
+                made=made + window / 3 / layers,
+            ),
+            saved(
+                7 * scale[2],
+                use,
+                recipe=Recipe(3.5 * scale[2], (source,)),
+                made=made + window / 2 / layers,
+            ),
+            saved(3 * scale[3], use + 1, made=made + window / layers),
+        ]
+    return found
+
+
+@given(
+    some.lists(some.integers(1, 4), min_size=4, max_size=4),
+    some.floats(40, 200),
+)
+def test_with_nothing_kept_the_choice_is_nearly_the_cheapest(
+    scale: list[int], window: float
+) -> None:
+    found = like_a_model(scale, window)
+    chosen = schedule(found, [10.0] * POSITIONS, COSTS, window)
+    can = [n for n, value in enumerate(found) if value.recipe is not None]
+    best = min(seconds_of_choice(chosen, (), again) for again in subsets(can))
+    again = [n for n, one in enumerate(chosen.draft(0).decisions) if one == REPLAY]
+    assert seconds_of_choice(chosen, (), again) <= 1.2 * best + 1e-9
+
+
+@given(
+    some.lists(some.integers(1, 4), min_size=4, max_size=4),
+    some.floats(40, 120),
+    some.floats(0.0, 1.0),
+)
+def test_a_choice_is_no_worse_than_any_that_keeps_one_value_less(
+    scale: list[int], window: float, share: float
+) -> None:
+    """The kept sets are nested: what fits no more into a budget stays empty."""
+    found = like_a_model(scale, window)
+    chosen = schedule(found, [10.0] * POSITIONS, COSTS, window)
+    budget = int(chosen.least + share * (chosen.peaks[-1] - chosen.least))
+    draft = chosen.draft(chosen.fitting(budget))
+    again = [n for n, one in enumerate(draft.decisions) if one == REPLAY]
+    kept = [n for n, one in enumerate(draft.decisions) if one == Keep("budget")]
+    can = [n for n, value in enumerate(found) if value.recipe is not None]
+    leaves = [n for n, value in enumerate(found) if not value.is_only_a_source]
+    largest = max(value.nbytes for value in found)
+    costs = [
+        seconds_of_choice(chosen, stay, run)
+        for stay in subsets(leaves)
+        for run in subsets([n for n in can if n not in stay])
+        if chosen.problem.peak(stay, run) <= budget - largest
+    ]
+    assert seconds_of_choice(chosen, kept, again) <= 1.1 * min(costs, default=1e9) + 1e-9
+
+
+def test_what_relieves_the_link_most_for_its_time_is_computed_again() -> None:
+    found = [
+        saved(20, 9, recipe=Recipe(15.0), made=0.0),
+        saved(20, 8, recipe=Recipe(5.0), made=0.0),
+        saved(20, 7, made=0.0),
+    ]
+    for window, expected in ((60.0, 0), (50.0, 1), (25.0, 2)):
+        draft = schedule(found, [10.0] * POSITIONS, COSTS, window).draft(0)
+        again = [n for n, one in enumerate(draft.decisions) if one == REPLAY]
+        assert again == [[], [1], [0, 1]][expected]
+
+
+def test_what_costs_more_than_the_link_is_shipped_all_the_same() -> None:
+    found = [saved(20, 9, recipe=Recipe(30.0)), saved(20, 8)]
+    draft = schedule(found, [10.0] * POSITIONS, COSTS, 20.0).draft(0)
+    assert draft.decisions == (OFFLOAD, OFFLOAD)
+    assert draft.stall_seconds >= 20.0
+
+
+def test_as_the_budget_grows_what_is_dear_is_kept_or_shipped_sooner_than_computed() -> None:
+    found = like_a_model([1, 1, 1, 1], 30.0, layers=3)
+    chosen = schedule(found, [10.0] * POSITIONS, COSTS, 30.0)
+    replays = [chosen.draft(count).replay_seconds for count in range(len(chosen.order) + 1)]
+    assert replays == sorted(replays, reverse=True)
+    assert replays[-1] == 0.0
+    assert len(set(replays)) > 2
+
+
+def test_a_smaller_value_on_the_link_takes_less_of_it() -> None:
+    found = [saved(40, 9, recipe=Recipe(5.0)), saved(10, 8)]
+    full = schedule(found, [10.0] * POSITIONS, COSTS, 30.0).draft(0)
+    small = [replace(one, ratio=2.0) for one in found]
+    assert full.decisions[0] == REPLAY
+    assert schedule(small, [10.0] * POSITIONS, COSTS, 30.0).draft(0).decisions[0] == OFFLOAD
+
+
 def test_a_fetch_begins_as_early_as_its_transfer_takes() -> None:
     large = saved(10, 20)  # what is needed at once somewhere: room for one of 5 elsewhere
-    chosen = schedule([saved(5, 9), large], [1.0] * POSITIONS, COSTS)
-    assert chosen.fetches == (4, 10)
+    draft = schedule([saved(5, 9), large], [1.0] * POSITIONS, COSTS).draft(0)
+    assert draft.fetches == (4, 10)
 
 
 def test_transfers_go_one_after_the_other() -> None:
     room = saved(100, 29, recipe=Recipe(0.0))
-    chosen = schedule([saved(5, 9), saved(5, 10), room], [1.0] * POSITIONS, COSTS)
-    assert chosen.fetches[:2] == (0, 5)
+    draft = schedule([saved(5, 9), saved(5, 10), room], [1.0] * POSITIONS, COSTS).draft(0)
+    assert draft.fetches[:2] == (0, 5)
 
 
 def test_a_fetch_waits_for_memory() -> None:
-    """Each alone is the peak: the second begins when the first is not needed any more."""
-    chosen = schedule([saved(8, 3, 6), saved(8, 9)], [1.0] * POSITIONS, COSTS)
+    """Both at once would be the peak: the second begins when the first is not needed any more."""
+    chosen = schedule([saved(8, 3, 6), saved(8, 9)], [100.0] * POSITIONS, COSTS)
     assert chosen.least == 8
-    assert chosen.fetches == (0, 7)
+    assert chosen.draft(0).fetches == (2, 8)
+    long = [100.0] * 8 + [1.0] * (POSITIONS - 8)
+    chosen = schedule([saved(8, 3, 7), saved(8, 9)], long, COSTS)
+    assert chosen.least == 8
+    assert chosen.draft(0).fetches == (2, 8)
+
+
+def test_the_least_leaves_room_for_fetches_to_be_in_time() -> None:
+    chosen = schedule([saved(8, 3, 6), saved(8, 7)], [10.0] * POSITIONS, COSTS)
+    assert chosen.least == 16
+    assert chosen.draft(0).fetches == (2, 6)
+    assert chosen.draft(0).stall_seconds == pytest.approx(0.0)
 
 
 def test_what_is_cheap_to_compute_is_computed_and_its_source_is_there() -> None:
@@ -109,18 +266,18 @@ def test_what_is_cheap_to_compute_is_computed_and_its_source_is_there() -> None:
     made = saved(8, 5, recipe=Recipe(0.1, (0,)))
     dear = saved(8, 12, recipe=Recipe(100.0))
     large = saved(30, 20)
-    chosen = schedule([source, made, dear, large], [1.0] * POSITIONS, COSTS)
-    assert chosen.given_up == (OFFLOAD, REPLAY, OFFLOAD, OFFLOAD)
-    assert chosen.first_uses[0] == 5
+    draft = schedule([source, made, dear, large], [1.0] * POSITIONS, COSTS).draft(0)
+    assert draft.decisions == (OFFLOAD, REPLAY, OFFLOAD, OFFLOAD)
+    assert draft.first_uses[0] == 5
 
 
-def test_computing_again_does_not_raise_the_least_possible() -> None:
+def test_computing_again_does_not_take_more_memory_than_it_spares() -> None:
     source = saved(8, 20)
     made = saved(8, 5, recipe=Recipe(0.1, (0,)))
     other = saved(8, 10)
-    chosen = schedule([source, made, other], [1.0] * POSITIONS, COSTS)
+    chosen = schedule([source, made, other], [100.0] * POSITIONS, COSTS)
     assert chosen.least == 8
-    assert chosen.given_up[1] == OFFLOAD
+    assert chosen.draft(0).decisions[1] == OFFLOAD
 
 
 def test_what_cannot_leave_counts() -> None:
@@ -132,3 +289,4 @@ def test_what_cannot_leave_counts() -> None:
 def test_no_values_need_no_memory() -> None:
     chosen = schedule([], [], COSTS)
     assert (chosen.least, chosen.order) == (0, ())
+    assert isinstance(chosen, Schedule)
