@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 
 from storm_client.saved import Handle, StoredRange, View
 from storm_client.versions import SavedVersion
@@ -106,8 +106,7 @@ class StepPlan:
 
     def unpacked(self, number: int) -> None:
         """Note that the tensor `number` is being asked for, for the first time or again."""
-        if len(self._expected) != len(self._sizes):
-            self._predict()
+        self.predict()
         if number not in self._asked:
             self._asked.add(number)
             self._actual.append(number)
@@ -120,6 +119,11 @@ class StepPlan:
     def is_going_back(self) -> bool:
         """Whether nothing has been packed since a tensor was asked for."""
         return bool(self._sizes) and len(self._expected) == len(self._sizes)
+
+    @property
+    def left(self) -> int:
+        """How many are expected still."""
+        return len(self._expected) - self._next
 
     def upcoming(self) -> Iterator[int]:
         """Yield the numbers expected after the last one asked for, the nearest first."""
@@ -134,9 +138,11 @@ class StepPlan:
         """Note that the first `count` of the unseen need not be looked at again for a while."""
         self._seen_to = max(self._next, self._seen_to) + count
 
-    def _predict(self) -> None:
+    def predict(self) -> None:
         """Fix the order, at the first unpack and again when more was packed after it."""
         count = len(self._sizes)
+        if len(self._expected) == count:
+            return
         known = self._history.replace(tuple(self._sizes), self._actual)
         # The order of a step that went on packing names tensors that this one may never have.
         learned = [number for number in known if number < count]
@@ -172,9 +178,15 @@ class _Pass:
             found = found.earlier
         return found
 
-    def upcoming(self) -> list[StoredRange | None]:
-        numbers = islice(self.plan.upcoming(), LOOKAHEAD)
-        return [self.records[number]() for number in numbers]
+    def in_sight(self) -> Iterator[tuple[_Pass, int]]:
+        """Yield what is expected of it and then of earlier ones, and how far each is looked at."""
+        one: _Pass | None = self
+        reach = LOOKAHEAD
+        while one is not None and reach > 0:
+            one.plan.predict()
+            yield one, reach
+            reach -= one.plan.left
+            one = one.earlier
 
 
 class Step:
@@ -211,11 +223,11 @@ class Step:
 
     def upcoming(self) -> list[StoredRange]:
         """Return the next living records, in the order in which they will probably be needed."""
+        found: list[StoredRange | None] = []
         with self._lock:
-            asked = self._asked
-            found = asked.upcoming()
-            if len(found) < LOOKAHEAD and asked.earlier is not None:
-                found = list(islice(chain(found, asked.earlier.upcoming()), LOOKAHEAD))
+            for one, reach in self._asked.in_sight():
+                numbers = islice(one.plan.upcoming(), reach)
+                found += [one.records[number]() for number in numbers]
         return [record for record in found if record is not None]
 
     def unseen(self) -> list[StoredRange | None]:
@@ -223,14 +235,19 @@ class Step:
 
         A thread that has looked says how far by `saw`; another's, meanwhile, costs time alone.
         """
+        found: list[StoredRange | None] = []
         with self._lock:
-            asked = self._asked
-            return [asked.records[number]() for number in asked.plan.unseen(LOOKAHEAD)]
+            for one, reach in self._asked.in_sight():
+                found += [one.records[number]() for number in one.plan.unseen(reach)]
+        return found
 
     def saw(self, count: int) -> None:
         """Note that the first `count` of the unseen are here or have been requested."""
         with self._lock:
-            self._asked.plan.saw(count)
+            for one, reach in self._asked.in_sight():
+                seen = min(count, len(one.plan.unseen(reach)))
+                one.plan.saw(seen)
+                count -= seen
 
     def _begin_anew_if_over(self) -> _Pass:
         if self._packing.is_over:

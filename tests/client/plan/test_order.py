@@ -307,6 +307,36 @@ def test_a_block_goes_on_while_something_of_it_lives() -> None:
     assert step.upcoming() == [handles[0].record]
 
 
+def test_looking_ahead_goes_on_in_the_pass_before() -> None:
+    step = Step(OrderHistory())
+    earlier = handles_of(step, 3)
+    step.unpacked(earlier[2])
+    later = handles_of(step, 2)
+    step.unpacked(later[1])
+    ahead = [later[0].record, earlier[1].record, earlier[0].record]
+    assert step.upcoming() == ahead
+    assert step.unseen() == ahead
+    step.saw(2)
+    assert step.unseen() == [earlier[0].record]
+    step.saw(1)
+    assert step.unseen() == []
+    step.unpacked(later[0])
+    assert step.unseen() == [], "each is looked at once"
+
+
+def test_a_long_block_is_looked_at_across_its_passes() -> None:
+    step = Step(OrderHistory())
+    earlier = handles_of(step, PASS_HANDLES)
+    later = handles_of(step, 1)
+    assert later[0].number == PASS_HANDLES
+    assert step.unpacked(later[0])
+    expected = [handle.record for handle in reversed(earlier)]
+    assert step.upcoming() == step.unseen() == expected[:LOOKAHEAD]
+    step.saw(LOOKAHEAD)
+    step.unpacked(earlier[-1])
+    assert step.upcoming() == expected[1 : LOOKAHEAD + 1]
+
+
 def test_what_was_never_asked_for_is_part_of_the_step() -> None:
     step = Step(OrderHistory())
     del handles_of(step, 3)[:]
