@@ -260,7 +260,8 @@ class _StepHooks:
             policy.min_bytes, policy.modules, self._pack_input, self._bring
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
-        self._has_told = False
+        self._session: Session | None = None
+        """That of the first tensor, which the daemon is told of the plan by."""
         self._brought = 0.0
         """Seconds spent on bringing inputs of replays, which count as waiting."""
 
@@ -274,6 +275,7 @@ class _StepHooks:
 
         Results leave now though somebody still holds them: their changes are counted.
         """
+        self._tell()
         self._planned.end()
         results = [record for reference in self._results if (record := reference()) is not None]
         self._results.clear()
@@ -285,6 +287,13 @@ class _StepHooks:
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
+
+    def _tell(self) -> None:
+        """Tell the daemon of the plan that the block has followed, unless it knows it."""
+        if self._session is not None:
+            plan = self._planned.news_for(self._session)
+            if plan is not None:
+                self._session.tell(plan, self._planned.budget)
 
     def abandon(self) -> None:
         """Let go of what was noted of a block that an exception has ended."""
@@ -300,10 +309,16 @@ class _StepHooks:
             return self._skip(tensor, decision.reason)
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return self._skip(tensor, "capture")  # already opening a session would spoil the graph
+        storage = tensor.untyped_storage()
+        decision = self._policy.decide_storage(storage)
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason)
         try:
             session = self._sessions.of(tensor.device)
             return (
-                self._skip(tensor, "device") if session is None else self._decide(tensor, session)
+                self._skip(tensor, "device")
+                if session is None
+                else self._decide(tensor, storage, session)
             )
         except DaemonLost as loss:
             if not self._keeps:
@@ -364,17 +379,12 @@ class _StepHooks:
         self._trace.saved(id(kept.version), "stays", tensor.nbytes)
         return kept
 
-    def _decide(self, tensor: torch.Tensor, session: Session) -> Packed:
+    def _decide(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, session: Session
+    ) -> Packed:
         """Do what the step's plan says of a tensor that may leave."""
-        if not self._has_told:
-            self._has_told = True
-            plan = self._planned.news_for(session)
-            if plan is not None:
-                session.tell(plan, self._planned.budget)
-        storage = tensor.untyped_storage()
-        fate = self._policy.decide_storage(storage)
-        if isinstance(fate, Keep):
-            return self._skip(tensor, fate.reason)
+        if self._session is None:
+            self._session = session
         seen, decision = self._planned.saved(tensor, storage)
         layer = "" if seen is None else seen.value.layer
         if isinstance(decision, Keep):
@@ -507,8 +517,9 @@ class _StepHooks:
             )
             if record.proof is not None:
                 self._results.append(weakref.ref(record))
+        recorder.saved(tensor.nbytes, perf_counter() - began)
+        self._trace.paused("store", began)
         self._trace.saved(id(record), "offloaded", nbytes)
-        recorder.saved(tensor.nbytes, self._trace.paused("store", began))
         return record
 
 

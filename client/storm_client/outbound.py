@@ -20,7 +20,7 @@ import torch
 from storm_client.connection import Connection
 from storm_client.dtypes import codec_name
 from storm_client.errors import ActivationLost
-from storm_client.lanes import Coder, Encoded, Lane, Mapped, Reader, Route, Slot, Staged
+from storm_client.lanes import Coder, Encoded, Lane, Mapped, Reader, Slot, Staged
 from storm_client.lanes.segments import tell
 from storm_client.saved import StoredRange
 from storm_client.transfers import Outgoing, Transfers
@@ -105,7 +105,7 @@ class Outbound:
         transfers = self._transfers
         for part in transfers.split(out.nbytes):
             with self._connection.lock:
-                slot = self._slot(len(part))
+                slot = transfers.reserve(len(part)) or self._slot_later(len(part))
                 if slot is None:
                     transfers.refuse(out, "daemon_slow")
                     self._connection.flush()
@@ -120,7 +120,8 @@ class Outbound:
                 if out.refusal is not None:
                     transfers.free(slot)
                     return
-                self._send(out, part, Staged(slot.offset), self._lane.publish(), slot)
+                transfers.store(out, part, Staged(slot.offset), self._lane.publish(), slot)
+                self._unsent_bytes += slot.nbytes
                 self._flush_if_due()
 
     def send_waiting(self) -> None:
@@ -146,19 +147,14 @@ class Outbound:
 
     # --- what both ways need, with the lock held --------------------------------------------
 
-    def _slot(self, nbytes: int) -> Slot | None:
-        """Return a slot, waiting a while for the daemon to free one."""
-        slot = self._transfers.reserve(nbytes)
-        end = 0.0 if slot is not None else self._end_of_patience()
-        while slot is None and self._frees_by(end):
+    def _slot_later(self, nbytes: int) -> Slot | None:
+        """Return a slot as soon as the daemon frees one, within patience."""
+        end = self._end_of_patience()
+        while self._frees_by(end):
             slot = self._transfers.reserve(nbytes)
-        return slot
-
-    def _send(
-        self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
-    ) -> None:
-        self._transfers.store(out, part, route, sequence, slot)
-        self._unsent_bytes += len(part)
+            if slot is not None:
+                return slot
+        return None
 
     def _flush_if_due(self) -> None:
         if self._unsent_bytes < self._flush_bytes:
@@ -220,7 +216,8 @@ class Outbound:
             out.sent = part.stop
             if out.sent == out.nbytes:
                 out.sequence = sequence
-            self._send(out, part, Encoded(slot.offset, result), sequence, slot)
+            self._transfers.store(out, part, Encoded(slot.offset, result), sequence, slot)
+            self._unsent_bytes += len(part)
         return True
 
     def _send_mapped(self, record: StoredRange, out: Outgoing, place: Mapped) -> None:
@@ -231,7 +228,8 @@ class Outbound:
         out.sequence = numbers[-1]
         for part, sequence in zip(self._transfers.split(record.nbytes), numbers, strict=True):
             route = Mapped(place.segment, place.offset + part.start)
-            self._send(out, part, route, sequence)
+            self._transfers.store(out, part, route, sequence)
+            self._unsent_bytes += len(part)
 
     def _relieve(self) -> None:
         """Let the oldest sources go while more is held than may be."""

@@ -184,6 +184,7 @@ class Session(Listener):
         """
         if not self.lane.reaches(record.stream):
             return
+        on_its_stream = self.lane.on(record.stream)
         with self.connection.lock:
             if self._shared.pop(record.key, None) is None:
                 return
@@ -192,7 +193,7 @@ class Session(Listener):
                 return  # its memory is another since: what may be had is what is here
             record.leaves.clear()
             record.stats.leaves(record.nbytes)
-        with self.lane.on(record.stream):
+        with on_its_stream:
             self._outbound.store(record)
 
     def load(self, handle: Handle, *, is_first: bool = False) -> Located:

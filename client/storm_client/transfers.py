@@ -269,10 +269,10 @@ class Transfers:
 
     # --- out --------------------------------------------------------------------------------
 
-    def split(self, nbytes: int) -> Iterator[range]:
-        """Yield the parts that so many bytes travel in."""
-        for begin in range(0, nbytes, self.part_bytes):
-            yield range(begin, min(begin + self.part_bytes, nbytes))
+    def split(self, nbytes: int) -> list[range]:
+        """Return the parts that so many bytes travel in."""
+        size = self.part_bytes
+        return [range(begin, min(begin + size, nbytes)) for begin in range(0, nbytes, size)]
 
     def leave(self, record: StoredRange) -> Outgoing:
         """Begin a record's way out; nothing is sent yet."""
