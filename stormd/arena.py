@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 __all__ = ["GRANULE", "Block", "Extent", "Space", "SpaceUse", "granules", "slack_of"]
@@ -36,11 +36,13 @@ class Block:
 
     extents: tuple[Extent, ...]
     nbytes: int
+    offset: int | None = field(init=False)
+    """The blob's offset where it is contiguous, else None."""
 
-    @property
-    def offset(self) -> int | None:
-        """The blob's offset where it is contiguous, else None."""
-        return self.extents[0].offset if len(self.extents) == 1 else None
+    def __post_init__(self) -> None:
+        """Note where it lies."""
+        whole = self.extents[0].offset if len(self.extents) == 1 else None
+        object.__setattr__(self, "offset", whole)
 
     def pieces(self) -> list[Extent]:
         """Return the ranges that hold the blob's bytes, the last one cut to the blob's end."""
