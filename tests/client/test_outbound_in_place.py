@@ -215,7 +215,7 @@ def test_what_was_needed_at_once_goes_when_more_follows(
 ) -> None:
     """The step has grown: what was the last tensor has others behind it now."""
     x = leaf()
-    offload = client.offload(min_bytes=1)
+    offload = client.offload(min_bytes=1, replay=False)
     for length in (2, 6, 6):
         expected = gradient(chain(x, length), x)
         with offload:

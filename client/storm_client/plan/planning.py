@@ -27,7 +27,7 @@ from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Ends, Trial
 from storm_client.plan.recording import Mark, Recorder, Recording, Seen, Span, mark
 from storm_client.plan.table import Plan
-from storm_client.plan.window import LAST_BYTES, free_bytes
+from storm_client.plan.window import free_bytes, last_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
@@ -139,7 +139,7 @@ class Planning:
             costs,
             room=_room(budget, sum(saved), kind),
             forward_seconds=kind.measure(),
-            in_flight=LAST_BYTES if kind.is_on_gpu else 0,
+            in_flight=last_bytes(sum(saved)) if kind.is_on_gpu else 0,
         )
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["LAST_BYTES", "DeviceWindow", "free_bytes"]
+__all__ = ["DeviceWindow", "free_bytes", "last_bytes"]
 
 FIT_SHARE = 0.9
 """Of what a device has free, for what may stay on it; the rest is for what varies."""
@@ -12,9 +12,10 @@ FIT_SHARE = 0.9
 START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
 
-LAST_BYTES = 1 << 30
-"""How much of what a forward pass saves last may stay: a little less than may be held anyway, since
-all of it lies there until the backward pass has begun."""
+LAST_BYTES = 3 << 28
+LAST_SHARE = 1 / 16
+"""How much of what a forward pass saves last may stay, in bytes and of all that it saves: less than
+may be held anyway, since all of that lies there until the backward pass has begun."""
 
 LARGEST = 3
 """How many of the largest tensors may be held, so that the link has work while a long kernel runs
@@ -53,6 +54,11 @@ class DeviceWindow:
         """Take half from now on: the device has run out of memory."""
         self._ceiling = max(min(LEAST_BYTES, self._ceiling), self._ceiling // 2)
         self.limit = min(self.limit, self._ceiling)
+
+
+def last_bytes(saved: int) -> int:
+    """Return how much may stay of what is saved last, of `saved` bytes."""
+    return min(LAST_BYTES, int(LAST_SHARE * saved))
 
 
 def free_bytes() -> int:

@@ -107,6 +107,31 @@ def test_what_relieves_the_link_most_for_its_time_comes_first() -> None:
     assert decided(values, forward_seconds=210.0) == [OFFLOAD, OFFLOAD, REPLAY]
 
 
+LAST = Keep("last")
+
+
+def test_what_the_link_has_no_time_for_at_the_end_stays() -> None:
+    values = [value(number) for number in range(4)]
+    assert decided(values, forward_seconds=250.0, in_flight=250) == [*[OFFLOAD] * 2, *[LAST] * 2]
+    assert decided(values, forward_seconds=350.0, in_flight=250) == [*[OFFLOAD] * 3, LAST]
+    assert decided(values, forward_seconds=400.0, in_flight=250) == [OFFLOAD] * 4
+    assert decided(values, forward_seconds=1.0, in_flight=199) == [*[OFFLOAD] * 3, LAST]
+
+
+def test_products_are_made_again_only_for_what_cannot_stay_either() -> None:
+    values = [value(0), *[value(n, 100, "mm", 0, seconds=20.0, dear=True) for n in (1, 2, 3)]]
+    options = {"forward_seconds": 200.0}
+    assert decided(values, **options, in_flight=200) == [*[OFFLOAD] * 2, *[LAST] * 2]
+    assert decided(values, **options, in_flight=100).count(REPLAY) == 1
+    assert decided(values, **options).count(REPLAY) == 2
+
+
+def test_what_stays_last_is_not_of_the_budget() -> None:
+    choice = choose([value(n) for n in range(4)], {}, COSTS, forward_seconds=1.0, in_flight=200)
+    assert choice.kept_bytes == 0
+    assert choice.link_seconds == 200.0
+
+
 def test_a_dear_operation_that_was_not_timed_is_not_run_again() -> None:
     values = [value(0), value(1, 100, "linear", 0, dear=True)]
     assert decided(values, forward_seconds=1.0) == [OFFLOAD, OFFLOAD]
