@@ -39,6 +39,8 @@ class Machine:
     """Bytes of memory traffic a second."""
     hides: bool
     """Whether the link works beside what computes."""
+    latency: float
+    """Seconds of a fetch that are not the link's: the daemon looks for it, decodes and answers."""
     costs: Costs
 
 
@@ -47,12 +49,15 @@ CUDA = Machine(
     single_flops=5e13,
     bandwidth=3e12,
     hides=True,
+    latency=1e-3,
     costs=replace(CUDA_COSTS, ship_floor=2e-5),
 )
 """An H200 at large products, and at memory traffic of several fused operations. What a store costs
 the training thread hides as well: it runs ahead of the device."""
 
-CPU = Machine(flops=5e10, single_flops=5e10, bandwidth=1e10, hides=False, costs=CPU_COSTS)
+CPU = Machine(
+    flops=5e10, single_flops=5e10, bandwidth=1e10, hides=False, latency=0.0, costs=CPU_COSTS
+)
 
 TF32_SHARE = 0.5
 """Of what products of half precision reach, where those of single precision may be rounded."""

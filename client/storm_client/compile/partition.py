@@ -454,7 +454,7 @@ class _Pair:
         if self.machine.hides:
             forward = sum(map(self._seconds_of, self.forward.graph.nodes))
         saved = [value.saved for value in values]
-        chosen = schedule(saved, seconds, self.machine.costs, forward)
+        chosen = schedule(saved, seconds, self.machine.costs, forward, latency=self.machine.latency)
         if type(budget) is int and budget < chosen.least:
             raise UsageError(
                 f"budget is {format_size(budget)}, but a compiled graph needs "

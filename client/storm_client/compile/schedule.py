@@ -149,14 +149,16 @@ def schedule(
     seconds: Sequence[float],
     costs: Costs,
     forward_seconds: float | None = None,
+    *,
+    latency: float = 0.0,
 ) -> Schedule:
     """Return the schedule of values that are used in a backward graph.
 
     `seconds` is how long the node at each position of that graph takes, `forward_seconds` how long
     the forward graph does; None where transfers hide behind nothing, and cost what `costs` say of
-    the processor.
+    the processor. A fetch takes `latency` more than the link, however small it is.
     """
-    problem = _Problem(tuple(values), tuple(seconds), costs, forward_seconds)
+    problem = _Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency)
     state = _State(problem)
     state.compute_cheap()
     state.relieve_link()
@@ -175,6 +177,7 @@ class _Problem:
     seconds: tuple[float, ...]
     costs: Costs
     forward_seconds: float | None
+    latency: float
 
     @cached_property
     def transfers(self) -> npt.NDArray[np.float64]:
@@ -322,25 +325,32 @@ class _Problem:
 
     def limit(self, again: frozenset[int]) -> int:
         """Return a peak with nothing kept that leaves room for fetches to be in time."""
+        try_limit = self._fetching(again)
+        least, total = self.peak(frozenset(), again), sum(v.nbytes for v in self.values)
+        shortest, most = try_limit(total)
+        allowed = shortest + STALL_SHARE * self._backward_seconds
+        for step in range(AHEAD_STEPS):
+            taken, reached = try_limit(least + (most - least) * step // AHEAD_STEPS)
+            if taken <= allowed:
+                return reached
+        return most
+
+    def peak_in_time(self, again: frozenset[int]) -> int:
+        """Return the peak with nothing kept if every fetch begins when it has to, to be in time."""
+        return self._fetching(again)(sum(v.nbytes for v in self.values))[1]
+
+    def _fetching(self, again: frozenset[int]) -> Callable[[int], tuple[float, int]]:
+        """Return what tells, for a limit, how long fetches are waited for, and the peak."""
         kept: frozenset[int] = frozenset()
         leaves, needed = self.leaves(kept, again), self.needed(kept, again)
         begins, live = self._begins(again, needed), self.live(kept, again)
-        least = int(live.max(initial=0))
-        total = sum(v.nbytes for n, v in enumerate(self.values) if needed[n].last != _NEVER)
 
         def waits(limit: int) -> tuple[float, int]:
             there = live.copy()
             fetches = self._fetches(leaves, needed, begins, there, limit)
             return self._waits(leaves, needed, begins, fetches), int(there.max(initial=0))
 
-        shortest, most = waits(total)
-        allowed = shortest + STALL_SHARE * begins[-1]
-        for step in range(AHEAD_STEPS):
-            limit = least + (most - least) * step // AHEAD_STEPS
-            taken, reached = waits(limit)
-            if taken <= allowed:
-                return reached
-        return most
+        return waits
 
     def _begins(self, again: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
         """Return when each position begins, with what is computed again before it."""
@@ -369,7 +379,8 @@ class _Problem:
         by_use = sorted(shipped, key=lambda n: (needed[n].first, n))
         free = begins[-1]
         for number in reversed(by_use):
-            free = min(free, begins[needed[number].first]) - self.transfers[number]
+            ready = begins[needed[number].first] - self.latency
+            free = min(free, ready) - self.transfers[number]
             positions[number] = max(0, int(np.searchsorted(begins, free, side="right")) - 1)
         for number in by_use:
             use, nbytes = needed[number].first, self.values[number].nbytes
@@ -395,7 +406,7 @@ class _Problem:
         for position, is_use, _, number in sorted(events):
             now = begins[position] + waited
             if is_use:
-                waited += max(0.0, begun[number] - now)
+                waited += max(0.0, begun[number] + self.latency - now)
             else:
                 free = begun[number] = max(free, now) + float(self.transfers[number])
         return waited
@@ -471,12 +482,11 @@ class _State:
 
     def _is_smaller(self, group: tuple[int, ...]) -> bool:
         """Tell whether computing adds less to the peak than it takes from the link."""
-        problem, kept = self.problem, frozenset(self.kept)
-        again = frozenset(self.again)
+        problem, again = self.problem, frozenset(self.again)
         more = again.union(group)
         if self._peak < 0:
-            self._peak = problem.peak(kept, again)
-        peak = problem.peak(kept, more)
+            self._peak = problem.peak_in_time(again)
+        peak = problem.peak_in_time(more)
         sources = problem.sources(more) - problem.sources(again)
         nbytes = sum(problem.values[n].nbytes for n in group)
         nbytes -= sum(problem.values[n].nbytes for n in sources)
