@@ -493,7 +493,7 @@ class _StepHooks:
             record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
         handle = self._step.handle(record, View.of(tensor), version)
-        session.deaths.watch_handle(handle)
+        session.saved.add_handle(handle)
         return handle
 
     def _hold(

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DeadRange",
-    "Deaths",
     "Handle",
     "Holder",
     "Located",
@@ -299,9 +298,9 @@ class StoredRange:
         self._waiting.discard(handle.key)
         self._let_go_if_unneeded()
 
-    def add(self, handle: Handle, deaths: Deaths) -> None:
-        """Count a new handle, whose death `deaths` will tell of."""
-        self._handles[handle.key] = _HandleRef(handle, self, deaths)
+    def add(self, handle: Handle, tell: Tell) -> None:
+        """Count a new handle, whose death `tell` will be called at."""
+        self._handles[handle.key] = _HandleRef(handle, self, tell)
 
     def forget(self, handle: int) -> None:
         """Discount the handle of that key."""
@@ -391,16 +390,20 @@ class Handle:
         self.number = number
 
 
+Tell: TypeAlias = Callable[[Any], None]
+"""What a death calls, in which no Python code runs: a deque's `append`."""
+
+
 class _HandleRef(weakref.ref[Handle]):
     """Tells of a handle's death by being appended where its record's deaths are looked for."""
 
     __slots__ = ("handle", "record")
 
-    def __new__(cls, handle: Handle, record: StoredRange, deaths: Deaths) -> _HandleRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, handle, deaths.append)
+    def __new__(cls, handle: Handle, record: StoredRange, tell: Tell) -> _HandleRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
+        return super().__new__(cls, handle, tell)
 
-    def __init__(self, handle: Handle, record: StoredRange, deaths: Deaths) -> None:
-        super().__init__(handle, deaths.append)  # type: ignore[call-arg]  # typeshed omits it
+    def __init__(self, handle: Handle, record: StoredRange, tell: Tell) -> None:
+        super().__init__(handle, tell)  # type: ignore[call-arg]  # typeshed omits it
         self.handle = handle.key
         self.record = weakref.ref(record)
 
@@ -410,11 +413,11 @@ class DeadRange(weakref.ref[StoredRange]):
 
     __slots__ = ("address", "key", "parts", "weak")
 
-    def __new__(cls, record: StoredRange, deaths: Deaths) -> DeadRange:
-        return super().__new__(cls, record, deaths.append)
+    def __new__(cls, record: StoredRange, tell: Tell) -> DeadRange:
+        return super().__new__(cls, record, tell)
 
-    def __init__(self, record: StoredRange, deaths: Deaths) -> None:
-        super().__init__(record, deaths.append)  # type: ignore[call-arg]  # typeshed omits it
+    def __init__(self, record: StoredRange, tell: Tell) -> None:
+        super().__init__(record, tell)  # type: ignore[call-arg]  # typeshed omits it
         self.key = record.key
         self.parts = record.parts
         self.address = record.weak[0].address
@@ -422,78 +425,62 @@ class DeadRange(weakref.ref[StoredRange]):
 
 
 class SavedStorages:
-    """Finds the latest stored range of a storage. The session's lock protects it.
+    """The stored ranges of a session, found by their storages until they die, and their deaths.
 
     A storage is known by the address of its implementation; the weak reference in DeadRange keeps
-    that address from being used for another one.
+    that address from being used for another one. The session's lock protects the table.
+
+    Handles and records die in any thread, with any lock held, and where a signal may strike: Python
+    swallows what a handler raises in a destructor's callback that is written in Python. So the
+    callback is a deque's `append`, and whoever holds the lock looks there from time to time.
     """
 
     def __init__(self) -> None:
         """Start empty."""
+        self.deaths: deque[weakref.ref[Any]] = deque()
+        """What died and nobody has looked at, in the order of the deaths."""
+        self._tell = self.deaths.append
         self._records: dict[int, DeadRange] = {}
+        """By key: of those that live, or whose deaths wait."""
+        self._latest: dict[int, DeadRange] = {}
+        """By the storage's address: of the record that was made of it last."""
 
     def find(self, storage: torch.UntypedStorage) -> StoredRange | None:
-        """Return the living record of `storage`."""
-        reference = self._records.get(storage._cdata)
+        """Return the latest record of `storage`, if it lives."""
+        reference = self._latest.get(storage._cdata)
         return None if reference is None else reference()
 
-    def add(self, reference: DeadRange) -> None:
-        """Let the record be found until `remove`, or until its storage has another."""
-        self._records[reference.address] = reference
-
-    def remove(self, reference: DeadRange) -> None:
-        """Forget a record that died; another may have taken its place."""
-        if self._records.get(reference.address) is reference:
-            del self._records[reference.address]
-
-    def __len__(self) -> int:
-        """Return the number of storages known."""
-        return len(self._records)
-
-
-class Deaths:
-    """Where handles and records that died wait to be noticed, in the order of their deaths.
-
-    They die in any thread, with any lock held, and where a signal may strike: Python swallows what
-    a handler raises in a destructor's callback that is written in Python. So the callback is a
-    deque's `append`, and whoever holds the session's lock looks here from time to time.
-    """
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self.waiting: deque[weakref.ref[Any]] = deque()
-        """What nobody has looked at."""
-        self.append = self.waiting.append
-        self._records: dict[int, DeadRange] = {}
-
-    def watch_handle(self, handle: Handle) -> None:
-        """Have the handle's record told of its death."""
-        handle.record.add(handle, self)
-
-    def watch(self, record: StoredRange) -> DeadRange:
-        """Return the reference that comes here when `record` dies."""
-        reference = DeadRange(record, self)
+    def add(self, record: StoredRange) -> DeadRange:
+        """Let a record be found until its storage has another; return what its death is told by."""
+        reference = DeadRange(record, self._tell)
         self._records[record.key] = reference
+        self._latest[reference.address] = reference
         return reference
 
-    def records(self) -> Iterator[DeadRange]:
-        """Yield the records that died; call with the session's lock held.
+    def add_handle(self, handle: Handle) -> None:
+        """Have the handle's record told of its death."""
+        handle.record.add(handle, self._tell)
+
+    def dead(self) -> Iterator[DeadRange]:
+        """Yield the records that died, and forget them.
 
         One at which the loop is interrupted is yielded again the next time.
         """
-        while self.waiting:
-            reference = self.waiting[0]
+        while self.deaths:
+            reference = self.deaths[0]
             if isinstance(reference, DeadRange):
                 yield reference
                 self._records.pop(reference.key, None)
+                if self._latest.get(reference.address) is reference:
+                    del self._latest[reference.address]
                 while reference.weak:
                     reference.weak.pop().free()
             elif isinstance(reference, _HandleRef) and (record := reference.record()) is not None:
                 record.forget(reference.handle)
-            self.waiting.popleft()
+            self.deaths.popleft()
 
     def __len__(self) -> int:
-        """Return the number of records that live or wait here."""
+        """Return the number of records that live, or whose deaths wait."""
         return len(self._records)
 
 

@@ -27,7 +27,6 @@ from storm_client.outbound import Outbound
 from storm_client.plan import DeviceWindow
 from storm_client.plan.table import Plan
 from storm_client.saved import (
-    Deaths,
     Handle,
     Located,
     RangePhase,
@@ -73,8 +72,7 @@ class Session(Listener):
             StormError: as Connection, and what the lane raises; nothing stays open then.
         """
         self.lane = lane
-        self.deaths = Deaths()
-        self._known = SavedStorages()
+        self.saved = SavedStorages()
         self._shared: dict[int, weakref.ref[StoredRange]] = {}
         """Records that stay as long as somebody else holds their storage, the oldest first."""
         self._unreleased: list[int] = []
@@ -117,7 +115,7 @@ class Session(Listener):
         if self.connection.error is not None:
             self.connection.check()
         with self.connection.lock:
-            record = self._known.find(storage)
+            record = self.saved.find(storage)
             if record is None or record.phase is RangePhase.IN_USE:
                 return record
             if record.error is not None or not record.is_whole(storage):
@@ -150,9 +148,9 @@ class Session(Listener):
         record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
         record.proof = proof
         with self.connection.lock:
-            if self.deaths.waiting:
+            if self.saved.deaths:
                 self._forget_dead()
-            self._known.add(self.deaths.watch(record))
+            self.saved.add(record)
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
         return record
@@ -211,7 +209,7 @@ class Session(Listener):
         if is_first and self._shared:
             self.send_unshared(but=[record, *handle.step.upcoming()[:LOOK_BACK]])
         with self.connection.lock:
-            if self.deaths.waiting:
+            if self.saved.deaths:
                 self._forget_dead()
             if self._shared.pop(record.key, None) is not None:
                 record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
@@ -399,8 +397,7 @@ class Session(Listener):
 
         One that is interrupted is done again, which does no harm.
         """
-        for reference in self.deaths.records():
-            self._known.remove(reference)
+        for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
             self.transfers.forget(reference.key)
             self.transfers.let_go(reference.key)

@@ -214,8 +214,8 @@ def knows_nothing(session: Session) -> bool:
     """Tell whether all is cleaned up; under the lock, so never amid a clean-up."""
     with session.connection.lock:
         return (
-            not len(session.deaths)
-            and not len(session._known)
+            not len(session.saved)
+            and not session.saved._latest
             and not session.transfers._pending
             and not session.transfers._incoming
             and session.transfers._space.free_bytes == session.transfers._space.capacity

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.plan import OrderHistory, Step
 from storm_client.saved import (
-    Deaths,
     Handle,
     Located,
     Part,
@@ -24,9 +23,9 @@ from support.records import record_of, version_of
 from torch import Tensor
 
 
-def handle_of(record: StoredRange, tensor: Tensor, deaths: Deaths) -> Handle:
+def handle_of(record: StoredRange, tensor: Tensor, table: SavedStorages) -> Handle:
     handle = Step(OrderHistory()).handle(record, View.of(tensor), version_of(tensor))
-    deaths.watch_handle(handle)
+    table.add_handle(handle)
     return handle
 
 
@@ -148,9 +147,9 @@ def test_a_base_that_died_proves_nothing() -> None:
 
 
 def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
-    tensor, deaths = torch.ones(64), Deaths()
+    tensor, table = torch.ones(64), SavedStorages()
     record = record_of(tensor)
-    one, two, three = (handle_of(record, tensor, deaths) for _ in range(3))
+    one, two, three = (handle_of(record, tensor, table) for _ in range(3))
     record.source = None
     del tensor
     record.came_back(torch.ones(64).untyped_storage())
@@ -159,14 +158,14 @@ def test_what_was_restored_is_held_until_each_handle_has_had_it() -> None:
     record.unpacked(two)
     assert record.locate() is not None
     del three  # never unpacked: its death counts as well
-    assert not list(deaths.records())
+    assert not list(table.dead())
     assert record.locate() is None
 
 
 def test_what_was_restored_and_is_still_used_is_found_again() -> None:
-    tensor, deaths = torch.ones(64), Deaths()
+    tensor, table = torch.ones(64), SavedStorages()
     record = record_of(tensor)
-    handle = handle_of(record, tensor, deaths)
+    handle = handle_of(record, tensor, table)
     record.source = None
     del tensor
     restored = torch.ones(64).untyped_storage()
@@ -179,46 +178,46 @@ def test_what_was_restored_and_is_still_used_is_found_again() -> None:
 
 def test_only_handles_keep_a_record() -> None:
     """Its death is noticed at once, without the garbage collector, and only once."""
-    deaths = Deaths()
+    table = SavedStorages()
     tensor = torch.ones(64)
     record = record_of(tensor)
-    reference = deaths.watch(record)
+    reference = table.add(record)
     record.parts.append(Part(7, 0, 256))
-    one, two = handle_of(record, tensor, deaths), handle_of(record, tensor, deaths)
+    one, two = handle_of(record, tensor, table), handle_of(record, tensor, table)
     gc.disable()
     try:
         del record, one
-        assert not list(deaths.records())
+        assert not list(table.dead())
         del two
     finally:
         gc.enable()
-    assert len(deaths) == 1
-    assert list(deaths.records()) == [reference]
+    assert len(table) == 1
+    assert list(table.dead()) == [reference]
     assert [part.entry for part in reference.parts] == [7]
-    assert len(deaths) == 0
-    assert not list(deaths.records())
+    assert len(table) == 0
+    assert not list(table.dead())
 
 
 def test_a_death_that_was_interrupted_comes_again() -> None:
-    deaths = Deaths()
-    references = [deaths.watch(record_of(torch.ones(4))) for _ in range(3)]
-    seen = deaths.records()
+    table = SavedStorages()
+    references = [table.add(record_of(torch.ones(4))) for _ in range(3)]
+    seen = table.dead()
     assert next(seen) is references[0]
     seen.close()  # as a signal's exception does in the loop around it
-    assert list(deaths.records()) == references
+    assert list(table.dead()) == references
 
 
 def test_deaths_run_no_code_of_ours() -> None:
     """A signal's exception would be swallowed in it."""
-    deaths = Deaths()
+    table = SavedStorages()
     ran: list[str] = []
 
     def note(frame: object, event: str, argument: object) -> None:
         ran.append(event)
 
     record = record_of(torch.ones(64))
-    handle = handle_of(record, torch.ones(64), deaths)
-    reference = deaths.watch(record)
+    handle = handle_of(record, torch.ones(64), table)
+    reference = table.add(record)
     del record
     sys.setprofile(note)
     del handle
@@ -230,52 +229,47 @@ def test_deaths_run_no_code_of_ours() -> None:
 # --- the table of storages ------------------------------------------------------------------
 
 
-def add(table: SavedStorages, deaths: Deaths, tensor: Tensor) -> StoredRange:
+def add(table: SavedStorages, tensor: Tensor) -> StoredRange:
     record = record_of(tensor)
-    table.add(deaths.watch(record))
+    table.add(record)
     return record
 
 
-def clean(table: SavedStorages, deaths: Deaths) -> None:
-    for reference in deaths.records():
-        table.remove(reference)
-
-
 def test_the_record_of_the_storage_is_found() -> None:
-    table, deaths = SavedStorages(), Deaths()
+    table = SavedStorages()
     tensor = torch.ones(64)
-    record = add(table, deaths, tensor)
+    record = add(table, tensor)
     assert table.find(tensor[3:].untyped_storage()) is record
     assert table.find(torch.ones(64).untyped_storage()) is None
 
 
 def test_a_later_record_takes_the_place_and_keeps_it() -> None:
-    table, deaths = SavedStorages(), Deaths()
+    table = SavedStorages()
     tensor = torch.ones(64)
-    first = add(table, deaths, tensor)
-    second = add(table, deaths, tensor)
+    first = add(table, tensor)
+    second = add(table, tensor)
     del first
-    clean(table, deaths)
+    assert len(list(table.dead())) == 1
     assert table.find(tensor.untyped_storage()) is second
 
 
 def test_dead_records_are_removed() -> None:
-    table, deaths = SavedStorages(), Deaths()
+    table = SavedStorages()
     tensor = torch.ones(64)
-    record = add(table, deaths, tensor)
+    record = add(table, tensor)
     del record
     assert table.find(tensor.untyped_storage()) is None
     assert len(table) == 1
-    clean(table, deaths)
+    assert len(list(table.dead())) == 1
     assert len(table) == 0
 
 
 def test_an_address_in_the_table_is_not_used_again() -> None:
     """The weak reference keeps it, so that another storage is never taken for the old one."""
-    table, deaths = SavedStorages(), Deaths()
+    table = SavedStorages()
     tensor = torch.ones(64)
     address = tensor.untyped_storage()._cdata
-    record = add(table, deaths, tensor)
+    record = add(table, tensor)
     record.source = None
     del tensor
     storages = [torch.ones(64).untyped_storage() for _ in range(100)]
@@ -283,9 +277,13 @@ def test_an_address_in_the_table_is_not_used_again() -> None:
 
 
 def test_a_record_whose_making_was_interrupted_may_be_unknown() -> None:
-    table, deaths = SavedStorages(), Deaths()
+    """It is in one of the two tables alone; its death leaves the other's record there."""
+    table = SavedStorages()
     tensor = torch.ones(64)
-    known = add(table, deaths, tensor)
-    table.remove(deaths.watch(record_of(tensor)))
-    table.remove(deaths.watch(record_of(torch.ones(64))))
+    known = add(table, tensor)
+    latest = dict(table._latest)
+    add(table, tensor)
+    add(table, torch.ones(64))
+    table._latest = latest  # as if neither had come that far
+    assert len(list(table.dead())) == 2
     assert table.find(tensor.untyped_storage()) is known

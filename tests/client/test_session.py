@@ -112,9 +112,9 @@ def test_settling_means_that_all_is_encoded(session: Session) -> None:
 def test_a_record_that_dies_is_released(session: Session) -> None:
     record = store(session, torch.randn(1000), StatsRecorder())
     session.settle(30)
-    assert len(session.deaths) == 1
+    assert len(session.saved) == 1
     del record
-    wait_until(lambda: not len(session.deaths) and not len(session._known), 30)
+    wait_until(lambda: not len(session.saved) and not session.saved._latest, 30)
 
 
 def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
@@ -122,7 +122,7 @@ def test_a_record_may_die_before_it_has_arrived(session: Session) -> None:
     for _ in range(50):
         store(session, torch.randn(1 << 16), recorder)
     session.settle(30)
-    wait_until(lambda: len(session.deaths) == 0, 30)
+    wait_until(lambda: len(session.saved) == 0, 30)
     assert recorder.snapshot().offloaded_bytes == 50 << 18
 
 

@@ -318,7 +318,7 @@ def _handle(target: Target, value: torch.Tensor, session: Session, *, lent: bool
         target.recorder.saved(value.nbytes, perf_counter() - began)
     version = _version_of(value, SavedVersion.of, storage._cdata)
     handle = Handle(record, View.of(value), version, target.announced(session), 0)
-    session.deaths.watch_handle(handle)
+    session.saved.add_handle(handle)
     return handle
 
 
