@@ -32,7 +32,9 @@ def _parameters(function: object) -> dict[str, object]:
 
 def test_the_client_offers_what_is_promised() -> None:
     promised = {"Client", "Offload", "OffloadStats", "connect", "errors", "offload"}
-    assert promised | {"Feeder", "Receiver", "compile"} <= set(storm_client.__all__)
+    assert promised | {"Feeder", "Receiver", "compile", "compile_step", "micro_batches"} <= set(
+        storm_client.__all__
+    )
     for name in storm_client.__all__:
         assert hasattr(storm_client, name)
 
@@ -53,6 +55,9 @@ def test_offload_takes_what_is_promised() -> None:
 def test_compile_takes_what_is_promised() -> None:
     taken = _parameters(storm_client.compile)
     assert list(taken)[:3] == ["model", "budget", "client"]
+    assert (taken["codec"], taken["min_bytes"]) == ("ancf", 1 << 20)
+    taken = _parameters(storm_client.compile_step)
+    assert list(taken)[:3] == ["step", "budget", "client"]
     assert (taken["codec"], taken["min_bytes"]) == ("ancf", 1 << 20)
     assert next(iter(_parameters(storm_client.Feeder))) == "iterable"
     assert next(iter(_parameters(storm_client.Receiver))) == "callback"

@@ -18,11 +18,13 @@ from storm_client.cache import Cache
 from storm_client.client import Client
 from storm_client.compile import (
     compile,  # noqa: A004 - torch.compile's name
+    compile_step,
     compiled_plans,
     compiled_stats,
 )
 from storm_client.compile.feeder import Feeder
 from storm_client.compile.receiver import Receiver
+from storm_client.compile.step.loops import micro_batches
 from storm_client.connect import connect, offload
 from storm_client.errors import (
     ActivationLost,
@@ -62,9 +64,11 @@ __all__ = [
     "UsageError",
     "__version__",
     "compile",
+    "compile_step",
     "compiled_plans",
     "compiled_stats",
     "connect",
     "errors",
+    "micro_batches",
     "offload",
 ]

@@ -28,7 +28,7 @@ from storm_client.stats import OffloadStats
 from storm_client.supply import Supply
 from stormd.protocol import Budget
 
-__all__ = ["compiled", "plans_of", "stats_of", "stormd"]
+__all__ = ["compiled", "plans_of", "stats_of", "stormd", "supply_of"]
 
 MIN_BYTES = 1 << 20
 
@@ -80,7 +80,7 @@ def compiled(
 ) -> Model:
     """Return `model` compiled for one client, as `storm_client.compile` does."""
     asked = _Asked.of(mode, options)
-    target = Target(_supply_of(client), asked.budget, asked.codec, asked.min_bytes)
+    target = Target(supply_of(client), asked.budget, asked.codec, asked.min_bytes)
     options = {_ASKED: asked, _TARGET: target}
     found = torch.compile(
         model,
@@ -192,7 +192,12 @@ def _shared(asked: _Asked) -> Target:
     return shared_target(asked.budget, asked.codec, asked.min_bytes)
 
 
-def _supply_of(client: Client | None) -> Callable[[], Supply]:
+def supply_of(client: Client | None) -> Callable[[], Supply]:
+    """Return where a client's sessions come from; without one, those that the process shares.
+
+    Raises:
+        UsageError: it is no client.
+    """
     if client is None:
         return shared_supply
     if not isinstance(client, Client):

@@ -31,7 +31,7 @@ from storm_client.compile.views import is_view
 from storm_client.errors import UsageError
 from stormd.protocol import Budget
 
-__all__ = ["Partitioner", "generate", "inductor_options"]
+__all__ = ["Partitioner", "generate", "generate_inference", "inductor_options"]
 
 
 class Partitioner(CustomPartitionerFn):
@@ -377,3 +377,43 @@ def _rounds_what_is_stored(original: Callable[[Any], bool]) -> Callable[[Any], b
 _TELLS = "_has_saved_lowp_output_use"
 if hasattr(lowering, _TELLS):  # from PyTorch 2.13 on
     setattr(lowering, _TELLS, _rounds_what_is_stored(getattr(lowering, _TELLS)))
+
+
+# --- graphs without a backward pass of their own --------------------------------------------------
+
+
+def generate_inference(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Return the code of a graph without gradients, as a function of a list, which it empties.
+
+    What is in the list is so let go of after its last use. Layouts are those of the graph: chosen
+    ones would differ between what is stored and what is handed over, and rounding with them.
+    """
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
+        patches = {"memory_planning": False, "layout_optimization": False}
+        compiled = compile_fx(module, examples, config_patches=patches)
+    boxed = _taking_a_list(compiled)
+    if boxed is not None:
+        return boxed
+    function: Callable[..., Any] = compiled  # type: ignore[assignment]  # it is for such inputs
+    return lambda given: function(*_emptied(given))
+
+
+def _emptied(given: list[Any]) -> list[Any]:
+    taken = list(given)
+    given.clear()
+    return taken
+
+
+def _taking_a_list(compiled: Any) -> Callable[[list[Any]], Any] | None:
+    """Return what AOTAutograd's wrapper hands its arguments to, in a list; None if there is none.
+
+    The wrapper holds all arguments for as long as it runs.
+    """
+    wrapper = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    names = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+    cells = getattr(wrapper, "__closure__", None) or ()
+    found = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    inner = found.get("compiled_fn")
+    has_parameters = any(found.get(name) for name in ("params_flat", "params_buffers_flat"))
+    return inner if callable(inner) and not has_parameters else None

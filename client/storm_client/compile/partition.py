@@ -52,7 +52,7 @@ from storm_client.plan.table import Plan, Row
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
-__all__ = ["NUMBER", "exact_in_eager", "exact_in_generated_code", "partition"]
+__all__ = ["NUMBER", "divided", "exact_in_eager", "exact_in_generated_code", "partition"]
 
 NUMBER = "stormd_number"
 """Where a wait's node says which value it waits for, in its `meta`."""
@@ -166,11 +166,37 @@ def partition(
         static_lifetime_input_indices=static_lifetime_input_indices,
         **options,
     )
-    hand_over_bases(forward, backward, num_fwd_outputs)
     rules = _Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
-    pair = _Pair(forward, backward, num_fwd_outputs, static_lifetime_input_indices or [], rules)
-    graph = pair.apply(pair.values(), budget)
+    static = static_lifetime_input_indices or []
+    graph = _divided(
+        forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
+    )
     return forward, backward, graph
+
+
+def divided(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    budget: Budget,
+    min_bytes: int,
+    is_exact: Callable[[fx.Node], bool],
+    codec: str,
+    num_fwd_outputs: int,
+    static: list[int],
+) -> Graph:
+    """Put a plan into a pair of graphs, which are changed; return what their runs have to know.
+
+    The forward graph's results from `num_fwd_outputs` on are the backward graph's first inputs.
+    `static` are the places of its inputs that live longer than it does.
+
+    Raises:
+        UsageError: the budget is below the least possible, which the message names.
+    """
+    rules = _Rules(min_bytes, is_exact, None, None, codec)
+    return _divided(
+        forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
+    )
 
 
 class _Rules(NamedTuple):
@@ -181,6 +207,20 @@ class _Rules(NamedTuple):
     runs_alone: Callable[[fx.Node], bool] | None
     rounds_alike: Callable[[fx.Node], bool] | None
     codec: str
+
+
+def _divided(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    *,
+    outputs: int,
+    static: list[int],
+    rules: _Rules,
+    budget: Budget,
+) -> Graph:
+    hand_over_bases(forward, backward, outputs)
+    pair = _Pair(forward, backward, outputs, static, rules)
+    return pair.apply(pair.values(), budget)
 
 
 class _Value(NamedTuple):

@@ -1,0 +1,335 @@
+"""Captures a step: runs its Python code once, records what it does, and leaves no trace.
+
+What the code changes besides tensors is put back: gradients of leaves, the optimizers' tables, the
+modules' buffers. What it has made of them becomes part of the captured step, and each run does the
+same to the true ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from storm_client.compile.step.loops import CAPTURING, Loop
+from storm_client.compile.step.recording import Recorder, Recording, data_dependent
+from storm_client.compile.step.scalars import number_of
+from storm_client.errors import UsageError
+
+__all__ = ["Captured", "Result", "capture"]
+
+LIFTED = ("lr", "momentum", "betas")
+"""Settings of optimizers' groups that may change at each step, as schedulers change them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One thing that a step leaves behind: a node's value, or what it is itself."""
+
+    node: fx.Node | None
+    value: Any = None
+    path: tuple[Any, ...] = ()
+    """Where it is put: ("grad", leaf), ("state", optimizer, parameter, key),
+    ("buffer", module, name); empty for what the step returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A number in an optimizer's group, which a run looks up."""
+
+    node: fx.Node
+    group: dict[str, Any]
+    key: str
+    place: int | None
+
+    def value(self) -> float:
+        """Return what it is now."""
+        found = self.group[self.key]
+        return float(found if self.place is None else found[self.place])
+
+
+@dataclass
+class Captured:
+    """A step as it was captured."""
+
+    recording: Recording
+    loop: Loop
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    settings: list[Setting] = field(default_factory=list)
+    returned: list[Result] = field(default_factory=list)
+    spec: Any = None
+    """The tree of what is returned."""
+    left: list[Result] = field(default_factory=list)
+    """What is put somewhere when a run ends, in this order."""
+
+    @property
+    def makes_state(self) -> bool:
+        """Whether this is the step that makes the state of optimizers, which comes but once."""
+        return any(result.path[:1] == ("state",) for result in self.left)
+
+
+_ONE_AT_A_TIME = threading.RLock()
+"""While a step is captured, hooks of all modules and optimizers are ours."""
+
+
+def capture(
+    step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Captured:
+    """Return what a step does for such arguments. Nothing has changed by that.
+
+    Raises:
+        UsageError: it does what cannot be captured; the message names its line.
+        Exception: whatever the step raises.
+    """
+    recording = Recording()
+    captured = Captured(recording, Loop(recording))
+    leaves = pytree.tree_leaves((arguments, options))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    for number, tensor in enumerate(tensors):
+        recording.see(tensor, number)
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        tables = _Tables(captured)
+        stack.callback(tables.put_back)
+        stack.enter_context(_watching(captured, tables))
+        for optimizer in _optimizers(step):
+            tables.see_optimizer(optimizer)
+        returned = _returned(step, arguments, options)
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            _conclude(captured, tables, returned)
+    recording.graph.erase_node(recording.root)
+    return captured
+
+
+def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    try:
+        return step(*arguments, **options)
+    except TypeError as error:
+        if "SymFloat" not in str(error):
+            raise
+        raise data_dependent("as a number", error) from error
+
+
+def _optimizers(step: Callable[..., Any]) -> list[Optimizer]:
+    """Return the optimizers among a function's variables and its object's attributes."""
+    function = getattr(step, "__func__", step)
+    found: list[object] = list(getattr(getattr(step, "__self__", None), "__dict__", {}).values())
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        found += [function.__globals__.get(name) for name in code.co_names]
+        found += inspect.getclosurevars(function).nonlocals.values()
+    return [one for one in found if isinstance(one, Optimizer)]
+
+
+@contextmanager
+def _watching(captured: Captured, tables: _Tables) -> Iterator[None]:
+    """Record what is run inside, and note whose modules and optimizers run."""
+    outer, CAPTURING.loop = CAPTURING.loop, captured.loop
+    thread = threading.get_ident()
+
+    def on_module(module: nn.Module, _: object) -> None:
+        if threading.get_ident() == thread:
+            tables.see_module(module)
+
+    def on_optimizer(optimizer: Optimizer, *_: object) -> None:
+        if threading.get_ident() == thread:
+            tables.see_optimizer(optimizer)
+
+    with ExitStack() as stack:
+        stack.callback(setattr, CAPTURING, "loop", outer)
+        stack.callback(torch.clear_autocast_cache)
+        for hook in (
+            register_module_forward_pre_hook(on_module),
+            register_optimizer_step_pre_hook(on_optimizer),
+        ):
+            stack.callback(hook.remove)
+        torch.clear_autocast_cache()
+        stack.enter_context(Recorder(captured.recording))
+        stack.enter_context(_Watcher(captured))
+        yield
+
+
+class _Watcher(TorchFunctionMode):
+    """Sees what does not arrive below autograd: gradients taken, and numbers for fused updates."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__()
+        self.captured = captured
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func in _OF_GRADIENTS:
+            tensor = args[0]
+            if not isinstance(tensor, FakeTensor):
+                self.captured.recording.see_leaf(tensor)
+        name = getattr(func, "__name__", "")
+        if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
+            overload = getattr(torch.ops.aten, name).default
+            with torch.utils._python_dispatch._disable_current_modes():
+                return self.captured.recording.run(overload, args, options)
+        return func(*args, **options)
+
+
+_GRADIENT: Any = torch.Tensor.grad
+_OF_GRADIENTS = (_GRADIENT.__set__, _GRADIENT.__get__)
+
+
+class _Tables:
+    """What was where before a step is captured, to be put back."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.states: list[dict[Any, dict[Any, Any]]] = []
+        self.groups: list[list[dict[str, Any]]] = []
+        self.given: list[list[dict[str, Any]]] = []
+        """The groups as the step was given them, with numbers for settings."""
+        self.attributes: list[dict[str, Any]] = []
+        self.buffers: list[dict[str, Any]] = []
+
+    def see_module(self, module: nn.Module) -> None:
+        """Note a module that is called, before it is."""
+        if any(known is module for known in self.captured.modules):
+            return
+        self.captured.modules.append(module)
+        self.attributes.append(dict(module.__dict__))
+        self.buffers.append(dict(module._buffers))
+
+    def see_optimizer(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that makes a step, before it does; its settings become numbers."""
+        captured = self.captured
+        if any(known is optimizer for known in captured.optimizers):
+            return
+        captured.optimizers.append(optimizer)
+        self.states.append({key: dict(value) for key, value in optimizer.state.items()})
+        self.groups.append([dict(group) for group in optimizer.param_groups])
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                captured.recording.see_leaf(parameter)
+            for key in LIFTED:
+                if key in group:
+                    group[key] = self._lifted(group, key)
+        self.given.append([dict(group) for group in optimizer.param_groups])
+
+    def _lifted(self, group: dict[str, Any], key: str) -> Any:
+        value = group[key]
+        if type(value) is float:
+            return self._number(value, group, key, None)
+        if isinstance(value, tuple) and all(type(one) is float for one in value):
+            return tuple(self._number(one, group, key, at) for at, one in enumerate(value))
+        return value
+
+    def _number(self, value: float, group: dict[str, Any], key: str, place: int | None) -> Any:
+        made = self.captured.recording.number(value)
+        node = made.node.source
+        self.captured.settings.append(Setting(node, group, key, place))
+        return made
+
+    def put_back(self) -> None:
+        """Have everything as it was before."""
+        captured = self.captured
+        for optimizer, state, groups in zip(
+            captured.optimizers, self.states, self.groups, strict=False
+        ):
+            for key in list(optimizer.state):
+                if key not in state:
+                    del optimizer.state[key]
+                else:
+                    optimizer.state[key].clear()
+                    optimizer.state[key].update(state[key])
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+        for module, attributes, buffers in zip(
+            captured.modules, self.attributes, self.buffers, strict=True
+        ):
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for tensor, gradient in captured.recording.leaves.values():
+            tensor.grad = gradient
+
+
+def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
+    """Note what the step returns and leaves behind."""
+    leaves, captured.spec = pytree.tree_flatten(returned)
+    captured.returned = [_result(captured, leaf, ()) for leaf in leaves]
+    for tensor, before in captured.recording.leaves.values():
+        if tensor.grad is not before:
+            captured.left.append(_result(captured, tensor.grad, ("grad", tensor)))
+    _conclude_optimizers(captured, tables)
+    _conclude_modules(captured, tables)
+
+
+def _conclude_optimizers(captured: Captured, tables: _Tables) -> None:
+    for optimizer, states, given in zip(
+        captured.optimizers, tables.states, tables.given, strict=True
+    ):
+        _check_groups(optimizer, given)
+        for parameter, state in optimizer.state.items():
+            known = states.get(parameter, {})
+            for key, value in state.items():
+                if key not in known or value is not known[key]:
+                    path = ("state", optimizer, parameter, key)
+                    captured.left.append(_kept(captured, value, known.get(key), path))
+
+
+def _conclude_modules(captured: Captured, tables: _Tables) -> None:
+    for module, attributes, buffers in zip(
+        captured.modules, tables.attributes, tables.buffers, strict=True
+    ):
+        for name, value in module._buffers.items():
+            if value is not buffers.get(name):
+                captured.left.append(_result(captured, value, ("buffer", module, name)))
+        for name, value in module.__dict__.items():
+            if value is not attributes.get(name) and _holds_a_tensor(captured, value):
+                raise UsageError(
+                    f"the step puts a tensor into {type(module).__name__}.{name}, which each run "
+                    "would have to do again; register it as a buffer, or return it"
+                )
+
+
+def _kept(captured: Captured, value: Any, before: Any, path: tuple[Any, ...]) -> Result:
+    if not isinstance(value, torch.Tensor) and value is not None and value != before:
+        raise UsageError(
+            f"{type(path[1]).__name__} counts in Python ({path[3]!r} became {value!r}), which a "
+            "captured step cannot; use an optimizer whose state is tensors"
+        )
+    return _result(captured, value, path)
+
+
+def _result(captured: Captured, value: Any, path: tuple[Any, ...]) -> Result:
+    if isinstance(value, torch.Tensor):
+        return Result(captured.recording.node_of(value), None, path)
+    number = number_of(value)
+    if number is None:
+        return Result(None, value, path)
+    node = number.source if isinstance(number.source, fx.Node) else None
+    return Result(node, number.value, path)
+
+
+def _check_groups(optimizer: Optimizer, given: Sequence[dict[str, Any]]) -> None:
+    for group, before in zip(optimizer.param_groups, given, strict=True):
+        for key, value in group.items():
+            if value is not before.get(key):
+                raise UsageError(
+                    f"the step changes {key!r} of {type(optimizer).__name__}, as a scheduler does; "
+                    "call the scheduler after the step: a captured one follows what it sets"
+                )
+
+
+def _holds_a_tensor(captured: Captured, value: Any) -> bool:
+    return any(captured.recording.has(leaf) for leaf in pytree.tree_leaves(value))

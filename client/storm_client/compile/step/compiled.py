@@ -1,0 +1,279 @@
+"""What `compile_step` returns: captures when it must, runs what it has captured, and finishes it.
+
+A run has two halves. The first computes everything and changes nothing but generators; the second
+changes the state, in place, and cannot be interrupted. What fails in the first leaves the state as
+it was.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.utils import _pytree as pytree
+
+from storm_client.arguments import check_storing, plan_options
+from storm_client.client import Client
+from storm_client.compile.backend import supply_of
+from storm_client.compile.partition import exact_in_eager, exact_in_generated_code
+from storm_client.compile.runtime import Target
+from storm_client.compile.step.capture import Result, capture
+from storm_client.compile.step.program import Program, program_of
+from storm_client.compile.step.state import State, described, variables
+from storm_client.errors import UsageError
+from storm_client.plan.table import Plan
+from storm_client.stats import OffloadStats
+
+__all__ = ["CompiledStep"]
+
+
+def compiled_step(
+    step: Callable[..., Any],
+    *,
+    budget: str | float | None,
+    client: Client | None,
+    codec: str,
+    min_bytes: int,
+    codegen: str,
+    captures: int,
+) -> CompiledStep:
+    """Return a step compiled for one client, as `storm_client.compile_step` does."""
+    if not callable(step):
+        raise UsageError(f"step is of type {type(step).__name__}; pass a function")
+    if type(captures) is not int or captures < 1:
+        raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
+    asked = plan_options(budget, "learn", replay=False).budget
+    check_storing(min_bytes, codec)
+    if codegen not in _GENERATORS:
+        raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
+    target = Target(supply_of(client), asked, codec, min_bytes)
+    return CompiledStep(step, target, codegen, captures)
+
+
+class _Prepared:
+    """One capture, ready to run."""
+
+    def __init__(self, program: Program, state: State) -> None:
+        self.program = program
+        self.state = state
+
+
+class CompiledStep:
+    """A step of training that runs as captured graphs under one plan.
+
+    Call it as the function that was given to `storm_client.compile_step`.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], target: Target, codegen: str, captures: int
+    ) -> None:
+        """Capture `step` when it is called; keep the last `captures`."""
+        self._step = step
+        self._target = target
+        self._codegen = codegen
+        self._captures = captures
+        self._lock = threading.RLock()  # protects the table below; a run holds it
+        self._known: OrderedDict[Any, list[_Prepared]] = OrderedDict()
+        self._last: _Prepared | None = None
+        self.__wrapped__ = step
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Make a step, and return what the function returns, without gradients.
+
+        Raises:
+            UsageError: the function does what cannot be captured, or the budget is below the least
+                possible. Nothing has changed.
+            StormError: stored values cannot be had again. Nothing has changed but that generators
+                have advanced.
+        """
+        with self._lock:
+            leaves, spec = pytree.tree_flatten((arguments, options))
+            key = (spec, tuple(map(described, leaves)))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            prepared, values = self._prepared(key, tensors, arguments, options)
+            self._last = prepared
+            return self._run(prepared, values)
+
+    # --- which capture ----------------------------------------------------------------------
+
+    def _prepared(
+        self,
+        key: Any,
+        tensors: list[torch.Tensor],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[_Prepared, dict[fx.Node, Any]]:
+        for prepared in reversed(self._known.get(key, [])):
+            values = prepared.state.values(tensors)
+            if values is not None:
+                self._known.move_to_end(key)
+                return prepared, values
+        prepared = self._capture(arguments, options)
+        values = prepared.state.values(tensors)
+        if values is None:
+            raise UsageError(
+                "the step changes what it decides by while it runs, so that no capture of it can "
+                "be used; leave counters and switches to what calls it"
+            )
+        self._known.setdefault(key, []).append(prepared)
+        self._known.move_to_end(key)
+        while sum(map(len, self._known.values())) > self._captures:
+            oldest = next(iter(self._known))
+            self._known[oldest].pop(0)
+            if not self._known[oldest]:
+                del self._known[oldest]
+        self._target.graphs = [
+            graph for kept in self._known.values() for one in kept for graph in one.program.graphs
+        ]
+        return prepared, values
+
+    def _capture(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> _Prepared:
+        before = variables(self._step)
+        captured = capture(self._step, arguments, options)
+        after = variables(self._step)
+        changed = [name for name in after if before.get(name) != after[name]]
+        if changed:
+            raise UsageError(
+                f"the step changes its variable {changed[0]!r}, but its Python code runs only "
+                "when it is captured; return the value, and leave counting to what calls the step"
+            )
+        target = self._target
+        codegen = "eager" if captured.makes_state else self._codegen
+        generate, is_exact = _GENERATORS[codegen]
+        program = program_of(
+            captured,
+            generate,
+            _by_pytorch,
+            budget=target.budget,
+            min_bytes=target.min_bytes,
+            codec=target.codec,
+            is_exact=is_exact,
+        )
+        return _Prepared(program, State(captured, self._step))
+
+    # --- a run ------------------------------------------------------------------------------
+
+    def _run(self, prepared: _Prepared, values: dict[fx.Node, Any]) -> Any:
+        program = prepared.program
+        values.update(program.ordered.constants)
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+            program.work(values, self._target)
+            with _uninterrupted():
+                _finish(program, values)
+        captured = program.captured
+        results = zip(captured.returned, program.ordered.results, strict=False)
+        leaves = [_value(result, node, values) for result, node in results]
+        return pytree.tree_unflatten(leaves, captured.spec)
+
+    # --- what is known ----------------------------------------------------------------------
+
+    def captures(self) -> list[Program]:
+        """Return what was captured and is kept, in the order of use."""
+        return [one.program for kept in self._known.values() for one in kept]
+
+    def plans(self) -> list[Plan]:
+        """Return the plans of the captures that are kept, in the order of use."""
+        return [graph.plan for graph in self._target.graphs]
+
+    def stats(self) -> OffloadStats:
+        """Return what has been offloaded so far, waiting up to a second for its stores."""
+        self._target.settle()
+        return self._target.recorder.snapshot()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(_NOT_COPIED)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(_NOT_COPIED)
+
+
+_NOT_COPIED = (
+    "a compiled step belongs to the model and optimizer that its function uses; copy or pickle "
+    "those, and call storm_client.compile_step where they are"
+)
+
+
+def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    made: Callable[[list[Any]], Any] = boxed_nop(module, [])
+    return made
+
+
+def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    from storm_client.compile.inductor import generate_inference
+
+    return generate_inference(module)
+
+
+_GENERATORS = {
+    "inductor": (_by_inductor, exact_in_generated_code),
+    "eager": (_by_pytorch, exact_in_eager),
+}
+
+
+def _finish(program: Program, values: dict[fx.Node, Any]) -> None:
+    """Change the state."""
+    late = program.late
+    given = [values[node] for node in late.inputs]
+    for node in late.drops:
+        del values[node]
+    values.update(zip(late.results, late.run(given), strict=True))
+    captured = program.captured
+    made = program.ordered.results[len(captured.returned) :]
+    for result, source in zip(captured.left, made, strict=True):
+        _put(result, _value(result, source, values))
+
+
+def _value(result: Result, node: fx.Node | None, values: dict[fx.Node, Any]) -> Any:
+    return result.value if node is None else values[node]
+
+
+def _put(result: Result, value: Any) -> None:
+    kind, *path = result.path
+    if kind == "grad":
+        path[0].grad = value
+    elif kind == "state":
+        optimizer, parameter, key = path
+        optimizer.state[parameter][key] = value
+    else:
+        module, name = path
+        module._buffers[name] = value
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off to the end of the block.
+
+    Python runs handlers in the main thread alone, so in others there is nothing to put off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or not callable(before):
+        yield
+        return
+    noted: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            before(*noted[0])

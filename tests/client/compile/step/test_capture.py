@@ -1,0 +1,192 @@
+"""Captures: what they refuse, by its line, and that they leave no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.compile.step.capture import capture
+from storm_client.errors import UsageError
+from support.steps import everything
+from support.training import assert_identical, seeded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Trained:
+    """A layer, its optimizer, and a step whose body is given."""
+
+    def __init__(self, body: Callable[[Trained, Tensor], Any] | None = None) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.body = body
+
+    def step(self, x: Tensor) -> Any:
+        loss = self.net(x).square().mean()
+        loss.backward()
+        found = None if self.body is None else self.body(self, loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def everything(self) -> list[Tensor]:
+        return everything(self.net, self.optimizer, "cpu")
+
+
+def branches(_: Trained, loss: Tensor) -> object:
+    return 1 if loss > 0.5 else 2
+
+
+def branches_on_a_number(_: Trained, loss: Tensor) -> object:
+    return 1 if loss.item() > 0.5 else 2
+
+
+def formats_a_number(_: Trained, loss: Tensor) -> object:
+    return f"{loss.item():.3f}"
+
+
+def finds_elements(self: Trained, loss: Tensor) -> object:
+    return self.net.weight.nonzero()
+
+
+def counts(_: Trained, loss: Tensor) -> object:
+    return int(loss.argmax())
+
+
+def selects(self: Trained, loss: Tensor) -> object:
+    return self.net.weight[self.net.weight > 0].sum()
+
+
+def resizes(_: Trained, loss: Tensor) -> object:
+    return loss.new_zeros(4).resize_(8)
+
+
+def schedules(self: Trained, loss: Tensor) -> object:
+    self.optimizer.param_groups[0]["lr"] *= 0.5
+    return None
+
+
+def scales(self: Trained, loss: Tensor) -> object:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss)
+    scaler.step(self.optimizer)
+    return None
+
+
+def puts_a_tensor_into_its_module(self: Trained, loss: Tensor) -> object:
+    self.net.last = loss
+    return None
+
+
+def draws_again(self: Trained, loss: Tensor) -> object:
+    x = torch.ones(4, 8, requires_grad=True)
+    checkpoint(nn.Sequential(self.net, nn.Dropout(0.5)), x, use_reentrant=False).sum().backward()
+    return None
+
+
+REFUSED = {
+    branches: "return 1 if loss > 0.5 else 2",
+    branches_on_a_number: r"return 1 if loss.item\(\) > 0.5 else 2",
+    formats_a_number: "return f",
+    finds_elements: r"return self.net.weight.nonzero\(\)",
+    counts: r"return int\(loss.argmax\(\)\)",
+    selects: r"self.net.weight\[self.net.weight > 0\]",
+    resizes: r"return loss.new_zeros\(4\).resize_",
+    schedules: "call the scheduler after the step",
+    scales: "GradScaler",
+    puts_a_tensor_into_its_module: "Linear.last",
+    draws_again: "leave checkpointing out",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+def test_what_cannot_be_captured_is_refused_by_its_line(
+    body: Callable[[Trained, Tensor], Any],
+) -> None:
+    one = Trained(body)
+    before = one.everything()[:-2]
+    attributes = dict(one.net.__dict__)
+    with pytest.raises(UsageError, match=REFUSED[body]):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+    assert_identical(one.everything()[:-2], before)
+    assert one.net.__dict__ == attributes
+
+
+def test_an_update_that_branches_is_refused_with_what_to_do() -> None:
+    one = Trained()
+    one.optimizer = torch.optim.RAdam(one.net.parameters(), lr=1e-2)
+    with pytest.raises(UsageError, match="branches on how often"):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+
+
+def test_what_a_step_raises_is_raised_and_nothing_has_changed() -> None:
+    def fails(self: Trained, loss: Tensor) -> object:
+        raise ZeroDivisionError("mine")
+
+    one = Trained(fails)
+    before = one.everything()[:-2]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+    assert_identical(one.everything()[:-2], before)
+
+
+def test_a_capture_runs_nothing() -> None:
+    one = Trained()
+    one.step(seeded("cpu", 4, 8))
+    one.net(seeded("cpu", 4, 8)).sum().backward()
+    before, state = one.everything()[:-2], torch.get_rng_state()
+    settings = dict(one.optimizer.param_groups[0])
+    for _ in range(2):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_identical(one.everything()[:-2], before)
+    assert one.optimizer.param_groups[0] == settings
+    assert type(one.optimizer.param_groups[0]["lr"]) is float
+
+
+def test_a_variable_that_the_step_counts_in_is_refused() -> None:
+    one = Trained()
+    calls = 0
+
+    def step(x: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return one.step(x)
+
+    with pytest.raises(UsageError, match="'calls'"):
+        storm.compile_step(step, codegen="eager", min_bytes=1 << 40)(seeded("cpu", 4, 8))
+
+
+def test_a_variable_of_the_steps_own_is_followed() -> None:
+    scale = 1.0
+
+    def step(x: Tensor) -> Tensor:
+        return x * scale
+
+    call = storm.compile_step(step, codegen="eager", min_bytes=1 << 40)
+    x = seeded("cpu", 4)
+    assert torch.equal(call(x), x)
+    scale = random.uniform(2, 3)
+    assert torch.equal(call(x), x * scale)
+
+
+def test_a_generator_of_the_steps_own_advances() -> None:
+    def draws(generator: torch.Generator) -> list[Tensor]:
+        def step(x: Tensor) -> Tensor:
+            return x + torch.rand(4, generator=generator)
+
+        return [step(torch.zeros(4)) for _ in range(3)]
+
+    def compiled(generator: torch.Generator) -> list[Tensor]:
+        call = storm.compile_step(
+            lambda x: x + torch.rand(4, generator=generator), codegen="eager", min_bytes=1 << 40
+        )
+        return [call(torch.zeros(4)) for _ in range(3)]
+
+    expected = draws(torch.Generator().manual_seed(3))
+    assert_identical(compiled(torch.Generator().manual_seed(3)), expected)
