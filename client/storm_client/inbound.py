@@ -94,9 +94,10 @@ class Inbound:
                 self._lane.unstage(slot, destination, part.begin)
                 with connection.lock:
                     transfers.take(incoming, index)
-                    if index + 1 < len(parts):
+                    if left := len(parts) - index - 1:
                         connection.notify()
-                        transfers.request_ahead(incoming, index + 1, self._lane.publish())
+                        if len(incoming.transfers) < left:
+                            transfers.request_ahead(incoming, index + 1, self._lane.publish())
                     if uses is not None:
                         self._stage_ahead(uses)
                     if connection.outbox:
