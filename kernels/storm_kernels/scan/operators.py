@@ -8,15 +8,17 @@ take and give float32, as torch.cumsum does on CUDA. Arguments were checked by a
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ..backends import resolve
+from ..backends import resolve, setting
 from ..errors import UsageError
 from ..registry import implementation
+from .calls import Operator
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +31,13 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.int64
 
 
+@lru_cache(maxsize=64)
+def _found(function: str, backend: str, device: str, _setting: str) -> tuple[str, Any]:
+    """Return the name of the backend that a call gets, and its function; asking takes 25 us."""
+    name = resolve(backend, device, "scan")
+    return name, getattr(implementation("scan", name), function)
+
+
 def _run(
     function: str,
     backend: str,
@@ -39,8 +48,7 @@ def _run(
 ) -> None:
     """Have a backend's function fill `results`; one for host memory gets copies of what is not."""
     device = results[0].device
-    name = resolve(backend, device.type, "scan")
-    work = getattr(implementation("scan", name), function)
+    name, work = _found(function, backend, device.type, setting())
     if name == "cuda" and device.type != "cuda":
         raise UsageError(f"backend 'cuda' was asked to scan a tensor on {device}")
     if not results[0].numel():
@@ -58,8 +66,7 @@ def _run(
 # --- sums -----------------------------------------------------------------------------------
 
 
-@custom_op("storm_kernels::cumsum", mutates_args=())
-def cumsum(
+def _cumsum(
     x: Tensor,
     dim: int,
     reverse: bool,
@@ -76,7 +83,31 @@ def cumsum(
     return y
 
 
-@cumsum.register_fake
+def _cumsum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch's signature)
+    x, *ctx.options = inputs
+    ctx.dtype = x.dtype
+
+
+def _cumsum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dim, reverse, exclusive, compensated, _, backend = ctx.options
+    back = cumsum(grad, dim, not reverse, exclusive, compensated, ctx.dtype, backend)
+    return (back, *(None for _ in ctx.options))
+
+
+def _cumsum_vmap(_info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, *rest: Any) -> Any:
+    return cumsum(x.movedim(in_dims[0], 0), dim + 1, *rest), 0
+
+
+cumsum = Operator(
+    custom_op("storm_kernels::cumsum", _cumsum, mutates_args=()),
+    _cumsum,
+    _cumsum_setup,
+    _cumsum_backward,
+    _cumsum_vmap,
+)
+
+
+@cumsum.op.register_fake
 def _(
     x: Tensor,
     _dim: int,
@@ -89,40 +120,15 @@ def _(
     return torch.empty_like(x, dtype=dtype or sum_dtype(x.dtype))
 
 
-def _cumsum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 (torch's signature)
-    x, *ctx.options = inputs
-    ctx.dtype = x.dtype
-
-
-def _cumsum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    dim, reverse, exclusive, compensated, _, backend = ctx.options
-    back = cumsum(grad, dim, not reverse, exclusive, compensated, ctx.dtype, backend)
-    return (back, *(None for _ in ctx.options))
-
-
-cumsum.register_autograd(_cumsum_backward, setup_context=_cumsum_setup)
-
-
-@cumsum.register_vmap
-def _(_info: Any, in_dims: tuple[Any, ...], x: Tensor, dim: int, *rest: Any) -> Any:
-    return cumsum(x.movedim(in_dims[0], 0), dim + 1, *rest), 0
-
-
 # --- other associative operations -----------------------------------------------------------
 
 
-@custom_op("storm_kernels::fold", mutates_args=())
-def fold(x: Tensor, op: str, dim: int, reverse: bool, backend: str) -> Tensor:
+def _fold(x: Tensor, op: str, dim: int, reverse: bool, backend: str) -> Tensor:
     """Return the scan of `x` with `op`, of x's type."""
     y = torch.empty_like(x)
     options = {"op": op, "exclusive": False, "compensated": False}
     _run("fold", backend, [x], [y], dim, reverse=reverse, **options)
     return y
-
-
-@fold.register_fake
-def _(x: Tensor, _op: str, _dim: int, _reverse: bool, _backend: str) -> Tensor:
-    return torch.empty_like(x)
 
 
 def _fold_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -182,32 +188,37 @@ _FOLD_GRADIENTS = {
     "logaddexp": _logaddexp_gradient,
 }
 
-fold.register_autograd(_fold_backward, setup_context=_fold_setup)
 
-
-@fold.register_vmap
-def _(_info: Any, in_dims: tuple[Any, ...], x: Tensor, op: str, dim: int, *rest: Any) -> Any:
+def _fold_vmap(
+    _info: Any, in_dims: tuple[Any, ...], x: Tensor, op: str, dim: int, *rest: Any
+) -> Any:
     return fold(x.movedim(in_dims[0], 0), op, dim + 1, *rest), 0
+
+
+fold = Operator(
+    custom_op("storm_kernels::fold", _fold, mutates_args=()),
+    _fold,
+    _fold_setup,
+    _fold_backward,
+    _fold_vmap,
+)
+
+
+@fold.op.register_fake
+def _(x: Tensor, _op: str, _dim: int, _reverse: bool, _backend: str) -> Tensor:
+    return torch.empty_like(x)
 
 
 # --- h = a*h + b ----------------------------------------------------------------------------
 
 
-@custom_op("storm_kernels::linear_scan", mutates_args=())
-def linear_scan(
+def _linear_scan(
     a: Tensor, b: Tensor, initial: Tensor | None, dim: int, reverse: bool, backend: str
 ) -> Tensor:
     """Return h_t = a_t h_(t-1) + b_t; a and b have one shape, and one type with `initial`."""
     h = torch.empty_like(b)
     _run("linear", backend, [a, b, initial], [h], dim, reverse=reverse)
     return h
-
-
-@linear_scan.register_fake
-def _(
-    _a: Tensor, b: Tensor, _initial: Tensor | None, _dim: int, _reverse: bool, _backend: str
-) -> Tensor:
-    return torch.empty_like(b)
 
 
 def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -225,11 +236,7 @@ def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return da, db, first, None, None, None
 
 
-linear_scan.register_autograd(_linear_backward, setup_context=_linear_setup)
-
-
-@linear_scan.register_vmap
-def _(
+def _linear_vmap(
     info: Any,
     in_dims: tuple[int | None, ...],
     a: Tensor,
@@ -245,8 +252,23 @@ def _(
     return linear_scan(a, b, initial, dim + 1, *rest), 0
 
 
-@custom_op("storm_kernels::linear_scan_gradient", mutates_args=())
-def linear_scan_gradient(
+linear_scan = Operator(
+    custom_op("storm_kernels::linear_scan", _linear_scan, mutates_args=()),
+    _linear_scan,
+    _linear_setup,
+    _linear_backward,
+    _linear_vmap,
+)
+
+
+@linear_scan.op.register_fake
+def _(
+    _a: Tensor, b: Tensor, _initial: Tensor | None, _dim: int, _reverse: bool, _backend: str
+) -> Tensor:
+    return torch.empty_like(b)
+
+
+def _linear_scan_gradient(
     grad: Tensor,
     a: Tensor,
     h: Tensor,
@@ -259,19 +281,6 @@ def linear_scan_gradient(
     da, db = torch.empty_like(h), torch.empty_like(h)
     _run("linear_gradient", backend, [grad, a, h, initial], [da, db], dim, reverse=reverse)
     return da, db
-
-
-@linear_scan_gradient.register_fake
-def _(
-    _grad: Tensor,
-    _a: Tensor,
-    h: Tensor,
-    _initial: Tensor | None,
-    _dim: int,
-    _reverse: bool,
-    _backend: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(h), torch.empty_like(h)
 
 
 def _gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -296,11 +305,7 @@ def _gradient_backward(ctx: Any, over_da: Tensor, over_db: Tensor) -> tuple[Tens
     return to_grad, to_a, to_h, to_initial, None, None, None
 
 
-linear_scan_gradient.register_autograd(_gradient_backward, setup_context=_gradient_setup)
-
-
-@linear_scan_gradient.register_vmap
-def _(
+def _gradient_vmap(
     info: Any,
     in_dims: tuple[int | None, ...],
     grad: Tensor,
@@ -315,6 +320,28 @@ def _(
         for one, at in zip((grad, a, h, initial), in_dims, strict=False)
     )
     return linear_scan_gradient(grad, a, h, initial, dim + 1, *rest), (0, 0)
+
+
+linear_scan_gradient = Operator(
+    custom_op("storm_kernels::linear_scan_gradient", _linear_scan_gradient, mutates_args=()),
+    _linear_scan_gradient,
+    _gradient_setup,
+    _gradient_backward,
+    _gradient_vmap,
+)
+
+
+@linear_scan_gradient.op.register_fake
+def _(
+    _grad: Tensor,
+    _a: Tensor,
+    h: Tensor,
+    _initial: Tensor | None,
+    _dim: int,
+    _reverse: bool,
+    _backend: str,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(h), torch.empty_like(h)
 
 
 # --- shared ---------------------------------------------------------------------------------
@@ -351,4 +378,4 @@ def _following(x: Tensor, dim: int, reverse: bool) -> Tensor:
 
 for _device in ("cpu", "cuda"):
     for _operator in (cumsum, fold, linear_scan, linear_scan_gradient):
-        _operator.register_autocast(_device, torch.float32)
+        _operator.op.register_autocast(_device, torch.float32)

@@ -135,12 +135,12 @@ def test_the_operators_keep_torchs_rules(backend, device, shape):
         return torch.randn(sizes, device=device, requires_grad=True)
 
     x, state = leaf(*shape), leaf(shape[0], shape[2])
-    opcheck(operators.cumsum, (x, 1, False, True, False, None, backend))
-    opcheck(operators.cumsum, (x.transpose(0, 1), 0, True, False, False, torch.float64, backend))
-    opcheck(operators.fold, (x, "mul", 1, False, backend))
-    opcheck(operators.linear_scan, (x, leaf(*shape), state, 1, True, backend))
+    opcheck(operators.cumsum.op, (x, 1, False, True, False, None, backend))
+    opcheck(operators.cumsum.op, (x.transpose(0, 1), 0, True, False, False, torch.float64, backend))
+    opcheck(operators.fold.op, (x, "mul", 1, False, backend))
+    opcheck(operators.linear_scan.op, (x, leaf(*shape), state, 1, True, backend))
     opcheck(
-        operators.linear_scan_gradient, (x, leaf(*shape), leaf(*shape), None, 1, False, backend)
+        operators.linear_scan_gradient.op, (x, leaf(*shape), leaf(*shape), None, 1, False, backend)
     )
 
 

@@ -1,0 +1,136 @@
+"""Calls an operator the short way where nothing but the numbers is asked for.
+
+PyTorch's dispatcher costs an operator written in Python some 40 us a call, and twice that with
+gradients, more than most scans take on a GPU. A call of plain tensors, which no compiler, mode or
+autocast looks at, does what the dispatcher would do in the end: it runs the kernel, as part of the
+graph where a gradient is wanted. Inside torch.func's transforms, which refuse what the dispatcher
+makes, a call is a node that they can take apart. All others go through the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef
+
+__all__ = ["Operator"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_DEVICES = ("cpu", "cuda")
+
+
+class Operator:
+    """One operator, called as the function that it is made of."""
+
+    def __init__(
+        self,
+        op: CustomOpDef,
+        run: Callable[..., Any],
+        setup: Callable[..., None],
+        backward: Callable[..., Any],
+        vmap: Callable[..., Any],
+    ) -> None:
+        """Give `op`, which runs `run`, what else it does, each as torch.library takes it."""
+        self.op = op
+        self._run = run
+        op.register_autograd(backward, setup_context=setup)
+        op.register_vmap(vmap)
+
+        class Node(torch.autograd.Function):
+            """What the graph has for a call that did not go through the dispatcher.
+
+            A `setup_context` of its own would have PyTorch look up `run`'s signature in each call.
+            """
+
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                results = run(*arguments)
+                setup(ctx, arguments, results)
+                return results
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Any:
+                return backward(ctx, *gradients)
+
+        self._node = Node
+        methods = {
+            "forward": staticmethod(run),
+            "setup_context": staticmethod(setup),
+            "backward": Node.backward,
+            "vmap": staticmethod(vmap),
+        }
+        self._transformed: Any = type("Transformed", (torch.autograd.Function,), methods)
+        """What torch.func's transforms know how to take apart; they refuse the dispatcher's."""
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the operator's results.
+
+        Raises UsageError for forward-mode derivatives, of which the dispatcher would make zeros.
+        """
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(arguments)
+        if torch.compiler.is_compiling():
+            return self.op(*arguments)
+        if torch._C._are_functorch_transforms_active():
+            return self._transformed.apply(*map(_as_autocast_has_it, arguments))
+        if not _is_plain(arguments):
+            return self.op(*arguments)
+        if torch.is_grad_enabled() and any(
+            isinstance(one, Tensor) and one.requires_grad for one in arguments
+        ):
+            return self._node.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's gap
+        return self._run(*arguments)
+
+
+def _is_plain(arguments: tuple[Any, ...]) -> bool:
+    """Tell whether nobody looks at a call, and its tensors are no more than numbers."""
+    state = torch._C
+    if state._len_torch_dispatch_stack() or state._len_torch_function_stack():
+        return False
+    if state._get_tracing_state():
+        return False
+    return all(_is_plain_tensor(one) for one in arguments if isinstance(one, Tensor))
+
+
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    device = tensor.device.type
+    return (
+        type(tensor) in _PLAIN
+        and device in _DEVICES
+        and not torch.is_autocast_enabled(device)
+        and torch._C._dispatch_keys(tensor).raw_repr() == _plain_keys(device)
+    )
+
+
+def _as_autocast_has_it(argument: Any) -> Any:
+    """Return an argument as the dispatcher would hand it on: under autocast in float32."""
+    if isinstance(argument, Tensor) and argument.is_floating_point():
+        is_on = torch.is_autocast_enabled(argument.device.type)
+        return argument.float() if is_on and argument.dtype is not torch.float64 else argument
+    return argument
+
+
+def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
+    for one in arguments:
+        if not isinstance(one, Tensor):
+            continue
+        if forward_ad.unpack_dual(one).tangent is not None:  # type: ignore[no-untyped-call]
+            raise UsageError(
+                "a scan has no forward-mode derivative (torch.func.jvp, jacfwd, forward_ad); use "
+                "reverse mode, as torch.func.vjp or jacrev"
+            )
+
+
+@cache
+def _plain_keys(device: str) -> int:
+    """Return what a tensor has the dispatcher look at; conjugates and batches have more."""
+    return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()
