@@ -121,7 +121,7 @@ def exact_in_generated_code(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
-    if target.overloadpacket in (aten._to_copy, torch.ops.prims.convert_element_type):
+    if _is_conversion(node):
         return _widens(node)
     return target.overloadpacket in MOVES or is_view(target)
 
@@ -243,6 +243,8 @@ class _Found(NamedTuple):
     nodes: tuple[fx.Node, ...]
     sources: tuple[fx.Node, ...]
     """What is handed over, or would be besides, from which they start."""
+    parameters: tuple[fx.Node, ...]
+    """What they need of the forward graph's that stays in memory anyway, and is not handed over."""
 
 
 class _Search:
@@ -252,6 +254,7 @@ class _Search:
         """Begin with nothing; `handed` is what has memory of its own, and not a parameter's."""
         self.nodes: dict[fx.Node, None] = {}
         self.sources: dict[fx.Node, None] = {}
+        self.parameters: dict[fx.Node, None] = {}
         self._pair, self._goal, self._handed = pair, goal, handed
 
     def make(self, node: fx.Node) -> bool:
@@ -291,6 +294,9 @@ class _Search:
 
     def _take(self, node: fx.Node) -> bool:
         """Have a value handed over besides, if it is in memory anyway."""
+        if node in self._pair.static:
+            self.parameters[node] = None
+            return True
         if not self._pair.lies_in_memory(node):
             return False
         self.sources[node] = None
@@ -322,8 +328,14 @@ class _Pair:
         inputs = forward.graph.find_nodes(op="placeholder")
         primals = [node for node in inputs if str(node.target).startswith("primals")]
         self.static = {primals[index] for index in static if index < len(primals)}
+        self.returns_a_loss = any(
+            is_tensor(n) and n.meta["val"].dim() == 0 and n.meta["val"].is_floating_point()
+            for n in self.results[:outputs]
+        )
         self.seen_outside = {memory_of(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
         self.seen_outside |= set(inputs)
+        self.lent: set[fx.Node] = set()
+        """Parameters that are handed over besides, for what is computed again."""
         self.symbols = symbols_of(backward.graph)
         self.turned = {source_of(n): n for n in self.handed if is_tensor(n) and _turned_back(n)}
         """Of what is handed over with its dimensions in another order, by what that was."""
@@ -345,7 +357,8 @@ class _Pair:
         leaving = {node for node in handed if self._may_leave(node)}
         recipes = {node: self._recipe(node, handed) for node in leaving}
         besides = {n for one in recipes.values() if one for n in one.sources} - handed
-        self._hand_over(sorted(besides, key=order.__getitem__))
+        self.lent = {n for one in recipes.values() if one for n in one.parameters}
+        self._hand_over(sorted(besides | self.lent, key=order.__getitem__))
         made = self._seconds_made()
         found = sorted(handed | besides, key=order.__getitem__)
         numbers = {node: number for number, node in enumerate(found)}
@@ -424,13 +437,12 @@ class _Pair:
         if not search.make(node):
             return None
         nodes = tuple(search.nodes)
-        if not all(map(self.rules.is_exact, nodes)) and not self._is_read_alone(
-            self.placeholders[node.name]
-        ):
+        given = self.placeholders[node.name]
+        if not self.rules.is_exact(memory_of(node)) and not self._is_read_alone(given):
             return None
         if any(map(self._is_special, nodes)) and not _is_repeatable(node):
             return None
-        return _Found(nodes, tuple(search.sources))
+        return _Found(nodes, tuple(search.sources), tuple(search.parameters))
 
     def can_run_again(self, node: fx.Node) -> bool:
         """Tell whether an operation gives the same bits in the backward graph."""
@@ -452,6 +464,8 @@ class _Pair:
         way nobody else reads: else it might be read rounded in one place, and not in another.
         """
         rule = self.rules.rounds_alike
+        if self._converts_a_parameter(node):
+            return True
         if rule is None or not rule(node) or not is_tensor(node):
             return False
         is_single = node.meta["val"].dtype.itemsize >= torch.float32.itemsize
@@ -461,6 +475,15 @@ class _Pair:
         return all(
             base.op == "placeholder" or self._runs_alone(base) or self._rounds_alike(base)
             for base in bases
+        )
+
+    def _converts_a_parameter(self, node: fx.Node) -> bool:
+        """Tell whether a node is what products alone read of a parameter, in another type."""
+        return (
+            self.rules.runs_alone is not None
+            and _is_conversion(node)
+            and memory_of(node.all_input_nodes[0]) in self.static
+            and self._is_read_alone(node)
         )
 
     def _is_read_alone(self, node: fx.Node) -> bool:
@@ -502,19 +525,23 @@ class _Pair:
                 "device at once, which is the least possible; raise it, or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
-        count = _count(budget, chosen, saved)
+        count = _count(budget, chosen, saved, is_loss=self.returns_a_loss)
         draft = chosen.draft(count, in_runs=in_runs)
         decisions = list(draft.decisions)
         self._drop(values, draft)
-        self._offload(values, decisions, draft)
+        self._offload(values, draft)
         self._compute_again(values, decisions, draft)
+        self._drop_lent()
         for module in (self.forward, self.backward):
             module.graph.lint()
             module.recompile()
         ranks = {number: rank for rank, number in enumerate(chosen.order)} if in_runs else {}
         ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
         peak = chosen.peaks[0 if in_runs else count]
-        return Graph(_plan(values, draft, peak, forward or 0.0, self.machine), chosen, ranks)
+        plan = _plan(values, draft, peak, forward or 0.0, self.machine)
+        order = sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
+        early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
+        return Graph(plan, chosen, ranks, early, order[-1] if order else None)
 
     def _drop(self, values: list[_Value], draft: Draft) -> None:
         """Hand over no more what nothing is computed from."""
@@ -523,18 +550,24 @@ class _Pair:
             self.backward.graph.erase_node(value.given)
         self._drop_results(dropped)
 
-    def _drop_results(self, values: list[_Value]) -> None:
-        drop_results(self.output, {self._place(value) for value in values})
+    def _drop_lent(self) -> None:
+        """Hand over no parameter that nothing is computed with after all."""
+        unused = [node for node in self.lent if not self.placeholders[node.name].users]
+        for node in unused:
+            self.backward.graph.erase_node(self.placeholders.pop(node.name))
+        drop_results(self.output, {self._place(node) for node in unused})
         self.results = list(self.output.args[0])
 
-    def _place(self, value: _Value) -> int:
-        """Return where a value is handed over, among the forward graph's results."""
-        return self.results.index(value.made, self.first_handed)
+    def _drop_results(self, values: list[_Value]) -> None:
+        drop_results(self.output, {self._place(value.made) for value in values})
+        self.results = list(self.output.args[0])
 
-    def _offload(self, values: list[_Value], decisions: list[Decision], chosen: Draft) -> None:
-        offloaded = [
-            n for n, one in enumerate(decisions) if isinstance(one, Offload) and chosen.is_handed[n]
-        ]
+    def _place(self, made: fx.Node) -> int:
+        """Return where a value is handed over, among the forward graph's results."""
+        return self.results.index(made, self.first_handed)
+
+    def _offload(self, values: list[_Value], chosen: Draft) -> None:
+        offloaded = _offloaded(chosen)
         for number in offloaded:
             self._store(values[number], number)
         fetches = sorted(offloaded, key=lambda n: (chosen.fetches[n], chosen.first_uses[n], n))
@@ -561,7 +594,7 @@ class _Pair:
         _describe(token, _token_like(made))
         if "saved_tensor_with_no_vc_check" in made.meta:
             token.meta["saved_tensor_with_no_vc_check"] = made.meta["saved_tensor_with_no_vc_check"]
-        self.results[self._place(value)] = token
+        self.results[self._place(value.made)] = token
         self.output.update_arg(0, tuple(self.results))
 
     def _fetch(self, value: _Value, position: int) -> fx.Node:
@@ -640,6 +673,11 @@ class _Pair:
         return self.nodes[position]
 
 
+def _offloaded(draft: Draft) -> list[int]:
+    both = zip(draft.decisions, draft.is_handed, strict=True)
+    return [n for n, (one, handed) in enumerate(both) if isinstance(one, Offload) and handed]
+
+
 def _see(node: fx.Node) -> None:
     """Have a compiler make a value as if it were handed over: by itself, and in memory."""
     with node.graph.inserting_after(node):
@@ -649,15 +687,21 @@ def _see(node: fx.Node) -> None:
         seen.meta["autograd_backward"] = True
 
 
-def _count(budget: Budget, chosen: Schedule, saved: Sequence[Saved]) -> int:
-    """Return how many values a budget keeps, or may keep in a run that has all of it."""
+def _count(budget: Budget, chosen: Schedule, saved: Sequence[Saved], *, is_loss: bool) -> int:
+    """Return how many values a budget keeps, or may keep in a run that has all of it.
+
+    What adds nothing to a graph's own peak is kept below the least only where the graph returns a
+    loss, and its backward pass so comes next: blocks would all keep the same, one beside the other.
+    """
     if budget == "fit":
         return len(chosen.order)
     if type(budget) is int:
         return chosen.fitting(budget)
     share = budget if isinstance(budget, float) else 0.0
     allowed = int(share * sum(one.nbytes for one in saved if not one.is_only_a_source))
-    return chosen.fitting(allowed) if allowed >= chosen.least else 0
+    if allowed < chosen.least and not is_loss:
+        return 0
+    return chosen.fitting(max(allowed, chosen.least))
 
 
 def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine: Machine) -> Plan:
@@ -752,6 +796,14 @@ def _is_repeatable(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return bool(node.args[1] == 0)
     return bool(node.meta["val"].is_contiguous())
+
+
+def _is_conversion(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in (
+        aten._to_copy,
+        torch.ops.prims.convert_element_type,
+    )
 
 
 def _widens(node: fx.Node) -> bool:

@@ -61,6 +61,11 @@ class Graph:
     schedule: Schedule
     ranks: dict[int, int]
     """Of the values that may be kept by choice in a run: their places in the schedule's order."""
+    early: tuple[int, ...] = ()
+    """Offloaded values whose fetches would be in time only if they began before the backward graph,
+    in the order of use."""
+    last: int | None = None
+    """The offloaded value that the backward graph waits for last."""
 
 
 class Target:
@@ -189,6 +194,7 @@ class Call:
         self.target = target
         self._sessions: Sessions | None = None
         self._ranks = {} if graph is None else graph.ranks
+        self.trail = None if graph is None else _Trail(graph, _RUNNING.trail)
         self._room = target.room() if self._ranks else 0
         self._count = 0 if graph is None else graph.schedule.holding(self._room)
 
@@ -216,8 +222,44 @@ class Call:
         return self._sessions
 
 
+class _Trail:
+    """What a run stored that is needed as soon as its backward pass begins.
+
+    Backward passes mostly run in the reverse order of the forward passes, so when one has begun its
+    last restore, what the run before stored is next. Where it is not, that was fetched for nothing.
+    What is stored holds its run's trail, and nothing else does.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_early", "_graph")
+
+    def __init__(self, graph: Graph, before: weakref.ref[_Trail] | None) -> None:
+        self._graph, self._before = graph, before
+        self._early: dict[int, weakref.ref[Stored]] = {}
+
+    def note(self, number: int, stored: Stored) -> None:
+        """Note that the run stored its value `number`."""
+        if number in self._graph.early:
+            self._early[number] = weakref.ref(stored)
+        _RUNNING.trail = weakref.ref(self)
+
+    def has_brought(self, number: int) -> None:
+        """Note that a value is back; begin with what is needed next after the last."""
+        before = self._before() if number == self._graph.last and self._before else None
+        if before is not None:
+            before._fetch_early()
+
+    def _fetch_early(self) -> None:
+        for number in self._graph.early:
+            reference = self._early.get(number)
+            stored = None if reference is None else reference()
+            if stored is not None:
+                stored.fetch()
+
+
 class _Running(threading.local):
     call: Call | None = None
+    trail: weakref.ref[_Trail] | None = None
+    """Of the run that has stored something last."""
 
 
 _RUNNING = _Running()
@@ -289,7 +331,7 @@ def _pack(call: Call, value: torch.Tensor, number: int, *, lent: bool) -> Held |
         session = call.sessions().of(value.device)
         if session is None:
             return _skip(target, value, "device")
-        return Stored(_handle(target, value, session, lent=lent), target)
+        return Stored(_handle(target, value, session, lent=lent), target, number, call.trail)
     except DaemonLost as loss:
         if not target.supply.keeps:
             raise lost_in_forward(loss) from loss
@@ -344,11 +386,17 @@ _COUNTS_CHANGES = "ADInplaceOrView"
 class Stored:
     """A value that is with the daemon, or on its way."""
 
-    __slots__ = ("_handle", "_target")
+    __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
 
-    def __init__(self, handle: Handle, target: Target) -> None:
+    def __init__(
+        self, handle: Handle, target: Target, number: int, trail: _Trail | None = None
+    ) -> None:
         self._handle = handle
         self._target = target
+        self._number = number
+        self._trail = trail
+        if trail is not None:
+            trail.note(number, self)
 
     def fetch(self) -> None:
         """Announce it, and begin to fetch what is announced, in this order."""
@@ -373,6 +421,8 @@ class Stored:
         target.announced(record.session).remove(record)  # type: ignore[arg-type]
         if not located.is_original:
             target.recorder.restored(perf_counter() - began)
+        if self._trail is not None:
+            self._trail.has_brought(self._number)
         return handle.view.rebuild(Located(located.storage))
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -381,7 +382,7 @@ class _Problem:
         for number in reversed(by_use):
             ready = begins[needed[number].first] - self.latency
             free = min(free, ready) - self.transfers[number]
-            positions[number] = max(0, int(np.searchsorted(begins, free, side="right")) - 1)
+            positions[number] = max(0, bisect_right(begins, free) - 1)
         for number in by_use:
             use, nbytes = needed[number].first, self.values[number].nbytes
             full = np.flatnonzero(live[positions[number] : use] + nbytes > limit)

@@ -120,6 +120,35 @@ def test_the_name_of_the_backend_is_enough(
     assert runtime.shared_target(0.25, "ancf", 1).recorder.snapshot().saved_bytes > 0
 
 
+def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
+    monkeypatch: pytest.MonkeyPatch, client: storm.Client
+) -> None:
+    """Of blocks that are compiled one by one, no graph could begin with another's values."""
+    calls = [Compiler(client, budget=0.0)(blocks("cpu", 1)) for _ in range(2)]
+    events: list[tuple[str, object]] = []
+    fetch, bring = runtime.Stored.fetch, runtime.Stored.bring
+
+    def fetching(stored: runtime.Stored) -> None:
+        events.append(("fetch", stored._target))
+        fetch(stored)
+
+    def bringing(stored: runtime.Stored) -> Tensor:
+        events.append(("bring", stored._target))
+        return bring(stored)
+
+    def run() -> None:
+        calls[1](calls[0](seeded("cpu", 2, 16, 32))).square().mean().backward()
+
+    monkeypatch.setattr(runtime.Stored, "fetch", fetching)
+    monkeypatch.setattr(runtime.Stored, "bring", bringing)
+    run()
+    first, second = (backend._target_of(call) for call in calls)
+    last = max(at for at, event in enumerate(events) if event == ("bring", second))
+    assert first.graphs[0].early
+    assert events[last + 1] == ("fetch", first)
+    assert all(target is first for _, target in events[last + 1 :])
+
+
 # --- budgets ------------------------------------------------------------------------------------
 
 

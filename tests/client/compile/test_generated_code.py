@@ -62,7 +62,7 @@ def replayed(plans: list[Plan]) -> dict[str, str]:
     return {row.operation: row.reason for row in rows}
 
 
-@pytest.mark.parametrize("name", ["half_precision", "shapes_that_vary"])
+@pytest.mark.parametrize("name", ["half_precision", "autocast", "shapes_that_vary"])
 def test_products_that_are_computed_again_have_the_same_bits(
     name: str, device: str, client: storm.Client, full_link: None
 ) -> None:

@@ -160,6 +160,20 @@ def test_a_budget_below_the_least_possible_names_it() -> None:
     assert divided(chain, x(), budget=least)[2].schedule.least == least
 
 
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_what_takes_no_more_memory_is_kept_where_the_backward_pass_comes_next(
+    is_loss: bool,
+) -> None:
+    def function(x: Tensor) -> tuple[Tensor]:
+        (x,) = chain(x)
+        return (x.mean() if is_loss else x,)
+
+    _, _, graph = divided(function, x())
+    kept = [row for row in graph.plan.rows if row.reason == "budget"]
+    assert bool(kept) == is_loss
+    assert graph.plan.peak_bytes == graph.schedule.least
+
+
 def test_the_graphs_are_pure_but_for_numbers_and_shapes() -> None:
     """Nothing of this process is in them: they are hashed, pickled and cached."""
     for module in divided(chain, x())[:2]:
