@@ -9,7 +9,9 @@ method in turn: nothing, checkpointing of every block, PyTorch's activation_memo
 backend at several budgets. The model is a bare decoder, or transformers' Llama with its embedding,
 head and loss, in the proportions of the one of 8 billion parameters. A row has the median of the
 steps' times and the most memory; on a CPU that is the most bytes of saved tensors that the plan
-leaves. Beside it stands what the plans expect. Losses are compared to the bit.
+leaves. Beside it stands what the plans expect. Losses are compared to the bit. On a GPU Inductor
+measures which configuration of a reduction is fastest, and another adds in another order:
+--deterministic has it choose without measuring, and no kernel of PyTorch's add in any order.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import storm_client as storm
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -243,6 +246,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--min-bytes", type=int, default=1 << 20)
+    parser.add_argument(
+        "--deterministic", action="store_true", help="have equal graphs give equal bits"
+    )
     parser.add_argument("--blocks", action="store_true", help="compile block by block")
     parser.add_argument("--budgets", nargs="*", type=float, default=BUDGETS, help="of the backend")
     parser.add_argument(
@@ -250,6 +256,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
+    if arguments.deterministic:
+        torch.use_deterministic_algorithms(mode=True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        inductor_config.deterministic = True
     rows: list[Row] = []
     expected: list[float] = []
     print(f"{'method':<32} {'ms':>9} {'peak GiB':>9} {'first s':>8}  losses")
