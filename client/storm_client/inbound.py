@@ -320,8 +320,9 @@ class Inbound:
     def _room(self) -> int:
         """Return how much more may be fetched early now."""
         assert self._in_place is not None
-        self._allowed = self._transfers.window.ahead(self._in_place.headroom())
-        return self._allowed - self._transfers.early_bytes
+        transfers = self._transfers
+        self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held_bytes)
+        return self._allowed - transfers.early_bytes
 
 
 def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:

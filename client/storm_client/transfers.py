@@ -239,7 +239,8 @@ class Transfers:
         self._pending: dict[int, Transfer] = {}
         self._held: dict[int, Outgoing] = {}
         """Whose sources wait in their own memory, the oldest first."""
-        self._held_bytes = 0
+        self.held_bytes = 0
+        """Of sources that lie here though they were stored."""
         self._incoming: dict[int, Incoming] = {}
         self._kept: dict[Transfer, Incoming] = {}
         """Parts that were stored and lie in their slots still, the oldest first."""
@@ -340,14 +341,14 @@ class Transfers:
         """Hold a source back: what was saved last stays, as much of it as the window allows."""
         self.window.saw(out.nbytes)
         self._held[out.key] = out
-        self._held_bytes += out.nbytes
+        self.held_bytes += out.nbytes
 
     def excess(self) -> Outgoing | None:
         """Return whose source has to go next, None where all may stay.
 
         The oldest goes first, because a backward pass needs it last.
         """
-        return next(iter(self._held.values())) if self._held_bytes > self.window.limit else None
+        return next(iter(self._held.values())) if self.held_bytes > self.window.limit else None
 
     def is_held(self, key: int) -> bool:
         """Tell whether the source of the record of that key is held."""
@@ -358,7 +359,7 @@ class Transfers:
         out = self._held.pop(key, None)
         if out is None:
             return
-        self._held_bytes -= out.nbytes
+        self.held_bytes -= out.nbytes
         if out.sequence is None and out.refusal is None and out.stats is not None:
             out.stats.kept(out.nbytes, "needed_at_once")  # before there was a reason to send it
 
@@ -712,7 +713,7 @@ class Transfers:
         early = {one.of for one in back if isinstance(one.of, Incoming) and one.of.is_early}
         early |= {one for one in self._incoming.values() if one.is_early}
         assert self.early_bytes == sum(one.nbytes for one in early)
-        assert self._held_bytes == sum(out.nbytes for out in self._held.values())
+        assert self.held_bytes == sum(out.nbytes for out in self._held.values())
         for kept, incoming in self._kept.items():
             assert kept.phase is Phase.ARRIVED
             assert kept in incoming.transfers.values()

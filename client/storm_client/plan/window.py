@@ -28,9 +28,9 @@ LEAST_BYTES = 1 << 26
 class DeviceWindow:
     """How much device memory one session's offloading may take; the session's lock protects it.
 
-    One limit bounds what is held after a store; what is brought back early may besides take half
-    of the memory that the step has used before and has free again. Both stay below the ceiling,
-    and running out of memory halves them.
+    One limit bounds what is held after a store, and together with that what is brought back early;
+    or that takes half of the memory that the step has used before and has free again. Both stay
+    below the ceiling, and running out of memory halves them.
     """
 
     def __init__(self, ceiling: int) -> None:
@@ -43,12 +43,15 @@ class DeviceWindow:
         """Note the size of a tensor that is stored in place."""
         self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
 
-    def ahead(self, headroom: int) -> int:
+    def ahead(self, headroom: int, held: int) -> int:
         """Return how many bytes may be brought back early.
 
-        `headroom` is by how many bytes less is allocated now than was at the most.
+        `headroom` is by how many bytes less is allocated now than was at the most, `held` what lies
+        here though it was stored: when a backward pass begins both would be there at once, and more
+        than without offload.
         """
-        return min(self._ceiling, max(self.limit, headroom // 2))
+        beside_held = max(self.limit - held, min(self.limit, LEAST_BYTES))
+        return min(self._ceiling, max(beside_held, headroom // 2))
 
     def shrink(self) -> None:
         """Take half from now on: the device has run out of memory."""

@@ -405,18 +405,25 @@ def test_three_of_the_largest_tensors_fit_below_the_ceiling() -> None:
 
 def test_half_of_the_spare_memory_serves_what_comes_back() -> None:
     window = DeviceWindow(4 * GIB)
-    assert window.ahead(0) == START_BYTES
-    assert window.ahead(5 * GIB) == 5 * GIB // 2
-    assert window.ahead(100 * GIB) == 4 * GIB
+    assert window.ahead(0, 0) == START_BYTES
+    assert window.ahead(5 * GIB, GIB) == 5 * GIB // 2
+    assert window.ahead(100 * GIB, GIB) == 4 * GIB
+
+
+@pytest.mark.parametrize(("held", "left"), [(1, START_BYTES - 1), (START_BYTES, LEAST_BYTES)])
+def test_what_is_held_leaves_less_for_what_comes_early(held: int, left: int) -> None:
+    window = DeviceWindow(4 * GIB)
+    assert window.ahead(0, held) == left
+    assert DeviceWindow(0).ahead(0, held) == 0
 
 
 def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     window = DeviceWindow(4 * GIB)
     window.saw(GIB)
     window.shrink()
-    assert (window.limit, window.ahead(100 * GIB)) == (2 * GIB, 2 * GIB)
+    assert (window.limit, window.ahead(100 * GIB, 0)) == (2 * GIB, 2 * GIB)
     for _ in range(10):
         window.shrink()
-    assert window.limit == window.ahead(100 * GIB) == LEAST_BYTES
+    assert window.limit == window.ahead(100 * GIB, 0) == LEAST_BYTES
     window.saw(GIB)
     assert window.limit == LEAST_BYTES
