@@ -45,6 +45,15 @@ def test_the_compiled_example_offloads_inside_its_graph(daemon: ChildDaemon) -> 
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
+def test_the_captured_step_prints_the_losses_of_the_function(daemon: ChildDaemon) -> None:
+    plain = _losses("step_gpt.py", "least", "none")
+    assert [line.split(":")[0] for line in plain] == [f"step {n}" for n in range(5)]
+    lines = _losses("step_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
+    assert lines[:5] == plain
+    assert any(line.startswith("temporaries: ") for line in lines)
+    assert daemon.status()["throughput"]["store"]["operations"] > 0
+
+
 def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
     *students, cache = _losses("frozen_teacher.py", STORMD_ADDRESS=daemon.address)
     assert [line.split(":")[0] for line in sorted(students)] == ["student 0", "student 1"]

@@ -25,6 +25,7 @@ from storm_client.compile.backend import supply_of
 from storm_client.compile.partition import exact_in_eager, exact_in_generated_code
 from storm_client.compile.runtime import Target
 from storm_client.compile.step.capture import Result, capture
+from storm_client.compile.step.explain import Explanation, explained
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.state import State, described, variables
 from storm_client.errors import UsageError
@@ -177,6 +178,19 @@ class CompiledStep:
     def captures(self) -> list[Program]:
         """Return what was captured and is kept, in the order of use."""
         return [one.program for kept in self._known.values() for one in kept]
+
+    def explain(self, seconds: float = 0.0) -> Explanation:
+        """Describe what was captured for the latest call: graph, plan, and memory.
+
+        With `seconds`, a layout that is better than greedy ones is looked for so long, where
+        OR-tools is installed.
+
+        Raises:
+            UsageError: it was not called yet.
+        """
+        if self._last is None:
+            raise UsageError("there is nothing to explain before the first call: make a step")
+        return explained(self._last.program, seconds)
 
     def plans(self) -> list[Plan]:
         """Return the plans of the captures that are kept, in the order of use."""

@@ -1,0 +1,74 @@
+"""How well offsets are chosen: on the cases of google/minimalloc.
+
+    git clone https://github.com/google/minimalloc
+    python tests/bench/layout.py minimalloc/benchmarks/challenging \\
+        --json tests/bench/results/layout.json
+
+Each file has buffers with the times from `lower` up to `upper` at which they are needed, and its
+name has the capacity in which they fit. A row has what the greedy start needs, beside the capacity,
+and what the exact search made of it in how many seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import time
+from pathlib import Path
+
+from storm_client.compile.layout import Block, bound, greedy, improved
+
+from stormd.machine import describe, package_versions
+
+
+def read(path: Path) -> list[Block]:
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    return [Block(int(row["lower"]), int(row["upper"]), int(row["size"])) for row in rows]
+
+
+def measure(path: Path, seconds: float, workers: int) -> dict[str, object]:
+    blocks = read(path)
+    capacity = int(path.stem.rsplit(".", 1)[-1])
+    began = time.perf_counter()
+    start = greedy(blocks)
+    found = improved(blocks, start, seconds, capacity=capacity, workers=workers)
+    spent = time.perf_counter() - began
+    found.assert_invariants(blocks)
+    return {
+        "case": path.stem,
+        "buffers": len(blocks),
+        "bound": bound(blocks),
+        "capacity": capacity,
+        "greedy": round(start.nbytes / capacity, 4),
+        "found": round(found.nbytes / capacity, 4),
+        "fits": found.nbytes <= capacity,
+        "seconds": round(spent, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for path in sorted(arguments.cases.glob("*.csv")):
+        rows.append(measure(path, arguments.seconds, arguments.workers))
+        print(*rows[-1].values(), sep="\t", flush=True)
+    print(f"{sum(bool(row['fits']) for row in rows)} of {len(rows)} fit")
+    if arguments.json:
+        about = {
+            "machine": describe(),
+            "versions": package_versions("ortools"),
+            "seconds": arguments.seconds,
+            "workers": arguments.workers,
+        }
+        arguments.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
