@@ -63,7 +63,7 @@ def main() -> None:
     if arguments.json:
         about = {
             "machine": describe(),
-            "versions": package_versions("ortools"),
+            "versions": package_versions(("ortools",)),
             "seconds": arguments.seconds,
             "workers": arguments.workers,
         }

@@ -24,7 +24,7 @@ from storm_client.client import Client
 from storm_client.compile.backend import supply_of
 from storm_client.compile.partition import exact_in_eager, exact_in_generated_code
 from storm_client.compile.runtime import Target
-from storm_client.compile.step.capture import Result, capture
+from storm_client.compile.step.capture import Captured, Result, capture
 from storm_client.compile.step.explain import Explanation, explained
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.state import State, described, variables
@@ -251,17 +251,19 @@ def _finish(program: Program, values: dict[fx.Node, Any]) -> None:
     captured = program.captured
     made = program.ordered.results[len(captured.returned) :]
     for result, source in zip(captured.left, made, strict=True):
-        _put(result, _value(result, source, values))
+        _put(result, _value(result, source, values), captured, values)
 
 
 def _value(result: Result, node: fx.Node | None, values: dict[fx.Node, Any]) -> Any:
     return result.value if node is None else values[node]
 
 
-def _put(result: Result, value: Any) -> None:
+def _put(result: Result, value: Any, captured: Captured, values: dict[fx.Node, Any]) -> None:
     kind, *path = result.path
     if kind == "grad":
-        path[0].grad = value
+        known = captured.recording.outside.get(id(path[0]))
+        tensor = path[0] if known is None else values[known.node]  # this run's, not the capture's
+        tensor.grad = value
     elif kind == "state":
         optimizer, parameter, key = path
         optimizer.state[parameter][key] = value

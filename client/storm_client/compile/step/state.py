@@ -101,8 +101,6 @@ class State:
 
     def values(self, tensors: list[torch.Tensor]) -> dict[fx.Node, Any] | None:
         """Return the values of the graph's inputs now; None where another capture is needed."""
-        if any((tensor.grad is None) is not was_none for tensor, was_none in self.gradients):
-            return None
         found: dict[fx.Node, Any] = {}
         for held in self.held:
             tensor = held.slot.find()
@@ -117,6 +115,12 @@ class State:
             return None
         for node, number in self.arguments:
             found[node] = tensors[number]
+        outside = self.captured.recording.outside
+        for tensor, had_none in self.gradients:
+            known = outside.get(id(tensor))
+            now = tensor if known is None else found[known.node]
+            if (now.grad is None) is not had_none:
+                return None
         return found
 
 

@@ -214,6 +214,24 @@ def test_a_step_may_leave_its_gradients(wrap: Callable[..., compiled.CompiledSte
     assert_identical(make(wrap), make(same))
 
 
+def test_gradients_of_arguments_are_put_on_the_arguments(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    net = perceptron("cpu")
+
+    def step(x: Tensor) -> None:
+        net(x).square().mean().backward()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+    call = wrap(step)
+    for n in range(3):
+        x, expected = (seeded("cpu", 4, 32, seed=n, grad=True) for _ in range(2))
+        call(x)
+        step(expected)
+        assert_identical([x.grad], [expected.grad])
+
+
 def test_several_optimizers_and_results_of_every_kind(
     wrap: Callable[..., compiled.CompiledStep],
 ) -> None:
@@ -249,7 +267,7 @@ def test_several_optimizers_and_results_of_every_kind(
             assert made["scale"] == 0.5
             assert made["weight"] is one.weight
             assert made["x"] is batch["x"]
-            assert made["number"] == float(made["loss"])
+            assert made["number"] == float(made["loss"].detach())
             found += [made["loss"].detach(), made["fake"][0].detach()]
         return [*found, *everything(one, first, "cpu"), *everything(two, second, "cpu")]
 
