@@ -33,8 +33,8 @@ def wrap(client: storm.Client) -> Callable[..., storm.compile_step]:
     return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
 
 
-LITTLE_SAVED = ("convolutions", "tied_and_frozen_weights")
-"""Where most bytes live in the backward pass, behind the last use of what the forward has saved."""
+OFFLOADED = ("a_transformer", "autocast", "writes_in_place")
+"""Where something has to leave for the least peak: of the others all may stay, or is made again."""
 
 
 def same(step: Callable[..., object]) -> Callable[..., object]:
@@ -53,7 +53,7 @@ def test_every_program_gives_the_bits_of_the_function(
         return made[-1]
 
     assert_identical(train(name, "adamw", wrapped, device), expected)
-    if name not in LITTLE_SAVED:
+    if name in OFFLOADED:
         assert made[0].stats().offloaded_bytes > 0
 
 
