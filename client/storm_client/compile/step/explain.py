@@ -94,7 +94,7 @@ class Explanation:
             yield f"  {count:>5} x {name}"
         rest = self.operations[SHOWN:]
         if rest:
-            yield f"  {sum(count for _, count in rest):>5} of {len(rest)} other kinds"
+            yield f"  {sum(count for _, count in rest):>5} of another {len(rest)} kinds"
 
     def _plan(self) -> Iterator[str]:
         for plan in self.plans:

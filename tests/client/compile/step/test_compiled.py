@@ -7,7 +7,7 @@ import gc
 import pickle
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -331,6 +331,15 @@ def test_what_fails_before_the_update_changes_nothing(
         assert_identical(training.everything()[:-2], before)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have Ctrl-C raise, as it does not in a process that a shell has put into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_during_the_update_waits_for_its_end(
     wrap: Callable[..., compiled.CompiledStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +366,7 @@ def test_ctrl_c_during_the_update_waits_for_its_end(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_before_the_update_leaves_all_as_it_was(
     wrap: Callable[..., compiled.CompiledStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
