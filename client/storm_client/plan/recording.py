@@ -77,7 +77,7 @@ class _Cast(NamedTuple):
 class _Call:
     """A function that has been run on its arguments."""
 
-    __slots__ = ("arguments", "function", "options", "recipe")
+    __slots__ = ("_tensors", "arguments", "function", "options", "recipe")
 
     def __init__(
         self, function: Function, arguments: Sequence[Any], options: Mapping[str, Any]
@@ -87,13 +87,15 @@ class _Call:
         self.options = options
         self.recipe: Recipe | None = None
         """Of all its results, once one of them is to be made again."""
+        self._tensors: list[torch.Tensor] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among its arguments."""
-        found = list(_tensors(self.arguments))
-        if self.options:
-            found += _tensors(self.options.values())
-        return found
+        if self._tensors is None:
+            self._tensors = list(_tensors(self.arguments))
+            if self.options:
+                self._tensors += _tensors(self.options.values())
+        return self._tensors
 
 
 class Recording:

@@ -133,4 +133,5 @@ def _refuse_tangents(arguments: tuple[Any, ...]) -> None:
 @cache
 def _plain_keys(device: str) -> int:
     """Return what a tensor has the dispatcher look at; conjugates and batches have more."""
-    return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()
+    with torch.inference_mode(False):  # whatever the first call is made in
+        return torch._C._dispatch_keys(torch.empty(0, device=device)).raw_repr()

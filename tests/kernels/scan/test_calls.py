@@ -6,6 +6,7 @@ import pytest
 import torch
 from storm_kernels import UsageError, scan
 from storm_kernels.scan import operators
+from storm_kernels.scan.calls import _plain_keys
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +44,14 @@ def test_plain_calls_do_not_pass_through_the_dispatcher(dispatched):
     sum(one.sum() for one in calls(a, b)).backward()
     assert a.grad is not None
     assert b.grad is not None
+    assert dispatched == []
+
+
+def test_a_first_call_in_inference_mode_decides_nothing(dispatched):
+    _plain_keys.cache_clear()
+    with torch.inference_mode():
+        scan.cumsum(A)
+    scan.cumsum(A)
     assert dispatched == []
 
 
