@@ -152,8 +152,8 @@ class Config:
         "size",
         "lanes",
         "largest piece in which a tensor travels on the cuda lane; at most half the staging; a "
-        "session takes eight times as much of the GPU's memory",
-        default=128 * MIB,
+        "session takes four times as much of the GPU's memory",
+        default=96 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
     )

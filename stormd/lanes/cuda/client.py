@@ -21,7 +21,7 @@ from stormd.errors import LaneUnavailable
 from stormd.events import RestoreJob, StoreJob
 from stormd.lanes import Post, blob_bound
 from stormd.lanes.cuda.device import CudaDevice
-from stormd.lanes.cuda.scratch import LARGEST_PARTS, ScratchRing
+from stormd.lanes.cuda.scratch import SESSION_PARTS, SessionScratch
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory
@@ -43,8 +43,7 @@ class Opened:
     page: RegisteredHost
     store_stream: Stream
     restore_stream: Stream
-    store_scratch: ScratchRing
-    restore_scratch: ScratchRing
+    scratch: SessionScratch
     owned: ExitStack
     """What lets all of it go, when no stream uses it any more."""
 
@@ -152,18 +151,15 @@ class CudaClient:
                 page = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
                 _, greatest = self.device.context.priorities()
                 stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
-                storing, restoring = (
-                    made.enter_context(closing(ScratchRing(self.device, self._part_bytes)))
-                    for _ in range(2)
-                )
+                scratch = made.enter_context(closing(SessionScratch(self.device, self._part_bytes)))
             except CudaDriverError as error:
                 raise LaneUnavailable(
                     f"the GPU gives a session no scratch ({error}): make room there, or start the "
                     f"daemon with a part_bytes_cuda of less than {format_size(self._part_bytes)}, "
-                    f"of which a session takes {2 * LARGEST_PARTS}"
+                    f"of which a session takes {SESSION_PARTS}"
                 ) from error
             owned = made.pop_all()
-        self._opened = Opened(page, stores, restores, storing, restoring, owned)
+        self._opened = Opened(page, stores, restores, scratch, owned)
 
     def map(self, request: MapSegment) -> None:
         """Map what the client offers.

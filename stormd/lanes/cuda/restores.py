@@ -29,7 +29,7 @@ class Restores:
 
     def fits(self, batch: list[RestoreJob], job: RestoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs."""
-        return self._client.opened.restore_scratch.fits(batch, job)
+        return self._client.opened.scratch.back.fits(batch, job)
 
     def begin(self, batch: list[RestoreJob], scratch: Scratch) -> None:
         """Put the copies of the blobs on the link."""

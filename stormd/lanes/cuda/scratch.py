@@ -1,7 +1,7 @@
-"""Device memory in which blobs lie while they are coded and copied, a ring for each direction.
+"""Device memory in which blobs lie while they are coded and copied, shared by both directions.
 
-A batch has room for its blobs at their worst case, apart from all others', and a part as large as
-the session's parts may be finds room at the latest when nothing is under way.
+A batch has room for its blobs, apart from all others', and a part as large as the session's parts
+may be finds room at the latest when nothing of its direction is under way.
 
 Room is shared by bytes, not by batches: large parts, which cost the trainer the fewest
 interruptions for their bytes, and many small ones need the same few hundred MiB.
@@ -20,13 +20,21 @@ from stormd.arena import GRANULE, Block, granules
 from stormd.events import RestoreJob, StoreJob
 from stormd.lanes import blob_bound
 from stormd.lanes.cuda.device import CudaDevice
-from stormd.lanes.cuda.ring import Ring
+from stormd.lanes.cuda.ring import RingPair, Side
 
-__all__ = ["LARGEST_PARTS", "RESULT_WORDS", "Scratch", "ScratchRing"]
+__all__ = [
+    "RESULT_WORDS",
+    "SESSION_PARTS",
+    "DirectionScratch",
+    "Scratch",
+    "SessionScratch",
+]
 
-LARGEST_PARTS: Final = 4
-"""For so many of the largest parts there is room. With three, the link stands still now and then
-where there is no MPS (DESIGN.md has the measurement)."""
+SHARED_PARTS: Final = 2
+"""For so many of the largest parts there is room that either direction may have."""
+
+SESSION_PARTS: Final = 2 + SHARED_PARTS
+"""The room that a session takes, in the largest parts."""
 
 BATCHES_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
@@ -84,23 +92,58 @@ class Scratch:
         self._made.close()
 
 
-class ScratchRing:
-    """The scratch of one direction of a session, whose parts are of up to `part_bytes`.
+class SessionScratch:
+    """The scratch of a session whose parts are of up to `part_bytes`: one memory, two directions.
+
+    They have their turns, since a forward pass stores and a backward pass restores: each has room
+    for a part of its own, and whoever needs more has that of SHARED_PARTS, too, while the other has
+    nothing there. What a restore has taken may wait for its client, which may wait for a store.
 
     Taking turns with a trainer costs both sides more than coding a part. So where there is no MPS,
-    batches are begun again only when half of the ring is free.
+    batches are begun again only when half of a direction's room is free.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
     """
 
     def __init__(self, device: CudaDevice, part_bytes: int) -> None:
-        self._bytes_together = min(part_bytes, BYTES_TOGETHER)
-        capacity = LARGEST_PARTS * _room_for(part_bytes)
-        self._ring = Ring(capacity, BATCHES_UNDER_WAY, by_halves=not device.is_shared_by_mps)
+        rings = RingPair(
+            _room_for(part_bytes),
+            SHARED_PARTS * _room_for(part_bytes),
+            BATCHES_UNDER_WAY,
+            by_halves=not device.is_shared_by_mps,
+        )
         work_bytes = device.codec.scratch_bytes(part_bytes)
         with ExitStack() as made:
-            self._memory = made.enter_context(closing(DeviceBuffer(capacity)))
+            memory = made.enter_context(closing(DeviceBuffer(rings.nbytes)))
+            self.out, self.back = (
+                made.enter_context(
+                    closing(DirectionScratch(rings, side, memory.address, part_bytes, work_bytes))
+                )
+                for side in (Side.LOW, Side.HIGH)
+            )
+            self._made = made.pop_all()
+
+    def close(self) -> None:
+        """Free all of it; no stream uses it any more."""
+        self._made.close()
+
+
+class DirectionScratch:
+    """What one direction has of it: a `side` of the memory at `address`, `work_bytes` a batch.
+
+    Raises:
+        CudaDriverError: the device has no memory left; nothing is kept.
+    """
+
+    def __init__(
+        self, rings: RingPair, side: Side, address: int, part_bytes: int, work_bytes: int
+    ) -> None:
+        self._rings = rings
+        self._side = side
+        self._address = address
+        self._bytes_together = min(part_bytes, BYTES_TOGETHER)
+        with ExitStack() as made:
             self._free = [
                 made.enter_context(closing(Scratch(work_bytes))) for _ in range(BATCHES_UNDER_WAY)
             ]
@@ -116,16 +159,16 @@ class ScratchRing:
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
         """Tell whether there is scratch for a batch that begins with the job."""
         is_alone = job.nbytes >= self._bytes_together  # nothing fits beside it
-        nbytes = granules(blob_bound(job.nbytes)) if is_alone else _room_for(self._bytes_together)
-        return self._ring.has(nbytes)
+        nbytes = _room_of(job) if is_alone else _room_for(self._bytes_together)
+        return self._rings.has(self._side, nbytes)
 
     def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
         """Return scratch for a batch; `has_for` has said that there is some."""
         scratch = self._free.pop()
-        sizes = [granules(blob_bound(job.nbytes)) for job in batch]
-        scratch.taken = self._ring.take(sum(sizes))
+        sizes = [_room_of(job) for job in batch]
+        scratch.taken = self._rings.take(self._side, sum(sizes))
         scratch.rooms = []
-        address = self._memory.address + scratch.taken.start
+        address = self._address + scratch.taken.start
         for size in sizes:
             scratch.rooms.append(address)
             address += size
@@ -133,12 +176,18 @@ class ScratchRing:
 
     def give_back(self, scratch: Scratch) -> None:
         """Take scratch back: no stream uses it any more."""
-        self._ring.give_back(scratch.taken)
+        self._rings.give_back(self._side, scratch.taken)
         self._free.append(scratch)
 
     def close(self) -> None:
         """Free all of it; no stream uses it any more."""
         self._made.close()
+
+
+def _room_of(job: StoreJob | RestoreJob) -> int:
+    """Return the bytes of its blob: at the most, as long as nobody knows its size."""
+    known = job.block.nbytes if isinstance(job, RestoreJob) else blob_bound(job.nbytes)
+    return granules(known)
 
 
 def _room_for(nbytes: int) -> int:

@@ -104,8 +104,8 @@ class CudaSession:
         """Give both directions their scratch, before the first job of either can come."""
         self._client.open()
         opened = self._client.opened
-        self.stores.provide(opened.store_scratch)
-        self.restores.run(partial(self.restores.provide, opened.restore_scratch))
+        self.stores.provide(opened.scratch.out)
+        self.restores.run(partial(self.restores.provide, opened.scratch.back))
 
     # --- run by a thread of its own at the end ----------------------------------------------
 

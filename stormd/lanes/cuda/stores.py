@@ -45,7 +45,7 @@ class Stores:
     def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs, and comes in the same way."""
         same_way = bool(job.result) == bool(batch[0].result)
-        return same_way and self._client.opened.store_scratch.fits(batch, job)
+        return same_way and self._client.opened.scratch.out.fits(batch, job)
 
     def begin(self, batch: list[StoreJob], scratch: Scratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""

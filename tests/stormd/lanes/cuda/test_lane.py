@@ -28,6 +28,9 @@ from stormd.lanes import blob_bound
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import RESULTS, STORED, EncoderResult
 
+SESSION_PARTS = 4
+"""What a session takes of the device, as part_bytes_cuda is described."""
+
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
 def test_what_was_stored_comes_back(bench: Bench, codec: str) -> None:
@@ -100,6 +103,38 @@ def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> Non
     other = bench.expect(StoreDone, 2).block
     bench.space.release(block)
     bench.space.release(other)
+
+
+def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> None:
+    """A client's stream may wait for a store before it comes to what the restores wait for."""
+    bench.map()
+    before = fill(bench)
+    bench.store(1, 0, PART, "raw")
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    for ticket in range(101, 111):
+        bench.restore(ticket, block, PART, PART)
+    restores = bench.lane._sessions[SESSION].restores
+    wait_until(lambda: len(restores._begun) == SESSION_PARTS - 1)
+    for entry in range(2, 10):
+        bench.store(entry, 0, PART, "raw")
+    bench.publish(9)
+    bench.expect(StoreDone, 9)
+    bench.publish(110)
+    bench.expect(RestoreDone, 10)
+    assert np.array_equal(bench.memory[PART : 2 * PART], before[:PART])
+    for done in bench.results:
+        if isinstance(done, StoreDone):
+            bench.space.release(done.block)
+
+
+def test_a_session_takes_the_memory_of_so_many_parts(bench: Bench) -> None:
+    with fake_cuda.entered(0):
+        before = set(fake_cuda.live)
+    bench.map()
+    taken = fake_cuda.live - before
+    nbytes = sum(one.nbytes for one in taken if isinstance(one, fake_cuda.DeviceBuffer))
+    assert SESSION_PARTS <= nbytes / PART < SESSION_PARTS + 1
 
 
 @pytest.mark.parametrize("has_segment", [True, False])

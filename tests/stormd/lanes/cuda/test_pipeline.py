@@ -287,7 +287,7 @@ class Halves:
     """Scratch for so many jobs, of which half must be free before there is any again."""
 
     def __init__(self, jobs: int) -> None:
-        self._ring = Ring(jobs, jobs, by_halves=True)
+        self._ring = Ring(range(jobs), jobs, by_halves=True)
         self.give_back = self._ring.give_back
 
     def has_for(self, job: int) -> bool:
