@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["draw_scan", "draw_ternary", "draw_train"]
+__all__ = ["draw_scan", "draw_ternary", "draw_train", "total_bytes"]
 
 _BARS_WIDTH: Final = 0.8
 """Of a group of bars, where groups are 1 apart."""
 
 _OUR_PEERS: Final = ("ours", "SimpleRotorNet")
 _OUR_METHODS: Final = "storm"
+_BUDGET_PREFIX: Final = "storm-budget="
 _GIB: Final = 1 << 30
 _AXIS_ROOM: Final = 1.25
 """Of each axis beyond the last point, for the names."""
@@ -85,24 +86,43 @@ def _bars(
     plot.margins(x=0.15)
 
 
+def total_bytes(row: dict[str, Any]) -> int | None:
+    """Return what a method takes of the GPU's memory, in both processes; None if not known."""
+    trainer, daemon = row.get("process_device_bytes"), row.get("daemon_device_bytes")
+    if trainer is None or (daemon is None and "offload" in row):
+        return None
+    return int(trainer) + (int(daemon) if daemon and "offload" in row else 0)
+
+
 def draw_train(figures: dict[str, Any], path: Path) -> None:
-    """Write step time against peak memory, a plot a workload and a point a method."""
+    """Write step time against memory, a plot a workload and a point a method; budgets in a line.
+
+    The memory is what both processes hold on the GPU, where that is known, else the peak.
+    """
     from matplotlib.figure import Figure
 
     workloads = figures["workloads"]
     figure = Figure(figsize=(5 * len(workloads), 4.5), layout="constrained")
     plots = figure.subplots(1, len(workloads), squeeze=False)[0]
     for plot, (name, rows) in zip(plots, workloads.items(), strict=True):
-        for method, row in rows.items():
-            if "step_seconds" in row:
-                _point(plot, method, row)
-        plot.set(title=name, xlabel="peak GiB", ylabel="ms a step")
+        measured = {method: row for method, row in rows.items() if "step_seconds" in row}
+        totals = [total for row in measured.values() if (total := total_bytes(row)) is not None]
+        is_total = len(totals) == len(measured)
+        sizes = totals if is_total else [row["peak_bytes"] for row in measured.values()]
+        points = {}
+        for (method, row), nbytes in zip(measured.items(), sizes, strict=True):
+            points[method] = nbytes / _GIB, 1e3 * row["step_seconds"]
+            _point(plot, method, points[method])
+        budgets = [at for method, at in points.items() if method.startswith(_BUDGET_PREFIX)]
+        if budgets:
+            plot.plot(*zip(*sorted(budgets), strict=True), color="tab:red", linewidth=0.8)
+        plot.set(title=name, xlabel="total GiB" if is_total else "peak GiB", ylabel="ms a step")
         plot.set_xlim(0, _AXIS_ROOM * plot.get_xlim()[1])
         plot.set_ylim(0, _AXIS_ROOM * plot.get_ylim()[1])
     figure.savefig(path, dpi=150)
 
 
-def _point(plot: Any, method: str, row: dict[str, Any]) -> None:
-    x, y = row["peak_bytes"] / _GIB, 1e3 * row["step_seconds"]
-    plot.scatter(x, y, s=36, color="tab:red" if method.startswith(_OUR_METHODS) else "tab:blue")
-    plot.annotate(method, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
+def _point(plot: Any, method: str, point: tuple[float, float]) -> None:
+    plot.scatter(*point, s=36, color="tab:red" if method.startswith(_OUR_METHODS) else "tab:blue")
+    name = method.removeprefix(_BUDGET_PREFIX)
+    plot.annotate(name, point, xytext=(4, 4), textcoords="offset points", fontsize=8)

@@ -1,7 +1,8 @@
 """`stormd bench train`: step time and peak memory of one training step, by method.
 
-Every row is measured in a process of its own against one daemon, in one run on one machine. A
-method that cannot run here is in the table with the reason.
+Every row is measured against one daemon, in one run on one machine, and in a process of its own
+unless methods are to be measured together: that is quicker, where making a model takes longer than
+training it. A method that cannot run here is in the table with the reason.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from tempfile import TemporaryFile
+from typing import IO, Any, Final
 
 import psutil
 
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.interrupts import noted_interrupts
-from storm_bench.pictures import draw_train
+from storm_bench.pictures import draw_train, total_bytes
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
@@ -97,6 +99,11 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
         help="also measure storm with each of these: 0.5, 4GiB, fit (default: none)",
     )
     train.add_argument(
+        "--together",
+        action="store_true",
+        help="measure all methods of a workload in one process, on one model (default: no)",
+    )
+    train.add_argument(
         "--pool-bytes", metavar="SIZE", help="the daemon's pool (default: by workload)"
     )
     train.add_argument(
@@ -141,10 +148,12 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
             ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
         ):
             bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
-            for name, method in product(rows, methods):
-                row = rows[name][method] = bench.row(name, method)
-                sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
-                interrupts.check()
+            for name, table in rows.items():
+                with closing(bench.rows(name, methods, together=args.together)) as measured:
+                    for method, row in measured:
+                        table[method] = row
+                        sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
+                        interrupts.check()
     except KeyboardInterrupt:
         figures["interrupted"] = True
     if args.image:
@@ -175,38 +184,55 @@ class _Bench:
     steps: int
     nvml: Nvml | None
 
-    def row(self, workload: str, method: str) -> dict[str, Any]:
-        """Return the figures of a method, or {"skipped": why}."""
-        before = self._effort()
-        with subprocess.Popen(  # noqa: S603 - our own module and flags
-            self._command(workload, method),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
-        ) as process:
+    def rows(
+        self, workload: str, methods: list[str], *, together: bool
+    ) -> Generator[tuple[str, dict[str, Any]]]:
+        """Yield each method with its figures, or with {"skipped": why}."""
+        left = list(methods)
+        while left:
+            done = 0
+            for row in self._measured(workload, left if together else left[:1]):
+                yield left[done], row
+                done += 1
+            del left[:done]
+
+    def _measured(self, workload: str, methods: list[str]) -> Iterator[dict[str, Any]]:
+        """Yield the figures of methods in a process, the last where it ends before its time."""
+        with (
+            TemporaryFile("w+") as complaints,
+            subprocess.Popen(  # noqa: S603 - our own module and flags
+                self._command(workload, methods),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+                env={**os.environ, "GLIBC_TUNABLES": _MALLOC},
+            ) as process,
+        ):
             try:
-                figures = _answer(process)
-                if "step_seconds" in figures:
-                    figures |= self._seen_from_outside(process.pid, figures, before)
-                _end(process)
+                for number in range(len(methods)):
+                    before = self._effort()
+                    figures = _answer(process, complaints)
+                    if "step_seconds" in figures:
+                        figures |= self._seen_from_outside(process.pid, figures, before)
+                    yield figures
+                    if process.poll() is not None:
+                        return
+                    _go_on(process, is_last=number + 1 == len(methods))
             except BaseException:
                 process.kill()
                 raise
-        return figures
 
-    def _command(self, workload: str, method: str) -> list[str]:
+    def _command(self, workload: str, methods: list[str]) -> list[str]:
         values = {
             "workload": workload,
-            "method": method,
             "device": self.device,
             "address": self.daemon.address,
             "warm-ups": self.warm_ups,
             "steps": self.steps,
         }
         flags = [f"--{name}={value}" for name, value in values.items()]
-        return [sys.executable, "-m", "storm_bench.train", *flags]
+        return [sys.executable, "-m", "storm_bench.train", *flags, "--methods", *methods]
 
     def _effort(self) -> tuple[float, int]:
         """Return the daemon's processor time and the operations that it has done."""
@@ -233,8 +259,11 @@ class _Bench:
         }
 
 
-def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return what a child has measured; it lives on until its standard input ends."""
+def _answer(process: subprocess.Popen[str], complaints: IO[str]) -> dict[str, Any]:
+    """Return what a child has measured next; it holds all that until it is told to go on.
+
+    What it writes to `complaints` says why there is nothing.
+    """
     timer = threading.Timer(_CHILD_SECONDS, process.kill)
     timer.daemon = True  # an interrupt right behind its start leaves it
     try:
@@ -244,19 +273,27 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
         if line:
             figures: dict[str, Any] = json.loads(line)
             return figures
-        assert process.stderr is not None
-        complaint = tail(process.stderr.read(), lines=3)
     finally:
         timer.cancel()
-    if process.wait() < 0:
+    status = process.wait()
+    complaints.seek(0)
+    complaint = tail(complaints.read(), lines=3)
+    if status < 0:
         return {"skipped": f"killed, or not done after {_CHILD_SECONDS:g} s: {complaint}"}
     return {"skipped": complaint}
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Let a child that has answered end; it is a row already, however it ends."""
+def _go_on(process: subprocess.Popen[str], *, is_last: bool) -> None:
+    """Have a child that has answered measure the next, or end: it is a row already."""
+    assert process.stdin is not None
     try:
+        if not is_last:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            return
         process.communicate(timeout=_CHILD_SECONDS)
+    except BrokenPipeError:
+        process.wait()  # the next answer says why it has ended
     except subprocess.TimeoutExpired:
         process.kill()
 
@@ -291,11 +328,13 @@ def _compile_codec() -> None:
 
 _COLUMNS: Final[list[tuple[str, Callable[[dict[str, Any]], Any], float]]] = [
     ("step ms", lambda row: row["step_seconds"], 1e3),
+    ("x none", lambda row: row["of_none"], 1.0),
     ("forward", lambda row: row["forward_seconds"], 1e3),
     ("backward", lambda row: row["backward_seconds"], 1e3),
     ("peak GiB", lambda row: row["peak_bytes"], 1 / _GIB),
     ("process GiB", lambda row: row["process_device_bytes"], 1 / _GIB),
     ("daemon GiB", lambda row: row["daemon_device_bytes"], 1 / _GIB),
+    ("total GiB", total_bytes, 1 / _GIB),
     ("away GiB", lambda row: row["offload"]["offloaded_bytes"], 1 / _GIB),
     ("ratio", lambda row: row["offload"]["ratio"], 1.0),
     ("daemon us", lambda row: row["daemon_seconds_per_operation"], 1e6),
@@ -309,13 +348,18 @@ def print_train(figures: dict[str, Any]) -> None:
     for name, rows in figures["workloads"].items():
         write_line(f"{name}: {WORKLOADS[name]}, {_device_name(rows, figures['device'])}{mps}")
         write_line(f"{'':16}" + "".join(f"{head:>13}" for head, _, _ in _COLUMNS))
+        plain = rows.get("none", {}).get("step_seconds")
         for method, row in rows.items():
-            write_line(f"{method:16}{_cells(row)}")
+            ratio = (
+                {"of_none": row["step_seconds"] / plain} if plain and "skipped" not in row else {}
+            )
+            write_line(f"{method:16}{_cells(row | ratio)}")
         write_line()
     peak = "PyTorch's" if figures["device"] == "cuda" else "the process's resident"
     write_line(
         f"peak: {peak} most bytes in the counted steps; process and daemon: all they hold on the "
-        "GPU after them; away: what left, before encoding; daemon us: its processor time a part"
+        "GPU after them; total: what the method takes of it, without a daemon that it has no use "
+        "for; away: what left, before encoding; daemon us: its processor time a part"
     )
 
 

@@ -7,6 +7,7 @@ are timed by its own events, so that what the host has merely queued does not co
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ from storm_bench.train.gpt import attention
 from storm_bench.train.methods import Active, Method, Unavailable, method_of
 from storm_bench.train.workloads import WORKLOADS, Training, make
 
-__all__ = ["Trial", "measured"]
+__all__ = ["Model", "Trial", "measured"]
 
 _KIB: Final = 1 << 10
 
@@ -43,23 +44,50 @@ class Trial:
     steps: int
 
 
+class Model:
+    """What the trials of one workload train, made for the first of them."""
+
+    def __init__(self, workload: str, device: torch.device) -> None:
+        self._workload = workload
+        self._device = device
+        self._made: Training | None = None
+
+    def training(self) -> Training:
+        """Return it.
+
+        Raises:
+            ImportError: a package is not installed that the model needs.
+        """
+        if self._made is None:
+            self._made = make(WORKLOADS[self._workload], self._device)
+        return self._made
+
+    def let_go(self) -> None:
+        """Free what a trial has left: gradients, and memory that only the allocator holds."""
+        if self._made is not None:
+            self._made.module.zero_grad(set_to_none=True)
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 @contextmanager
-def measured(trial: Trial) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a trial, or {"skipped": why}.
+def measured(trial: Trial, model: Model | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the figures of a trial, on a model of its own or `model`, or {"skipped": why}.
 
     Until the context is left, the method holds what it held during the steps.
     """
     with ExitStack() as held:
         try:
-            figures = _measure(held, trial)
+            figures = _measure(held, trial, model or Model(trial.workload, trial.device))
         except (Unavailable, ImportError, torch.OutOfMemoryError) as error:
             figures = {"skipped": f"{error}".partition("\n")[0][:300]}
         yield figures
 
 
-def _measure(held: ExitStack, trial: Trial) -> dict[str, Any]:
+def _measure(held: ExitStack, trial: Trial, model: Model) -> dict[str, Any]:
     method, device = method_of(trial.method), trial.device
-    training = make(WORKLOADS[trial.workload], device)
+    training = model.training()
     active = held.enter_context(method.enter(training.module, device, trial.address))
 
     def step() -> Times:

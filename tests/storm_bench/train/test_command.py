@@ -56,8 +56,26 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_train(FIGURES)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"W0: {WORKLOADS['W0']}, a card, MPS off"
-    assert lines[2].split() == ["none", "100.00", "40.00", "60.00", "3.00"]
+    assert lines[2].split() == ["none", "100.00", "1.00", "40.00", "60.00", "3.00"]
     assert lines[3].split(maxsplit=1) == ["trl", "left out: no TRL"]
+
+
+def test_what_a_method_takes_of_the_gpu_is_what_both_processes_hold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    held = {"process_device_bytes": 5 << 30, "daemon_device_bytes": 1 << 30}
+    offload = {"offloaded_bytes": 2 << 30, "ratio": 1.5}
+    rows = {
+        "none": {**ROW, **held},
+        "storm": {**ROW, **held, "step_seconds": 0.12, "offload": offload},
+    }
+    print_train({**FIGURES, "workloads": {"W0": rows}})
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert lines[0].startswith(
+        "step ms x none forward backward peak GiB process GiB daemon GiB total GiB"
+    )
+    assert lines[1] == "none 100.00 1.00 40.00 60.00 3.00 5.00 1.00 5.00"
+    assert lines[2].startswith("storm 120.00 1.20 40.00 60.00 3.00 5.00 1.00 6.00 ")
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -86,7 +104,7 @@ def test_an_interrupt_right_behind_the_timers_start_leaves_none(
 
     monkeypatch.setattr(threading.Timer, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        bench_train._answer(Mock())
+        bench_train._answer(Mock(), Mock())
     (timer,) = started
     assert timer.daemon
     timer.join(10)
@@ -114,11 +132,11 @@ def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
 
 
 def test_a_run() -> None:
-    """Two methods, one of which cannot run without a GPU."""
+    """Three methods, one of which cannot run without a GPU."""
     command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
-    small = ["--workloads=W0", "--methods", "trl", "storm", "--steps=1", "--warm-ups=1"]
+    small = ["--workloads=W0", "--methods", "none", "trl", "storm", "--steps=1", "--warm-ups=1"]
     done = subprocess.run(
-        [*command, *small, "--pool-bytes=512MiB"],
+        [*command, *small, "--pool-bytes=512MiB", "--together"],
         check=False,
         capture_output=True,
         text=True,
@@ -130,6 +148,40 @@ def test_a_run() -> None:
     assert result["benchmark"] == "train"
     rows = result["figures"]["workloads"]["W0"]
     assert list(rows["trl"]) == ["skipped"]
+    assert rows["none"]["step_seconds"] > 0
     assert rows["storm"]["offload"]["offloaded_bytes"] > 64 << 20
     assert rows["storm"]["daemon_operations"] > 0
     assert rows["storm"]["daemon_seconds_per_operation"] > 0
+
+
+class Stopped:
+    """A daemon that nothing is asked of."""
+
+    address = "ipc:///nowhere"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_process_that_dies_takes_one_method_with_it(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    program = """
+import sys
+for method in sys.argv[sys.argv.index("--methods") + 1 :]:
+    if method == "dies":
+        sys.exit("for a reason")
+    print('{"measured": "%s"}' % method, flush=True)
+    sys.stdin.readline()
+"""
+    bench = bench_train._Bench(Stopped(), "cpu", 1, 1, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(bench_train._Bench, "_effort", lambda _bench: (0.0, 0))
+    monkeypatch.setattr(
+        bench_train._Bench,
+        "_command",
+        lambda _bench, _workload, methods: [sys.executable, "-c", program, "--methods", *methods],
+    )
+    rows = dict(bench.rows("W0", ["one", "dies", "two"], together=together))
+    assert rows == {
+        "one": {"measured": "one"},
+        "dies": {"skipped": "for a reason"},
+        "two": {"measured": "two"},
+    }
