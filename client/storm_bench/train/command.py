@@ -28,7 +28,7 @@ from storm_bench.pictures import draw_train, total_bytes
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
-from stormd.errors import ChildFailed, ConfigError
+from stormd.errors import ChildFailed
 from stormd.machine import memory_limit
 from stormd.nvml import Nvml, open_nvml
 from stormd.protocol import parse_budget
@@ -94,6 +94,7 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--budgets",
         nargs="+",
+        type=_budget,
         default=[],
         metavar="BUDGET",
         help="also measure storm with each of these: 0.5, 4GiB, fit (default: none)",
@@ -119,6 +120,15 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     )
 
 
+def _budget(text: str) -> str:
+    """Return the text of a budget as it was given."""
+    try:
+        parse_budget(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     """Run every method on every workload and return the figures; draw them where asked to.
 
@@ -130,7 +140,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
         ChildFailed: the daemon or the compiler could not do its work.
     """
     check_picture(args.image)
-    methods = [*args.methods, *(f"storm-budget={_budget(text)}" for text in args.budgets)]
+    methods = [*args.methods, *(f"storm-budget={text}" for text in args.budgets)]
     device = _device(args.device)
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]
@@ -159,19 +169,6 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
     if args.image:
         draw_train(figures, Path(args.image))
     return figures
-
-
-def _budget(text: str) -> str:
-    """Return the text of a budget as it was given.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        parse_budget(text)
-    except ValueError as error:
-        raise ConfigError(f"--budgets: {error}") from error
-    return text
 
 
 @dataclass(frozen=True, slots=True)
