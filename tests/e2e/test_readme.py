@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from stormd import cli
-
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -25,12 +23,6 @@ def test_make_targets_exist(command: str) -> None:
     target = command.split()[1]
     assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
     assert target in MAKEFILE.partition(".PHONY:")[2].splitlines()[0]
-
-
-@pytest.mark.parametrize("command", _commands("stormd"))
-def test_commands_parse(command: str) -> None:
-    chosen = cli.parser().parse_args(command.split()[1:])
-    assert chosen.command in command
 
 
 def test_the_two_commands_come_first() -> None:
