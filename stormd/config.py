@@ -152,7 +152,7 @@ class Config:
         "size",
         "lanes",
         "largest piece in which a tensor travels on the cuda lane; at most half the staging; a "
-        "session takes four times as much of the GPU's memory",
+        "session takes six times as much of the GPU's memory, four times under CUDA's MPS",
         default=96 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,

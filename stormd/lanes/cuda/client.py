@@ -21,7 +21,7 @@ from stormd.errors import LaneUnavailable
 from stormd.events import RestoreJob, StoreJob
 from stormd.lanes import Post, blob_bound
 from stormd.lanes.cuda.device import CudaDevice
-from stormd.lanes.cuda.scratch import SESSION_PARTS, SessionScratch
+from stormd.lanes.cuda.scratch import SessionScratch, session_parts
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory
@@ -156,7 +156,7 @@ class CudaClient:
                 raise LaneUnavailable(
                     f"the GPU gives a session no scratch ({error}): make room there, or start the "
                     f"daemon with a part_bytes_cuda of less than {format_size(self._part_bytes)}, "
-                    f"of which a session takes {SESSION_PARTS}"
+                    f"of which a session takes {session_parts(self.device)}"
                 ) from error
             owned = made.pop_all()
         self._opened = Opened(page, stores, restores, scratch, owned)

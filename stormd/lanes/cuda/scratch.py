@@ -24,17 +24,17 @@ from stormd.lanes.cuda.ring import RingPair, Side
 
 __all__ = [
     "RESULT_WORDS",
-    "SESSION_PARTS",
     "DirectionScratch",
     "Scratch",
     "SessionScratch",
+    "session_parts",
 ]
 
 SHARED_PARTS: Final = 2
 """For so many of the largest parts there is room that either direction may have."""
 
-SESSION_PARTS: Final = 2 + SHARED_PARTS
-"""The room that a session takes, in the largest parts."""
+SHARED_PARTS_IN_TURNS: Final = 4
+"""The same where the daemon and a trainer take turns, which cost less for their bytes if long."""
 
 BATCHES_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
@@ -95,9 +95,9 @@ class Scratch:
 class SessionScratch:
     """The scratch of a session whose parts are of up to `part_bytes`: one memory, two directions.
 
-    They have their turns, since a forward pass stores and a backward pass restores: each has room
-    for a part of its own, and whoever needs more has that of SHARED_PARTS, too, while the other has
-    nothing there. What a restore has taken may wait for its client, which may wait for a store.
+    A forward pass stores and a backward pass restores. So each has room for a part of its own, and
+    whoever needs more has the room that is shared, too, while the other has nothing there. What a
+    restore has taken may wait for its client, which may wait for a store.
 
     Taking turns with a trainer costs both sides more than coding a part. So where there is no MPS,
     batches are begun again only when half of a direction's room is free.
@@ -109,7 +109,7 @@ class SessionScratch:
     def __init__(self, device: CudaDevice, part_bytes: int) -> None:
         rings = RingPair(
             _room_for(part_bytes),
-            SHARED_PARTS * _room_for(part_bytes),
+            _shared_parts(device) * _room_for(part_bytes),
             BATCHES_UNDER_WAY,
             by_halves=not device.is_shared_by_mps,
         )
@@ -182,6 +182,15 @@ class DirectionScratch:
     def close(self) -> None:
         """Free all of it; no stream uses it any more."""
         self._made.close()
+
+
+def session_parts(device: CudaDevice) -> int:
+    """Return the room that a session takes on a device, in its largest parts."""
+    return 2 + _shared_parts(device)
+
+
+def _shared_parts(device: CudaDevice) -> int:
+    return SHARED_PARTS if device.is_shared_by_mps else SHARED_PARTS_IN_TURNS
 
 
 def _room_of(job: StoreJob | RestoreJob) -> int:

@@ -28,8 +28,8 @@ from stormd.lanes import blob_bound
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import RESULTS, STORED, EncoderResult
 
-SESSION_PARTS = 4
-"""What a session takes of the device, as part_bytes_cuda is described."""
+SESSION_PARTS = {False: 6, True: 4}
+"""What a session takes of the device without MPS and with it, as part_bytes_cuda is described."""
 
 
 @pytest.mark.parametrize("codec", ["ancf", "raw"])
@@ -115,7 +115,7 @@ def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> N
     for ticket in range(101, 111):
         bench.restore(ticket, block, PART, PART)
     restores = bench.lane._sessions[SESSION].restores
-    wait_until(lambda: len(restores._begun) == SESSION_PARTS - 1)
+    wait_until(lambda: len(restores._begun) == SESSION_PARTS[False] - 1)
     for entry in range(2, 10):
         bench.store(entry, 0, PART, "raw")
     bench.publish(9)
@@ -128,13 +128,18 @@ def test_restores_that_wait_for_their_client_hold_up_no_store(bench: Bench) -> N
             bench.space.release(done.block)
 
 
-def test_a_session_takes_the_memory_of_so_many_parts(bench: Bench) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_session_takes_the_memory_of_so_many_parts(
+    monkeypatch: pytest.MonkeyPatch, lanes: Callable[[list[int]], Bench], shared: bool
+) -> None:
+    monkeypatch.setattr(fake_cuda, "shared_by_mps", shared)
+    bench = lanes([0])
     with fake_cuda.entered(0):
         before = set(fake_cuda.live)
     bench.map()
     taken = fake_cuda.live - before
     nbytes = sum(one.nbytes for one in taken if isinstance(one, fake_cuda.DeviceBuffer))
-    assert SESSION_PARTS <= nbytes / PART < SESSION_PARTS + 1
+    assert SESSION_PARTS[shared] <= nbytes / PART < SESSION_PARTS[shared] + 1
 
 
 @pytest.mark.parametrize("has_segment", [True, False])
