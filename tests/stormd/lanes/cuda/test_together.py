@@ -187,7 +187,7 @@ def test_parts_of_all_sizes_share_the_scratch(bench: Bench, seed: int) -> None:
         bench.space.release(block)
 
 
-@pytest.mark.parametrize(("by_mps", "begun"), [(False, [4, 4, 6]), (True, [4, 5, 6])])
+@pytest.mark.parametrize(("by_mps", "begun"), [(False, [5, 5, 5, 8]), (True, [3, 4, 5, 6])])
 def test_without_mps_parts_are_begun_again_when_half_of_the_scratch_is_free(
     lanes: Callable[[list[int]], Bench],
     monkeypatch: pytest.MonkeyPatch,
@@ -197,10 +197,10 @@ def test_without_mps_parts_are_begun_again_when_half_of_the_scratch_is_free(
     monkeypatch.setattr(fake_cuda, "shared_by_mps", by_mps)
     bench = lanes([0])
     bench.map()
-    before, sizes = fill(bench), [PART] * 6
+    before, sizes = fill(bench), [PART] * 8
     bench.publish(len(sizes))
-    for entry in range(1, 7):
-        bench.store(entry, (entry - 1) * PART, PART)
+    for entry in range(1, 9):
+        bench.store(entry, (entry - 1) * PART, PART, "raw")
     bench.expect(StoreDone, len(sizes))
     blocks = [result.block for result in bench.results if isinstance(result, StoreDone)]
     batches = restore_at_once(bench, blocks, sizes)
