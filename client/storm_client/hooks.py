@@ -32,7 +32,7 @@ from storm_client.errors import (
 )
 from storm_client.layers import Layers
 from storm_client.little_saved import FirstSteps, advice
-from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
+from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step, slice_bytes
 from storm_client.plan.planning import Planning, PlanOptions
 from storm_client.plan.recipes import Replayed, Result, Trial, checksum, compare, same_bits
 from storm_client.policy import NO_ACTIVATIONS, Policy
@@ -359,6 +359,8 @@ class _StepHooks:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
         self._traces.used(self._trace)
         self._trace.used(id(record))
+        if record.away < record.nbytes:
+            self._trace.used(-record.key)
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
         return handle.version.alias(handle.view.rebuild(located))
@@ -391,7 +393,7 @@ class _StepHooks:
             return self._skip(tensor, decision.reason, layer)
         if isinstance(decision, Replay) and seen is not None and seen.result is not None:
             return self._give_up(tensor, storage, seen, seen.result, session)
-        return self._offload(tensor, storage, session, layer)
+        return self._offload(tensor, storage, session, layer, slice_bytes(decision))
 
     def _give_up(
         self,
@@ -423,7 +425,8 @@ class _StepHooks:
             session = self._sessions.of(tensor.device)
             if session is None or isinstance(decision, Keep) or self._stays(tensor):
                 return KeptTensor.of(tensor)
-            return self._offload(tensor, tensor.untyped_storage(), session, layer)
+            storage = tensor.untyped_storage()
+            return self._offload(tensor, storage, session, layer, slice_bytes(decision))
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
@@ -482,13 +485,15 @@ class _StepHooks:
         storage: torch.UntypedStorage,
         session: Session,
         layer: str = "",
+        stays: int = 0,
     ) -> Handle:
+        """Have a tensor leave, but for the last bytes of its storage, as many as `stays` says."""
         recorder = self._recorder.of_layer(layer)
         record = session.find(storage, tensor)
         if record is not None:
             recorder.deduplicated(tensor.nbytes)
         else:
-            record = self._hold(tensor, storage, session, recorder)
+            record = self._hold(tensor, storage, session, recorder, stays)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
             record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
@@ -502,6 +507,7 @@ class _StepHooks:
         storage: torch.UntypedStorage,
         session: Session,
         recorder: StatsRecorder,
+        stays: int,
     ) -> StoredRange:
         """Make the record of a storage that has none, and send others that may leave now."""
         began = perf_counter()
@@ -514,12 +520,15 @@ class _StepHooks:
                 recorder,
                 soon=self._step.needed_at_once(nbytes),
                 proof=SnapshotProof(tensor) if is_result(tensor) else None,
+                stays=stays if stays < nbytes else 0,
             )
             if record.proof is not None:
                 self._results.append(weakref.ref(record))
         recorder.saved(tensor.nbytes, perf_counter() - began)
         self._trace.paused("store", began)
-        self._trace.saved(id(record), "offloaded", nbytes)
+        self._trace.saved(id(record), "offloaded", record.away)
+        if record.away < nbytes:
+            self._trace.saved(-record.key, "stays", nbytes - record.away)
         return record
 
 

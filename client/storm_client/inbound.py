@@ -60,6 +60,12 @@ class Inbound:
             CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
             DaemonLost: it is gone.
         """
+        storage = self._fetch(record, uses)
+        if record.rest is not None:
+            self._lane.move(record.rest, 0, storage, record.away, record.rest.nbytes())
+        return storage
+
+    def _fetch(self, record: StoredRange, uses: UpcomingUses) -> torch.UntypedStorage:
         if self._in_place is not None:
             incoming = self._begin(record)
             self.look_ahead(uses)

@@ -87,14 +87,27 @@ class Outbound:
         """
         source = record.source
         assert source is not None
+        if record.away < record.nbytes:
+            self._cut(record, source)
         with self._connection.lock:
             out = self._transfers.leave(record)
             if self._in_place is not None:
-                way = self._coder(out) or self._mapped(source)
+                way = self._coder(out) or self._mapped(source, out.nbytes)
                 if way is not None:
                     self._store_in_place(record, out, way)
                     return
         self.copy(out, source)
+
+    def _cut(self, record: StoredRange, source: torch.UntypedStorage) -> None:
+        """Copy what stays of a source; where there is no memory for that, all of it leaves."""
+        try:
+            rest = self._lane.allocate(record.nbytes - record.away)
+        except torch.OutOfMemoryError:
+            record.away = record.nbytes
+            return
+        self._lane.move(source, record.away, rest, 0, rest.nbytes())
+        record.rest = rest
+        record.stats.slice_stays(rest.nbytes())
 
     def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
         """Send the bytes of `source` from `begin` on through the staging area, or have it refused.
@@ -173,7 +186,7 @@ class Outbound:
         self._transfers.hold(out)
         if not record.soon:
             if isinstance(way, Mapped):
-                self._send_mapped(record, out, way)
+                self._send_mapped(out, way)
             else:
                 self._waiting.append(out)
                 self.send_waiting()
@@ -192,9 +205,9 @@ class Outbound:
         coder = self._coder(out)
         if coder is not None and out.reader in (None, coder):
             return self._encode(coder, record.source, out)
-        place = self._mapped(record.source) if out.reader is None else None
+        place = self._mapped(record.source, out.nbytes) if out.reader is None else None
         if place is not None:
-            self._send_mapped(record, out, place)
+            self._send_mapped(out, place)
         return True
 
     def _encode(self, coder: Coder, source: torch.UntypedStorage, out: Outgoing) -> bool:
@@ -220,13 +233,13 @@ class Outbound:
             self._unsent_bytes += len(part)
         return True
 
-    def _send_mapped(self, record: StoredRange, out: Outgoing, place: Mapped) -> None:
+    def _send_mapped(self, out: Outgoing, place: Mapped) -> None:
         """Have the daemon read a source, which lies at `place`."""
         assert self._in_place is not None
         out.reader = self._in_place
         numbers = self._in_place.produced(out.count)
         out.sequence = numbers[-1]
-        for part, sequence in zip(self._transfers.split(record.nbytes), numbers, strict=True):
+        for part, sequence in zip(self._transfers.split(out.nbytes), numbers, strict=True):
             route = Mapped(place.segment, place.offset + part.start)
             self._transfers.store(out, part, route, sequence)
             self._unsent_bytes += len(part)
@@ -296,10 +309,10 @@ class Outbound:
             return None
         return coder
 
-    def _mapped(self, source: torch.UntypedStorage) -> Mapped | None:
-        """Return where the daemon can read a source, None where it cannot."""
+    def _mapped(self, source: torch.UntypedStorage, nbytes: int) -> Mapped | None:
+        """Return where the daemon can read a source's first bytes, None where it cannot."""
         assert self._in_place is not None
-        place = self._in_place.find(source.data_ptr(), source.nbytes())
+        place = self._in_place.find(source.data_ptr(), nbytes)
         tell(self._connection, self._in_place.segments)
         return place
 

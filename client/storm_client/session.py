@@ -131,11 +131,13 @@ class Session(Listener):
         *,
         soon: bool = False,
         proof: SnapshotProof | None = None,
+        stays: int = 0,
     ) -> StoredRange:
         """Return a new record of `storage`, which leaves when nobody else holds it; send others.
 
         `soon` says that it will be needed at once; by `proof` it is found while somebody else
-        holds its storage, though it has left.
+        holds its storage, though it has left. Its last bytes stay, as many as `stays` says; but of
+        what is held because it is needed at once, all.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -145,7 +147,11 @@ class Session(Listener):
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
-        record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
+        if soon and self._in_place is not None:
+            stays = 0
+        record = StoredRange(
+            self, storage, dtype, stats, codec=codec, soon=soon, stream=stream, stays=stays
+        )
         record.proof = proof
         with self.connection.lock:
             if self.saved.deaths:

@@ -35,8 +35,9 @@ class OffloadStats:
     """What autograd handed over."""
     skipped_bytes: int
     """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
-    somebody else still holds in memory, and could change ("in_use"); where layers were chosen, what
-    is saved outside of them ("outside")."""
+    somebody else still holds in memory, and could change ("in_use"); what a budget lets stay
+    ("budget"), of one range a part ("slice"); where layers were chosen, what is saved outside of
+    them ("outside")."""
     deduplicated_bytes: int
     """In a range that was stored already."""
     offloaded_bytes: int
@@ -48,7 +49,7 @@ class OffloadStats:
     replayed_bytes: int
     """Given up, and made again by the operations that had made it."""
     skipped: Mapping[str, int]
-    """Tensors passed over, by reason."""
+    """Tensors, or slices of ranges, passed over, by reason."""
     kept: Mapping[str, int]
     """Ranges left with the client, by reason."""
     store_seconds: float
@@ -167,6 +168,10 @@ class StatsRecorder:
     def leaves(self, nbytes: int) -> None:
         """Take `stays_in_use` back: nobody else holds it any more."""
         self._add(*_passed_over("in_use", -nbytes, -1))
+
+    def slice_stays(self, nbytes: int) -> None:
+        """Count what stays by plan of a range, counted as saved, that leaves otherwise."""
+        self._add(*_passed_over("slice", nbytes, 1))
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a saved tensor whose bytes were stored already."""

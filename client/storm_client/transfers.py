@@ -280,10 +280,10 @@ class Transfers:
         record.move_to(RangePhase.LEAVING)
         return Outgoing(
             record.key,
-            record.nbytes,
+            record.away,
             record.dtype,
             record.codec,
-            -(-record.nbytes // self.part_bytes),
+            -(-record.away // self.part_bytes),
             weakref.ref(record),
             record.stats,
         )
@@ -326,6 +326,7 @@ class Transfers:
             return
         if record.phase is RangePhase.LEAVING:
             record.move_to(RangePhase.STAYING)
+        record.rest = None  # it is in the source, which stays
         self.release([part.entry for part in record.parts])
         record.parts.clear()
 

@@ -91,13 +91,16 @@ def step(random: Random, values: list[Tensor]) -> None:
 # --- programs with changes that are not counted ---------------------------------------------
 
 
-def compare_freely(seeds: range, device: str, client: storm.Client) -> None:
-    """Run the programs of some seeds without offload and twice with it: bits or errors agree."""
+def compare_freely(seeds: range, device: str, client: storm.Client, *, steps: int = 2) -> None:
+    """Run the programs of some seeds without offload and `steps` times with it.
+
+    Bits or errors agree.
+    """
     for seed in seeds:
         program = partial(run_freely, seed)
         expected = outcome(program, Plain(), device)
         offload = client.offload(min_bytes=1, codec="raw" if seed % 2 else "ancf")
-        for attempt in range(2):
+        for attempt in range(steps):
             try:
                 assert_same(outcome(program, offload, device), expected)
             except AssertionError as error:

@@ -1,6 +1,14 @@
 """What becomes of each saved tensor, in which order they come back, and what memory that takes."""
 
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload, Replay
+from storm_client.plan.decisions import (
+    OFFLOAD,
+    REPLAY,
+    Decision,
+    Keep,
+    Offload,
+    Replay,
+    slice_bytes,
+)
 from storm_client.plan.order import OrderHistory, Step
 from storm_client.plan.window import DeviceWindow
 
@@ -14,4 +22,5 @@ __all__ = [
     "OrderHistory",
     "Replay",
     "Step",
+    "slice_bytes",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
+__all__ = ["OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay", "slice_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The tensor leaves as soon as nobody else can write to it."""
+    """The tensor leaves as soon as nobody else can write to it, but for its last `stays` bytes."""
+
+    stays: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,8 @@ class Replay:
 Decision: TypeAlias = Keep | Offload | Replay
 
 OFFLOAD, REPLAY = Offload(), Replay()
+
+
+def slice_bytes(decision: Decision) -> int:
+    """Return how many of the last bytes stay of a tensor that leaves."""
+    return decision.stays if isinstance(decision, Offload) else 0

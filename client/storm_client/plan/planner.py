@@ -9,7 +9,7 @@ a byte on the link:
 2. What is made again for less than shipping it costs is made again.
 3. As long as the forward pass computes for less time than its link needs, dearer values are made
    again, those first that relieve the link most for their time.
-4. What room is left is used for what was given up after all.
+4. What room is left is used for what was given up after all, at last for a slice of one value.
 5. If the link still needs longer, what was saved last stays: it is asked for first, before the link
    would have taken it, so that shipping it would free nothing. That is as much as may be on its way
    at any time.
@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep
+from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.plan.kinds import Value
 
 __all__ = ["CPU_COSTS", "CUDA_COSTS", "Choice", "Costs", "choose", "operation_seconds"]
@@ -42,6 +42,8 @@ MOST_LOOKS = 100
 MANY_VALUES = 2000
 """From so many on one price alone is tried."""
 
+SLICE_GRANULE = 1 << 16
+"""Bytes; values are cut at multiples of it, which are whole elements of any type."""
 
 LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Prices of a byte on the link that are tried, as shares of its whole time."""
@@ -63,6 +65,10 @@ class Costs:
     """An operation of unknown time, for a byte of its result."""
     dear: float = math.inf
     """The same of one that is dear: by default it is not run again before it was timed."""
+    copying: float = 0.0
+    """Of the processor, for a byte of a slice that stays: it is copied out and, later, back."""
+    least_slice: int = 1 << 24
+    """Bytes that a slice has at least, the one that leaves and the one that stays."""
 
     def at(self, ratio: float) -> Costs:
         """Return the costs where tensors are compressed by `ratio`."""
@@ -70,12 +76,24 @@ class Costs:
 
 
 CUDA_COSTS = Costs(
-    link=1 / 55e9, shipping=1.5e-12, ship_floor=1.5e-4, replay_floor=2.5e-5, default=5e-13
+    link=1 / 55e9,
+    shipping=1.5e-12,
+    ship_floor=1.5e-4,
+    replay_floor=2.5e-5,
+    default=5e-13,
+    copying=1e-12,
 )
-"""A PCIe 5 link, and a kernel each way that reads and writes once."""
+"""A PCIe 5 link, and a kernel each way that reads and writes once. Two copies of 16 MiB and their
+launches take 60 microseconds, while the link would need 200 for them."""
 
 CPU_COSTS = Costs(
-    link=1 / 1.5e9, shipping=1 / 1.5e9, ship_floor=1.5e-4, replay_floor=2e-5, default=1 / 5e9
+    link=1 / 1.5e9,
+    shipping=1 / 1.5e9,
+    ship_floor=1.5e-4,
+    replay_floor=2e-5,
+    default=1 / 5e9,
+    copying=1 / 4e9,
+    least_slice=1 << 22,
 )
 """The cores that train also copy and encode: nothing hides."""
 
@@ -116,6 +134,7 @@ class _Problem:
     window: float
     in_flight: int
     """Bytes that may be on their way when the forward pass ends."""
+    least_slice: int
 
     @property
     def saved(self) -> list[int]:
@@ -165,11 +184,25 @@ class _State:
     """Values that are made again, with how deep that goes."""
     last: set[int] = field(default_factory=set)
     """Values that stay since the link has no time for them before they are asked for."""
+    slices: dict[int, int] = field(default_factory=dict)
+    """How many bytes stay of stored values."""
 
     @property
     def room(self) -> int:
         """How many bytes more may stay."""
-        return self.problem.room - sum(self.problem.values[n].nbytes for n in self.kept)
+        return self.problem.room - self.kept_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """How many bytes stay because the budget has room."""
+        whole = sum(self.problem.values[n].nbytes for n in self.kept)
+        return whole + sum(self.slices.values())
+
+    @property
+    def link_seconds(self) -> float:
+        """What the link needs one way."""
+        costs = self.problem.costs
+        return self.problem.link_seconds(self.stored) - sum(self.slices.values()) * costs.link
 
     def spent(self, way: _Way, rate: float) -> float:
         """Return what a way costs, with all that has to be stored for it."""
@@ -257,24 +290,51 @@ class _State:
         self.stored = needed - self.made.keys()
         self.stored_bytes = sum(self.problem.values[n].nbytes for n in self.stored)
 
+    def let_a_slice_stay(self) -> None:
+        """Have as much of one value stay as there is room for, where no whole one has any.
+
+        Of the first that is large enough: when it leaves and when it comes back a copy of the slice
+        is there besides, and then there is most memory. What no operation made may be the script's,
+        and stay in any case.
+        """
+        least, values = self.problem.least_slice, self.problem.values
+        left = _whole_granules(self.room)
+        large = [
+            value.number
+            for value in values
+            if value.is_saved
+            and value.is_result
+            and value.number in self.stored
+            and value.nbytes >= 2 * least
+        ]
+        if left < least or not large:
+            return
+        fitting = (n for n in large if values[n].nbytes - left >= least)
+        number = next(fitting, None)
+        if number is None:
+            number = max(large, key=lambda n: values[n].nbytes)
+        self.slices[number] = min(left, _whole_granules(values[number].nbytes - least))
+
     def let_the_last_stay(self) -> None:
         """Have what was made last stay where the link would carry it after the forward pass."""
         problem, left = self.problem, self.problem.in_flight
         for number in sorted(self.stored, reverse=True):
             nbytes = problem.values[number].nbytes
-            if nbytes > left or problem.link_seconds(self.stored) <= problem.window:
+            if nbytes > left or self.link_seconds <= problem.window:
                 return
             left -= nbytes
             self.drop(number)
+            self.slices.pop(number, None)
             self.last.add(number)
 
     def total(self) -> float:
         """Return what the step pays for all of it."""
-        problem = self.problem
+        problem, costs = self.problem, self.problem.costs
         return (
-            problem.ship_seconds(self.stored, problem.costs.shipping)
+            problem.ship_seconds(self.stored, costs.shipping)
+            - sum(self.slices.values()) * (costs.shipping - costs.copying)
             + problem.replay_seconds(self.made)
-            + max(0.0, problem.link_seconds(self.stored) - problem.window)
+            + max(0.0, self.link_seconds - problem.window)
         )
 
 
@@ -286,16 +346,18 @@ def choose(
     room: int = 0,
     forward_seconds: float | None = None,
     in_flight: int = 0,
+    least: int = 0,
 ) -> Choice:
     """Return what becomes of each value; `room` bytes may stay on the device.
 
     `impossible` has the values that cannot be made again, with the reason. `forward_seconds` is
     how long the forward pass takes; by default what its known operations take together. At its end
-    `in_flight` bytes may be on their way.
+    `in_flight` bytes may be on their way. Nothing leaves that has less than `least` bytes.
     """
     seconds = operation_seconds(values, costs)
     window = sum(filter(math.isfinite, seconds)) if forward_seconds is None else forward_seconds
-    problem = _Problem(values, seconds, costs, impossible, room, window, in_flight)
+    slices = max(costs.least_slice, least)
+    problem = _Problem(values, seconds, costs, impossible, room, window, in_flight, slices)
     states = [
         _chosen(problem, costs.shipping + share * costs.link, gains)
         for share in (LINK_SHARES if len(values) < MANY_VALUES else LINK_SHARES[:1])
@@ -327,6 +389,7 @@ def _chosen(
     _relieve_link(state)
     _keep(state, _gains_left(state, rate))
     state.let_go_of_what_is_not_needed()
+    state.let_a_slice_stay()
     state.let_the_last_stay()
     return state
 
@@ -436,6 +499,10 @@ def _gains_left(state: _State, rate: float) -> dict[int, float]:
     }
 
 
+def _whole_granules(nbytes: int) -> int:
+    return nbytes - nbytes % SLICE_GRANULE
+
+
 def _choice(state: _State) -> Choice:
     problem = state.problem
     decisions: list[Decision] = []
@@ -451,7 +518,8 @@ def _choice(state: _State) -> Choice:
             decided = REPLAY, "made again sooner than shipped", problem.seconds[number]
         elif number in state.stored and value.is_saved:
             reason = problem.impossible.get(number) or _why_stored(value)
-            decided = OFFLOAD, reason, link
+            stays = state.slices.get(number, 0)
+            decided = Offload(stays), reason, link - stays * problem.costs.link
         elif number in state.stored:
             decided = OFFLOAD, "others are made again from it", link
         else:
@@ -463,8 +531,8 @@ def _choice(state: _State) -> Choice:
         decisions,
         reasons,
         costs,
-        kept_bytes=sum(problem.values[n].nbytes for n in state.kept),
-        link_seconds=problem.link_seconds(state.stored),
+        kept_bytes=state.kept_bytes,
+        link_seconds=state.link_seconds,
         replay_seconds=sum(problem.seconds[n] for n in state.made),
         forward_seconds=problem.window,
     )

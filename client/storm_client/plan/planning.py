@@ -62,6 +62,8 @@ class Planning:
         self.options = options
         self._functions = REPLAYABLE | options.functions
         self._ratio = ratio
+        self._least = 1
+        """Bytes of the smallest tensors that may leave."""
         self._kinds = Kinds()
         self._ends = Ends()
         self._unended: deque[tuple[weakref.ref[Recording], deque[WeakStorage]]] = deque()
@@ -79,6 +81,7 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_unended()
+        self._least = least
         kind = self._kinds.latest
         for one in self._kinds.outdated():
             self._make(one)
@@ -140,6 +143,7 @@ class Planning:
             room=_room(budget, sum(saved), kind),
             forward_seconds=kind.measure(),
             in_flight=last_bytes(sum(saved)) if kind.is_on_gpu else 0,
+            least=self._least,
         )
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice), None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from storm_client.errors import UsageError
-from storm_client.plan.decisions import Keep, Offload, Replay
+from storm_client.plan.decisions import Keep, Offload, Replay, slice_bytes
 from storm_client.plan.kinds import Kind
 from storm_client.plan.planner import Choice
 from storm_client.sizes import format_size
@@ -24,7 +24,10 @@ __all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One saved tensor's storage, or one that is stored for others to be made from."""
+    """One saved tensor's storage, or one that is stored for others to be made from.
+
+    One of which a slice stays has two rows.
+    """
 
     operation: str
     """The function that made it, "unknown" where none was seen."""
@@ -64,17 +67,20 @@ class Plan:
             if not (value.is_saved or isinstance(decision, Replay) or cost):
                 continue
             why = kind.rejected.get(value.number, reason)
-            rows.append(
-                Row(
-                    value.operation or "unknown",
-                    tuple(value.shape),
-                    value.dtype,
-                    value.nbytes,
-                    _NAMES[type(decision)],
-                    why,
-                    cost,
-                )
+            stays = slice_bytes(decision)
+            row = Row(
+                value.operation or "unknown",
+                tuple(value.shape),
+                value.dtype,
+                value.nbytes - stays,
+                _NAMES[type(decision)],
+                why,
+                cost,
             )
+            rows.append(row)
+            if stays:
+                why = "the budget has room for a slice"
+                rows.append(replace(row, nbytes=stays, decision="keep", reason=why, cost=0.0))
         return cls(
             tuple(rows),
             choice.kept_bytes,
