@@ -10,12 +10,13 @@ what lives no longer than a test is waited for.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,42 @@ LEAVING_SECONDS = 10.0
 
 KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 """Descriptors that only our code opens; files are left out, which imports and logs open."""
+
+
+LOADED = pytest.StashKey[int]()
+"""How many modules were loaded when objects were last set aside."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Import without Python's garbage collections, and keep what is made out of later ones."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        _set_aside(session.config)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Do so with what a test has imported: PyTorch and frameworks load much when it is used."""
+    try:
+        return (yield)
+    finally:
+        if len(sys.modules) > item.config.stash[LOADED] + 20:
+            _set_aside(item.config)
+
+
+def _set_aside(config: pytest.Config) -> None:
+    """Have later garbage collections leave out all that there is now.
+
+    Modules stay as long as the process does, and are a million objects: to walk over them takes
+    0.4 s in each test that asks for a collection, and as much now and then where much is made.
+    """
+    gc.collect()
+    gc.freeze()
+    config.stash[LOADED] = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)
