@@ -21,8 +21,13 @@ from support.daemon_process import DaemonProcess
 from support.training import assert_identical, seeded, trained
 from support.waiting import wait_until
 
-INTERRUPTS = 2000
-IN_ONE_TEST = 500
+IN_ONE_TEST = 250
+
+
+def some_and_all(some: int, all_: int) -> list[object]:
+    """How often what depends on chance is tried: the slow tests do it all."""
+    return [*range(some), *(pytest.param(n, marks=pytest.mark.slow) for n in range(some, all_))]
+
 
 EXAMPLE = """
 import signal
@@ -76,14 +81,12 @@ def interrupted_after(seconds: float, fired: list[int]) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_garbage_of_others() -> Iterator[None]:
+def no_garbage_of_others() -> None:
     """What tests before have left must not die here: a death that runs Python code, as that of a
     thread or a task does in the standard library, loses an interrupt.
     """
     gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.freeze()  # and stays so, as what imports have made does
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("seed", range(INTERRUPTS // IN_ONE_TEST))
+@pytest.mark.parametrize("seed", some_and_all(4, 8))
 @pytest.mark.usefixtures("one_thread")
 def test_no_interrupt_is_lost(seed: int, daemon: DaemonProcess) -> None:
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
@@ -150,9 +153,7 @@ def test_an_interrupted_close_is_finished_by_the_next(daemon: DaemonProcess) -> 
         assert client.status().pool.used_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "attempt", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 20))]
-)
+@pytest.mark.parametrize("attempt", some_and_all(3, 20))
 def test_a_script_ends_at_the_first_sigint(
     attempt: int, daemon: DaemonProcess, tmp_path: Path
 ) -> None:

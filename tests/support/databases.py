@@ -85,7 +85,7 @@ def module_samples(device: str, dtype: torch.dtype | None = None) -> Iterator[Sa
     for info in _modules():
         found = _dtype(info.supported_dtypes(device), dtype)
         for training in (True, False) if found is not None else ():
-            torch.manual_seed(1)  # what a sample is depends on nothing that ran before
+            _seed(1)  # what a sample is depends on nothing that ran before
             inputs = info.module_inputs_func(
                 info, device=device, dtype=found, requires_grad=True, training=training
             )
@@ -104,7 +104,7 @@ def operator_samples(device: str, dtype: torch.dtype | None = None) -> Iterator[
 
 
 def _of_operator(info: Any, device: str, dtype: torch.dtype, limit: int | None) -> Iterator[Sample]:
-    torch.manual_seed(1)
+    _seed(1)
     try:
         samples = list(islice(info.sample_inputs(device, dtype, requires_grad=True), limit))
     except (RuntimeError, ImportError):
@@ -122,7 +122,7 @@ def _of_operator(info: Any, device: str, dtype: torch.dtype, limit: int | None) 
 
 def _operator_run(function: Callable[..., Any], sample: Any) -> Callable[[Way], list[Tensor]]:
     def run(way: Way) -> list[Tensor]:
-        torch.manual_seed(0)
+        _seed(0)
         leaves = _leaves((sample.input, sample.args, sample.kwargs))
         with way:
             first, args, kwargs = _clones(leaves)
@@ -139,7 +139,7 @@ def _module_run(
     info: Any, sample: Any, device: str, dtype: torch.dtype, training: bool
 ) -> Callable[[Way], list[Tensor]]:
     def run(way: Way) -> list[Tensor]:
-        torch.manual_seed(0)
+        _seed(0)
         made = copy.deepcopy(sample.constructor_input)
         module = info.module_cls(*made.args, **made.kwargs).to(device).to(dtype).train(training)
         leaves = _leaves((sample.forward_input.args, sample.forward_input.kwargs))
@@ -154,6 +154,13 @@ def _module_run(
         return copies + _gradients(loss, _differentiable([*tree_leaves(leaves), *parameters]), way)
 
     return run
+
+
+def _seed(number: int) -> None:
+    """Seed as `torch.manual_seed` does, which formats a stack for each kind of device not here."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
 
 
 def _leaves(inputs: Any) -> Any:

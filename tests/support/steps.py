@@ -59,7 +59,7 @@ def mean(net: nn.Module) -> Callable[[Tensor], Tensor]:
 
 @program
 def a_transformer(device: str) -> Training:
-    net = blocks(device)
+    net = blocks(device, 1)
     return Training(net, mean(net), (2, 16, 32), lambda: clip_grad_norm_(net.parameters(), 0.1))
 
 
