@@ -1,10 +1,15 @@
-"""The examples run, and the one with offload prints what the other prints."""
+"""The examples run, and the one with offload prints what the other prints.
+
+They are those of the repository with smaller sizes, as a person would try them: most of the time
+that they take as they are is arithmetic.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +20,33 @@ from support.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 
+SMALLER = {
+    "gpt.py": ("ROWS, LENGTH, WIDTH, LAYERS = 5, 16, 128, 256, 4", "= 5, 8, 128, 256, 2"),
+    "gpt_offload.py": ("ROWS, LENGTH, WIDTH, LAYERS = 5, 16, 128, 256, 4", "= 5, 8, 128, 256, 2"),
+    "fsdp.py": ("ROWS, LENGTH, WIDTH, LAYERS = 4, 4, 256, 256, 4", "= 4, 4, 256, 256, 2"),
+    "frozen_teacher.py": ("BATCHES, ROWS, WIDTH = 2, 3, 8, 128, 512", "= 2, 3, 8, 128, 128"),
+    "plan_and_report.py": ("STEPS, ROWS, WIDTH, LAYERS = 6, 4096, 256, 4", "= 6, 1024, 256, 4"),
+    "ternary_digits.py": ("HIDDEN, OUTPUTS, EPOCHS = 64, 1024, 10, 60", "= 64, 256, 10, 30"),
+}
+"""By example: the line that gives its sizes, and what stands there instead."""
 
-def _losses(script: str, *arguments: str, **environ: str) -> list[str]:
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the examples, with smaller sizes."""
+    folder = tmp_path_factory.mktemp("examples") / "examples"
+    shutil.copytree(EXAMPLES, folder)
+    for name, (line, sizes) in SMALLER.items():
+        text = (folder / name).read_text()
+        assert text.count(line) == 1, f"{name} no longer says {line!r}"
+        (folder / name).write_text(text.replace(line, f"{line.partition('=')[0]}{sizes}"))
+    return folder
+
+
+def _losses(script: Path, *arguments: str, **environ: str) -> list[str]:
     # one thread: sums in another order would differ in their last bits
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / script), *arguments],
+        [sys.executable, str(script), *arguments],
         capture_output=True,
         text=True,
         timeout=250,
@@ -30,32 +57,36 @@ def _losses(script: str, *arguments: str, **environ: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_offload_prints_the_same_losses(daemon: ChildDaemon) -> None:
-    plain = _losses("gpt.py")
+def test_offload_prints_the_same_losses(examples: Path, daemon: ChildDaemon) -> None:
+    plain = _losses(examples / "gpt.py")
     assert len(plain) == 5
-    assert _losses("gpt_offload.py", STORMD_ADDRESS=daemon.address) == plain
+    assert _losses(examples / "gpt_offload.py", STORMD_ADDRESS=daemon.address) == plain
     assert daemon.status()["throughput"]["store"]["operations"] > 0
     wait_until(lambda: daemon.status()["pool"]["used_bytes"] == 0, found=daemon.status)
 
 
-def test_the_compiled_example_offloads_inside_its_graph(daemon: ChildDaemon) -> None:
-    lines = _losses("compiled_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
+def test_the_compiled_example_offloads_inside_its_graph(
+    examples: Path, daemon: ChildDaemon
+) -> None:
+    lines = _losses(examples / "compiled_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
     assert [line.split(":")[0] for line in lines[:5]] == [f"step {n}" for n in range(5)]
     assert any(line.startswith("offload ") for line in lines)
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
-def test_the_captured_step_prints_the_losses_of_the_function(daemon: ChildDaemon) -> None:
-    plain = _losses("step_gpt.py", "least", "none")
+def test_the_captured_step_prints_the_losses_of_the_function(
+    examples: Path, daemon: ChildDaemon
+) -> None:
+    plain = _losses(examples / "step_gpt.py", "least", "none")
     assert [line.split(":")[0] for line in plain] == [f"step {n}" for n in range(5)]
-    lines = _losses("step_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
+    lines = _losses(examples / "step_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
     assert lines[:5] == plain
     assert any(line.startswith("temporaries: ") for line in lines)
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
-def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
-    *students, cache = _losses("frozen_teacher.py", STORMD_ADDRESS=daemon.address)
+def test_two_students_share_the_teachers_outputs(examples: Path, daemon: ChildDaemon) -> None:
+    *students, cache = _losses(examples / "frozen_teacher.py", STORMD_ADDRESS=daemon.address)
     assert [line.split(":")[0] for line in sorted(students)] == ["student 0", "student 1"]
     assert cache.startswith("cache: 8 tensors in ")
     counters = daemon.status()["cache"]["counters"]
@@ -63,26 +94,33 @@ def test_two_students_share_the_teachers_outputs(daemon: ChildDaemon) -> None:
     assert counters["hits"] >= 32, "each student finds everything from its second epoch on"
 
 
-def test_layers_with_decay_copy_selectively_and_plain_sums_do_not() -> None:
+def test_layers_with_decay_copy_selectively_and_plain_sums_do_not(examples: Path) -> None:
     short = ("copy", "--length=64", "--steps=250")
-    share = [_losses("ar_ssm.py", *short, *more)[-1] for more in ((), ("--plain",))]
+    share = [_losses(examples / "ar_ssm.py", *short, *more)[-1] for more in ((), ("--plain",))]
     with_decay, plain = (float(line.removeprefix("right: ")) for line in share)
     assert with_decay >= 0.99
     assert plain < 0.9
 
 
-def test_ar_ssm_has_the_same_losses_with_offload(daemon: ChildDaemon) -> None:
+def test_ar_ssm_has_the_same_losses_with_offload(examples: Path, daemon: ChildDaemon) -> None:
     few = ("bytes", "--length=128", "--steps=4")
-    plain = _losses("ar_ssm.py", *few)
+    plain = _losses(examples / "ar_ssm.py", *few)
     assert len(plain) == 5
-    assert _losses("ar_ssm.py", *few, "--offload", STORMD_ADDRESS=daemon.address) == plain
+    assert (
+        _losses(examples / "ar_ssm.py", *few, "--offload", STORMD_ADDRESS=daemon.address) == plain
+    )
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
-def test_a_plan_and_a_report_are_printed_and_drawn(daemon: ChildDaemon, tmp_path: Path) -> None:
+def test_a_plan_and_a_report_are_printed_and_drawn(
+    examples: Path, daemon: ChildDaemon, tmp_path: Path
+) -> None:
     drawn = tmp_path / "step.svg"
     lines = _losses(
-        "plan_and_report.py", "--budget=0.25", f"--draw={drawn}", STORMD_ADDRESS=daemon.address
+        examples / "plan_and_report.py",
+        "--budget=0.25",
+        f"--draw={drawn}",
+        STORMD_ADDRESS=daemon.address,
     )
     assert any(line.split()[:3] == ["4", "x", "gelu"] for line in lines)
     assert [line.split()[0] for line in lines if line.startswith("blocks.")] == [
@@ -104,10 +142,10 @@ def test_the_change_is_an_import_and_two_lines() -> None:
     ]
 
 
-def test_ranks_of_fsdp_share_a_daemon(daemon: ChildDaemon) -> None:
+def test_ranks_of_fsdp_share_a_daemon(examples: Path, daemon: ChildDaemon) -> None:
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
-        [sys.executable, *run, str(EXAMPLES / "fsdp.py")],
+        [sys.executable, *run, str(examples / "fsdp.py")],
         capture_output=True,
         text=True,
         timeout=250,
@@ -124,10 +162,10 @@ def test_ranks_of_fsdp_share_a_daemon(daemon: ChildDaemon) -> None:
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 
-def test_digits_are_told_apart_by_ternary_values() -> None:
+def test_digits_are_told_apart_by_ternary_values(examples: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     found = {}
-    for line in _losses("ternary_digits.py"):
+    for line in _losses(examples / "ternary_digits.py"):
         kind, right, nbytes = re.fullmatch(r"(\w+): ([\d.]+)% right, ([\d,]+) bytes", line).groups()
         found[kind] = float(right), int(nbytes.replace(",", ""))
     assert found["ternary"][0] >= found["float32"][0] - 2
