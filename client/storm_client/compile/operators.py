@@ -1,6 +1,7 @@
-"""The operators that stand in compiled graphs: `stormd::store`, `fetch`, `wait`, and `seen`.
+"""The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `wait`, and `seen`.
 
     token = store(value, number, lent)      in the forward graph; the token is what is saved
+    token = hold(parameter)                 for a parameter that others are computed again from
     begun = fetch(token)                    in the backward graph, ahead of use
     value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
     seen(value)                             where a value is computed again: see `partition.py`
@@ -10,7 +11,7 @@ belongs to an object that holds them, so what nobody can ask for any more is giv
 become of the graph. A graph holds no other reference to this process: numbers and shapes alone.
 
 `wait` takes what the fetches return that are to begin before it, so no compiler can put them off,
-however it orders a graph. The results of all three are new tensors, as the schemas say, but what
+however it orders a graph. The results of all these are new tensors, as the schemas say, but what
 `wait` returns may share its memory with what is stored: see `inductor.py` and `partition.py` for
 what keeps a compiler from writing to it.
 """
@@ -23,12 +24,13 @@ import torch
 
 from storm_client.compile import runtime
 
-__all__ = ["FETCH", "SEEN", "STORE", "WAIT"]
+__all__ = ["FETCH", "HOLD", "SEEN", "STORE", "WAIT"]
 
 _LIBRARY = torch.library.Library("stormd", "DEF")  # type: ignore[no-untyped-call]
 
 _SCHEMAS = {
     "store(Tensor value, int number, bool lent) -> Tensor": torch.Tag.flexible_layout,
+    "hold(Tensor value) -> Tensor": torch.Tag.flexible_layout,
     "fetch(Tensor token) -> Tensor": torch.Tag.needs_exact_strides,
     "wait(Tensor token, Tensor[] begun, SymInt[] size, SymInt[] stride, ScalarType dtype, "
     "Device device) -> Tensor": torch.Tag.needs_exact_strides,
@@ -39,6 +41,7 @@ for _schema, _layout in _SCHEMAS.items():
     _LIBRARY.define(_schema, tags=(torch.Tag.cudagraph_unsafe, _layout))  # type: ignore[no-untyped-call]
 
 STORE = torch.ops.stormd.store.default
+HOLD = torch.ops.stormd.hold.default
 FETCH = torch.ops.stormd.fetch.default
 WAIT = torch.ops.stormd.wait.default
 SEEN = torch.ops.stormd.seen.default
@@ -75,6 +78,7 @@ def _fake_wait(*arguments: Any) -> torch.Tensor:
 
 for _name, _function, _fake in (
     ("store", _store, _fake_token),
+    ("hold", runtime.hold, _fake_token),
     ("fetch", _fetch, _fake_token),
     ("wait", _wait, _fake_wait),
     ("seen", _seen, _seen),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
@@ -33,7 +34,7 @@ from storm_client.compile.costs import (
     ratio_of,
     seconds_of,
 )
-from storm_client.compile.operators import FETCH, SEEN, STORE, WAIT
+from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Draft, Recipe, Saved, Schedule, schedule
 from storm_client.compile.symbols import can_compute, computed, symbols_of
@@ -244,7 +245,7 @@ class _Found(NamedTuple):
     sources: tuple[fx.Node, ...]
     """What is handed over, or would be besides, from which they start."""
     parameters: tuple[fx.Node, ...]
-    """What they need of the forward graph's that stays in memory anyway, and is not handed over."""
+    """Parameters that they read, which stay in memory anyway."""
 
 
 class _Search:
@@ -288,6 +289,10 @@ class _Search:
             return True
         if node is self._goal or node.name not in self._pair.placeholders:
             return False
+        if node in self._pair.changed:
+            return False
+        if node in self._pair.static:
+            return self._take(node)
         if node in self._handed:
             self.sources[node] = None
         return True
@@ -296,7 +301,7 @@ class _Search:
         """Have a value handed over besides, if it is in memory anyway."""
         if node in self._pair.static:
             self.parameters[node] = None
-            return True
+            return self._pair.has_known_sizes(node)
         if not self._pair.lies_in_memory(node):
             return False
         self.sources[node] = None
@@ -328,14 +333,16 @@ class _Pair:
         inputs = forward.graph.find_nodes(op="placeholder")
         primals = [node for node in inputs if str(node.target).startswith("primals")]
         self.static = {primals[index] for index in static if index < len(primals)}
+        self.changed = _changed(inputs, self.output)
+        self.static -= self.changed
         self.returns_a_loss = any(
             is_tensor(n) and n.meta["val"].dim() == 0 and n.meta["val"].is_floating_point()
             for n in self.results[:outputs]
         )
         self.seen_outside = {memory_of(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
         self.seen_outside |= set(inputs)
-        self.lent: set[fx.Node] = set()
-        """Parameters that are handed over besides, for what is computed again."""
+        self.lent: dict[fx.Node, fx.Node] = {}
+        """Placeholders for the tokens of the parameters that others are computed again from."""
         self.symbols = symbols_of(backward.graph)
         self.turned = {source_of(n): n for n in self.handed if is_tensor(n) and _turned_back(n)}
         """Of what is handed over with its dimensions in another order, by what that was."""
@@ -357,8 +364,9 @@ class _Pair:
         leaving = {node for node in handed if self._may_leave(node)}
         recipes = {node: self._recipe(node, handed) for node in leaving}
         besides = {n for one in recipes.values() if one for n in one.sources} - handed
-        self.lent = {n for one in recipes.values() if one for n in one.parameters}
-        self._hand_over(sorted(besides | self.lent, key=order.__getitem__))
+        lent = {n for one in recipes.values() if one for n in one.parameters}
+        self._hand_over(sorted(besides, key=order.__getitem__))
+        self._lend(sorted(lent, key=order.__getitem__))
         made = self._seconds_made()
         found = sorted(handed | besides, key=order.__getitem__)
         numbers = {node: number for number, node in enumerate(found)}
@@ -413,9 +421,24 @@ class _Pair:
             self.placeholders[node.name] = given
         self.results = list(self.output.args[0])
 
+    def _lend(self, parameters: list[fx.Node]) -> None:
+        """Hand over tokens for parameters as they are: others may be given to the model later."""
+        for node in parameters:
+            behind = self.forward.graph.find_nodes(op="placeholder")[-1]
+            with self.forward.graph.inserting_after(behind):
+                token = self.forward.graph.call_function(HOLD, (node,))
+            _describe(token, _token_like(node))
+            self.lent[node] = hand_over(token, self.forward, self.backward, self.first_handed)
+        self.results = list(self.output.args[0])
+
     def _may_leave(self, node: fx.Node) -> bool:
         large = nbytes_of(node.meta["val"]) >= max(self.rules.min_bytes, 1)
         return large and self._can_leave(node, _uses(self.placeholders[node.name]))
+
+    def has_known_sizes(self, node: fx.Node) -> bool:
+        """Tell whether the backward graph can say how a value is laid out."""
+        value = node.meta["val"]
+        return can_compute([*value.shape, *value.stride()], self.symbols)
 
     def _can_leave(self, made: fx.Node, uses: list[fx.Node]) -> bool:
         value = made.meta["val"]
@@ -425,7 +448,7 @@ class _Pair:
             value
         ):
             return False
-        if not can_compute([*value.shape, *value.stride()], self.symbols):
+        if not self.has_known_sizes(made):
             return False
         if any(use.op == "output" for use in uses):
             return False  # a gradient that is the saved tensor itself
@@ -552,11 +575,14 @@ class _Pair:
 
     def _drop_lent(self) -> None:
         """Hand over no parameter that nothing is computed with after all."""
-        unused = [node for node in self.lent if not self.placeholders[node.name].users]
-        for node in unused:
-            self.backward.graph.erase_node(self.placeholders.pop(node.name))
-        drop_results(self.output, {self._place(node) for node in unused})
+        unused = {given.name for given in self.lent.values() if not given.users}
+        tokens = [one for one in self.results if isinstance(one, fx.Node) and one.name in unused]
+        for given in [one for one in self.lent.values() if not one.users]:
+            self.backward.graph.erase_node(given)
+        drop_results(self.output, {self._place(token) for token in tokens})
         self.results = list(self.output.args[0])
+        for token in tokens:
+            self.forward.graph.erase_node(token)
 
     def _drop_results(self, values: list[_Value]) -> None:
         drop_results(self.output, {self._place(value.made) for value in values})
@@ -605,16 +631,22 @@ class _Pair:
         return begun
 
     def _wait(self, value: _Value, position: int, begun: list[fx.Node]) -> fx.Node:
-        graph, given, val = self.backward.graph, value.given, value.made.meta["val"]
+        given = value.given
         users = [user for user in given.users if user.target is not FETCH]
-        with graph.inserting_before(self._at(position)):
-            size = [computed(one, graph, self.symbols) for one in val.shape]
-            stride = [computed(one, graph, self.symbols) for one in val.stride()]
-            came = graph.call_function(WAIT, (given, begun, size, stride, val.dtype, val.device))
-        _describe(came, given.meta["val"])
+        with self.backward.graph.inserting_before(self._at(position)):
+            came = self._come(given, value.made.meta["val"], begun)
         for user in users:
             user.replace_input_with(given, came)
         _describe(given, _token_like(value.made))
+        return came
+
+    def _come(self, token: fx.Node, val: torch.Tensor, begun: list[fx.Node]) -> fx.Node:
+        """Wait, where nodes are inserted, for what a token stands for, which is like `val`."""
+        graph = self.backward.graph
+        size = [computed(one, graph, self.symbols) for one in val.shape]
+        stride = [computed(one, graph, self.symbols) for one in val.stride()]
+        came = graph.call_function(WAIT, (token, begun, size, stride, val.dtype, val.device))
+        _describe(came, val)
         return came
 
     def _compute_again(
@@ -640,6 +672,9 @@ class _Pair:
             if node in copies:
                 return copies[node]
             if node in here:
+                return here[node]
+            if node in self.lent:
+                here[node] = self._come(self.lent[node], node.meta["val"], [])
                 return here[node]
             if node.name in self.placeholders:
                 return self.placeholders[node.name]
@@ -754,6 +789,13 @@ def _uses(node: fx.Node) -> list[fx.Node]:
                 if source_of(user) is not None:
                     waiting.append(user)
     return list(found)
+
+
+def _changed(inputs: Iterable[fx.Node], output: fx.Node) -> set[fx.Node]:
+    """Return which of a forward graph's inputs it changes, or has changed when it has run."""
+    returned = output.meta.get("desc") or ()
+    later = [one.mutated_input for one in returned if isinstance(one, InputMutationAOTOutput)]
+    return {n for n in inputs if n.meta.get("desc") in later or any(map(_writes, _uses(n)))}
 
 
 def _writes(node: fx.Node) -> bool:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from storm_client.sessions import Sessions
     from storm_client.supply import Supply
 
-__all__ = ["Graph", "Target", "fetch", "running", "shared_target", "store", "wait"]
+__all__ = ["Graph", "Target", "fetch", "hold", "running", "shared_target", "store", "wait"]
 
 ALIGNMENT_BYTES = 16
 """Generated code reads what an operator returns as if it began at a multiple of this."""
@@ -293,6 +293,11 @@ def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
     return _TOKENS.make(_pack(call, value, number, lent=lent))
 
 
+def hold(value: torch.Tensor) -> torch.Tensor:
+    """Return a token for a parameter as it is: it may be given other data before it is used."""
+    return _TOKENS.make(Lent(value))
+
+
 def fetch(token: torch.Tensor) -> None:
     """Begin to bring a value back."""
     content = _TOKENS.content(token)
@@ -443,6 +448,20 @@ class Held:
         return self._version.token if replaced is None else replaced
 
 
+class Lent:
+    """A parameter that values are computed again from, in the memory that it has now."""
+
+    __slots__ = ("__weakref__", "_version")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._version = _version_of(value, SavedVersion.holding)
+
+    def bring(self) -> torch.Tensor:
+        """Return what it was, whatever data its parameter has now."""
+        self._version.check()
+        return self._version.token
+
+
 class _HeldRef(weakref.ref[Held]):
     """Tells of the death of what was kept by choice by being appended to a deque."""
 
@@ -502,7 +521,7 @@ class _Owner(bytearray):
     """A token's memory. PyTorch holds it for as long as a tensor lies in it."""
 
     __slots__ = ("__weakref__", "content")
-    content: Held | Stored
+    content: Held | Lent | Stored
 
 
 class _OwnerRef(weakref.ref[_Owner]):
@@ -519,7 +538,7 @@ class _Tokens:
         self._owners: dict[int, _OwnerRef] = {}
         self._dead: deque[_OwnerRef] = deque()
 
-    def make(self, content: Held | Stored) -> torch.Tensor:
+    def make(self, content: Held | Lent | Stored) -> torch.Tensor:
         """Return a token for `content`, which lives as long as the token's memory."""
         while self._dead:
             self._owners.pop(self._dead.popleft().key, None)
@@ -532,7 +551,7 @@ class _Tokens:
         with torch._C.DisableTorchFunction():  # a default device is not for this
             return torch.frombuffer(owner, dtype=torch.int64)
 
-    def content(self, token: torch.Tensor) -> Held | Stored:
+    def content(self, token: torch.Tensor) -> Held | Lent | Stored:
         """Return what a token stands for.
 
         Raises:

@@ -49,8 +49,10 @@ def stored(monkeypatch: pytest.MonkeyPatch, client: storm.Client) -> Watch:
 def brought(monkeypatch: pytest.MonkeyPatch) -> Watch:
     watch, wait = Watch(), runtime.wait
 
-    def watched(*arguments: object) -> Tensor:
-        watch.saw(found := wait(*arguments))
+    def watched(token: Tensor, *arguments: object) -> Tensor:
+        found = wait(token, *arguments)
+        if not isinstance(runtime._TOKENS.content(token), runtime.Lent):  # parameters stay
+            watch.saw(found)
         return found
 
     monkeypatch.setattr(runtime, "wait", watched)

@@ -27,7 +27,7 @@ from storm_client.compile.step.recording import Recorder, Recording, data_depend
 from storm_client.compile.step.scalars import number_of
 from storm_client.errors import UsageError
 
-__all__ = ["Captured", "Result", "capture"]
+__all__ = ["Captured", "Result", "capture", "is_lifted"]
 
 LIFTED = ("lr", "momentum", "betas")
 """Settings of optimizers' groups that may change at each step, as schedulers change them."""
@@ -49,13 +49,15 @@ class Setting:
     """A number in an optimizer's group, which a run looks up."""
 
     node: fx.Node
-    group: dict[str, Any]
+    optimizer: Optimizer
+    group: int
+    """Which of its groups: the group is another when a state was loaded."""
     key: str
     place: int | None
 
     def value(self) -> float:
         """Return what it is now."""
-        found = self.group[self.key]
+        found = self.optimizer.param_groups[self.group][self.key]
         return float(found if self.place is None else found[self.place])
 
 
@@ -110,6 +112,13 @@ def capture(
             _conclude(captured, tables, returned)
     recording.graph.erase_node(recording.root)
     return captured
+
+
+def is_lifted(value: object) -> bool:
+    """Tell whether a setting of `LIFTED` is looked up by each run; what is no float is constant."""
+    if isinstance(value, tuple):
+        return all(type(one) is float for one in value)
+    return type(value) is float
 
 
 def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -215,26 +224,29 @@ class _Tables:
         captured.optimizers.append(optimizer)
         self.states.append({key: dict(value) for key, value in optimizer.state.items()})
         self.groups.append([dict(group) for group in optimizer.param_groups])
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 captured.recording.see_leaf(parameter)
             for key in LIFTED:
                 if key in group:
-                    group[key] = self._lifted(group, key)
+                    group[key] = self._lifted(optimizer, number, key)
         self.given.append([dict(group) for group in optimizer.param_groups])
 
-    def _lifted(self, group: dict[str, Any], key: str) -> Any:
-        value = group[key]
-        if type(value) is float:
-            return self._number(value, group, key, None)
-        if isinstance(value, tuple) and all(type(one) is float for one in value):
-            return tuple(self._number(one, group, key, at) for at, one in enumerate(value))
-        return value
+    def _lifted(self, optimizer: Optimizer, group: int, key: str) -> Any:
+        value = optimizer.param_groups[group][key]
+        if not is_lifted(value):
+            return value
+        if isinstance(value, tuple):
+            return tuple(
+                self._number(one, optimizer, group, key, at) for at, one in enumerate(value)
+            )
+        return self._number(value, optimizer, group, key, None)
 
-    def _number(self, value: float, group: dict[str, Any], key: str, place: int | None) -> Any:
+    def _number(
+        self, value: float, optimizer: Optimizer, group: int, key: str, place: int | None
+    ) -> Any:
         made = self.captured.recording.number(value)
-        node = made.node.source
-        self.captured.settings.append(Setting(node, group, key, place))
+        self.captured.settings.append(Setting(made.node.source, optimizer, group, key, place))
         return made
 
     def put_back(self) -> None:

@@ -7,14 +7,15 @@ each run, and where it differs the step is captured anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.optim.optimizer import Optimizer
 
-from storm_client.compile.step.capture import LIFTED, Captured
+from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
 
@@ -22,15 +23,53 @@ __all__ = ["State", "described", "surroundings", "variables"]
 
 PLAIN = (bool, int, float, str, bytes, type(None))
 
+CONTENTS = 64
+"""Of a list or table with more than so many things in it, it is not compared what they are."""
 
-class _Slot(NamedTuple):
-    """Where a tensor is found: in a table under a key, or as itself where there is none."""
 
-    table: Any
-    key: Any
+class _Itself(NamedTuple):
+    """Where a tensor is found that is in no table."""
+
+    tensor: torch.Tensor
 
     def find(self) -> Any:
-        return self.key if self.table is None else self.table.get(self.key)
+        return self.tensor
+
+
+class _InModule(NamedTuple):
+    """Where a module's parameter or buffer is found."""
+
+    table: Mapping[str, Any]
+    key: str
+
+    def find(self) -> Any:
+        return self.table.get(self.key)
+
+
+class _InState(NamedTuple):
+    """Where an optimizer's state is found; its tables are others when a state was loaded."""
+
+    optimizer: Optimizer
+    parameter: Any
+    key: str
+
+    def find(self) -> Any:
+        return self.optimizer.state.get(self.parameter, {}).get(self.key)
+
+
+class _InGroup(NamedTuple):
+    """Where a setting of an optimizer's group is found, if it is a tensor."""
+
+    optimizer: Optimizer
+    number: int
+    key: str
+
+    def find(self) -> Any:
+        groups = self.optimizer.param_groups
+        return groups[self.number].get(self.key) if self.number < len(groups) else None
+
+
+_Slot = _Itself | _InModule | _InState | _InGroup
 
 
 class _Held(NamedTuple):
@@ -68,7 +107,7 @@ class State:
         self.captured = captured
         slots = _slots(captured)
         self.held = [
-            _Held.of(one, slots.get(id(one.tensor), _Slot(None, one.tensor)))
+            _Held.of(one, slots.get(id(one.tensor), _Itself(one.tensor)))
             for one in captured.recording.outside.values()
             if one.argument is None
         ]
@@ -88,9 +127,12 @@ class State:
         """Return what Python code may have decided by."""
         found: list[Any] = [surroundings(), variables(self.step)]
         found += [
-            (module.training, [id(one) for one in module._modules.values()], _plain(module))
+            (module.training, _ids(module._modules), _ids(module._parameters), _plain(module))
             for module in self.captured.modules
         ]
+        found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
+        leaves = self.captured.recording.leaves.values()
+        found += [_hooks(leaf, _HOOKS_OF_LEAVES) for leaf, _ in leaves]
         for optimizer in self.captured.optimizers:
             for group in optimizer.param_groups:
                 found.append([_plain_setting(key, value) for key, value in group.items()])
@@ -160,27 +202,77 @@ def surroundings() -> tuple[Any, ...]:
 def variables(step: Callable[..., Any]) -> dict[str, Any]:
     """Return the variables of a function's surroundings, plain ones by value, objects by identity.
 
-    Only its own, not those of functions that it calls.
+    Of lists, tables and objects, such as the one whose method it is, what it reads there too, but
+    not what lies deeper. Only its own variables, not those of functions that it calls.
     """
     function = getattr(step, "__func__", step)
     code = getattr(function, "__code__", None)
-    found: dict[str, Any] = {}
     if code is None:
-        return found
+        return {}
+    found: dict[str, Any] = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            found[name] = _identified(cell.cell_contents)
+            _look_at(name, cell.cell_contents, code.co_names, found)
         except ValueError:  # an empty cell
             continue
     for name in code.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, (*PLAIN, nn.Module, Optimizer, torch.Tensor)):
-            found[name] = _identified(value)
+        if name in function.__globals__:
+            _look_at(name, function.__globals__[name], code.co_names, found)
+    if function is not step:
+        _look_at("self", step.__self__, code.co_names, found)  # type: ignore[attr-defined]
+    for number, value in enumerate(function.__defaults__ or ()):
+        found[f"default {number}"] = _identified(value)
     return found
 
 
+_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
+"""What is in a function's surroundings, and is no variable."""
+
+
+def _look_at(name: str, value: object, names: Sequence[str], found: dict[str, Any]) -> None:
+    """Note a variable, and those of its attributes that are among `names`."""
+    if isinstance(value, _OPAQUE):
+        return
+    found[name] = _identified(value)
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, (nn.Module, Optimizer, torch.Tensor)) or type(attributes) is not dict:
+        return
+    for key in names:
+        if key in attributes:
+            found[f"{name}.{key}"] = _identified(attributes[key])
+
+
+def _ids(table: Mapping[str, object]) -> list[int]:
+    return list(map(id, table.values()))
+
+
 def _identified(value: object) -> Any:
+    """Return what tells a variable from another, or from itself when it holds other things."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, dict) and len(value) <= CONTENTS:
+        return id(value), [(_alone(key), _alone(one)) for key, one in value.items()]
+    if isinstance(value, (list, tuple)) and len(value) <= CONTENTS:
+        return id(value), list(map(_alone, value))
+    return id(value), len(value) if isinstance(value, (dict, list)) else None
+
+
+def _alone(value: object) -> Any:
     return (type(value), value) if isinstance(value, PLAIN) else id(value)
+
+
+_HOOKS_OF_MODULES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _hooks(owner: object, tables: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the numbers of a module's or tensor's hooks, which Python code may add and remove."""
+    return [tuple(getattr(owner, name, None) or ()) for name in tables]
 
 
 def _plain(module: nn.Module) -> list[Any]:
@@ -197,7 +289,7 @@ def _plain_setting(key: str, value: Any) -> Any:
         return [id(one) for one in value]
     if isinstance(value, torch.Tensor):
         return key, id(value)
-    if key in LIFTED:
+    if key in LIFTED and is_lifted(value):
         return key, type(value)
     return key, value
 
@@ -208,14 +300,17 @@ def _kind(value: object) -> Any:
 
 def _slots(captured: Captured) -> dict[int, _Slot]:
     """Return where tensors are found, by their ids."""
-    tables: list[Any] = []
+    found: dict[int, _Slot] = {}
     for optimizer in captured.optimizers:
-        tables += [*optimizer.param_groups, *optimizer.state.values()]
+        for number, group in enumerate(optimizer.param_groups):
+            found |= {id(one): _InGroup(optimizer, number, key) for key, one in _tensors(group)}
+        for parameter, table in optimizer.state.items():
+            found |= {id(one): _InState(optimizer, parameter, key) for key, one in _tensors(table)}
     for module in captured.modules:
-        tables += [module._parameters, module._buffers]
-    return {
-        id(value): _Slot(table, key)
-        for table in tables
-        for key, value in table.items()
-        if isinstance(value, torch.Tensor)
-    }
+        for names in (module._parameters, module._buffers):
+            found |= {id(one): _InModule(names, key) for key, one in _tensors(names)}
+    return found
+
+
+def _tensors(table: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((key, one) for key, one in table.items() if isinstance(one, torch.Tensor))

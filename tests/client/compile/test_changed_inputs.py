@@ -1,0 +1,99 @@
+"""What is changed after the forward pass has read it: nothing is computed from that again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import storm_client as storm
+import torch
+from support.compiled_programs import PLAIN, Wrap, perceptron
+from support.training import assert_identical, gradients, seeded
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+"""Of PyTorch's own, where it compiles."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Changing(nn.Module):
+    """Adds a buffer, and changes it afterwards: by itself, or by what has gradients."""
+
+    def __init__(self, device: str, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Parameter(seeded(device, 32, 32))
+        self.second = nn.Parameter(seeded(device, 32, 32, seed=2))
+        self.register_buffer("mean", seeded(device, 32, 32, seed=3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.first
+        z = (y + self.mean).exp()
+        self.mean.add_(1.0 if self.how == "in the graph" else y)
+        return z @ self.second
+
+
+def changing(how: str, wrap: Wrap, device: str) -> list[Tensor]:
+    net = Changing(device, how)
+    loss = wrap(net)(seeded(device, 32, 32, seed=4)).square().mean()
+    loss.backward()
+    return [loss.detach(), *gradients(net), net.mean.detach()]
+
+
+def assert_as_without_offload(
+    program: Callable[[Wrap, str], list[Tensor]], codegen: str, client: storm.Client, device: str
+) -> None:
+    expected = program(partial(torch.compile, backend=PLAIN[codegen]), device)
+    torch._dynamo.reset()
+    made: list[Callable[..., Tensor]] = []
+
+    def wrap(model: Callable[..., object]) -> Callable[..., Tensor]:
+        options = {"min_bytes": 1, "codegen": codegen, "budget": 0.0}
+        made.append(storm.compile(model, client=client, **options))
+        return made[-1]
+
+    assert_identical(program(wrap, device), expected)
+    assert storm.compiled_stats(made[0]).offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("how", ["in the graph", "behind the graph"])
+def test_nothing_is_computed_again_from_a_buffer_that_changes(
+    how: str, device: str, client: storm.Client
+) -> None:
+    assert_as_without_offload(partial(changing, how), "eager", client, device)
+
+
+def given_other_data(wrap: Wrap, device: str) -> list[Tensor]:
+    net = perceptron(device)
+    loss = wrap(net)(seeded(device, 64, 32)).square().mean()
+    for parameter in net.parameters():
+        parameter.data = parameter.data * 2
+    loss.backward()
+    return [loss.detach(), *gradients(net)]
+
+
+@pytest.mark.parametrize("codegen", PLAIN)
+def test_parameters_that_are_given_other_data_are_computed_from_as_they_were(
+    codegen: str, device: str, client: storm.Client
+) -> None:
+    assert_as_without_offload(given_other_data, codegen, client, device)
+
+
+def test_a_parameter_that_is_changed_before_it_is_computed_from_raises(
+    device: str, client: storm.Client
+) -> None:
+    """The first layer's weight is read by what is computed again, and by nothing else."""
+    net = perceptron(device)
+    call = storm.compile(net, client=client, min_bytes=1, codegen="eager", budget=0.0)
+    loss = call(seeded(device, 64, 32)).square().mean()
+    with torch.no_grad():
+        net[0][0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
