@@ -13,12 +13,18 @@ import pytest
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from support.cache_process import CacheProcess
+from support.cache_process import CacheProcess, cache_nursery
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
 
 MIB = 1 << 20
 ANNA, BERT, MATE = (64001, 64100), (64002, 64200), (64003, 64100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nursery() -> Iterator[None]:
+    with cache_nursery():
+        yield
 
 
 @pytest.fixture

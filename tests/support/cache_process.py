@@ -1,41 +1,53 @@
 """A process of its own that uses the shared cache, as any user: a test tells it what to do.
 
-    python tests/support/cache_process.py ADDRESS UID GID
-
-It reads one JSON list a line, [word, *arguments], and answers each by one JSON value; an error is
-answered by its name and text. Tensors are `count` bytes of one `value`; what is not that is
-answered as "mixed".
+It takes a list a time, [word, *arguments], and answers each by one value; an error is answered by
+its name and text. Tensors are `count` bytes of one `value`; what is not that is answered as
+"mixed". It is forked from a process that has loaded torch once, for all tests of a module.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
+
+import storm_client as storm
+import torch
+
+_FORKS = get_context("forkserver")
+
+
+@contextmanager
+def cache_nursery() -> Iterator[None]:
+    """Have what the processes are forked from run meanwhile, and gone afterwards."""
+    _FORKS.set_forkserver_preload(["storm_client"])
+    forkserver.ensure_running()
+    try:
+        yield
+    finally:
+        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 class CacheProcess:
     """The parent's end of such a process. Ends it, where it has not ended, on exit."""
 
     def __init__(self, address: str, uid: int = os.getuid(), gid: int = os.getgid()) -> None:
-        command = [sys.executable, __file__, address, str(uid), str(gid)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._orders, theirs = _FORKS.Pipe()
+        with theirs:
+            self._process = _FORKS.Process(target=_obey, args=(theirs, address, uid, gid))
+            self._process.start()
 
     def say(self, *words: Any) -> None:
         """Give an order without waiting for the answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(words) + "\n")
-        self.process.stdin.flush()
+        self._orders.send(words)
 
     def hear(self) -> Any:
         """Return the answer to the oldest order that has none."""
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        return self._orders.recv()
 
     def ask(self, *words: Any) -> Any:
         """Give an order and return the answer."""
@@ -44,8 +56,8 @@ class CacheProcess:
 
     def kill(self) -> None:
         """End it as a crash would."""
-        self.process.kill()
-        self.process.wait()
+        self._process.kill()
+        self._process.join()
 
     def __enter__(self) -> Self:
         return self
@@ -56,31 +68,28 @@ class CacheProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self.kill()
+        self._process.close()
+        self._orders.close()
 
 
-def main() -> None:
-    address, uid, gid = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    import storm_client as storm  # before the user is another, who may not read where it lies
-
+def _obey(orders: Connection, address: str, uid: int, gid: int) -> None:
     if uid != os.getuid():
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
     client = None
-    for line in sys.stdin:
+    while True:
+        order = orders.recv()
         try:
             client = client or storm.connect(address, embedded="never", timeout=30.0)
-            answer = _obeyed(client.cache, *json.loads(line))
+            answer = _obeyed(client.cache, *order)
         except storm.StormError as error:
             answer = [type(error).__name__, str(error)]
-        print(json.dumps(answer), flush=True)
+        orders.send(answer)
 
 
 def _obeyed(cache: Any, word: str, *arguments: Any) -> Any:
-    import torch
-
     if word == "put":
         name, value, count = arguments
         cache.put(name, torch.full((count,), value, dtype=torch.uint8))
@@ -103,7 +112,3 @@ def _obeyed(cache: Any, word: str, *arguments: Any) -> Any:
 def _told(tensor: Any) -> Any:
     first, count = int(tensor[0]), tensor.numel()
     return [first, count] if bool((tensor == first).all()) else "mixed"
-
-
-if __name__ == "__main__":
-    main()
