@@ -26,6 +26,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Inductor compiles in the thread that asks: its pool of processes would outlive the test.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# The compiler is taken to know the processor, which to try takes it 6 s.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

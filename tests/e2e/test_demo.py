@@ -11,7 +11,16 @@ import torch
 
 
 def _demo(device: str) -> dict[str, object]:
-    command = [sys.executable, "-m", "stormd.cli", "demo", "--json", "--small", "--steps=2"]
+    command = [
+        sys.executable,
+        "-m",
+        "stormd.cli",
+        "demo",
+        "--json",
+        "--small",
+        "--steps=2",
+        "--pool-bytes=256MiB",
+    ]
     done = subprocess.run(
         [*command, f"--device={device}"], capture_output=True, text=True, timeout=550, check=False
     )

@@ -57,7 +57,7 @@ def test_channels_before_length(device, length, dtype):
         _assert_near(one.cpu(), other)
 
 
-@pytest.mark.parametrize(("batch", "length", "width"), [(2, 1024, 512), (2, 1000, 200), (1, 63, 7)])
+@pytest.mark.parametrize(("batch", "length", "width"), [(2, 1024, 128), (2, 1000, 200), (1, 63, 7)])
 @pytest.mark.parametrize("given_state", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gated_recurrence(device, batch, length, width, given_state, dtype):

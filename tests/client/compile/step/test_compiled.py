@@ -66,16 +66,23 @@ def test_every_optimizer_gives_the_bits_of_the_function(
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("a_transformer", "sgd"), ("convolutions", "momentum")]
+    ("name", "optimizer"),
+    [
+        ("writes_in_place", "sgd"),
+        (
+            "convolutions",
+            "momentum",
+        ),  # whose state, which the first step makes, is one capture more
+        pytest.param("a_transformer", "momentum", marks=pytest.mark.slow),
+    ],
 )
 def test_generated_code_gives_the_same_bits_with_offload(
     name: str, optimizer: str, device: str, wrap: Callable[..., object]
 ) -> None:
-    """A state of the optimizer's, which the first step makes, is a second capture."""
     without = train(name, optimizer, partial(wrap, codegen="inductor", min_bytes=1 << 40), device)
     offloaded = train(name, optimizer, partial(wrap, codegen="inductor"), device)
     assert_identical(offloaded, without)
-    if name == "a_transformer":  # dropout has numbers of Inductor's
+    if name != "convolutions":  # dropout has numbers of Inductor's
         eager = train(name, optimizer, same, device)
         for one, other in zip(offloaded, eager, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
