@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from storm_kernels import ancf
 from storm_kernels.ancf import DType
 from storm_kernels.ancf.layout import Mode
@@ -21,6 +22,7 @@ from support.fenced_memory import Fenced
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "kernels/storm_kernels/ancf/csrc/cuda"
 HOST = ROOT / "tests/kernels/cuda_on_cpu"
+BUILD_SECONDS = 300
 GUARD = 64
 POISON = 0xA5
 AUTO = 255
@@ -110,11 +112,18 @@ def build_kernels(
     memory: type[Guarded] | type[Fenced] = Guarded,
     flags: Sequence[str] = (),
 ) -> Kernels:
-    """Compile the kernels for elements like `dtype`'s into `folder` (g++ is needed)."""
+    """Compile the kernels for elements like `dtype`'s into `folder` (g++ is needed).
+
+    What another process has built there is used; flags are the same for all of a folder.
+    """
     width, mantissa = dtype.element_bytes, dtype.mantissa_bits
     library = folder / f"kernels_{width}_{mantissa}.so"
     kind = (f"-DANCF_WIDTH={width}", f"-DANCF_MANTISSA={mantissa}")
-    compile_library(HOST / "run_kernels.cpp", library, (*flags, *kind))
+    with FileLock(library.with_suffix(".lock"), timeout=BUILD_SECONDS):
+        if not library.exists():
+            unfinished = library.with_suffix(".unfinished")
+            compile_library(HOST / "run_kernels.cpp", unfinished, (*flags, *kind))
+            unfinished.rename(library)
     return Kernels(library, memory)
 
 
@@ -123,5 +132,5 @@ def compile_library(source: Path, library: Path, flags: Sequence[str] = ()) -> N
     subprocess.run(
         ["g++", "-std=c++17", "-Og", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *flags,
          f"-I{HOST}", f"-I{SOURCES}", "-o", library, source],
-        check=True, timeout=300,
+        check=True, timeout=BUILD_SECONDS,
     )  # fmt: skip

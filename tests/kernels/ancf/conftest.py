@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 
@@ -93,10 +94,12 @@ def round_trip(codec: Codec) -> Callable[..., np.ndarray]:
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ancf.DType], Kernels]:
-    """The CUDA kernels for elements of a type, on the CPU; built at first use."""
+    """The CUDA kernels for elements of a type, on the CPU; built at first use, by one worker."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler (g++) here")
-    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_on_cpu"
+    folder.mkdir(exist_ok=True)
     built: dict[tuple[int, int], Kernels] = {}
 
     def build(dtype: ancf.DType) -> Kernels:
