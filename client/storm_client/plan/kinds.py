@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -48,10 +48,28 @@ KNOWN_KINDS = 8
 """Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
 
 OBSERVED = 2
-"""Forward passes that are timed before the plan is made for the last time."""
+"""Forward passes that are timed before the plan is made anew."""
+
+SHORTER = 0.75
+"""Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
+The first were longer than the step needs where another process used the device or the link."""
 
 MOST_EVENTS = 20_000
 """A step that goes on and on, as a block around a loop does, is not watched any further."""
+
+
+class Forward(Protocol):
+    """How long a forward pass took."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has come so far that the next call does not wait for it."""
+        ...
+
+    def __call__(self) -> float:
+        """Return the seconds, waiting until they are known."""
+        ...
+
 
 Event: TypeAlias = tuple[Any, int, int, torch.dtype | None, tuple[int, ...]]
 """SAVED, CAST or the function that was run; the value's number, bytes and dtype; its inputs.
@@ -141,7 +159,8 @@ class Kind:
         """Whether a step was like this one and then did something else."""
         self.window: float | None = None
         """Seconds of the shortest forward pass that followed the plan; None until seen."""
-        self._forwards: list[Callable[[], float]] = []
+        self._forwards: list[Forward] = []
+        """The latest that `window` does not know."""
 
     @property
     def is_on_gpu(self) -> bool:
@@ -169,12 +188,14 @@ class Kind:
         """Whether what its steps ran was recorded, beside what they saved."""
         return any(event[0] is not SAVED for event in self.events)
 
-    def observe(self, forward: Callable[[], float]) -> None:
-        """Note a forward pass that followed the plan; two of them make the plan anew, once."""
-        if self.window is not None or len(self._forwards) == OBSERVED:
-            return
-        self._forwards.append(forward)
-        self.is_outdated |= len(self._forwards) == OBSERVED
+    def observe(self, forward: Forward) -> None:
+        """Note a forward pass that followed the plan; two of them make it anew.
+
+        Later two do so, on a GPU, if both were much shorter than the window.
+        """
+        self._forwards = [*self._forwards, forward][-OBSERVED:]
+        if len(self._forwards) == OBSERVED and (self.window is None or self._is_shorter()):
+            self.window, self.is_outdated = None, True
 
     def measure(self) -> float | None:
         """Return the window, waiting until the device has come that far."""
@@ -182,6 +203,13 @@ class Kind:
             self.window = min(forward() for forward in self._forwards)
             self._forwards.clear()
         return self.window
+
+    def _is_shorter(self) -> bool:
+        """Tell whether the latest forward passes are known to be much shorter than the window."""
+        if self.window is None or not self.is_on_gpu:
+            return False
+        limit = SHORTER * self.window
+        return all(one.is_known and one() < limit for one in self._forwards)
 
     def reject(self, number: int, reason: str) -> None:
         """Note that a value cannot be had again by its operation."""

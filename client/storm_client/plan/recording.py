@@ -495,13 +495,20 @@ class Recorder(TorchFunctionMode):
 
 
 class Span:
-    """The time between two marks, as a function of no arguments."""
+    """The time between two marks, as a function of no arguments that waits for the second."""
 
     __slots__ = ("_begin", "_end")
 
     def __init__(self, begin: Mark, end: Mark) -> None:
         self._begin = begin
         self._end = end
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the second mark has been reached."""
+        if isinstance(self._end, float):
+            return True
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def __call__(self) -> float:
         if isinstance(self._begin, torch.cuda.Event) and isinstance(self._end, torch.cuda.Event):
