@@ -113,14 +113,14 @@ class CpuLane:
 
     def store(self, job: StoreJob) -> None:
         """Queue a store."""
-        self._queue.put(job.session, job)
+        self._queue.put(job.session, job, job.nbytes)
 
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: this lane answers by message and counts no sequence."""
 
     def restore(self, job: RestoreJob) -> None:
         """Queue a restore."""
-        self._queue.put(job.session, job)
+        self._queue.put(job.session, job, job.nbytes)
 
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse: on this lane all bytes pass through the staging area."""

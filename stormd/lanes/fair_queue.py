@@ -1,17 +1,23 @@
-"""Hands the jobs of many sessions to a lane's workers, each session in turn.
+"""Hands the jobs of many sessions to a lane's workers, so that each moves as many bytes.
 
-A session's jobs start in the order they came. A session with one job waiting is served within one
-round, however many another has. A retired session comes out exactly once more, with no job, when
-nothing of it waits or runs any longer.
+A session's jobs start in the order they came. A session with one job waiting is served before
+another's next one, however many and large that has. A retired session comes out exactly once more,
+with no job, when nothing of it waits or runs any longer.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
+
+from stormd.lanes.fair_shares import FairShares
 
 __all__ = ["FairQueue"]
+
+JOB_BYTES: Final = 64 << 10
+"""What a job costs beside its bytes, in bytes: some 20 microseconds of a worker. Else a session
+with small tensors would have most of the time."""
 
 Job = TypeVar("Job")
 
@@ -21,21 +27,21 @@ class FairQueue(Generic[Job]):
 
     def __init__(self) -> None:
         self._changed = threading.Condition()  # protects all below
-        self._waiting: dict[int, deque[Job]] = {}
-        self._turns: deque[int] = deque()  # sessions with jobs waiting, next one first
+        self._waiting: dict[int, deque[tuple[Job, int]]] = {}  # with their bytes
+        self._shares = FairShares()
         self._running: dict[int, int] = {}
         self._retiring: set[int] = set()
         self._retired: deque[int] = deque()
         self._closed = False
 
-    def put(self, session: int, job: Job) -> None:
-        """Add a job. The session has not been retired."""
+    def put(self, session: int, job: Job, nbytes: int) -> None:
+        """Add a job of so many bytes. The session has not been retired."""
         with self._changed:
             queue = self._waiting.get(session)
             if queue is None:
                 queue = self._waiting[session] = deque()
-                self._turns.append(session)
-            queue.append(job)
+                self._shares.enter(session)
+            queue.append((job, nbytes))
             self._changed.notify()
 
     def take(self) -> tuple[int, Job | None] | None:
@@ -45,7 +51,7 @@ class FairQueue(Generic[Job]):
         Returns None once the queue is closed and empty.
         """
         with self._changed:
-            while not self._turns and not self._retired:
+            while not self._waiting and not self._retired:
                 if self._closed:
                     return None
                 self._changed.wait()
@@ -64,10 +70,7 @@ class FairQueue(Generic[Job]):
     def remove(self, session: int) -> list[Job]:
         """Take the session's waiting jobs out and return them; those taken go on."""
         with self._changed:
-            if session not in self._waiting:
-                return []
-            self._turns.remove(session)
-            return list(self._waiting.pop(session))
+            return [job for job, _ in self._waiting.pop(session, ())]
 
     def retire(self, session: int) -> None:
         """Have the session come out of `take` once more when nothing of it waits or runs."""
@@ -84,12 +87,11 @@ class FairQueue(Generic[Job]):
     # --- called with the lock held ----------------------------------------------------------
 
     def _next(self) -> tuple[int, Job]:
-        session = self._turns.popleft()
+        session = self._shares.next(self._waiting)
         queue = self._waiting[session]
-        job = queue.popleft()
-        if queue:
-            self._turns.append(session)
-        else:
+        job, nbytes = queue.popleft()
+        self._shares.moves(session, nbytes + JOB_BYTES)
+        if not queue:
             del self._waiting[session]
         self._running[session] = self._running.get(session, 0) + 1
         return session, job
@@ -98,5 +100,6 @@ class FairQueue(Generic[Job]):
         if session not in self._retiring or session in self._waiting or session in self._running:
             return
         self._retiring.discard(session)
+        self._shares.forget(session)
         self._retired.append(session)
         self._changed.notify()

@@ -3,38 +3,75 @@
 from __future__ import annotations
 
 import threading
+from typing import TypeVar
 
 from support.waiting import wait_until
 
-from stormd.lanes.fair_queue import FairQueue
+from stormd.lanes.fair_queue import JOB_BYTES, FairQueue
+
+Job = TypeVar("Job")
 
 
-def take_all(queue: FairQueue[str], count: int) -> list[tuple[int, str | None]]:
+def take_all(queue: FairQueue[Job], count: int) -> list[tuple[int, Job]]:
     taken = []
     for _ in range(count):
         task = queue.take()
         assert task is not None
-        taken.append(task)
+        session, job = task
+        assert job is not None
+        taken.append((session, job))
     return taken
 
 
 def test_sessions_take_turns_and_keep_their_order() -> None:
     queue: FairQueue[str] = FairQueue()
     for job in ("a1", "a2", "a3"):
-        queue.put(1, job)
-    queue.put(2, "b1")
-    queue.put(3, "c1")
+        queue.put(1, job, 1)
+    queue.put(2, "b1", 1)
+    queue.put(3, "c1", 1)
     assert [job for _, job in take_all(queue, 5)] == ["a1", "b1", "c1", "a2", "a3"]
+
+
+def test_sessions_move_as_many_bytes_whatever_their_jobs_are() -> None:
+    queue: FairQueue[int] = FairQueue()
+    large, small = 4 << 20, 256 << 10
+    for _ in range(100):
+        queue.put(1, large, large)
+        queue.put(2, small, small)
+    moved = {1: 0, 2: 0}
+    for session, nbytes in take_all(queue, 60):
+        moved[session] += nbytes
+    assert 0.6 < moved[2] / moved[1] < 1, "what a job costs besides weighs more of small ones"
+
+
+def test_what_a_job_costs_beside_its_bytes_counts() -> None:
+    """Else a session with the smallest tensors would have nearly all of the workers' time."""
+    queue: FairQueue[str] = FairQueue()
+    for _ in range(1000):
+        queue.put(1, "small", 100)
+        queue.put(2, "large", 15 * JOB_BYTES)
+    taken = [job for _, job in take_all(queue, 170)]
+    assert taken.count("large") == 10
+
+
+def test_nothing_is_kept_of_a_session_that_has_retired() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.put(1, "a", 1)
+    assert queue.take() == (1, "a")
+    queue.retire(1)
+    queue.done(1)
+    assert queue.take() == (1, None)
+    assert len(queue._shares) == 0
 
 
 def test_a_session_retires_after_its_last_job() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.put(1, "runs")
-    queue.put(1, "waits")
+    queue.put(1, "runs", 1)
+    queue.put(1, "waits", 1)
     assert queue.take() == (1, "runs")
     assert queue.remove(1) == ["waits"]
     queue.retire(1)
-    queue.put(2, "another")
+    queue.put(2, "another", 1)
     assert queue.take() == (2, "another")
     queue.done(1)
     assert queue.take() == (1, None)
@@ -49,7 +86,7 @@ def test_an_idle_session_retires_at_once() -> None:
 
 def test_close_ends_every_worker_after_what_waits() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.put(1, "last")
+    queue.put(1, "last", 1)
     taken: list[object] = []
 
     def work() -> None:
@@ -84,7 +121,7 @@ def test_many_workers_take_each_job_once() -> None:
     for worker in workers:
         worker.start()
     for job in range(500):
-        queue.put(job % 7, job)
+        queue.put(job % 7, job, 1)
     wait_until(lambda: len(taken) == 500)
     for session in range(7):
         queue.retire(session)

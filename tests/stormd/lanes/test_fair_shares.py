@@ -1,0 +1,56 @@
+"""Who moves bytes next: the bytes of sessions that have work grow together."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stormd.lanes.fair_shares import FairShares
+
+
+def moved(shares: FairShares, sizes: dict[int, int], total: int) -> Counter[int]:
+    """Return what sessions move that always have jobs of these sizes."""
+    found: Counter[int] = Counter()
+    while found.total() < total:
+        session = shares.next(sizes)
+        shares.moves(session, sizes[session])
+        found[session] += sizes[session]
+    return found
+
+
+@given(st.dictionaries(st.integers(0, 9), st.integers(1, 1000), min_size=2, max_size=5))
+def test_whatever_their_sizes_all_move_as_much(sizes: dict[int, int]) -> None:
+    shares = FairShares()
+    for session in sizes:
+        shares.enter(session)
+    found = moved(shares, sizes, 50_000)
+    assert max(found.values()) - min(found[session] for session in sizes) <= max(sizes.values())
+
+
+def test_who_comes_later_makes_up_for_nothing() -> None:
+    shares = FairShares()
+    shares.enter(1)
+    moved(shares, {1: 10}, 1000)
+    shares.enter(2)
+    assert moved(shares, {1: 10, 2: 10}, 100) == {1: 50, 2: 50}
+
+
+def test_who_pauses_makes_up_for_nothing_either() -> None:
+    shares = FairShares()
+    shares.enter(1)
+    shares.enter(2)
+    moved(shares, {1: 10}, 1000)  # while the other one has nothing to do
+    shares.enter(2)
+    found = moved(shares, {1: 10, 2: 10}, 2000)
+    assert abs(found[2] - found[1]) <= 20
+
+
+def test_nothing_is_kept_of_a_session_that_has_ended() -> None:
+    shares = FairShares()
+    shares.enter(1)
+    shares.moves(1, 500)
+    shares.forget(1)
+    shares.forget(1)
+    assert len(shares) == 0
