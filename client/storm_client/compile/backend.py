@@ -19,7 +19,8 @@ from torch._functorch import config as functorch_config
 
 from storm_client.arguments import check_storing, plan_options
 from storm_client.client import Client
-from storm_client.compile.partition import exact_in_eager, partition
+from storm_client.compile.exactness import exact_in_eager
+from storm_client.compile.partition import partition
 from storm_client.compile.runtime import Graph, Target, running, shared_target
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError

@@ -24,8 +24,9 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 
 from storm_client.compile.costs import PRODUCTS
+from storm_client.compile.exactness import exact_in_generated_code
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
-from storm_client.compile.partition import NUMBER, exact_in_generated_code, partition
+from storm_client.compile.partition import NUMBER, partition
 from storm_client.compile.runtime import Graph
 from storm_client.compile.views import is_view
 from storm_client.errors import UsageError

@@ -2,50 +2,44 @@
 
 PyTorch's own partitioner decides first what the forward graph hands over, so that a graph without
 offload is what the results are compared with. Of that, what is large and may leave is then kept,
-offloaded or computed again. Only operations that give the same bits wherever they run are run
-again: which those are depends on who generates the code. What one of them reads that would not be
-handed over may be, besides, where that is less than what is made from it.
+offloaded or computed again: `handover.py` says what may leave, `recipes.py` how a value is made
+again. What that reads and would not be handed over is, besides, where it is less than what is made.
 
 What is stored is stored right where it has been made, for a compiler may put nothing in its memory
-until then and frees it after its last use. A value that something could be written into in place
-of a copy stays as it is.
+until then and frees it after its last use.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses.fake_tensor import FakeTensor, extract_tensor_metadata
+from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from storm_client.compile.costs import (
     Machine,
-    is_product,
     machine_of,
     nbytes_of,
     ratio_of,
     seconds_of,
 )
+from storm_client.compile.handover import Handover, Rules, uses
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
+from storm_client.compile.recipes import Found, Recipes, turned_back
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Draft, Recipe, Saved, Schedule, schedule
-from storm_client.compile.symbols import can_compute, computed, symbols_of
+from storm_client.compile.symbols import computed
 from storm_client.compile.views import (
     drop_results,
     hand_over,
     hand_over_bases,
     is_tensor,
-    is_view,
     memory_of,
-    source_of,
 )
 from storm_client.errors import UsageError
 from storm_client.plan.decisions import Decision, Keep, Offload, Replay
@@ -53,88 +47,10 @@ from storm_client.plan.table import Plan, Row
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
-__all__ = ["NUMBER", "divided", "exact_in_eager", "exact_in_generated_code", "partition"]
+__all__ = ["NUMBER", "divided", "partition"]
 
 NUMBER = "stormd_number"
 """Where a wait's node says which value it waits for, in its `meta`."""
-
-LONGEST_RECIPE = 16
-"""Operations that are run again for one value."""
-
-PADDED_STRIDE, PADDED_BYTES = 1024, 128
-"""Inductor pads strides above so many elements to multiples of so many bytes, by default."""
-
-aten = torch.ops.aten
-
-MOVES = {
-    aten.abs,
-    aten.bitwise_and,
-    aten.bitwise_not,
-    aten.bitwise_or,
-    aten.cat,
-    aten.clone,
-    aten.constant_pad_nd,
-    aten.copy,
-    aten.embedding,
-    aten.eq,
-    aten.expand,
-    aten.flip,
-    aten.full,
-    aten.full_like,
-    aten.gather,
-    aten.ge,
-    aten.gt,
-    aten.index,
-    aten.index_select,
-    aten.le,
-    aten.logical_and,
-    aten.logical_not,
-    aten.logical_or,
-    aten.lt,
-    aten.maximum,
-    aten.minimum,
-    aten.ne,
-    aten.neg,
-    aten.relu,
-    aten.repeat,
-    aten.roll,
-    aten.scalar_tensor,
-    aten.where,
-}
-"""Operations that move, compare or choose, and round nothing: exact wherever they are fused."""
-
-_WRITTEN_IN_PLACE = {
-    aten.index_put,
-    aten._unsafe_index_put,
-    aten.slice_scatter,
-    aten.select_scatter,
-    aten.as_strided_scatter,
-    aten.diagonal_scatter,
-}
-"""What a compiler runs in the memory of its first argument where nothing reads that later."""
-
-_READING = {"flex_attention", "flex_attention_backward"}
-"""Higher-order operators that write to none of their arguments; others may."""
-
-
-def exact_in_generated_code(node: fx.Node) -> bool:
-    """Tell whether generated code gives the same bits of an operation wherever it is fused."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
-    if _is_conversion(node):
-        return _widens(node)
-    return target.overloadpacket in MOVES or is_view(target)
-
-
-def exact_in_eager(node: fx.Node) -> bool:
-    """Tell whether PyTorch's own kernels give the same bits of an operation each time."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
-    random = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}
-    known = target.namespace in ("aten", "prims")
-    return known and not target._schema.is_mutable and not random.intersection(target.tags)
 
 
 def partition(
@@ -167,7 +83,7 @@ def partition(
         static_lifetime_input_indices=static_lifetime_input_indices,
         **options,
     )
-    rules = _Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
+    rules = Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
     static = static_lifetime_input_indices or []
     graph = _divided(
         forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
@@ -194,20 +110,10 @@ def divided(
     Raises:
         UsageError: the budget is below the least possible, which the message names.
     """
-    rules = _Rules(min_bytes, is_exact, None, None, codec)
+    rules = Rules(min_bytes, is_exact, None, None, codec)
     return _divided(
         forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
     )
-
-
-class _Rules(NamedTuple):
-    """What was asked for, and what the code's generator does."""
-
-    min_bytes: int
-    is_exact: Callable[[fx.Node], bool]
-    runs_alone: Callable[[fx.Node], bool] | None
-    rounds_alike: Callable[[fx.Node], bool] | None
-    codec: str
 
 
 def _divided(
@@ -216,11 +122,12 @@ def _divided(
     *,
     outputs: int,
     static: list[int],
-    rules: _Rules,
+    rules: Rules,
     budget: Budget,
 ) -> Graph:
     hand_over_bases(forward, backward, outputs)
-    pair = _Pair(forward, backward, outputs, static, rules)
+    there = Handover(forward, backward, outputs, static, rules)
+    pair = _Pair(forward, backward, outputs, there)
     return pair.apply(pair.values(), budget)
 
 
@@ -238,115 +145,23 @@ class _Value(NamedTuple):
     """The forward graph's nodes that make it again, in order."""
 
 
-class _Found(NamedTuple):
-    """A recipe as nodes."""
-
-    nodes: tuple[fx.Node, ...]
-    sources: tuple[fx.Node, ...]
-    """What is handed over, or would be besides, from which they start."""
-    parameters: tuple[fx.Node, ...]
-    """Parameters that they read, which stay in memory anyway."""
-
-
-class _Search:
-    """The search for what makes a value again."""
-
-    def __init__(self, pair: _Pair, goal: fx.Node, handed: set[fx.Node]) -> None:
-        """Begin with nothing; `handed` is what has memory of its own, and not a parameter's."""
-        self.nodes: dict[fx.Node, None] = {}
-        self.sources: dict[fx.Node, None] = {}
-        self.parameters: dict[fx.Node, None] = {}
-        self._pair, self._goal, self._handed = pair, goal, handed
-
-    def make(self, node: fx.Node) -> bool:
-        """Add an operation behind what it needs; False where that cannot be had."""
-        if not self._pair.can_run_again(node) or len(self.nodes) >= LONGEST_RECIPE:
-            return False
-        if not all(map(self._have, node.all_input_nodes)):
-            return False
-        self.nodes[node] = None
-        return True
-
-    def _have(self, node: fx.Node) -> bool:
-        turned, goal = self._pair.turned, self._goal
-        if self._is_there(node):
-            return True
-        if node is goal:
-            return False
-        if node in turned:
-            return turned[node] is not goal and self._have(turned[node])
-        before = len(self.nodes), len(self.sources)
-        if self.make(node):
-            return True
-        for added, count in zip((self.nodes, self.sources), before, strict=True):
-            while len(added) > count:
-                added.popitem()
-        return self._take(node)
-
-    def _is_there(self, node: fx.Node) -> bool:
-        """Tell whether a node's value is in the backward graph, and note whose it is."""
-        if node in self.nodes or node in self.sources:
-            return True
-        if node is self._goal or node.name not in self._pair.placeholders:
-            return False
-        if node in self._pair.changed:
-            return False
-        if node in self._pair.static:
-            return self._take(node)
-        if node in self._handed:
-            self.sources[node] = None
-        return True
-
-    def _take(self, node: fx.Node) -> bool:
-        """Have a value handed over besides, if it is in memory anyway."""
-        if node in self._pair.static:
-            self.parameters[node] = None
-            return self._pair.has_known_sizes(node)
-        if not self._pair.lies_in_memory(node):
-            return False
-        self.sources[node] = None
-        return True
-
-
 class _Pair:
     """A forward graph and its backward graph, which are changed."""
 
     def __init__(
-        self,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule,
-        outputs: int,
-        static: list[int],
-        rules: _Rules,
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, there: Handover
     ) -> None:
-        """Look at what one hands to the other, behind the forward's first `outputs` results."""
-        self.forward, self.backward, self.rules = forward, backward, rules
+        """Begin with what one hands to the other, behind the forward's first `outputs` results."""
+        self.forward, self.backward, self.there = forward, backward, there
+        self.recipes = Recipes(there)
         (self.output,) = forward.graph.find_nodes(op="output")
         self.results: list[Any] = list(self.output.args[0])
-        self.handed = self.results[outputs:]
         self.first_handed = outputs
-        self.placeholders: dict[str, fx.Node] = {
-            n.name: n for n in backward.graph.find_nodes(op="placeholder")
-        }
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
-        inputs = forward.graph.find_nodes(op="placeholder")
-        primals = [node for node in inputs if str(node.target).startswith("primals")]
-        self.static = {primals[index] for index in static if index < len(primals)}
-        self.changed = _changed(inputs, self.output)
-        self.static -= self.changed
-        self.returns_a_loss = any(
-            is_tensor(n) and n.meta["val"].dim() == 0 and n.meta["val"].is_floating_point()
-            for n in self.results[:outputs]
-        )
-        self.seen_outside = {memory_of(n) for n in self.results[:outputs] if isinstance(n, fx.Node)}
-        self.seen_outside |= set(inputs)
         self.lent: dict[fx.Node, fx.Node] = {}
         """Placeholders for the tokens of the parameters that others are computed again from."""
-        self.symbols = symbols_of(backward.graph)
-        self.turned = {source_of(n): n for n in self.handed if is_tensor(n) and _turned_back(n)}
-        """Of what is handed over with its dimensions in another order, by what that was."""
-        devices = [n.meta["val"].device for n in self.handed if is_tensor(n)]
+        devices = [n.meta["val"].device for n in there.handed if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
     # --- what there is ----------------------------------------------------------------------
@@ -354,15 +169,9 @@ class _Pair:
     def values(self) -> list[_Value]:
         """Return what is handed over and takes memory for that, or would be with offload."""
         order = {node: index for index, node in enumerate(self.forward.graph.nodes)}
-        handed = {
-            node
-            for node in self.handed
-            if is_tensor(node)
-            and node.name in self.placeholders
-            and memory_of(node) not in self.static
-        }
-        leaving = {node for node in handed if self._may_leave(node)}
-        recipes = {node: self._recipe(node, handed) for node in leaving}
+        handed = self.there.tensors()
+        leaving = {node for node in handed if self.there.may_leave(node)}
+        recipes = {node: self.recipes.find(node, handed) for node in leaving}
         besides = {n for one in recipes.values() if one for n in one.sources} - handed
         lent = {n for one in recipes.values() if one for n in one.parameters}
         self._hand_over(sorted(besides, key=order.__getitem__))
@@ -377,8 +186,8 @@ class _Pair:
             values.append(
                 _Value(
                     node,
-                    self.placeholders[node.name],
-                    memory_of(node) in self.seen_outside,
+                    self.there.placeholders[node.name],
+                    memory_of(node) in self.there.seen_outside,
                     saved,
                     recipe.nodes if recipe else (),
                 )
@@ -388,18 +197,18 @@ class _Pair:
     def _saved(
         self,
         node: fx.Node,
-        recipe: _Found | None,
+        recipe: Found | None,
         numbers: dict[fx.Node, int],
         made: float,
         *,
         can_leave: bool,
     ) -> Saved:
         val = node.meta["val"]
-        nbytes, ratio = nbytes_of(val), ratio_of(val.dtype, self.rules.codec)
-        uses = _uses(self.placeholders[node.name])
-        if not uses and can_leave:
+        nbytes, ratio = nbytes_of(val), ratio_of(val.dtype, self.there.rules.codec)
+        users = uses(self.there.placeholders[node.name])
+        if not users and can_leave:
             return Saved.only_a_source(nbytes, made=made, ratio=ratio)
-        at = [self.positions[use] for use in uses] or [0]
+        at = [self.positions[use] for use in users] or [0]
         how = None
         if recipe is not None:
             sources = tuple(sorted(numbers[one] for one in recipe.sources if one in numbers))
@@ -407,7 +216,7 @@ class _Pair:
         return Saved(nbytes, min(at), max(at), can_leave, how, made, ratio)
 
     def _seconds_of(self, node: fx.Node) -> float:
-        return seconds_of(node, self.machine, is_fused=self.rules.runs_alone is not None)
+        return seconds_of(node, self.machine, is_fused=self.there.rules.runs_alone is not None)
 
     def _seconds_made(self) -> dict[fx.Node, float]:
         """Return when each node of the forward graph has run, in seconds after its beginning."""
@@ -418,7 +227,7 @@ class _Pair:
         """Hand over what others may be computed from, in front of the rest."""
         for node in reversed(besides):
             given = hand_over(node, self.forward, self.backward, self.first_handed)
-            self.placeholders[node.name] = given
+            self.there.placeholders[node.name] = given
         self.results = list(self.output.args[0])
 
     def _lend(self, parameters: list[fx.Node]) -> None:
@@ -430,106 +239,6 @@ class _Pair:
             _describe(token, _token_like(node))
             self.lent[node] = hand_over(token, self.forward, self.backward, self.first_handed)
         self.results = list(self.output.args[0])
-
-    def _may_leave(self, node: fx.Node) -> bool:
-        large = nbytes_of(node.meta["val"]) >= max(self.rules.min_bytes, 1)
-        return large and self._can_leave(node, _uses(self.placeholders[node.name]))
-
-    def has_known_sizes(self, node: fx.Node) -> bool:
-        """Tell whether the backward graph can say how a value is laid out."""
-        value = node.meta["val"]
-        return can_compute([*value.shape, *value.stride()], self.symbols)
-
-    def _can_leave(self, made: fx.Node, uses: list[fx.Node]) -> bool:
-        value = made.meta["val"]
-        if type(value) is not FakeTensor or value.layout is not torch.strided or value.is_quantized:
-            return False
-        if value.device.type not in ("cpu", "cuda") or not is_non_overlapping_and_dense_or_false(
-            value
-        ):
-            return False
-        if not self.has_known_sizes(made):
-            return False
-        if any(use.op == "output" for use in uses):
-            return False  # a gradient that is the saved tensor itself
-        return not any(map(_writes, (*_uses(memory_of(made)), *uses)))
-
-    def _recipe(self, node: fx.Node, handed: set[fx.Node]) -> _Found | None:
-        """Return what makes a value again, and what it is made from; None if nothing may."""
-        search = _Search(self, node, handed)
-        if not search.make(node):
-            return None
-        nodes = tuple(search.nodes)
-        given = self.placeholders[node.name]
-        if not self.rules.is_exact(memory_of(node)) and not self._is_read_alone(given):
-            return None
-        if any(map(self._is_special, nodes)) and not _is_repeatable(node):
-            return None
-        return _Found(nodes, tuple(search.sources), tuple(search.parameters))
-
-    def can_run_again(self, node: fx.Node) -> bool:
-        """Tell whether an operation gives the same bits in the backward graph."""
-        return node.op == "call_function" and (
-            self.rules.is_exact(node) or self._rounds_alike(node)
-        )
-
-    def _runs_alone(self, node: fx.Node) -> bool:
-        return self.rules.runs_alone is not None and self.rules.runs_alone(node)
-
-    def _is_special(self, node: fx.Node) -> bool:
-        """Tell whether the bits of an operation depend on where a compiler puts what it makes."""
-        return self._runs_alone(node) or self._rounds_alike(node)
-
-    def _rounds_alike(self, node: fx.Node) -> bool:
-        """Tell whether generated code rounds a result of fused operations the same everywhere.
-
-        They begin with what lies in memory, what is rounded lies there, and what is rounded on the
-        way nobody else reads: else it might be read rounded in one place, and not in another.
-        """
-        rule = self.rules.rounds_alike
-        if self._converts_a_parameter(node):
-            return True
-        if rule is None or not rule(node) or not is_tensor(node):
-            return False
-        is_single = node.meta["val"].dtype.itemsize >= torch.float32.itemsize
-        if not is_single and len(node.users) != 1 and not self._is_read_alone(node):
-            return False
-        bases = map(memory_of, node.all_input_nodes)
-        return all(
-            base.op == "placeholder" or self._runs_alone(base) or self._rounds_alike(base)
-            for base in bases
-        )
-
-    def _converts_a_parameter(self, node: fx.Node) -> bool:
-        """Tell whether a node is what products alone read of a parameter, in another type."""
-        return (
-            self.rules.runs_alone is not None
-            and _is_conversion(node)
-            and memory_of(node.all_input_nodes[0]) in self.static
-            and self._is_read_alone(node)
-        )
-
-    def _is_read_alone(self, node: fx.Node) -> bool:
-        """Tell whether only operations that are not fused read a value, or views of it."""
-        readers = [use for use in _uses(node) if source_of(use) is None and use.op != "output"]
-        return bool(readers) and all(map(self._runs_alone, readers))
-
-    def lies_in_memory(self, node: fx.Node) -> bool:
-        """Tell whether a value that is not handed over is in memory anyway, as handed over.
-
-        It is where products alone read it: fused operations would read what is not rounded yet.
-        """
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-            return False
-        if not is_tensor(node) or source_of(node) is not None or target.overloadpacket in MOVES:
-            return False
-        if node in self.seen_outside or nbytes_of(node.meta["val"]) < max(self.rules.min_bytes, 1):
-            return False
-        readers = [use for use in _uses(node) if source_of(use) is None]
-        if not readers or not all(is_product(one) and self._runs_alone(one) for one in readers):
-            return False
-        return _is_plain(node.meta["val"]) and self._can_leave(node, [])
 
     # --- what is done -----------------------------------------------------------------------
 
@@ -548,7 +257,7 @@ class _Pair:
                 "device at once, which is the least possible; raise it, or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
-        count = _count(budget, chosen, saved, is_loss=self.returns_a_loss)
+        count = _count(budget, chosen, saved, is_loss=self.there.returns_a_loss)
         draft = chosen.draft(count, in_runs=in_runs)
         decisions = list(draft.decisions)
         self._drop(values, draft)
@@ -643,8 +352,8 @@ class _Pair:
     def _come(self, token: fx.Node, val: torch.Tensor, begun: list[fx.Node]) -> fx.Node:
         """Wait, where nodes are inserted, for what a token stands for, which is like `val`."""
         graph = self.backward.graph
-        size = [computed(one, graph, self.symbols) for one in val.shape]
-        stride = [computed(one, graph, self.symbols) for one in val.stride()]
+        size = [computed(one, graph, self.there.symbols) for one in val.shape]
+        stride = [computed(one, graph, self.there.symbols) for one in val.stride()]
         came = graph.call_function(WAIT, (token, begun, size, stride, val.dtype, val.device))
         _describe(came, val)
         return came
@@ -661,8 +370,9 @@ class _Pair:
             self._drop_results([values[number] for number in again])
             self.forward.graph.eliminate_dead_code()
         for number in again:
-            if any(map(self._is_special, values[number].recipe)) and values[number].made.users:
-                _see(values[number].made)
+            made, recipe = values[number].made, values[number].recipe
+            if made.users and any(map(self.recipes.is_special, recipe)):
+                _see(made)
 
     def _copy_recipe(self, value: _Value, position: int, here: dict[fx.Node, fx.Node]) -> None:
         graph = self.backward.graph
@@ -676,10 +386,10 @@ class _Pair:
             if node in self.lent:
                 here[node] = self._come(self.lent[node], node.meta["val"], [])
                 return here[node]
-            if node.name in self.placeholders:
-                return self.placeholders[node.name]
-            view: fx.Node = self.turned[node]
-            back = _turned_back(view)
+            if node.name in self.there.placeholders:
+                return self.there.placeholders[node.name]
+            view: fx.Node = self.recipes.turned[node]
+            back = turned_back(view)
             assert back is not None
             copies[node] = graph.call_function(back[0], (there(view), *back[1]))
             copies[node].meta["val"] = node.meta["val"]
@@ -690,7 +400,7 @@ class _Pair:
                 copies[node] = graph.node_copy(node, there)
                 copies[node].meta["autograd_backward"] = True
         for node in value.recipe:
-            if is_tensor(node) and self._runs_alone(node):
+            if is_tensor(node) and self.recipes.runs_alone(node):
                 _see(copies[node])
         made = copies[value.made]
         value.given.replace_all_uses_with(made)
@@ -762,97 +472,6 @@ def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine
     return Plan(
         tuple(rows), peak, draft.link_seconds, draft.replay_seconds, forward, draft.stall_seconds
     )
-
-
-def _turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] | None:
-    """Return what undoes a view that has its source's dimensions in another order, if it is one."""
-    if node.target is aten.t.default:
-        return aten.t.default, ()
-    if node.target is aten.transpose.int:
-        return aten.transpose.int, node.args[1:]
-    if node.target is aten.permute.default:
-        order = list(node.args[1])  # type: ignore[arg-type]  # a list of dimensions
-        rank = len(order)
-        back = sorted(range(rank), key=lambda at: order[at] % rank)
-        return aten.permute.default, (back,)
-    return None
-
-
-def _uses(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that use a value or a view of it."""
-    found: dict[fx.Node, None] = {}
-    waiting = [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found:
-                found[user] = None
-                if source_of(user) is not None:
-                    waiting.append(user)
-    return list(found)
-
-
-def _changed(inputs: Iterable[fx.Node], output: fx.Node) -> set[fx.Node]:
-    """Return which of a forward graph's inputs it changes, or has changed when it has run."""
-    returned = output.meta.get("desc") or ()
-    later = [one.mutated_input for one in returned if isinstance(one, InputMutationAOTOutput)]
-    return {n for n in inputs if n.meta.get("desc") in later or any(map(_writes, _uses(n)))}
-
-
-def _writes(node: fx.Node) -> bool:
-    """Tell whether a node may write to what it uses, or a compiler may have it do so."""
-    if node.op == "output" or node.target is operator.getitem:
-        return False
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return not _is_symbolic(node) and str(target) not in _READING
-    if target.namespace == "_c10d_functional":
-        return True
-    return target._schema.is_mutable or target.overloadpacket in _WRITTEN_IN_PLACE
-
-
-def _is_symbolic(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Tell whether a compiler gives a value the layout that is written in the graph.
-
-    It may pad strides of what it does not hand over, and products read other layouts by other
-    kernels.
-    """
-    if not value.is_contiguous():
-        return False
-    return all(
-        not isinstance(stride, int)
-        or stride <= PADDED_STRIDE
-        or stride * value.element_size() % PADDED_BYTES == 0
-        for stride in value.stride()
-    )
-
-
-def _is_repeatable(node: fx.Node) -> bool:
-    """Tell whether a value may be the result of a kernel that is run again.
-
-    Of several results only the first is large: each would be a run of its own.
-    """
-    if node.target is operator.getitem:
-        return bool(node.args[1] == 0)
-    return bool(node.meta["val"].is_contiguous())
-
-
-def _is_conversion(node: fx.Node) -> bool:
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.overloadpacket in (
-        aten._to_copy,
-        torch.ops.prims.convert_element_type,
-    )
-
-
-def _widens(node: fx.Node) -> bool:
-    source, made = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
-    if not isinstance(source, torch.Tensor) or not isinstance(made, torch.Tensor):
-        return False
-    return torch.promote_types(source.dtype, made.dtype) == made.dtype
 
 
 def _most_common(devices: Iterable[torch.device]) -> torch.device:

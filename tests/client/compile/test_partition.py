@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import storm_client as storm
 import torch
+from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.operators import FETCH, STORE, WAIT
-from storm_client.compile.partition import exact_in_eager, exact_in_generated_code, partition
+from storm_client.compile.partition import partition
 from storm_client.plan.decisions import REPLAY
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple

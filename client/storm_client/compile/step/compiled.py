@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from storm_client.arguments import check_storing, plan_options
 from storm_client.client import Client
 from storm_client.compile.backend import supply_of
-from storm_client.compile.partition import exact_in_eager, exact_in_generated_code
+from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.runtime import Target
 from storm_client.compile.step.capture import Captured, Result, capture
-from storm_client.compile.step.explain import Explanation, explained
+from storm_client.compile.step.explain import Explanation, explained, most_at_once
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.state import State, described, variables
 from storm_client.errors import UsageError
@@ -157,6 +157,8 @@ class CompiledStep:
             codec=target.codec,
             is_exact=is_exact,
         )
+        if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
+            _keep_freed(most_at_once(program))
         return _Prepared(program, State(captured, self._step))
 
     # --- a run ------------------------------------------------------------------------------
@@ -239,6 +241,20 @@ _GENERATORS = {
     "inductor": (_by_inductor, exact_in_generated_code),
     "eager": (_by_pytorch, exact_in_eager),
 }
+
+
+MOST_KEPT = (32 << 20) - (1 << 16)
+"""Bytes of the largest block that makes glibc keep more, with its header and rounding."""
+
+
+def _keep_freed(nbytes: int) -> None:
+    """Have the C library keep that much memory from step to step, up to 32 MiB.
+
+    glibc gives back what is free at the end of its heap, above twice the largest block that it has
+    seen freed; each step would have its memory mapped and zeroed again. Where the environment sets
+    that limit, it stays as set.
+    """
+    torch.empty(min(nbytes, MOST_KEPT), dtype=torch.uint8, device="cpu")
 
 
 def _finish(program: Program, values: dict[fx.Node, Any]) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from storm_client.compile.layout import Block, Layout, laid_out
+from storm_client.compile.layout import Block, Layout, bound, laid_out
 from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.step.program import Call, Program
 from storm_client.compile.step.recording import memories, reads
 from storm_client.plan.table import Plan, new_figure, save_figure
 from storm_client.sizes import format_size
 
-__all__ = ["Explanation", "Temporary", "explained", "temporaries"]
+__all__ = ["Explanation", "Temporary", "explained", "most_at_once", "temporaries"]
 
 ALIGNMENT_BYTES = 64
 """Where PyTorch's allocator for CPUs begins tensors, and vector instructions read fastest."""
@@ -177,6 +177,11 @@ def temporaries(program: Program) -> list[Temporary]:
         clock.run(call)
     clock.keep([node for node in program.ordered.results if node is not None])
     return clock.found()
+
+
+def most_at_once(program: Program) -> int:
+    """Return the most bytes of temporaries that a step needs at one time."""
+    return bound(Block(one.begin, one.end, one.nbytes) for one in temporaries(program))
 
 
 class _Clock:

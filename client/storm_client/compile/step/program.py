@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from storm_client.compile.partition import divided, exact_in_eager
+from storm_client.compile.exactness import exact_in_eager
+from storm_client.compile.partition import divided
 from storm_client.compile.runtime import Graph, Target, running
 from storm_client.compile.step.capture import Captured
 from storm_client.compile.step.lifetimes import peak_of
