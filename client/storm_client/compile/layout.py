@@ -213,28 +213,11 @@ def improved(
     limit = start.nbytes - 1 if capacity is None else capacity
     if start.nbytes <= (capacity or 0) or limit < start.bound:
         return start
-    model = cp_model.CpModel()
     unit = _unit(blocks)
-    top = limit // unit
-    ranks = _ranks(blocks)
-    offsets = [
-        model.new_int_var(0, max(0, top - _units(block.nbytes, unit)), "") for block in blocks
-    ]
-    times, heights, sizes = [], [], []
-    for block, offset in zip(blocks, offsets, strict=True):
-        if not block.nbytes:
-            continue
-        begin, end = ranks[block.begin], ranks[block.end]
-        times.append(model.new_fixed_size_interval_var(begin, end - begin, ""))
-        size = _units(block.nbytes, unit)
-        sizes.append(size)
-        heights.append(model.new_fixed_size_interval_var(offset, size, ""))
-        step = block.alignment // unit
-        if step > 1:
-            model.add(offset == step * model.new_int_var(0, top // step, ""))
-    model.add_no_overlap_2d(times, heights)
+    model = cp_model.CpModel()
+    offsets = _placed_by(model, blocks, unit, limit // unit)
     if capacity is None:
-        used = model.new_int_var(_units(start.bound, unit), top, "")
+        used = model.new_int_var(_units(start.bound, unit), limit // unit, "")
         for block, offset in zip(blocks, offsets, strict=True):
             model.add(offset + _units(block.nbytes, unit) <= used)
         model.minimize(used)
@@ -243,12 +226,34 @@ def improved(
     solver.parameters.random_seed = seed
     if workers:
         solver.parameters.num_workers = workers
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return start
     places = tuple(unit * int(solver.value(one)) for one in offsets)
     nbytes = max(place + block.nbytes for place, block in zip(places, blocks, strict=True))
     return Layout(places, nbytes, start.bound)
+
+
+def _placed_by(model: Any, blocks: Sequence[Block], unit: int, top: int) -> list[Any]:
+    """Return the offsets that a model of CP-SAT is to choose below `top`, in so many bytes each.
+
+    Blocks are rectangles, of a time and of a range of bytes, and no two overlap.
+    """
+    ranks = _ranks(blocks)
+    offsets, times, ranges = [], [], []
+    for block in blocks:
+        size = _units(block.nbytes, unit)
+        offset = model.new_int_var(0, max(0, top - size), "")
+        offsets.append(offset)
+        if not block.nbytes:
+            continue
+        begin, end = ranks[block.begin], ranks[block.end]
+        times.append(model.new_fixed_size_interval_var(begin, end - begin, ""))
+        ranges.append(model.new_fixed_size_interval_var(offset, size, ""))
+        step = block.alignment // unit
+        if step > 1:
+            model.add(offset == step * model.new_int_var(0, top // step, ""))
+    model.add_no_overlap_2d(times, ranges)
+    return offsets
 
 
 def _ranks(blocks: Sequence[Block]) -> dict[int, int]:

@@ -28,11 +28,12 @@ from storm_client.compile.costs import (
     ratio_of,
     seconds_of,
 )
+from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.recipes import Found, Recipes, turned_back
 from storm_client.compile.runtime import Graph
-from storm_client.compile.schedule import Draft, Recipe, Saved, Schedule, schedule
+from storm_client.compile.schedule import Schedule, schedule
 from storm_client.compile.symbols import computed
 from storm_client.compile.views import (
     drop_results,

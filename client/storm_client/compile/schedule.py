@@ -1,12 +1,6 @@
-"""Chooses what a pair of graphs keeps, offloads and computes again, and when each fetch begins.
+"""Chooses what a pair of graphs keeps, offloads and computes again.
 
-The forward graph hands values to the backward graph. What is kept is on the device from the end of
-the forward graph to its last use; what is offloaded from its fetch on; what is computed again from
-its first use on. The **peak** is the most bytes that lie there so at any moment.
-
-What leaves costs the link time, which is free while the graphs compute: a transfer out begins when
-its value is made and those before it are gone, and by the end of the forward graph all should be.
-So, with nothing kept:
+`estimates.py` says what a choice costs. With nothing kept:
 
 1. What is computed again for less than it costs to ship, though the link had time, is.
 2. While the link needs longer than the forward graph, what relieves it most for its time is
@@ -15,7 +9,7 @@ So, with nothing kept:
 Then values are kept, one after the other, what saves most time for what it adds to the peak first.
 What is kept leaves the link time, in which what is dearest to compute is shipped after all. A
 budget decides how many are kept: the kept sets are nested, so the peak grows with the budget, and
-it never exceeds it. A fetch begins as early as its transfer needs, but not before there is room.
+it never exceeds it.
 
 Everything here is pure: no graph, device or clock.
 """
@@ -23,89 +17,17 @@ Everything here is pure: no graph, device or clock.
 from __future__ import annotations
 
 import heapq
-import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep
+from storm_client.compile.estimates import Draft, Problem, Saved
 from storm_client.plan.planner import Costs
 
-__all__ = ["Draft", "Recipe", "Saved", "Schedule", "schedule", "seconds_of_choice"]
-
-STALL_SHARE = 0.01
-"""Of the backward graph's time, what fetches may be late together to need less memory."""
-
-AHEAD_STEPS = 8
-"""Sizes that are tried of the memory for fetches ahead of use."""
-
-_NEVER = -1
-"""The last use of a value that only others are computed from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How a saved value is computed again in the backward graph."""
-
-    seconds: float
-    sources: tuple[int, ...] = ()
-    """The saved values, by number, that it is computed from. Each was made before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A value that the forward graph hands to the backward graph, in the order of being made."""
-
-    nbytes: int
-    first_use: int
-    """The position in the backward graph of the node that uses it first."""
-    last_use: int
-    can_leave: bool = True
-    recipe: Recipe | None = None
-    made: float = 0.0
-    """When the forward graph has made it, in seconds after its beginning."""
-    ratio: float = 1.0
-    """By how much it is compressed on the link."""
-
-    @classmethod
-    def only_a_source(cls, nbytes: int, **more: float) -> Saved:
-        """Return a value that is handed over only where another is computed again from it."""
-        return cls(nbytes, 0, _NEVER, **more)  # type: ignore[arg-type]  # made and ratio
-
-    @property
-    def is_only_a_source(self) -> bool:
-        """Whether the backward graph does not use it by itself."""
-        return self.last_use == _NEVER
-
-
-class _Interval(NamedTuple):
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """What becomes of the values of one pair of graphs."""
-
-    decisions: tuple[Decision, ...]
-    is_handed: tuple[bool, ...]
-    """Whether each is handed over at all, if it is not computed again."""
-    first_uses: tuple[int, ...]
-    """Where each value has to be there: earlier than its own use where others are made from it."""
-    fetches: tuple[int, ...]
-    """The position before which the fetch of each value begins."""
-    link_seconds: float
-    """Of the link, one way."""
-    replay_seconds: float
-    stall_seconds: float
-    """For which the forward graph's end and waits in the backward graph are late, by estimate."""
+__all__ = ["Schedule", "schedule", "seconds_of_choice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +42,7 @@ class Schedule:
     """What the first so many of `order` come to."""
     again_until: tuple[int, ...]
     """Each value is computed again while fewer than so many of `order` are kept."""
-    problem: _Problem
+    problem: Problem
 
     @property
     def least(self) -> int:
@@ -159,7 +81,7 @@ def schedule(
     the forward graph does; None where transfers hide behind nothing, and cost what `costs` say of
     the processor. A fetch takes `latency` more than the link, however small it is.
     """
-    problem = _Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency)
+    problem = Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency)
     state = _State(problem)
     state.compute_cheap()
     state.relieve_link()
@@ -172,252 +94,11 @@ def seconds_of_choice(schedule: Schedule, kept: Iterable[int], again: Iterable[i
     return schedule.problem.total(frozenset(kept), frozenset(again))
 
 
-@dataclass(frozen=True)
-class _Problem:
-    values: tuple[Saved, ...]
-    seconds: tuple[float, ...]
-    costs: Costs
-    forward_seconds: float | None
-    latency: float
-
-    @cached_property
-    def transfers(self) -> npt.NDArray[np.float64]:
-        """Seconds of the link for each value, one way."""
-        return np.array([v.nbytes * self.costs.link / v.ratio for v in self.values])
-
-    @cached_property
-    def _made(self) -> npt.NDArray[np.float64]:
-        return np.array([value.made for value in self.values])
-
-    @cached_property
-    def ships(self) -> npt.NDArray[np.float64]:
-        costs = self.costs
-        return np.array([v.nbytes * costs.shipping + costs.ship_floor for v in self.values])
-
-    @cached_property
-    def _backward_seconds(self) -> float:
-        return sum(self.seconds)
-
-    def replay_seconds(self, number: int) -> float:
-        recipe = self.values[number].recipe
-        return math.inf if recipe is None else max(recipe.seconds, self.costs.replay_floor)
-
-    def sources(self, again: Iterable[int]) -> set[int]:
-        """Return what values are computed from that nothing else uses."""
-        found = set()
-        for number in again:
-            recipe = self.values[number].recipe
-            assert recipe is not None
-            found |= {n for n in recipe.sources if self.values[n].is_only_a_source}
-        return found
-
-    def is_handed(self, kept: frozenset[int], again: frozenset[int]) -> list[bool]:
-        used = self.sources(again - kept)
-        return [not v.is_only_a_source or n in used for n, v in enumerate(self.values)]
-
-    def leaves(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.bool_]:
-        """Tell of each value whether it is shipped."""
-        return np.array(
-            [
-                handed and value.can_leave and n not in kept and n not in again
-                for n, (value, handed) in enumerate(
-                    zip(self.values, self.is_handed(kept, again), strict=True)
-                )
-            ],
-            dtype=bool,
-        )
-
-    def late(self, leaves: npt.NDArray[np.bool_]) -> float:
-        """Return by how much the link is done later than the graph beside which it works."""
-        if self.forward_seconds is None or not leaves.any():
-            return 0.0
-        taken, made = self.transfers[leaves], self._made[leaves]
-        until = np.cumsum(taken)
-        done = until + np.maximum.accumulate(made - (until - taken))
-        back = float(until[-1]) - self._backward_seconds
-        return max(0.0, float(done[-1]) - self.forward_seconds, back)
-
-    def reliefs(self, leaves: npt.NDArray[np.bool_]) -> dict[int, float]:
-        """Return by how much less late the link is done without each of what it carries."""
-        late = self.late(leaves)
-        if late <= 0.0 or self.forward_seconds is None:
-            return {}
-        taken, made = self.transfers[leaves], self._made[leaves]
-        ends = made + np.cumsum(taken[::-1])[::-1]  # where the link is never idle from there on
-        never = np.array([-np.inf])
-        before = np.concatenate((never, np.maximum.accumulate(ends)[:-1])) - taken
-        behind = np.concatenate((np.maximum.accumulate(ends[::-1])[::-1][1:], never))
-        back = float(taken.sum()) - taken - self._backward_seconds
-        left = np.maximum(np.maximum(before, behind) - self.forward_seconds, back)
-        found = late - np.maximum(left, 0.0)
-        return dict(zip(map(int, np.flatnonzero(leaves)), map(float, found), strict=True))
-
-    def could_leave_in_time(self, number: int) -> bool:
-        """Tell whether a value could be gone by the end of the forward graph."""
-        end = self.values[number].made + float(self.transfers[number])
-        return self.forward_seconds is None or end <= self.forward_seconds
-
-    def total(self, kept: frozenset[int], again: frozenset[int]) -> float:
-        """Return what a choice costs a step, in seconds."""
-        leaves = self.leaves(kept, again)
-        replays = sum(self.replay_seconds(n) for n in again - kept)
-        return float(self.ships[leaves].sum()) + replays + self.late(leaves)
-
-    # --- memory ---------------------------------------------------------------------------------
-
-    def needed(self, kept: frozenset[int], again: frozenset[int]) -> list[_Interval]:
-        """Return when each value has to be there, for its own uses and for what is made from it."""
-        end = len(self.seconds)
-        found = [
-            _Interval(end if v.is_only_a_source else v.first_use, v.last_use) for v in self.values
-        ]
-        for number in reversed(range(len(self.values))):
-            recipe = self.values[number].recipe
-            if number not in again or number in kept or recipe is None:
-                continue
-            use = found[number].first
-            for source in recipe.sources:
-                first, last = found[source]
-                found[source] = _Interval(min(first, use), max(last, use))
-        return found
-
-    def live(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.int64]:
-        """Return the bytes at each position if nothing is fetched ahead of its use."""
-        changes = np.zeros(len(self.seconds) + 2, dtype=np.int64)
-        for number, (value, (first, last)) in enumerate(
-            zip(self.values, self.needed(kept, again), strict=True)
-        ):
-            if last == _NEVER:
-                continue
-            changes[0 if number in kept or not value.can_leave else first] += value.nbytes
-            changes[last + 1] -= value.nbytes
-        return np.cumsum(changes)[:-1]
-
-    def peak(self, kept: frozenset[int], again: frozenset[int]) -> int:
-        return int(self.live(kept, again).max(initial=0))
-
-    # --- the backward graph ---------------------------------------------------------------------
-
-    def draft(self, kept: frozenset[int], again: frozenset[int], limit: int) -> Draft:
-        """Return a choice with its fetches, which take the peak to `limit` bytes at the most."""
-        again -= kept
-        leaves = self.leaves(kept, again)
-        needed = self.needed(kept, again)
-        begins = self._begins(again, needed)
-        fetches = self._fetches(leaves, needed, begins, self.live(kept, again), limit)
-        stall = self.late(leaves) + self._waits(leaves, needed, begins, fetches)
-        decisions: list[Decision] = []
-        for number, value in enumerate(self.values):
-            if not value.can_leave:
-                decisions.append(Keep("cannot leave"))
-            elif number in kept:
-                decisions.append(Keep("budget"))
-            else:
-                decisions.append(REPLAY if number in again else OFFLOAD)
-        return Draft(
-            tuple(decisions),
-            tuple(self.is_handed(kept, again)),
-            tuple(one.first for one in needed),
-            tuple(fetches),
-            float(self.transfers[leaves].sum()),
-            sum(map(self.replay_seconds, again)),
-            stall,
-        )
-
-    def limit(self, again: frozenset[int]) -> int:
-        """Return a peak with nothing kept that leaves room for fetches to be in time."""
-        try_limit = self._fetching(again)
-        least, total = self.peak(frozenset(), again), sum(v.nbytes for v in self.values)
-        shortest, most = try_limit(total)
-        allowed = shortest + STALL_SHARE * self._backward_seconds
-        for step in range(AHEAD_STEPS):
-            taken, reached = try_limit(least + (most - least) * step // AHEAD_STEPS)
-            if taken <= allowed:
-                return reached
-        return most
-
-    def peak_in_time(self, again: frozenset[int]) -> int:
-        """Return the peak with nothing kept if every fetch begins when it has to, to be in time."""
-        return self._fetching(again)(sum(v.nbytes for v in self.values))[1]
-
-    def _fetching(self, again: frozenset[int]) -> Callable[[int], tuple[float, int]]:
-        """Return what tells, for a limit, how long fetches are waited for, and the peak."""
-        kept: frozenset[int] = frozenset()
-        leaves, needed = self.leaves(kept, again), self.needed(kept, again)
-        begins, live = self._begins(again, needed), self.live(kept, again)
-
-        def waits(limit: int) -> tuple[float, int]:
-            there = live.copy()
-            fetches = self._fetches(leaves, needed, begins, there, limit)
-            return self._waits(leaves, needed, begins, fetches), int(there.max(initial=0))
-
-        return waits
-
-    def _begins(self, again: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
-        """Return when each position begins, with what is computed again before it."""
-        taken = list(self.seconds)
-        for number in again:
-            if taken:
-                taken[min(needed[number].first, len(taken) - 1)] += self.replay_seconds(number)
-        return list(accumulate(taken, initial=0.0))
-
-    def _fetches(
-        self,
-        leaves: npt.NDArray[np.bool_],
-        needed: Sequence[_Interval],
-        begins: Sequence[float],
-        live: npt.NDArray[np.int64],
-        limit: int,
-    ) -> list[int]:
-        """Return where each fetch begins, and add to `live` what that takes, up to `limit`.
-
-        The link carries one value at a time, in the order of use. Going back from the last, each
-        transfer has to end before its use and before the next begins; then, going forward, each is
-        put off until there is memory for it.
-        """
-        positions = [one.first for one in needed]
-        shipped = map(int, np.flatnonzero(leaves))
-        by_use = sorted(shipped, key=lambda n: (needed[n].first, n))
-        free = begins[-1]
-        for number in reversed(by_use):
-            ready = begins[needed[number].first] - self.latency
-            free = min(free, ready) - self.transfers[number]
-            positions[number] = max(0, bisect_right(begins, free) - 1)
-        for number in by_use:
-            use, nbytes = needed[number].first, self.values[number].nbytes
-            full = np.flatnonzero(live[positions[number] : use] + nbytes > limit)
-            if full.size:
-                positions[number] += int(full[-1]) + 1
-            live[positions[number] : use] += nbytes
-        return positions
-
-    def _waits(
-        self,
-        leaves: npt.NDArray[np.bool_],
-        needed: Sequence[_Interval],
-        begins: Sequence[float],
-        fetches: Sequence[int],
-    ) -> float:
-        """Return for how long the backward graph waits for fetches that come too late."""
-        shipped = [int(n) for n in np.flatnonzero(leaves)]
-        waited, free = 0.0, 0.0
-        begun: dict[int, float] = {}
-        events = [(fetches[n], 0, needed[n].first, n) for n in shipped]
-        events += [(needed[n].first, 1, needed[n].first, n) for n in shipped]
-        for position, is_use, _, number in sorted(events):
-            now = begins[position] + waited
-            if is_use:
-                waited += max(0.0, begun[number] + self.latency - now)
-            else:
-                free = begun[number] = max(free, now) + float(self.transfers[number])
-        return waited
-
-
 @dataclass
 class _State:
     """What was decided so far; nothing that is in neither set stays or is computed again."""
 
-    problem: _Problem
+    problem: Problem
     kept: set[int] = field(default_factory=set)
     again: set[int] = field(default_factory=set)
     _peak: int = -1

@@ -8,14 +8,8 @@ from itertools import chain, combinations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
-from storm_client.compile.schedule import (
-    Draft,
-    Recipe,
-    Saved,
-    Schedule,
-    schedule,
-    seconds_of_choice,
-)
+from storm_client.compile.estimates import Draft, Recipe, Saved
+from storm_client.compile.schedule import Schedule, schedule, seconds_of_choice
 from storm_client.plan.decisions import OFFLOAD, REPLAY, Keep
 from storm_client.plan.planner import Costs
 
