@@ -34,15 +34,22 @@ PAGES = 80 * 100 // 4
 """Of four KiB, that the program's blocks take."""
 
 
+PROCESSES = 12
+"""In two of five importing has freed a block so large that glibc keeps all of this anyway."""
+
+
 def test_what_was_freed_is_kept_by_the_c_library() -> None:
     if "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
         pytest.skip("this is how glibc does it")
     settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
-    command = [sys.executable, "-c", MAPPED_AGAIN]
-    done = subprocess.run(command, env=settings, check=True, stdout=subprocess.PIPE, text=True)
-    before, after = map(int, done.stdout.split())
-    assert before > PAGES // 2
-    assert after < PAGES // 10
+    for _ in range(PROCESSES):
+        command = [sys.executable, "-c", MAPPED_AGAIN]
+        done = subprocess.run(command, env=settings, check=True, stdout=subprocess.PIPE, text=True)
+        before, after = map(int, done.stdout.split())
+        assert after < PAGES // 10
+        if before > PAGES // 2:
+            return
+    pytest.fail(f"in none of {PROCESSES} processes was memory given back and mapped again")
 
 
 def test_a_step_keeps_what_its_temporaries_take_at_once(
