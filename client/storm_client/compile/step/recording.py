@@ -61,6 +61,8 @@ aten = torch.ops.aten
 _REFUSED = {
     aten.set_: "gives a tensor other memory",
     aten.resize_: "resizes a tensor in place",
+    aten.unsafe_split: "writes past version counters to parts of a tensor, as GRU and LSTM do",
+    aten.unsafe_split_with_sizes: "writes past version counters to parts of a tensor",
 }
 
 
