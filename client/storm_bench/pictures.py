@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from storm_bench.train import BUDGET_PREFIX
+
 __all__ = ["draw_scan", "draw_ternary", "draw_train", "total_bytes"]
 
 _BARS_WIDTH: Final = 0.8
@@ -17,7 +19,6 @@ _BARS_WIDTH: Final = 0.8
 
 _OUR_PEERS: Final = ("ours", "SimpleRotorNet")
 _OUR_METHODS: Final = "storm"
-_BUDGET_PREFIX: Final = "storm-budget="
 _GIB: Final = 1 << 30
 _AXIS_ROOM: Final = 1.25
 """Of each axis beyond the last point, for the names."""
@@ -113,7 +114,7 @@ def draw_train(figures: dict[str, Any], path: Path) -> None:
         for (method, row), nbytes in zip(measured.items(), sizes, strict=True):
             points[method] = nbytes / _GIB, 1e3 * row["step_seconds"]
             _point(plot, method, points[method])
-        budgets = [at for method, at in points.items() if method.startswith(_BUDGET_PREFIX)]
+        budgets = [at for method, at in points.items() if method.startswith(BUDGET_PREFIX)]
         if budgets:
             plot.plot(*zip(*sorted(budgets), strict=True), color="tab:red", linewidth=0.8)
         plot.set(title=name, xlabel="total GiB" if is_total else "peak GiB", ylabel="ms a step")
@@ -124,5 +125,5 @@ def draw_train(figures: dict[str, Any], path: Path) -> None:
 
 def _point(plot: Any, method: str, point: tuple[float, float]) -> None:
     plot.scatter(*point, s=36, color="tab:red" if method.startswith(_OUR_METHODS) else "tab:blue")
-    name = method.removeprefix(_BUDGET_PREFIX)
+    name = method.removeprefix(BUDGET_PREFIX)
     plot.annotate(name, point, xytext=(4, 4), textcoords="offset points", fontsize=8)

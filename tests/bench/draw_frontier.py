@@ -18,6 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from storm_bench.pictures import total_bytes
+from storm_bench.train import BUDGET_PREFIX
 
 LABELS = {
     "none": "no offload",
@@ -28,7 +29,6 @@ LABELS = {
     "save-on-cpu": "save_on_cpu",
     "storm": "stormd",
 }
-BUDGET = "storm-budget="
 GIB = 1 << 30
 
 Point = tuple[float, float]
@@ -43,7 +43,7 @@ def points(runs: list[dict[str, Any]], workload: str) -> dict[str, Point]:
         plain = rows.get("none", {}).get("step_seconds")
         for method, row in rows.items():
             nbytes = total_bytes(row) if "step_seconds" in row else None
-            known = method in LABELS or method.startswith(BUDGET)
+            known = method in LABELS or method.startswith(BUDGET_PREFIX)
             if known and plain and nbytes is not None:
                 found[method] = nbytes / GIB, row["step_seconds"] / plain
     return found
@@ -55,7 +55,7 @@ def draw(plot: Axes, found: dict[str, Point]) -> None:
     plot.plot(*zip(*[*ours, found["none"]], strict=True), color="tab:red", linewidth=1, zorder=1)
     for method, point in found.items():
         is_ours = method.startswith("storm")
-        label = LABELS.get(method) or f"stormd, budget {method.removeprefix(BUDGET)}"
+        label = LABELS.get(method) or f"stormd, budget {method.removeprefix(BUDGET_PREFIX)}"
         plot.scatter(*point, s=40, color="tab:red" if is_ours else "tab:blue", zorder=2)
         place = (-6, -14) if is_ours else (6, 5)
         plot.annotate(label, point, xytext=place, textcoords="offset points", fontsize=8)

@@ -25,6 +25,7 @@ import psutil
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.interrupts import noted_interrupts
 from storm_bench.pictures import draw_train, total_bytes
+from storm_bench.train import BUDGET_PREFIX
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
@@ -140,7 +141,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
         ChildFailed: the daemon or the compiler could not do its work.
     """
     check_picture(args.image)
-    methods = [*args.methods, *(f"storm-budget={text}" for text in args.budgets)]
+    methods = [*args.methods, *(f"{BUDGET_PREFIX}{text}" for text in args.budgets)]
     device = _device(args.device)
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
     flags = [f"--pool-bytes={pool}", f"--device={device}", "--cache-bytes=0", *args.daemon_flag]

@@ -20,12 +20,12 @@ from storm_client.connect import CodecIn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["BUDGET_PREFIX", "METHODS", "MIN_BYTES", "Active", "Method", "Unavailable", "method_of"]
+from storm_bench.train import BUDGET_PREFIX
+
+__all__ = ["METHODS", "MIN_BYTES", "Active", "Method", "Unavailable", "method_of"]
 
 MIN_BYTES: Final = 1 << 20
 """Smaller tensors stay where they are, with every method that can be told so."""
-
-BUDGET_PREFIX: Final = "storm-budget="
 
 _aten = torch.ops.aten
 _DEAR: Final = [

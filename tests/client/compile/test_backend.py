@@ -7,7 +7,7 @@ import gc
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -26,13 +26,6 @@ DEADLINE_SECONDS = 30.0
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Compiler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,13 +14,6 @@ from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Changing(nn.Module):
