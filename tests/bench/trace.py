@@ -1,10 +1,11 @@
-"""One training step as torch.profiler sees it, with the daemon's work on the same time line.
+"""Training steps as torch.profiler sees them, with the daemon's work on the same time line.
 
-    PYTHONPATH=tests python -m bench.trace --workload W1 --trace step.json --json overlap.json
+    PYTHONPATH=tests python -m bench.trace --workload W1 --budgets none least 0.5 \\
+        --traces . --json overlap.json
 
-The daemon runs under a profiler of its own; both traces are merged into one that Perfetto and
-chrome://tracing open. What stays true: times are those that the GPU's own tracing gives, in both
-processes by one clock, and the overlap is counted from what is in the trace and nothing else.
+The daemon runs under a profiler of its own; both traces are merged into one a budget that Perfetto
+and chrome://tracing open. What stays true: times are those that the GPU's own tracing gives, in
+both processes by one clock, and all is counted from what is in the trace and nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import storm_client as storm
 import torch
 from storm_bench.train.gpt import attention
 from storm_bench.train.methods import MIN_BYTES
-from storm_bench.train.workloads import WORKLOADS, make
+from storm_bench.train.workloads import WORKLOADS, Training, make
 from storm_client.handshake import is_listening
 from support.waiting import wait_until
 from torch.profiler import ProfilerActivity, profile
@@ -35,7 +38,10 @@ from stormd.machine import describe
 Span = tuple[float, float]
 Events = list[dict[str, Any]]
 START_SECONDS = 180.0
-WARM_UPS = 4
+WARM_UPS = 6
+NONE = "none"
+LONGEST = 20
+"""Kernels, and times without any, that are told."""
 DAEMON_PID = 1_000_000_000
 """Added to the daemon's process numbers, which a trace also uses for GPUs: they stay apart."""
 
@@ -48,28 +54,45 @@ def traced_daemon(address: str, device: str, pool: str, path: str) -> None:
     profiled.export_chrome_trace(path)
 
 
-def traced_step(address: str, device: torch.device, workload: str, path: str) -> None:
-    """Take some steps with offload and write the trace of one more."""
+def traced_steps(
+    address: str, device: torch.device, workload: str, budgets: list[str], directory: Path
+) -> None:
+    """With each budget take some steps, and write the trace of one more."""
     training = make(WORKLOADS[workload], device)
-    net = training.net
-    with storm.connect(address, embedded="never", timeout=60.0) as client, attention(device):
-        offload = client.offload(training.module, min_bytes=MIN_BYTES)
+    for budget in budgets:
+        with ExitStack() as entered:
+            offload = entered.enter_context(_context(budget, training, address))
+            entered.enter_context(attention(device))
+            for _ in range(WARM_UPS):
+                _step(training, offload)
+            with _profiled() as profiled:
+                _step(training, offload)
+        profiled.export_chrome_trace(str(directory / f"{budget}.json"))
 
-        def step() -> None:
-            x = net.embed(training.tokens)
-            with offload:
-                for block in net.blocks:
-                    x = block(x)
-            net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
-            training.module.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
 
-        for _ in range(WARM_UPS):
-            step()
-        with _profiled() as profiled:
-            step()
-    profiled.export_chrome_trace(path)
+@contextmanager
+def _context(
+    budget: str, training: Training, address: str
+) -> Iterator[AbstractContextManager[object]]:
+    """Yield what a forward pass runs in."""
+    if budget == NONE:
+        yield nullcontext()
+        return
+    with storm.connect(address, embedded="never", timeout=60.0) as client:
+        yield client.offload(training.module, min_bytes=MIN_BYTES, budget=budget)
+
+
+def _step(training: Training, offload: AbstractContextManager[object]) -> None:
+    x = training.net.embed(training.tokens)
+    with offload:
+        for block in training.net.blocks:
+            x = block(x)
+    training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
+    if training.optimizer is not None:
+        training.optimizer.step()
+    training.module.zero_grad(set_to_none=True)
+    if training.tokens.is_cuda:
+        torch.cuda.synchronize()
 
 
 def _profiled() -> profile:
@@ -121,7 +144,7 @@ def overlap(trace: dict[str, Any]) -> dict[str, float]:
     mine = [event for event in trace["traceEvents"] if not _is_daemons(event)]
     theirs = [event for event in trace["traceEvents"] if _is_daemons(event)]
     compute = _union(_spans(mine, "kernel"))
-    result = {"client_kernel_ms": _length(compute)}
+    result = {"client_kernel_ms": _length(compute), "client_idle_ms": _length(_between(compute))}
     kinds = {"download": "DtoH", "upload": "HtoD"}
     for name, mark in kinds.items():
         copies = _union(_spans(theirs, "gpu_memcpy", mark))
@@ -131,6 +154,29 @@ def overlap(trace: dict[str, Any]) -> dict[str, float]:
     result["codec_ms"] = _length(coding)
     result["codec_beside_kernels_ms"] = _length(_both(coding, compute))
     return {name: round(value, 3) for name, value in result.items()}
+
+
+def idle(trace: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return the longest times without a kernel of the client: after how many ms, for how many."""
+    mine = [event for event in trace["traceEvents"] if not _is_daemons(event)]
+    compute = _union(_spans(mine, "kernel"))
+    longest = sorted(_between(compute), key=lambda gap: gap[0] - gap[1])[:LONGEST]
+    return [
+        (round((one - compute[0][0]) / 1e3, 3), round((other - one) / 1e3, 3))
+        for one, other in sorted(longest)
+    ]
+
+
+def kernels(trace: dict[str, Any]) -> dict[str, list[float]]:
+    """Return of the kernels that took longest together how many there were, and their ms."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") == "kernel":
+            name = ("stormd: " if _is_daemons(event) else "") + event["name"][:60]
+            found[name][0] += 1
+            found[name][1] += event["dur"] / 1e3
+    longest = sorted(found.items(), key=lambda item: -item[1][1])[:LONGEST]
+    return {name: [count, round(ms, 3)] for name, (count, ms) in longest}
 
 
 def _is_daemons(event: dict[str, Any]) -> bool:
@@ -180,6 +226,11 @@ def _both(some: list[Span], others: list[Span]) -> list[Span]:
     return found
 
 
+def _between(spans: list[Span]) -> list[Span]:
+    """Return the times between spans that are disjoint and in order."""
+    return [(one[1], other[0]) for one, other in pairwise(spans)]
+
+
 def _length(spans: list[Span]) -> float:
     """Return milliseconds."""
     return sum(end - begin for begin, end in spans) / 1e3
@@ -188,9 +239,10 @@ def _length(spans: list[Span]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.trace")
     parser.add_argument("--workload", choices=tuple(WORKLOADS))
+    parser.add_argument("--budgets", nargs="+", default=["least"], help=f"{NONE!r}: no offload")
     parser.add_argument("--pool", default="16GiB")
-    parser.add_argument("--trace", type=Path, help="where the merged trace goes")
-    parser.add_argument("--json", type=Path, help="where the overlap goes")
+    parser.add_argument("--traces", type=Path, help="the folder where the merged traces go")
+    parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--daemon", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.daemon:
@@ -201,18 +253,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="storm-") as base:
         directory = Path(base)
         with daemon(device, args.pool, directory) as address:
-            traced_step(address, torch.device(device), workload, str(directory / "client.json"))
-        names = ("client", "daemon")
-        both = [json.loads((directory / f"{name}.json").read_text()) for name in names]
-    trace = merged(*both)
+            traced_steps(address, torch.device(device), workload, args.budgets, directory)
+        theirs = json.loads((directory / "daemon.json").read_text())
+        traces = {
+            budget: merged(json.loads((directory / f"{budget}.json").read_text()), theirs)
+            for budget in args.budgets
+        }
+    command = f"python -m bench.trace --workload {workload} --budgets {' '.join(args.budgets)}"
     result = {
-        "machine": describe() | {"command": f"python -m bench.trace --workload {workload}"},
+        "machine": describe() | {"command": command},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "workload": workload,
-        "figures": overlap(trace),
+        "figures": {
+            budget: {**overlap(trace), "longest_idle_ms": idle(trace), "kernels": kernels(trace)}
+            for budget, trace in traces.items()
+        },
     }
-    if args.trace:
-        args.trace.write_text(json.dumps(trace))
+    if args.traces:
+        for budget, trace in traces.items():
+            (args.traces / f"{workload}-{budget}.json").write_text(json.dumps(trace))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["figures"], indent=1))

@@ -91,7 +91,7 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where")
     train.add_argument("--steps", type=positive_int, default=4, help="the median of these counts")
-    train.add_argument("--warm-ups", type=positive_int, default=6, help="steps before them")
+    train.add_argument("--warm-ups", type=positive_int, default=8, help="steps before them")
     train.add_argument(
         "--budgets",
         nargs="+",

@@ -157,6 +157,8 @@ class Kind:
         """What a step that follows the plan does; None where it has to be watched closely."""
         self.is_ambiguous = False
         """Whether a step was like this one and then did something else."""
+        self.followed = 0
+        """Steps that followed the present decisions, and tried nothing."""
         self.window: float | None = None
         """Seconds of the shortest forward pass that followed the plan; None until seen."""
         self._forwards: list[Forward] = []
@@ -175,13 +177,20 @@ class Kind:
         """
         self.is_outdated = False
         if decisions != self.decisions:
-            self.verified = set()
+            self.verified, self.followed = set(), 0
         self.decisions = decisions
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
 
     def watch_closely(self) -> None:
         """Have no step walk along the script any more."""
         self.is_ambiguous, self.script = True, None
+
+    def settles(self) -> bool:
+        """Tell, once, whether steps have got used to the present decisions."""
+        if self.followed != OBSERVED:
+            return False
+        self.followed += 1
+        return True
 
     @property
     def has_functions(self) -> bool:
@@ -193,6 +202,7 @@ class Kind:
 
         Later two do so, on a GPU, if both were much shorter than the window.
         """
+        self.followed += 1
         self._forwards = [*self._forwards, forward][-OBSERVED:]
         if len(self._forwards) == OBSERVED and (self.window is None or self._is_shorter()):
             self.window, self.is_outdated = None, True

@@ -27,7 +27,7 @@ from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Ends, Trial
 from storm_client.plan.recording import Mark, Recorder, Recording, Seen, Span, mark
 from storm_client.plan.table import Plan
-from storm_client.plan.window import free_bytes, last_bytes
+from storm_client.plan.window import free_bytes, give_back_unused, last_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
@@ -85,6 +85,8 @@ class Planning:
         kind = self._kinds.latest
         for one in self._kinds.outdated():
             self._make(one)
+        if kind is not None and kind.is_on_gpu and kind.settles():
+            give_back_unused()
         watches = self.options.replays and _has_replays(kind) and not may_be_compiled(modules)
         walks = kind is not None and kind.has_functions == watches
         step = StepRecord(self._kinds, kind, walks=walks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DeviceWindow", "free_bytes", "last_bytes"]
+__all__ = ["DeviceWindow", "free_bytes", "give_back_unused", "last_bytes"]
 
 FIT_SHARE = 0.9
 """Of what a device has free, for what may stay on it; the rest is for what varies."""
@@ -69,3 +69,13 @@ def free_bytes() -> int:
     free, _ = torch.cuda.mem_get_info()
     unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
     return int(FIT_SHARE * max(0, free + unused))
+
+
+def give_back_unused() -> None:
+    """Have PyTorch give back the device memory that it keeps and does not use.
+
+    Steps that learn need other memory than those that follow, in other sizes: what they leave
+    behind would not fit, and stay until the process ends.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from storm_client.plan.decisions import OFFLOAD, Keep
 from storm_client.plan.kinds import SAVED, Kind, Value
 
 
@@ -90,3 +91,15 @@ def test_on_a_cpu_what_else_runs_there_decides() -> None:
     assert planned(made, [2.0, 2.0]) == 2.0
     observe(made, [1.0, 1.0, 1.0])
     assert not made.is_outdated
+
+
+def test_steps_settle_once_after_each_change_of_decisions() -> None:
+    """What learning needed is given back then: not earlier, and not in every step."""
+    made = kind(is_on_gpu=False)
+    seen = []
+    for decisions in ([OFFLOAD], [OFFLOAD], [Keep("budget_has_room")]):
+        made.follow(decisions)
+        for _ in range(4):
+            seen.append(made.settles())
+            made.observe(Passed(1.0))
+    assert seen == [False, False, True, False, *[False] * 4, False, False, True, False]
