@@ -42,9 +42,9 @@ __all__ = [
 class StoreJob:
     """Encode `nbytes` at `offset` of `segment`; place the blob on `space`'s promise of `promised`.
 
-    `sequence` is the value of the session's `published` counter to wait for (cuda lane). With a
-    `result` other than 0 the client has encoded them: the blob is there, as long as that result
-    in the timeline page says.
+    `ready` is the value of the session's `published` counter to wait for, `sequence` the one that
+    its `stored` is raised to then (cuda lane). With a `result` other than 0 the client has encoded
+    them: the blob is there, as long as that result in the timeline page says.
     """
 
     session: int
@@ -54,6 +54,7 @@ class StoreJob:
     nbytes: int
     dtype: DType
     codec: str
+    ready: int
     sequence: int
     promised: int
     space: Space

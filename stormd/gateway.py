@@ -50,6 +50,7 @@ from stormd.protocol import (
     NO_LANE,
     PLAN_FEATURE,
     PROTOCOL_VERSION,
+    READY_FEATURE,
     Admitted,
     CacheNames,
     Envelope,
@@ -430,6 +431,8 @@ class Gateway:
             part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
             attachment = replace(attachment, part_bytes=part_bytes)
         token = secrets.token_bytes(TOKEN_BYTES)
+        features = [PLAN_FEATURE, READY_FEATURE]
+        features += [CACHE_FEATURE] if self._terms.cache_part_bytes else []
         self._peers.add(
             Peer(
                 session=session,
@@ -445,7 +448,7 @@ class Gateway:
             session=session,
             token=token,
             protocol=PROTOCOL_VERSION,
-            features=[PLAN_FEATURE, *([CACHE_FEATURE] if self._terms.cache_part_bytes else [])],
+            features=features,
             version=__version__,
             lifeline=self._terms.lifeline_path,
             staging_bytes=attachment.staging_bytes,

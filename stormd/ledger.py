@@ -265,6 +265,7 @@ class Ledger:
             nbytes=message.nbytes,
             dtype=dtype,
             codec=message.codec,
+            ready=message.ready or message.sequence,
             sequence=message.sequence,
             promised=promised,
             space=space,

@@ -257,7 +257,7 @@ class _StepHooks:
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
         self._planned = planning.begin(
-            policy.min_bytes, policy.modules, self._pack_input, self._bring
+            policy.min_bytes, policy.modules, self._pack_input, self._bring, self._publish_ready
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -283,6 +283,8 @@ class _StepHooks:
             self._sessions.send_unshared()
             for record in results:
                 if record.phase is RangePhase.IN_USE:
+                    if record.ready is not None and not record.ready.proof.holds():
+                        record.ready = None
                     record.session.send(record)
         except DaemonLost as loss:
             if not self._keeps:
@@ -357,6 +359,10 @@ class _StepHooks:
                 located = record.session.load(handle, is_first=is_first)
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
+        ready = record.ready
+        if ready is not None and ready.trial is not None:
+            record.ready = None
+            ready.trial.compare(located.storage)
         self._traces.used(self._trace)
         self._trace.used(id(record))
         if record.away < record.nbytes:
@@ -432,6 +438,14 @@ class _StepHooks:
                 raise lost_in_forward(loss) from loss
             return KeptTensor.of(tensor)
 
+    def _publish_ready(self, tensor: torch.Tensor) -> int:
+        """Return a number that tells when `tensor` has been made; 0 where nobody asks for that."""
+        try:
+            session = self._sessions.of(tensor.device)
+            return 0 if session is None else session.publish_ready()
+        except DaemonLost:
+            return 0
+
     def _stays(self, tensor: torch.Tensor) -> bool:
         return isinstance(self._policy.decide(tensor), Keep) or isinstance(
             self._policy.decide_storage(tensor.untyped_storage()), Keep
@@ -492,6 +506,8 @@ class _StepHooks:
         record = session.find(storage, tensor)
         if record is not None:
             recorder.deduplicated(tensor.nbytes)
+            if record.ready is not None and not record.ready.holds_for(tensor):
+                record.ready = None
         else:
             record = self._hold(tensor, storage, session, recorder, stays)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
@@ -521,6 +537,7 @@ class _StepHooks:
                 soon=self._step.needed_at_once(nbytes),
                 proof=SnapshotProof(tensor) if is_result(tensor) else None,
                 stays=stays if stays < nbytes else 0,
+                ready=self._planned.ready(tensor, storage),
             )
             if record.proof is not None:
                 self._results.append(weakref.ref(record))

@@ -34,6 +34,7 @@ __all__ = [
     "Located",
     "Part",
     "RangePhase",
+    "Ready",
     "SavedStorages",
     "SnapshotProof",
     "StoredRange",
@@ -205,6 +206,7 @@ class StoredRange:
         "phase",
         "pointer",
         "proof",
+        "ready",
         "rest",
         "session",
         "soon",
@@ -255,6 +257,8 @@ class StoredRange:
         self.parts: list[Part] = []
         self.proof: SnapshotProof | None = None
         """Set while somebody else may hold the storage though its bytes have been sent."""
+        self.ready: Ready | None = None
+        """Set where its bytes can be read before there is a reason to send them."""
         self.error: StormError | None = None
         self._handles: dict[int, weakref.ref[Handle]] = {}
         self._waiting: set[int] = set()
@@ -349,6 +353,44 @@ class SnapshotProof:
             and base._version == self._version
             and _covers(View.of(base).span(), View.of(tensor).span())
         )
+
+    def holds(self) -> bool:
+        """Tell whether nothing has changed since of what can still be reached that way."""
+        base = self._base()
+        return base is not None and base._version == self._version
+
+
+class ReadyTrial(Protocol):
+    """Finds out whether a value stays as it was made until it leaves."""
+
+    def compare(self, storage: torch.UntypedStorage) -> None:
+        """Note whether what has left, or would have, is what was made."""
+        ...
+
+    def fail(self) -> None:
+        """Note that it does not."""
+        ...
+
+
+class Ready(NamedTuple):
+    """A storage as it was right behind the function that made it, when `proof` was made.
+
+    Who reads it from then on, and not only when it leaves, reads the same: shown by an earlier
+    step, which is what `trial` is for, and as far as changes are counted by the proof.
+    """
+
+    proof: SnapshotProof
+    sequence: int
+    """What the lane publishes when it has been made; 0 where there is a trial."""
+    trial: ReadyTrial | None = None
+
+    def holds_for(self, tensor: torch.Tensor) -> bool:
+        """Tell whether it has what is saved as `tensor`; else a trial has failed."""
+        if self.proof.holds_for(tensor):
+            return True
+        if self.trial is not None:
+            self.trial.fail()
+        return False
 
 
 class Unchanging(SnapshotProof):

@@ -30,6 +30,7 @@ from storm_client.saved import (
     Handle,
     Located,
     RangePhase,
+    Ready,
     SavedStorages,
     SnapshotProof,
     StoredRange,
@@ -40,6 +41,7 @@ from storm_client.stats import StatsRecorder
 from storm_client.transfers import Transfers
 from stormd.protocol import (
     PLAN_FEATURE,
+    READY_FEATURE,
     Budget,
     Mapped,
     Message,
@@ -132,12 +134,13 @@ class Session(Listener):
         soon: bool = False,
         proof: SnapshotProof | None = None,
         stays: int = 0,
+        ready: Ready | None = None,
     ) -> StoredRange:
         """Return a new record of `storage`, which leaves when nobody else holds it; send others.
 
         `soon` says that it will be needed at once; by `proof` it is found while somebody else
         holds its storage, though it has left. Its last bytes stay, as many as `stays` says; but of
-        what is held because it is needed at once, all.
+        what is held because it is needed at once, all. `ready` says from when on they are there.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -152,7 +155,7 @@ class Session(Listener):
         record = StoredRange(
             self, storage, dtype, stats, codec=codec, soon=soon, stream=stream, stays=stays
         )
-        record.proof = proof
+        record.proof, record.ready = proof, ready
         with self.connection.lock:
             if self.saved.deaths:
                 self._forget_dead()
@@ -160,6 +163,16 @@ class Session(Listener):
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
         return record
+
+    def publish_ready(self) -> int:
+        """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""
+        in_place = self._in_place
+        if in_place is None or READY_FEATURE not in self.connection.welcome.features:
+            return 0
+        if self.lane.is_capturing():
+            return 0
+        with self.connection.lock:
+            return in_place.produced(1)[0]
 
     def send_unshared(
         self, latest: int | None = None, but: Collection[StoredRange] = frozenset()

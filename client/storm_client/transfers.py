@@ -21,7 +21,7 @@ import torch
 
 from storm_client.dtypes import codec_name
 from storm_client.errors import StormError, named
-from storm_client.lanes import Encoded, Reader, Route, Slot, Staged
+from storm_client.lanes import Encoded, Mapped, Reader, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
 from storm_client.saved import Part, RangePhase, StoredRange
 from storm_client.staging import ALIGNMENT, StagingSpace
@@ -146,8 +146,10 @@ class Outgoing:
     # Where the source is read, or encoded, in its own memory:
     reader: Reader | None = None
     """Who reads it, from its first part on."""
+    ready: int = 0
+    """The number that says its bytes are there, where one does so before those of its parts."""
     produced: int = 0
-    """The number that says its bytes are there, where this process encodes them."""
+    """The same where this process encodes them."""
     sent: int = 0
     """Bytes of the parts that were sent."""
     sequence: int | None = None
@@ -286,6 +288,7 @@ class Transfers:
             -(-record.away // self.part_bytes),
             weakref.ref(record),
             record.stats,
+            ready=0 if record.ready is None else record.ready.sequence,
         )
 
     def store(
@@ -309,6 +312,7 @@ class Transfers:
             codec=out.codec,
             sequence=sequence,
             result=route.result if isinstance(route, Encoded) else 0,
+            ready=out.ready if isinstance(route, Mapped) else 0,
         )
         self._outbox.append(Envelope(entry, message))
         self._pending[entry] = transfer

@@ -47,6 +47,7 @@ __all__ = [
     "DEVICES",
     "NO_LANE",
     "PLAN_FEATURE",
+    "READY_FEATURE",
     "REJECTIONS",
     "Admitted",
     "Failed",
@@ -78,6 +79,9 @@ NO_LANE = "none"
 
 PLAN_FEATURE = "plan"
 """In Welcome.features: the daemon takes PlanLearned, which daemons of this version may not know."""
+
+READY_FEATURE = "ready"
+"""In Welcome.features: the daemon takes a Store's `ready`."""
 
 CODECS = ("ancf", "raw")
 REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
@@ -166,6 +170,10 @@ class Store(Message):
     `result` is 0 where the daemon is to encode. Else the client has done so (cuda lane): a blob
     of the `nbytes` begins at `offset`, with room for the largest there may be, and the timeline
     page's result of that number says how long it is. Both stay until Stored, or Failed.
+
+    `ready` is a smaller value of `published` that says already that the bytes are there, 0 where
+    none does; only to a daemon whose Welcome has READY_FEATURE. `stored` is raised to `sequence`
+    all the same: stores are done in the order of that.
     """
 
     entry: Id
@@ -176,6 +184,7 @@ class Store(Message):
     codec: Codec
     sequence: Id
     result: Id = 0
+    ready: Id = 0
 
 
 @message(5, kw_only=True)

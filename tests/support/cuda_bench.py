@@ -74,7 +74,14 @@ class Bench:
         return found()[number - 1]
 
     def store(
-        self, entry: int, offset: int, nbytes: int, codec: str = "ancf", *, segment: int = 0
+        self,
+        entry: int,
+        offset: int,
+        nbytes: int,
+        codec: str = "ancf",
+        *,
+        segment: int = 0,
+        ready: int | None = None,
     ) -> None:
         """Hand over the range as a store whose sequence number is its entry."""
         promised = blob_bound(nbytes)
@@ -89,6 +96,7 @@ class Bench:
                 nbytes=nbytes,
                 dtype=dtype,
                 codec=codec,
+                ready=entry if ready is None else ready,
                 sequence=entry,
                 promised=promised,
                 space=self.space,
@@ -109,6 +117,7 @@ class Bench:
                 nbytes=nbytes,
                 dtype=dtype,
                 codec="ancf",
+                ready=entry,
                 sequence=entry,
                 promised=promised,
                 space=self.space,

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from storm_client.plan.decisions import OFFLOAD, Decision, Replay
+from storm_client.plan.decisions import OFFLOAD, Decision, Offload, Replay
 
 if TYPE_CHECKING:
     from storm_client.plan.table import Plan
@@ -132,6 +132,8 @@ class Expected(NamedTuple):
     """Whether no event before is of this value."""
     inputs: tuple[int, ...]
     """The numbers of what it is made from; none of what is saved."""
+    leaves: bool
+    """Whether the value is offloaded, saved or for what is made from it."""
 
 
 class Kind:
@@ -151,6 +153,10 @@ class Kind:
         """Values that were made again by the present plan and found to be the same."""
         self.rejected: dict[int, str] = {}
         """Values that were not, with the reason."""
+        self.unchanged: set[int] = set()
+        """Values that were found to leave as they were made, however late that was."""
+        self.changed: set[int] = set()
+        """Values that were not."""
         self.is_outdated = True
         """Whether something was learned that the plan does not know."""
         self.script: list[Expected] | None = None
@@ -337,13 +343,15 @@ def _script(
 ) -> list[Expected]:
     """Return the events as a step that follows the decisions expects them."""
     made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
-    matter = made.union(*(values[number].inputs for number in made))
+    inputs_of_made = set().union(*(values[number].inputs for number in made))
+    matter = made | inputs_of_made
     seen: set[int] = set()
     found = []
     for what, number, _, _, inputs in events:
         is_new = number not in seen
-        matters = number in matter
-        found.append(Expected(what, values[number], decisions[number], matters, is_new, inputs))
+        value, decision, matters = values[number], decisions[number], number in matter
+        leaves = isinstance(decision, Offload) and (value.is_saved or number in inputs_of_made)
+        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves))
         seen.add(number)
     return found
 

@@ -32,7 +32,7 @@ from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
-    from storm_client.saved import WeakStorage
+    from storm_client.saved import Ready, WeakStorage
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
 
@@ -74,8 +74,9 @@ class Planning:
         modules: Iterable[torch.nn.Module],
         pack: Callable[[torch.Tensor, Decision, str], Any],
         unpack: Callable[[Any], torch.Tensor],
+        publish: Callable[[torch.Tensor], int],
     ) -> PlannedStep:
-        """Begin a step, whose tensors of `least` bytes matter.
+        """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
 
         Raises:
             UsageError: the budget cannot be kept.
@@ -95,6 +96,7 @@ class Planning:
             max(least, 1),
             pack=partial(_pack_input, step, pack),
             unpack=unpack,
+            publish=None if self.options.verifies else publish,
             functions=self._functions,
             ends=self._ends,
             layers=self._layers,
@@ -187,6 +189,10 @@ class PlannedStep:
             return None, OFFLOAD  # by a backward pass, after the block; or in a block without end
         return self._recording.saved(tensor, storage)
 
+    def ready(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ready | None:
+        """Return from when on the bytes of a tensor that leaves are there, if that is known."""
+        return None if self._recording is None else self._recording.ready(tensor, storage)
+
     def news_for(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless it was asked for by this session before."""
         kind = self._step.kind
@@ -206,7 +212,8 @@ class PlannedStep:
     def end(self) -> None:
         """Learn from the step; nothing runs or is saved in it any more."""
         if self._recording is not None:
-            self._planning.ended(self._step, self._begun, is_trial=self._is_trial)
+            is_trial = self._is_trial or self._recording.tries
+            self._planning.ended(self._step, self._begun, is_trial=is_trial)
         self.abandon()
 
     def abandon(self) -> None:

@@ -306,6 +306,27 @@ class Trial(NamedTuple):
     packed: Any = None
 
 
+class UnchangedTrial(NamedTuple):
+    """Finds out whether a value that leaves late has the bytes that were made."""
+
+    kind: Kind
+    number: int
+    """The value in that kind of step."""
+    made: torch.Tensor
+    """Its checksum behind the function that made it."""
+
+    def compare(self, storage: torch.UntypedStorage) -> None:
+        """Note whether what has left is the same; waits for the device."""
+        if torch.equal(self.made, checksum(storage)):
+            self.kind.unchanged.add(self.number)
+        else:
+            self.fail()
+
+    def fail(self) -> None:
+        """Note that it is not."""
+        self.kind.changed.add(self.number)
+
+
 class Replayed:
     """What autograd holds for a tensor that is made again."""
 

@@ -28,8 +28,18 @@ from storm_client.layers import Layers
 from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 from storm_client.plan.kinds import CAST, SAVED, Expected, StepRecord, Value
 from storm_client.plan.operations import DEAR, Function
-from storm_client.plan.recipes import Alias, Ends, Made, Recipe, Result, Saved, Source
-from storm_client.saved import View, WeakStorage, base_of, is_result
+from storm_client.plan.recipes import (
+    Alias,
+    Ends,
+    Made,
+    Recipe,
+    Result,
+    Saved,
+    Source,
+    UnchangedTrial,
+    checksum,
+)
+from storm_client.saved import Ready, SnapshotProof, View, WeakStorage, base_of, is_result
 
 __all__ = ["Mark", "Recorder", "Recording", "Seen", "Span", "mark"]
 
@@ -108,13 +118,15 @@ class Recording:
         *,
         pack: Callable[[torch.Tensor, int], Any],
         unpack: Callable[[Any], torch.Tensor],
+        publish: Callable[[torch.Tensor], int] | None,
         functions: frozenset[Function],
         ends: Ends,
         layers: Layers,
     ) -> None:
         """Look at what has `least` bytes; inputs are handed over by `pack`.
 
-        `functions` may be run again, `ends` watches results.
+        `publish` returns a number that tells when a tensor has been made, 0 where nobody asks for
+        that. `functions` may be run again, `ends` watches results.
         """
         self._layers = layers
         self.functions = functions
@@ -125,6 +137,11 @@ class Recording:
         self._least = least
         self._pack = pack
         self._unpack = unpack
+        self._publish = publish
+        self._ready: dict[int, Ready] = {}
+        """By storage, what leaves as it was made."""
+        self.tries = False
+        """Whether it is being found out what does so."""
         self._seen: dict[int, Seen] = {}
         self._casts: list[_Cast] = []
         """What was saved since the last function of the table began."""
@@ -154,6 +171,11 @@ class Recording:
             seen.result = Result(made, seen.value.nbytes, self._ends)
         if is_first and made.grad_fn is not None and made.grad_fn.name() == _CAST:
             self._casts.append(_Cast(seen, made.grad_fn.next_functions[0][0], made.dtype))
+
+    def ready(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ready | None:
+        """Return from when on the bytes of a saved tensor are there, if that is known."""
+        found = self._ready.get(storage._cdata)
+        return found if found is not None and found.holds_for(tensor) else None
 
     def begins(self) -> None:
         """Note that a function of the table begins."""
@@ -202,6 +224,7 @@ class Recording:
     def end(self) -> None:
         """Let go of everything: nothing runs or is saved any more."""
         self._seen.clear()
+        self._ready.clear()
         self._casts.clear()
         while self.pins:
             self.pins.pop().free()
@@ -274,8 +297,29 @@ class Recording:
             place = None if outputs[0] is made else index
             if expected.matters and not self._walks_by_made(expected, call, output, place):
                 return False
+            if expected.leaves:
+                self._note_made(expected.value.number, output, storage)
             step.advance()
         return True
+
+    def _note_made(self, number: int, output: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """Note from when on the bytes of a value that will leave are there.
+
+        That may be read before it leaves. It is, once a step has shown that it is not written to
+        until then, uncounted.
+        """
+        kind = self.step.kind
+        if kind is None or self._publish is None or number in kind.changed:
+            return
+        sequence = self._publish(output)
+        if not sequence:
+            return
+        proof, trial = SnapshotProof(output), None
+        if number not in kind.unchanged:
+            self.tries, sequence = True, 0
+            trial = UnchangedTrial(kind, number, checksum(storage))
+        self.pins.append(WeakStorage(storage))
+        self._ready[storage._cdata] = Ready(proof, sequence, trial)
 
     def _walks_by_made(
         self, expected: Expected, call: _Call, output: torch.Tensor, index: int | None

@@ -40,7 +40,7 @@ class Stores:
 
     def is_due(self, job: StoreJob) -> bool:
         """Tell whether its source, or the blob that its client has made of it, is there."""
-        return self._client.has_published(job.sequence)
+        return self._client.has_published(job.ready)
 
     def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
         """Tell whether the job's blob has room beside theirs, and comes in the same way."""

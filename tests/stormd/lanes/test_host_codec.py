@@ -40,6 +40,7 @@ class Made:
             nbytes=len(data),
             dtype=dtype,
             codec=codec,
+            ready=0,
             sequence=0,
             promised=promised,
             space=self.space,

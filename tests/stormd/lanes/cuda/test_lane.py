@@ -88,6 +88,15 @@ def test_nothing_is_read_before_it_is_published(bench: Bench) -> None:
     bench.space.release(second.block)
 
 
+def test_a_source_that_is_ready_is_read_before_its_number_is_published(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.publish(2)
+    bench.store(7, 0, PART, ready=2)
+    bench.expect(StoreDone)
+    assert bench.counters.read(STORED) == 7
+
+
 def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> None:
     bench.map()
     fill(bench)
