@@ -39,7 +39,7 @@ def test_a_random_program_of_which_nothing_stays(
 ) -> None:
     if is_staged:
         monkeypatch.setattr(Outbound, "_coder", lambda outbound, out: None)
-        monkeypatch.setattr(Outbound, "_mapped", lambda outbound, source: None)
+        monkeypatch.setattr(Outbound, "_mapped", lambda outbound, source, nbytes: None)
     offload = client.offload(min_bytes=1)
     expected = run(seed, "cuda", nullcontext)
     for _ in range(2):

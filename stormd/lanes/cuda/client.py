@@ -124,8 +124,8 @@ class CudaClient:
         """Raise one of the session's counters from the CPU."""
         self._timelines.store(counter, value)
 
-    def pass_over(self, sequence: int) -> None:
-        """Raise STORED to the number of a rejected store, behind the encoders on the stream."""
+    def stored_through(self, sequence: int) -> None:
+        """Raise STORED to a number, behind the encoders on the stream."""
         try:
             if self.is_open:
                 write_value(self.opened.store_stream.handle, self.counter(STORED), sequence)

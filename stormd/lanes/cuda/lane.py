@@ -96,7 +96,7 @@ class CudaLane:
 
     def store(self, job: StoreJob) -> None:
         """Hand a store to its session's pipeline."""
-        self._sessions[job.session].stores.put(job)
+        self._sessions[job.session].store(job)
 
     def skip(self, session: int, sequence: int) -> None:
         """Pass a rejected store over, once those before it have been read."""

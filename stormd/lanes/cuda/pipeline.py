@@ -1,8 +1,9 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-Every job that was put in is answered exactly once, those that the device does in their order. No
-more is under way than there is scratch for. Jobs that are due and have scratch are begun before the
-thread sleeps.
+Every job that was put in is answered exactly once, those that the device does in the order in which
+they were begun. That is the order in which they came, but that a few which are not due do not hold
+up those behind them. No more is under way than there is scratch for. Jobs that are due and have
+scratch are begun before the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
 any size. The thread does not wait inside the driver, which costs a processor more than looking
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -40,6 +42,9 @@ in a debugger. Then looks are rarer."""
 
 IDLE_LOOK_SECONDS: Final = 0.01
 
+MOST_OVERTAKEN: Final = 16
+"""Jobs that are not due before those behind them wait as well: each is asked at every look."""
+
 Job = TypeVar("Job")
 Job_contra = TypeVar("Job_contra", contravariant=True)
 Scratch = TypeVar("Scratch")
@@ -53,7 +58,7 @@ class Stages(Protocol[Job, Scratch_contra]):
     """
 
     def is_due(self, job: Job) -> bool:
-        """Tell whether the job may be begun: asked until it may, and those behind it wait."""
+        """Tell whether the job may be begun: asked until it may, or others overtake it."""
 
     def fits(self, batch: list[Job], job: Job) -> bool:
         """Tell whether the job may be done together with those of `batch`, which is not empty."""
@@ -119,6 +124,7 @@ class Pipeline(Generic[Job, Scratch]):
         self._skip = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
+        self._place = 0  # in what is pending, of the item found last
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
         self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
@@ -183,16 +189,32 @@ class Pipeline(Generic[Job, Scratch]):
         while True:
             has_moved = self._look()
             self._take_items()
-            if self._pending and self._may_come(self._pending[0]):
-                return self._pending.popleft()
+            if self._finds():
+                return self._pop()
             if not has_moved:
                 self._wait()
 
-    def _may_come(self, item: Job | _Call | None) -> bool:
+    def _finds(self) -> bool:
+        """Tell whether an item may come, and find its place: jobs overtake others that are not due.
+
+        Nothing overtakes a call, nor a job that is due and waits for scratch.
+        """
         source = self._open_source()
-        if item is None or isinstance(item, _Call) or source is None:
-            return True
-        return self._stages.is_due(item) and source.has_for(item)
+        for place, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
+            self._place = place
+            if item is None or isinstance(item, _Call):
+                return not place
+            if source is None:
+                return True
+            if self._stages.is_due(item):
+                return source.has_for(item)
+        return False
+
+    def _pop(self) -> Job | _Call | None:
+        """Take the item out whose place was found; that is then the place of what follows it."""
+        item = self._pending[self._place]
+        del self._pending[self._place]
+        return item
 
     def _open_source(self) -> ScratchSource[Job, Scratch] | None:
         """Return where jobs get their scratch; None where they are refused."""
@@ -228,14 +250,14 @@ class Pipeline(Generic[Job, Scratch]):
         if self._alone:
             self._alone -= 1
             return batch
-        while self._pending:
-            following = self._pending[0]
+        while self._place < len(self._pending):
+            following = self._pending[self._place]
             if following is None or isinstance(following, _Call):
                 break
             if not (self._stages.is_due(following) and self._stages.fits(batch, following)):
                 break
             batch.append(following)
-            self._pending.popleft()
+            self._pop()
         return batch
 
     def _begin(self, batch: list[Job], source: ScratchSource[Job, Scratch]) -> None:

@@ -1,7 +1,8 @@
 """The way out of one client's GPU memory: encode on the device, then copy down to the pool.
 
-A source is read only from where `published` says that it is ready, and `stored` says when it may be
-used again. What an encoder left is checked before it is used to place a blob.
+A source is read only from where `published` says that it is ready, and `stored` says through which
+number sources may be used again: one that is ready is read before others that were handed over
+earlier and are not. What an encoder left is checked before it is used to place a blob.
 
 Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed. What a
 client has encoded needs nothing of the device before it is copied.
@@ -19,6 +20,7 @@ from stormd.events import StoreDone, StoreFailed, StoreJob
 from stormd.lanes import blob_bound
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
+from stormd.lanes.cuda.turns import Turns
 from stormd.nvtx import nvtx_range
 from stormd.protocol.timeline import STORED, EncoderResult
 
@@ -37,6 +39,15 @@ class Stores:
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
+        self._turns = Turns()
+
+    def expect(self, sequence: int) -> None:
+        """Note the number of a store that will come, or was rejected; from the event loop."""
+        self._turns.expect(sequence)
+
+    def pass_over(self, sequence: int) -> None:
+        """Note that the store of that number was rejected; in the pipeline's thread."""
+        self._client.stored_through(self._turns.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
         """Tell whether its source, or the blob that its client has made of it, is there."""
@@ -56,7 +67,8 @@ class Stores:
         scratch.code_began.record(stream)
         for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
             self._encode(job, scratch, index, room)
-        write_value(stream, client.counter(STORED), batch[-1].sequence)
+        through = self._turns.done(job.sequence for job in batch)
+        write_value(stream, client.counter(STORED), through)
         scratch.coded.record(stream)
 
     def passed(self, batch: list[StoreJob], scratch: Scratch) -> bool:
@@ -166,7 +178,7 @@ class Stores:
         )
 
     def _fail(self, job: StoreJob, error: Exception) -> None:
-        self._client.note(STORED, job.sequence)
+        self._client.note(STORED, self._turns.done([job.sequence]))
         self._client.post(
             StoreFailed(session=job.session, entry=job.entry, detail=error_text(error))
         )

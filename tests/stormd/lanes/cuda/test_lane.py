@@ -97,6 +97,26 @@ def test_a_source_that_is_ready_is_read_before_its_number_is_published(bench: Be
     assert bench.counters.read(STORED) == 7
 
 
+def test_a_store_that_is_not_ready_is_overtaken_and_keeps_the_counter(bench: Bench) -> None:
+    bench.map()
+    before = fill(bench)
+    bench.publish(1)
+    bench.store(7, 0, PART)
+    bench.store(8, PART, PART, ready=1)
+    first = bench.expect(StoreDone)
+    assert first.entry == 8
+    assert bench.counters.read(STORED) == 0  # 7 is yet to be read
+    bench.publish(7)
+    bench.expect(StoreDone, 2)
+    assert bench.counters.read(STORED) == 8
+    bench.lane.skip(bench.session, 9)
+    wait_until(lambda: bench.counters.read(STORED) == 9)
+    bench.restore(20, first.block, 0, PART)
+    bench.publish(20)
+    bench.expect(RestoreDone)
+    assert np.array_equal(bench.memory[:PART], before[PART : 2 * PART])
+
+
 def test_a_destination_is_written_only_once_it_is_published(bench: Bench) -> None:
     bench.map()
     fill(bench)

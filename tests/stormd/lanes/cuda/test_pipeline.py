@@ -7,7 +7,7 @@ import pytest
 from support.waiting import wait_until
 
 from stormd.lanes.cuda import pipeline as module
-from stormd.lanes.cuda.pipeline import Pipeline
+from stormd.lanes.cuda.pipeline import MOST_OVERTAKEN, Pipeline
 from stormd.lanes.cuda.ring import Ring
 
 WAIT = 10.0
@@ -221,6 +221,68 @@ def test_a_job_that_is_not_due_waits_and_so_do_those_behind_it(
     stages.due = 5
     wait_until(stages.answered(5), WAIT, lambda: stages.events)
     assert stages.batches == [[0, 1], [2, 3], [4]]
+
+
+def test_jobs_that_are_not_due_are_overtaken_by_those_that_are(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.due = 10
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    put_at_once(pipeline, [20, 21, 1, 22, 2, 3])
+    wait_until(stages.answered(3), WAIT, lambda: stages.events)
+    stages.due = 99
+    wait_until(stages.answered(6), WAIT, lambda: stages.events)
+    assert stages.kinds("begin") == stages.kinds("finish") == [1, 2, 3, 20, 21, 22]
+
+
+def test_what_overtakes_shares_with_those_right_behind_it(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.due, stages.together = 10, 3
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    put_at_once(pipeline, [20, 1, 2, 21, 3])
+    wait_until(stages.answered(3), WAIT, lambda: stages.events)
+    assert stages.batches == [[1, 2], [3]]
+
+
+def test_a_call_and_what_waits_for_scratch_are_not_overtaken(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    class ForSmallOnes(Items):
+        def has_for(self, job: int) -> bool:
+            return super().has_for(job) and (job < 5 or len(self) == 2)
+
+    stages.hold.clear()
+    stages.due = 10
+    called = threading.Event()
+    pipeline.run(lambda: pipeline.provide(ForSmallOnes(["a", "b"])))
+    put_at_once(pipeline, [1, 20, 5, 2])
+    pipeline.follow(called.set)
+    pipeline.put(3)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 3, WAIT)
+    assert stages.kinds("begin") == [1]
+    stages.hold.set()
+    wait_until(stages.answered(3), WAIT, lambda: stages.events)
+    assert not called.is_set()
+    assert stages.kinds("begin") == [1, 5, 2]
+    stages.due = 99
+    wait_until(stages.answered(5), WAIT, lambda: stages.events)
+    assert called.is_set()
+    assert stages.kinds("begin") == [1, 5, 2, 20, 3]
+
+
+def test_only_so_many_are_overtaken(pipeline: Pipeline[int, str], stages: Recorder) -> None:
+    """Each is asked at every look."""
+    stages.due = 10
+    pipeline.run(lambda: pipeline.provide(Items(["a", "b"])))
+    late = list(range(20, 20 + MOST_OVERTAKEN))
+    put_at_once(pipeline, [*late, 1, 70, 2])
+    wait_until(stages.answered(1), WAIT, lambda: stages.events)
+    pipeline.put(3)
+    stages.due = 60
+    wait_until(stages.answered(len(late) + 3), WAIT, lambda: stages.events)
+    assert stages.kinds("begin") == [1, *late, 2, 3]
 
 
 def test_the_end_refuses_what_is_not_due(stages: Recorder) -> None:
