@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import torch
 
+from storm_client.layers import parts_of
+
 __all__ = ["HANDLED", "CompiledModels", "may_be_compiled"]
 
 
@@ -58,12 +60,12 @@ def may_be_compiled(modules: Iterable[torch.nn.Module]) -> bool:
         backend is not None for backend in dynamo.cached_backends.values()
     ):
         return True
-    return any(is_compiled(part) for module in modules for part in module.modules())
+    return any(is_compiled(part) for part in parts_of(modules))
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Tell whether calling `module` calls what torch.compile made, by either of its spellings."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _compiler(module: torch.nn.Module) -> str | None:

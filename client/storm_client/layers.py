@@ -7,12 +7,12 @@ new, which are those of the steps that a plan is learned from.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 
-__all__ = ["MODEL", "Layers", "layer_name"]
+__all__ = ["MODEL", "Layers", "layer_name", "parts_of"]
 
 MODEL = "(model)"
 """What the model's own forward saves, outside of its layers."""
@@ -43,6 +43,21 @@ class Layers:
                     return name
             frame = frame.f_back  # type: ignore[assignment]  # None at the end
         return ""
+
+
+def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """Yield some modules and all inside of them, each once.
+
+    Every step looks through them before its first kernel, so not by `modules()`, which takes three
+    times as long.
+    """
+    left, met = list(modules), set()
+    while left:
+        module = left.pop()
+        if id(module) not in met:
+            met.add(id(module))
+            yield module
+            left += [part for part in module._modules.values() if part is not None]
 
 
 def _names_inside(roots: Sequence[torch.nn.Module]) -> dict[int, str]:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from storm_client.layers import parts_of
 from storm_client.plan import OFFLOAD, Decision, Keep
 from storm_client.sharing import is_foreign
 
@@ -110,9 +111,10 @@ class Policy:
         return tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter)
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        for module in self.modules:
-            yield from module.parameters()
-            yield from module.buffers()
+        for part in parts_of(self.modules):
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is not None:
+                    yield tensor
 
 
 def _layout(tensor: torch.Tensor) -> str:
