@@ -319,9 +319,11 @@ class _State:
         """Have what was made last stay where the link would carry it after the forward pass."""
         problem, left = self.problem, self.problem.in_flight
         for number in sorted(self.stored, reverse=True):
-            nbytes = problem.values[number].nbytes
-            if nbytes > left or self.link_seconds <= problem.window:
+            if self.link_seconds <= problem.window:
                 return
+            nbytes = problem.values[number].nbytes
+            if nbytes > left:
+                continue
             left -= nbytes
             self.drop(number)
             self.slices.pop(number, None)

@@ -122,6 +122,11 @@ def test_what_the_link_has_no_time_for_at_the_end_stays() -> None:
     assert decided(values, forward_seconds=1.0, in_flight=199) == [*[OFFLOAD] * 3, LAST]
 
 
+def test_what_is_too_large_to_stay_at_the_end_does_not_keep_others_from_it() -> None:
+    values = [value(0), value(1), value(2, 1000)]
+    assert decided(values, forward_seconds=1100.0, in_flight=250) == [OFFLOAD, LAST, OFFLOAD]
+
+
 def test_products_are_made_again_only_for_what_cannot_stay_either() -> None:
     values = [value(0), *[value(n, 100, "mm", 0, seconds=20.0, dear=True) for n in (1, 2, 3)]]
     options = {"forward_seconds": 200.0}
