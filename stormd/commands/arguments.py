@@ -41,7 +41,7 @@ def positive_seconds(text: str) -> float:
     return number
 
 
-def check_picture(image: str | None) -> None:
+def check_picture(image: str | None, option: str = "--image") -> None:
     """Refuse a picture that could not be written, before what it shows is measured.
 
     Raises:
@@ -50,12 +50,12 @@ def check_picture(image: str | None) -> None:
     if image is None:
         return
     if find_spec("matplotlib") is None:
-        raise ConfigError("--image needs matplotlib: pip install matplotlib")
+        raise ConfigError(f"{option} needs matplotlib: pip install matplotlib")
     path = Path(image)
     if path.suffix not in _PICTURES:
-        raise ConfigError(f"--image {image!r} must end in one of {', '.join(_PICTURES)}")
+        raise ConfigError(f"{option} {image!r} must end in one of {', '.join(_PICTURES)}")
     if not path.parent.is_dir():
-        raise ConfigError(f"--image {image!r}: create the folder {str(path.parent)!r} first")
+        raise ConfigError(f"{option} {image!r}: create the folder {str(path.parent)!r} first")
 
 
 def add_daemon_arguments(parser: argparse.ArgumentParser) -> None:

@@ -119,6 +119,11 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--image", metavar="FILE", help="draw step time against peak memory (default: no)"
     )
+    train.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw the last step of the last row with offload in time (default: no)",
+    )
 
 
 def _budget(text: str) -> str:
@@ -141,6 +146,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
         ChildFailed: the daemon or the compiler could not do its work.
     """
     check_picture(args.image)
+    check_picture(args.timeline, "--timeline")
     methods = [*args.methods, *(f"{BUDGET_PREFIX}{text}" for text in args.budgets)]
     device = _device(args.device)
     pool = parse_size(args.pool_bytes) if args.pool_bytes else _pool_bytes(device)
@@ -158,7 +164,7 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
             noted_interrupts() as interrupts,
             ChildDaemon(flags=flags, start_seconds=_START_SECONDS) as daemon,
         ):
-            bench = _Bench(daemon, device, args.warm_ups, args.steps, open_nvml())
+            bench = _Bench(daemon, device, args.warm_ups, args.steps, args.timeline, open_nvml())
             for name, table in rows.items():
                 with closing(bench.rows(name, methods, together=args.together)) as measured:
                     for method, row in measured:
@@ -180,6 +186,7 @@ class _Bench:
     device: str
     warm_ups: int
     steps: int
+    timeline: str | None
     nvml: Nvml | None
 
     def rows(
@@ -229,6 +236,8 @@ class _Bench:
             "warm-ups": self.warm_ups,
             "steps": self.steps,
         }
+        if self.timeline:
+            values["timeline"] = self.timeline
         flags = [f"--{name}={value}" for name, value in values.items()]
         return [sys.executable, "-m", "storm_bench.train", *flags, "--methods", *methods]
 

@@ -42,6 +42,8 @@ class Trial:
     address: str
     warm_ups: int
     steps: int
+    timeline: str | None = None
+    """Where the last step is drawn to, by methods that can."""
 
 
 class Model:
@@ -112,6 +114,8 @@ def _figures(step: Callable[[], Times], active: Active, trial: Trial) -> dict[st
         "steps_seconds": list(seconds),
         "peak_bytes": _peak_bytes(device),
     }
+    if trial.timeline and active.draw is not None:
+        active.draw(trial.timeline)
     if device.type == "cuda":
         figures["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
         properties = torch.cuda.get_device_properties(device)

@@ -56,6 +56,8 @@ class Active:
 
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     figures: Callable[[], dict[str, Any]] = dict
+    draw: Callable[[str], None] | None = None
+    """Draws the latest step in time into a file."""
 
 
 def _plainly(block: Block, x: Tensor) -> Tensor:
@@ -125,7 +127,11 @@ def _storm(
             address, embedded="never", timeout=_CONNECT_SECONDS, codec_in=codec_in
         ) as client:
             offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec, **plan)
-            yield Active(lambda: offload, lambda: _figures(offload))
+            yield Active(
+                lambda: offload,
+                lambda: _figures(offload),
+                lambda path: offload.report().draw(path),
+            )
 
     return enter
 

@@ -46,6 +46,16 @@ def test_what_cannot_run_here_says_why(small: None, method: str) -> None:
         assert "GPU" in figures["skipped"]
 
 
+def test_the_last_step_is_drawn_in_time(small: None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a picture is drawn with it")
+    picture = tmp_path / "step.svg"
+    with ChildDaemon(flags=["--pool-bytes=128MiB", "--device=cpu"]) as daemon:
+        drawn = replace(trial("storm", daemon.address), timeline=str(picture))
+        with measured(drawn) as figures:
+            assert "skipped" not in figures
+    assert "<svg" in picture.read_text()
+
+
 @pytest.mark.parametrize("method", ["storm", "storm-raw", "storm-checkpoint"])
 def test_figures_of_offload_are_those_of_one_step(small: None, method: str) -> None:
     with ChildDaemon(flags=["--pool-bytes=128MiB", "--device=cpu"]) as daemon:
