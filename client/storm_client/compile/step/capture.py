@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from storm_client.compile.step.loops import CAPTURING, Loop
-from storm_client.compile.step.recording import Recorder, Recording, data_dependent
+from storm_client.compile.step.recording import Recorder, Recording, data_dependent, not_in_place
 from storm_client.compile.step.scalars import number_of
 from storm_client.errors import UsageError
 
@@ -180,6 +180,8 @@ class _Watcher(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
+        if func == _DATA.__set__:
+            raise not_in_place("gives a tensor other memory", ".data = ...")
         if func in _OF_GRADIENTS:
             tensor = args[0]
             if not isinstance(tensor, FakeTensor):
@@ -192,6 +194,7 @@ class _Watcher(TorchFunctionMode):
         return func(*args, **options)
 
 
+_DATA: Any = torch.Tensor.data
 _GRADIENT: Any = torch.Tensor.grad
 _OF_GRADIENTS = (_GRADIENT.__set__, _GRADIENT.__get__)
 

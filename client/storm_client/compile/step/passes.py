@@ -280,8 +280,6 @@ def _without_aliases(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
     """Leave out what only returns its argument: without autograd nothing else comes of it."""
     kept = []
     for node in nodes:
-        if node.target is aten._unsafe_view.default:
-            node.target = aten.view.default  # the same, and its schema says whose memory it is
         if node.target in (aten.detach.default, aten.alias.default):
             source = node.args[0]
             assert isinstance(source, fx.Node)

@@ -29,6 +29,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storm_client.compile.step.recurrent import (
+    BACKWARD_LAYER,
+    LAYER,
+    TRAINED_LAYER,
+    workspace_bytes,
+)
 from storm_client.compile.step.scalars import STAND_IN, Numbers, number_of, symbolic
 from storm_client.errors import UsageError
 
@@ -39,6 +45,7 @@ __all__ = [
     "data_dependent",
     "is_random",
     "memories",
+    "not_in_place",
     "reads",
     "writes",
 ]
@@ -58,12 +65,15 @@ how many hold a gradient."""
 
 aten = torch.ops.aten
 
-_REFUSED = {
-    aten.set_: "gives a tensor other memory",
-    aten.resize_: "resizes a tensor in place",
-    aten.unsafe_split: "writes past version counters to parts of a tensor, as GRU and LSTM do",
-    aten.unsafe_split_with_sizes: "writes past version counters to parts of a tensor",
+_REFUSED = {aten.set_: "gives a tensor other memory", aten.resize_: "resizes a tensor in place"}
+
+_VIEWS = {
+    aten._unsafe_view.default: aten.view.default,
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
 }
+"""Views whose schemas say that they are none, for autograd to count no writes to them, and the same
+views with schemas that say whose memory they are. A GRU writes to parts of its gates so."""
 
 
 @dataclass(eq=False)
@@ -196,6 +206,7 @@ class Recording:
             faked, faked_options = pytree.tree_map(self._faked, (arguments, options))
             return function(*faked, **faked_options)
         self._refuse_some(function)
+        function, arguments = self._instead(function, arguments)
         given = pytree.tree_map(self._noded, (arguments, options))
         faked, faked_options = pytree.tree_map(self._faked, (arguments, options))
         with torch.no_grad(), self.fake_mode:
@@ -203,6 +214,7 @@ class Recording:
                 made = function(*faked, **faked_options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise data_dependent(str(function)) from error
+        self._check_memory(function, (faked, faked_options), made)
         node = self.graph.call_function(function, *given)
         node.meta[WRITTEN] = frozenset(
             memory
@@ -256,13 +268,19 @@ class Recording:
         self.constants[node] = generator
         return node
 
+    def _instead(self, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return what does the same, and what it does is in its schema and its arguments."""
+        if function is LAYER and torch.is_grad_enabled():
+            return TRAINED_LAYER, (*arguments, workspace_bytes(arguments))
+        if function is BACKWARD_LAYER:
+            *others, workspace = arguments
+            return function, (*others, self.run(aten.clone.default, (workspace,), {}))
+        return _VIEWS.get(function, function), arguments
+
     def _refuse_some(self, function: Any) -> None:
         packet = getattr(function, "overloadpacket", None)
         if packet in _REFUSED:
-            raise UsageError(
-                f"the step {_REFUSED[packet]} ({function}) at {_line()}; compile_step does not "
-                "capture that"
-            )
+            raise not_in_place(_REFUSED[packet], str(function))
         if not isinstance(function, torch._ops.OpOverload):
             raise UsageError(
                 f"the step uses {function} at {_line()}, which compile_step does not capture; "
@@ -275,6 +293,22 @@ class Recording:
                 f"the step communicates ({function}) at {_line()}; compile_step is for one "
                 "process, use storm.compile(model) with DDP or FSDP"
             )
+
+    def _check_memory(self, function: Any, given: Any, made: Any) -> None:
+        """Refuse results in an argument's memory of which the operation's schema does not tell.
+
+        What is written to one of them would not be known to change the other.
+        """
+        lent = {memory for one in pytree.tree_leaves(given) for memory in self._memory(one)}
+        results = made if isinstance(made, tuple) else (made,)
+        for result, described in zip(results, function._schema.returns, strict=False):
+            memory = {one for leaf in pytree.tree_leaves(result) for one in self._memory(leaf)}
+            if described.alias_info is None and lent & memory:
+                raise UsageError(
+                    f"{function} at {_line()} returns what lies in the memory of its arguments, "
+                    "and its schema does not say so; have it return a copy, or leave it out of "
+                    "the step"
+                )
 
     def _noded(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -481,6 +515,14 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
     return UsageError(
         f"the step asks what a tensor holds ({what}) at {_line(frames)}: a captured step runs the "
         f"same operations whatever that is; {advice}"
+    )
+
+
+def not_in_place(what: str, how: str) -> UsageError:
+    """Return the error for a step that changes a tensor otherwise than by writing to it."""
+    return UsageError(
+        f"the step {what} ({how}) at {_line()}, which compile_step does not capture; write to the "
+        "tensor with copy_() under torch.no_grad(), or do that outside of the step"
     )
 
 

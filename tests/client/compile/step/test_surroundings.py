@@ -165,20 +165,3 @@ def test_what_a_step_changes_in_its_object_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=f"the step changes its variable '{named}'"):
         wrap(kind().step)(seeded("cpu", 8, 8))
-
-
-@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.GRU])
-def test_what_writes_past_version_counters_is_refused(
-    cell: type[nn.Module], client: storm.Client
-) -> None:
-    """A GRU's gradients were wrong: its gates are parts of a tensor, written to one by one."""
-    net = cell(16, 16)
-
-    def step(x: Tensor) -> Tensor:
-        out = net(x)
-        loss: Tensor = (out[0] if isinstance(out, tuple) else out).square().mean()
-        loss.backward()
-        return loss
-
-    with pytest.raises(UsageError, match="past version counters"):
-        storm.compile_step(step, client=client, codegen="eager")(torch.randn(3, 5, 16)[0])

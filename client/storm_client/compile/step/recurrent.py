@@ -1,0 +1,69 @@
+"""LSTM on a CPU as it runs where gradients are recorded, in runs that record none.
+
+oneDNN's layer asks, below autograd, whether gradients are recorded. If so it rounds otherwise, and
+makes a workspace for its backward pass, whose size is oneDNN's to say: it is asked at the capture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from storm_client.errors import StormError
+
+__all__ = ["BACKWARD_LAYER", "LAYER", "TRAINED_LAYER", "workspace_bytes"]
+
+LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+BACKWARD_LAYER = torch.ops.aten.mkldnn_rnn_layer_backward.default
+"""It works in the workspace, its last argument, and its schema does not say so."""
+
+_LIBRARY = torch.library.Library("stormd", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "trained_layer(Tensor input, Tensor weight0, Tensor weight1, Tensor weight2, Tensor weight3, "
+    "Tensor hx, Tensor cx, bool reverse, int[] batch_sizes, int mode, int hidden_size, "
+    "int num_layers, bool has_biases, bool bidirectional, bool batch_first, bool train, "
+    "int workspace_bytes) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+TRAINED_LAYER = torch.ops.stormd.trained_layer.default
+"""`LAYER` where gradients are recorded; its last argument is the size of the workspace."""
+
+
+def workspace_bytes(arguments: tuple[Any, ...]) -> int:
+    """Return how large a workspace the layer makes of tensors like `arguments`, by running it."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        zeros = pytree.tree_map_only(torch.Tensor, _zeros, arguments)
+        return _run(zeros)[3].nbytes
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, device="cpu")
+
+
+def _run(arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        made: tuple[torch.Tensor, ...] = LAYER(*arguments)
+        return made
+
+
+def _trained_layer(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    made = _run(arguments[:-1])
+    if made[3].nbytes != arguments[-1]:
+        raise StormError(
+            f"oneDNN's LSTM makes a workspace of {made[3].nbytes} bytes, and made one of "
+            f"{arguments[-1]} when the step was captured; call storm.compile_step again"
+        )
+    return made
+
+
+def _fake_layer(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    output, hidden, cell, _ = LAYER(*arguments[:-1])
+    return output, hidden, cell, output.new_empty(arguments[-1], dtype=torch.uint8)
+
+
+_LIBRARY.impl("trained_layer", _trained_layer, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("stormd::trained_layer", _fake_layer, lib=_LIBRARY)
