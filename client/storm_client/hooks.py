@@ -283,8 +283,6 @@ class _StepHooks:
             self._sessions.send_unshared()
             for record in results:
                 if record.phase is RangePhase.IN_USE:
-                    if record.ready is not None and not record.ready.proof.holds():
-                        record.ready = None
                     record.session.send(record)
         except DaemonLost as loss:
             if not self._keeps:
@@ -506,8 +504,6 @@ class _StepHooks:
         record = session.find(storage, tensor)
         if record is not None:
             recorder.deduplicated(tensor.nbytes)
-            if record.ready is not None and not record.ready.holds_for(tensor):
-                record.ready = None
         else:
             record = self._hold(tensor, storage, session, recorder, stays)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base

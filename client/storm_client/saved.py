@@ -277,6 +277,11 @@ class StoredRange:
             self.move_to(RangePhase.LOST)
 
     @property
+    def leaves_at_once(self) -> bool:
+        """Whether it is sent as soon as it was saved, though others hold its storage."""
+        return self.ready is not None and self.ready.sequence > 0
+
+    @property
     def is_wanted(self) -> bool:
         """Whether it has to be fetched before it can be used, and nobody is doing that."""
         return self.phase is RangePhase.AWAY and self.locate() is None
@@ -353,11 +358,6 @@ class SnapshotProof:
             and base._version == self._version
             and _covers(View.of(base).span(), View.of(tensor).span())
         )
-
-    def holds(self) -> bool:
-        """Tell whether nothing has changed since of what can still be reached that way."""
-        base = self._base()
-        return base is not None and base._version == self._version
 
 
 class ReadyTrial(Protocol):

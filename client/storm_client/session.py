@@ -108,8 +108,8 @@ class Session(Listener):
     def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> StoredRange | None:
         """Return the record that has the bytes of `tensor`, which lies in `storage`, or will.
 
-        That is any record that still holds the storage. Of one that was sent while somebody else
-        held it, too, it has to be shown that the bytes are those that were sent.
+        That is any record that still holds the storage. Of one that is sent while somebody else
+        holds it, too, it has to be shown that the bytes are those that are sent.
 
         Raises:
             DaemonLost: the daemon is gone, and what its records hold with it.
@@ -118,7 +118,7 @@ class Session(Listener):
             self.connection.check()
         with self.connection.lock:
             record = self.saved.find(storage)
-            if record is None or record.phase is RangePhase.IN_USE:
+            if record is None or (record.phase is RangePhase.IN_USE and not record.leaves_at_once):
                 return record
             if record.error is not None or not record.is_whole(storage):
                 return None
@@ -138,9 +138,11 @@ class Session(Listener):
     ) -> StoredRange:
         """Return a new record of `storage`, which leaves when nobody else holds it; send others.
 
+        Where `ready` names what is published when its bytes are there, it leaves at once.
+
         `soon` says that it will be needed at once; by `proof` it is found while somebody else
         holds its storage, though it has left. Its last bytes stay, as many as `stays` says; but of
-        what is held because it is needed at once, all. `ready` says from when on they are there.
+        what is held because it is needed at once, all.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -162,6 +164,8 @@ class Session(Listener):
             self.saved.add(record)
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
+        if record.leaves_at_once:
+            self.send(record)
         return record
 
     def publish_ready(self) -> int:

@@ -9,7 +9,7 @@ from storm_client.inbound import Inbound
 from storm_client.lanes import Request
 from storm_client.lanes.cpu import CpuLane
 from storm_client.plan import OrderHistory, Step
-from storm_client.saved import Handle, SnapshotProof, StoredRange, View
+from storm_client.saved import Handle, RangePhase, Ready, SnapshotProof, StoredRange, View
 from storm_client.session import Session
 from storm_client.stats import StatsRecorder
 from support.daemon_process import DaemonProcess
@@ -76,6 +76,27 @@ def test_of_what_has_left_the_same_version_is_found(session: Session) -> None:
     record = store(session, tensor, StatsRecorder())
     assert session.find(tensor.untyped_storage(), tensor) is None
     record.proof = SnapshotProof(tensor)
+    assert session.find(tensor.untyped_storage(), tensor) is record
+    tensor.detach().add_(1)
+    assert session.find(tensor.untyped_storage(), tensor) is None
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_is_ready_leaves_at_once_and_is_found_at_its_version(
+    session: Session, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    monkeypatch.setattr(session.lane, "reaches", lambda _stream: leaves)
+    tensor = torch.randn(1000, requires_grad=True) * 2
+    proof = SnapshotProof(tensor)
+    record = session.hold(
+        tensor.untyped_storage(),
+        tensor.dtype,
+        "raw",
+        StatsRecorder(),
+        proof=proof,
+        ready=Ready(proof, 1),
+    )
+    assert (record.phase is RangePhase.IN_USE) is not leaves
     assert session.find(tensor.untyped_storage(), tensor) is record
     tensor.detach().add_(1)
     assert session.find(tensor.untyped_storage(), tensor) is None
