@@ -1,7 +1,7 @@
 """Draws step time against memory, from recorded runs of `stormd bench train`.
 
     python tests/bench/draw_frontier.py docs/pictures/frontier.svg \
-        tests/bench/results/train_h200.json:10,12 tests/bench/results/train_plan_h200.json:4,6
+        tests/bench/results/train_frontier_h200.json:0,1
 
 A run is named by its place in its file. Times are ratios to the step without offload of the same
 run, since cards and days differ; memory is what trainer and daemon hold on the GPU together. Of a
@@ -30,6 +30,8 @@ LABELS = {
     "storm": "stormd",
 }
 GIB = 1 << 30
+SHOWN = 1.6
+"""Times the step without offload; what takes longer stands at the edge, with its ratio."""
 
 Point = tuple[float, float]
 """GiB, and the step's time as a ratio."""
@@ -52,17 +54,26 @@ def points(runs: list[dict[str, Any]], workload: str) -> dict[str, Point]:
 def draw(plot: Axes, found: dict[str, Point]) -> None:
     """Draw a workload's points, and a line through ours and the step without offload."""
     ours = sorted(at for method, at in found.items() if method.startswith("storm"))
-    plot.plot(*zip(*[*ours, found["none"]], strict=True), color="tab:red", linewidth=1, zorder=1)
-    for method, point in found.items():
-        is_ours = method.startswith("storm")
-        label = LABELS.get(method) or f"stormd, budget {method.removeprefix(BUDGET_PREFIX)}"
-        plot.scatter(*point, s=40, color="tab:red" if is_ours else "tab:blue", zorder=2)
-        place = (-6, -14) if is_ours else (6, 5)
-        plot.annotate(label, point, xytext=place, textcoords="offset points", fontsize=8)
+    line = zip(*[*ours, found["none"]], strict=True)
+    plot.plot(*line, "o-", color="tab:red", markersize=5, label="stormd, by budget")
+    others = sorted((*at, method) for method, at in found.items() if method in LABELS)
+    beyond = 0
+    for nbytes, ratio, method in others:
+        if method == "storm":
+            continue
+        label, place = LABELS[method], (5, 4)
+        if ratio > SHOWN:
+            beyond += 1
+            label, place = f"{label}: {ratio:.1f}", (5, -9 * beyond)
+        at = nbytes, min(ratio, SHOWN)
+        plot.scatter(*at, s=30, color="tab:blue", zorder=3)
+        plot.annotate(label, at, xytext=place, textcoords="offset points", fontsize=7)
+    memory = [at[0] for at in found.values()]
     plot.grid(alpha=0.3)
-    plot.set_xlim(0, 1.25 * max(at[0] for at in found.values()))
-    plot.set_ylim(0.9, 1.1 * max(at[1] for at in found.values()))
+    plot.set_xlim(0.9 * min(memory), 1.2 * max(memory))
+    plot.set_ylim(0.97, SHOWN + 0.02)
     plot.set_xlabel("GiB on the GPU, trainer and daemon")
+    plot.legend(loc="upper right", fontsize=7)
 
 
 def runs_of(text: str) -> list[dict[str, Any]]:
@@ -77,10 +88,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("image", type=Path)
     parser.add_argument("runs", nargs="+", type=runs_of, metavar="FILE:N,N")
-    parser.add_argument("--workloads", nargs="+", default=["W1", "W3", "llama"])
+    parser.add_argument("--workloads", nargs="+", default=["W1", "W3", "llama", "llama-lora"])
     args = parser.parse_args()
     runs = [run for some in args.runs for run in some]
-    figure = Figure(figsize=(4.2 * len(args.workloads), 3.4), layout="constrained")
+    figure = Figure(figsize=(3.4 * len(args.workloads), 3.2), layout="constrained")
     plots = figure.subplots(1, len(args.workloads), squeeze=False)[0]
     for plot, workload in zip(plots, args.workloads, strict=True):
         plot.set_title(workload, fontsize=10)
