@@ -39,7 +39,7 @@ def shown(text: str) -> Iterator[str]:
 def test_documents_show_commands() -> None:
     found = {command for path in DOCUMENTS for command in shown(path.read_text("utf-8"))}
     assert len(found) > 20
-    assert "bench train --workloads llama llama-lora --methods none checkpoint storm" in found
+    assert "bench train --together --budgets 0.1 0.25 0.4 0.55 0.7 0.85" in found
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
