@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from torch.overrides import TorchFunctionMode
 
-    from storm_client.plan.recording import Seen
+    from storm_client.plan.kinds import Value
     from storm_client.plan.table import Plan
     from storm_client.session import Session
     from storm_client.sessions import Sessions
@@ -304,6 +304,14 @@ class _StepHooks:
         """Return what autograd is to hold instead of `tensor`."""
         if HANDLED.depth:
             return self._skip(tensor, "compiled")
+        if self._session is not None and self._policy.layers is None:
+            expected = self._planned.staying(tensor)
+            if expected is not None:
+                return self._stay(tensor, tensor.nbytes, expected.stays, expected.value.layer)
+        return self._consider(tensor)
+
+    def _consider(self, tensor: torch.Tensor) -> Packed:
+        """Do what becomes of a tensor that no script expects to stay."""
         decision = self._policy.decide(tensor)
         if isinstance(decision, Keep):
             return self._skip(tensor, decision.reason)
@@ -336,17 +344,16 @@ class _StepHooks:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # PyTorch will set the version of what is returned
                 return self.unpack(packed)
-        packed.version.check()
-        replaced = packed.version.replaced()
+        version = packed if isinstance(packed, KeptTensor) else packed.version
+        version.check()
+        replaced = version.replaced()
         if replaced is not None:
             return replaced
-        if isinstance(packed, Replayed):
-            return self._replay(packed)
         if isinstance(packed, KeptTensor):
             self._traces.used(self._trace)
-            self._trace.used(id(packed.version))
-            return packed.tensor
-        return self._load(packed)
+            self._trace.used(id(packed))
+            return packed.token
+        return self._replay(packed) if isinstance(packed, Replayed) else self._load(packed)
 
     def _load(self, handle: Handle) -> torch.Tensor:
         is_first = self._step.unpacked(handle)
@@ -370,19 +377,21 @@ class _StepHooks:
         return handle.version.alias(handle.view.rebuild(located))
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
-        nbytes = _nbytes(tensor)
+        return self._stay(tensor, _nbytes(tensor), reason, layer)
+
+    def _stay(self, tensor: torch.Tensor, nbytes: int, reason: str, layer: str) -> KeptTensor:
         self._recorder.of_layer(layer).skipped(nbytes, reason)
-        kept = KeptTensor.of(tensor)
+        kept = KeptTensor.keeping(tensor)
         if nbytes and reason not in NO_ACTIVATIONS:
-            self._trace.saved(id(kept.version), "stays", nbytes)
+            self._trace.saved(id(kept), "stays", nbytes)
         return kept
 
     def _keep(self, tensor: torch.Tensor) -> KeptTensor:
         """Leave to memory what was meant for a daemon that is lost."""
         self._recorder.saved(tensor.nbytes, 0.0)
         self._recorder.kept(tensor.nbytes, "daemon_lost")
-        kept = KeptTensor.of(tensor)
-        self._trace.saved(id(kept.version), "stays", tensor.nbytes)
+        kept = KeptTensor.keeping(tensor)
+        self._trace.saved(id(kept), "stays", tensor.nbytes)
         return kept
 
     def _decide(
@@ -391,29 +400,31 @@ class _StepHooks:
         """Do what the step's plan says of a tensor that may leave."""
         if self._session is None:
             self._session = session
-        seen, decision = self._planned.saved(tensor, storage)
-        layer = "" if seen is None else seen.value.layer
+        saved = self._planned.saved(tensor, storage)
+        if saved is None:
+            return self._offload(tensor, storage, session)
+        value, decision, result = saved
         if isinstance(decision, Keep):
-            return self._skip(tensor, decision.reason, layer)
-        if isinstance(decision, Replay) and seen is not None and seen.result is not None:
-            return self._give_up(tensor, storage, seen, seen.result, session)
-        return self._offload(tensor, storage, session, layer, slice_bytes(decision))
+            return self._skip(tensor, decision.reason, value.layer)
+        if isinstance(decision, Replay) and result is not None:
+            return self._give_up(tensor, storage, value, result, session)
+        return self._offload(tensor, storage, session, value.layer, slice_bytes(decision))
 
     def _give_up(
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        seen: Seen,
+        value: Value,
         result: Result,
         session: Session,
     ) -> Replayed:
         """Have a tensor made again; hand it over, too, until its recipe has proved itself."""
-        trial = self._planned.trial(seen.number)
+        trial = self._planned.trial(value.number)
         if trial is not None:
-            packed = self._offload(tensor, storage, session, seen.value.layer)
+            packed = self._offload(tensor, storage, session, value.layer)
             trial = trial._replace(packed=packed)
         else:
-            self._recorder.of_layer(seen.value.layer).gives_up(tensor.nbytes)
+            self._recorder.of_layer(value.layer).gives_up(tensor.nbytes)
             self._trace.saved(id(result), "replayed", tensor.nbytes)
         return Replayed(
             result,
@@ -428,13 +439,13 @@ class _StepHooks:
         try:
             session = self._sessions.of(tensor.device)
             if session is None or isinstance(decision, Keep) or self._stays(tensor):
-                return KeptTensor.of(tensor)
+                return KeptTensor.keeping(tensor)
             storage = tensor.untyped_storage()
             return self._offload(tensor, storage, session, layer, slice_bytes(decision))
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
-            return KeptTensor.of(tensor)
+            return KeptTensor.keeping(tensor)
 
     def _publish_ready(self, tensor: torch.Tensor) -> int:
         """Return a number that tells when `tensor` has been made; 0 where nobody asks for that."""
@@ -451,9 +462,10 @@ class _StepHooks:
 
     def _bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
         """Return an input as it was when it was handed over."""
-        packed.version.check()
         if isinstance(packed, KeptTensor):
-            return packed.tensor
+            packed.check()
+            return packed.token
+        packed.version.check()
         began = perf_counter()
         tensor = self._load(packed)
         self._brought += perf_counter() - began

@@ -33,6 +33,7 @@ __all__ = [
     "Holder",
     "Located",
     "Part",
+    "Pins",
     "RangePhase",
     "Ready",
     "SavedStorages",
@@ -106,6 +107,25 @@ class WeakStorage:
     def free(self) -> None:
         """Give the address up; once."""
         torch.UntypedStorage._free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
+
+
+class Pins:
+    """Storages that are known weakly for as long as somebody holds this.
+
+    Whoever drops it last may be any thread, where a signal may strike: they are freed by one who
+    finds it dead, from the list, which outlives it.
+    """
+
+    __slots__ = ("__weakref__", "storages")
+
+    def __init__(self) -> None:
+        self.storages: list[WeakStorage] = []
+
+    def add(self, storage: torch.UntypedStorage) -> WeakStorage:
+        """Know one more."""
+        pin = WeakStorage(storage)
+        self.storages.append(pin)
+        return pin
 
 
 class Located(NamedTuple):
@@ -410,9 +430,8 @@ def is_result(tensor: torch.Tensor) -> bool:
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor of which `tensor` is a view, or itself."""
-    base = tensor._base if tensor._is_view() else tensor
-    assert base is not None
-    return base
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:

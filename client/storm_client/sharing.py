@@ -48,7 +48,7 @@ def is_foreign(storage: torch.UntypedStorage) -> bool:
     """Tell whether the memory is not PyTorch's alone: NumPy's, DLPack's, another process's."""
     if not storage.resizable():  # what was only lent to PyTorch
         return True
-    return storage.device.type == "cpu" and storage.is_shared()
+    return storage.is_shared() and storage.device.type == "cpu"  # memory of a GPU counts as shared
 
 
 class _Example:

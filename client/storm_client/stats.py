@@ -10,7 +10,7 @@ of a larger storage.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -133,8 +133,8 @@ class StatsRecorder:
         """Start at zero; `whole` is the Offload's, where this is one layer's."""
         self._whole = whole
         self._lock = threading.Lock()  # protects all below
-        self._counts: Counter[tuple[str, str]] = Counter()
-        """By group and name."""
+        self._tallies: dict[tuple[str, str], _Tally] = {}
+        """By what became of tensors or ranges, and its reason, dtype or mode."""
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}
@@ -145,10 +145,10 @@ class StatsRecorder:
         """Return what counts for one layer and for the whole; the whole where no name is known."""
         if not name:
             return self
-        with self._lock:
-            layer = self._layers.get(name)
-            if layer is None:
-                layer = self._layers[name] = StatsRecorder(self)
+        layer = self._layers.get(name)
+        if layer is None:
+            with self._lock:
+                layer = self._layers.setdefault(name, StatsRecorder(self))
         return layer
 
     def layers(self) -> dict[str, OffloadStats]:
@@ -159,27 +159,27 @@ class StatsRecorder:
 
     def skipped(self, nbytes: int, reason: str) -> None:
         """Count a saved tensor that the policy passed over."""
-        self._add(("bytes", "saved", nbytes), *_passed_over(reason, nbytes, 1))
+        self._count("skipped", reason, nbytes)
 
     def stays_in_use(self, nbytes: int) -> None:
         """Count a range, counted as saved, that stays because somebody else holds its memory."""
-        self._add(*_passed_over("in_use", nbytes, 1))
+        self._count("stays", "in_use", nbytes)
 
     def leaves(self, nbytes: int) -> None:
         """Take `stays_in_use` back: nobody else holds it any more."""
-        self._add(*_passed_over("in_use", -nbytes, -1))
+        self._count("stays", "in_use", -nbytes, -1)
 
     def slice_stays(self, nbytes: int) -> None:
         """Count what stays by plan of a range, counted as saved, that leaves otherwise."""
-        self._add(*_passed_over("slice", nbytes, 1))
+        self._count("stays", "slice", nbytes)
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a saved tensor whose bytes were stored already."""
-        self._add(("bytes", "saved", nbytes), ("bytes", "deduplicated", nbytes))
+        self._count("deduplicated", "", nbytes)
 
     def saved(self, nbytes: int, seconds: float) -> None:
         """Count a saved tensor that makes a new record, and the time that it took to make."""
-        self._add(("bytes", "saved", nbytes))
+        self._count("recorded", "", nbytes)
         self._spent("store", seconds)
 
     def restored(self, seconds: float) -> None:
@@ -188,7 +188,7 @@ class StatsRecorder:
 
     def gives_up(self, nbytes: int) -> None:
         """Count a saved tensor that will be made again, or that shares what will be."""
-        self._add(("bytes", "saved", nbytes), ("bytes", "replayed", nbytes))
+        self._count("replayed", "", nbytes)
 
     def replayed(self, seconds: float) -> None:
         """Count the time that a thread spent on having a tensor made again."""
@@ -196,97 +196,137 @@ class StatsRecorder:
 
     def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
         """Count a range that the daemon has accepted."""
-        self._add(("bytes", "offloaded", nbytes), ("dtype", dtype_name(dtype), nbytes))
+        self._count("offloaded", dtype_name(dtype), nbytes)
 
     def stored(self, nbytes: int, mode: str) -> None:
         """Count a part that arrived in the arena with `nbytes`."""
-        self._add(("bytes", "stored", nbytes), ("mode", mode, nbytes))
+        self._count("stored", mode, nbytes)
         whole = self._whole or self
         with whole._lock:
             whole.arrived_bytes += nbytes
 
     def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
         """Count a range that stays with the client; `detail` is what the daemon says of it."""
-        self._add(("kept_bytes", reason, nbytes), ("kept", reason, 1))
+        self._count("kept", reason, nbytes)
         whole = self._whole or self
         with whole._lock:
             whole._details[reason] = detail
 
     def ratio(self) -> float:
         """Return offloaded over stored bytes, 1.0 before anything has been stored."""
-        counts, _ = self._sums()
-        stored = counts["bytes", "stored"]
-        return max(1.0, counts["bytes", "offloaded"] / stored) if stored else 1.0
+        sums = self._sums()
+        stored = sums.total("stored")
+        return max(1.0, sums.total("offloaded") / stored) if stored else 1.0
 
     def staying(self) -> Staying:
         """Return what has stayed so far."""
-        counts, _ = self._sums()
+        sums = self._sums()
         with self._lock:
             details = dict(self._details)
         return Staying(
-            saved_bytes=counts["bytes", "saved"],
-            deduplicated_bytes=counts["bytes", "deduplicated"],
-            offloaded_bytes=counts["bytes", "offloaded"],
-            stored_bytes=counts["bytes", "stored"],
-            skipped_bytes=_group(counts, "skipped_bytes"),
-            kept_bytes=_group(counts, "kept_bytes"),
-            skipped=_group(counts, "skipped"),
+            saved_bytes=sums.total(*_SAVED),
+            deduplicated_bytes=sums.total("deduplicated"),
+            offloaded_bytes=sums.total("offloaded"),
+            stored_bytes=sums.total("stored"),
+            skipped_bytes=sums.nbytes("skipped", "stays"),
+            kept_bytes=sums.nbytes("kept"),
+            skipped=sums.counts("skipped", "stays"),
             details=details,
         )
 
     def snapshot(self) -> OffloadStats:
         """Return the present totals."""
-        counts, seconds = self._sums()
+        sums = self._sums()
         return OffloadStats(
-            saved_bytes=counts["bytes", "saved"],
-            skipped_bytes=sum(_group(counts, "skipped_bytes").values()),
-            deduplicated_bytes=counts["bytes", "deduplicated"],
-            offloaded_bytes=counts["bytes", "offloaded"],
-            stored_bytes=counts["bytes", "stored"],
-            kept_bytes=sum(_group(counts, "kept_bytes").values()),
-            replayed_bytes=counts["bytes", "replayed"],
-            skipped=_counted(_group(counts, "skipped")),
-            kept=_counted(_group(counts, "kept")),
-            store_seconds=seconds["store"],
-            restore_wait_seconds=seconds["restore"],
-            replay_seconds=seconds["replay"],
-            offloaded_by_dtype=_counted(_group(counts, "dtype")),
-            stored_by_mode=_counted(_group(counts, "mode")),
+            saved_bytes=sums.total(*_SAVED),
+            skipped_bytes=sums.total("skipped", "stays"),
+            deduplicated_bytes=sums.total("deduplicated"),
+            offloaded_bytes=sums.total("offloaded"),
+            stored_bytes=sums.total("stored"),
+            kept_bytes=sums.total("kept"),
+            replayed_bytes=sums.total("replayed"),
+            skipped=sums.counts("skipped", "stays"),
+            kept=sums.counts("kept"),
+            store_seconds=sums.seconds["store"],
+            restore_wait_seconds=sums.seconds["restore"],
+            replay_seconds=sums.seconds["replay"],
+            offloaded_by_dtype=sums.nbytes("offloaded"),
+            stored_by_mode=sums.nbytes("stored"),
         )
 
-    def _add(self, *counts: tuple[str, str, int]) -> None:
+    def _count(self, what: str, name: str, nbytes: int, count: int = 1) -> None:
         with self._lock:
-            for group, name, count in counts:
-                self._counts[group, name] += count
+            tally = self._tallies.get((what, name))
+            if tally is None:
+                tally = self._tallies[what, name] = _Tally()
+            tally.count += count
+            tally.nbytes += nbytes
 
     def _spent(self, on: str, seconds: float) -> None:
         with self._lock:
             self._seconds[on] += seconds
 
-    def _sums(self) -> tuple[Counter[tuple[str, str]], dict[str, float]]:
-        """Return what was counted here and in the layers, by group and name, and the seconds."""
+    def _sums(self) -> _Sums:
+        """Return what was counted here and in the layers."""
+        sums = _Sums()
         with self._lock:
-            counts, seconds = Counter(self._counts), dict(self._seconds)
             layers = list(self._layers.values())
+            for key, tally in self._tallies.items():
+                sums.add(key, tally)
+            sums.seconds.update(self._seconds)
         for layer in layers:
-            of_layer, spent = layer._sums()
-            for key, count in of_layer.items():
-                counts[key] += count
-            for on, more in spent.items():
-                seconds[on] += more
-        return counts, seconds
+            of_layer = layer._sums()
+            for key, tally in of_layer.tallies.items():
+                sums.add(key, tally)
+            sums.seconds.update(of_layer.seconds)
+        return sums
 
 
-def _group(counts: Counter[tuple[str, str]], group: str) -> dict[str, int]:
-    return {name: count for (of, name), count in counts.items() if of == group}
+_SAVED = ("skipped", "deduplicated", "recorded", "replayed")
+"""What becomes of a tensor that autograd hands over: one of these."""
 
 
-def _passed_over(reason: str, nbytes: int, count: int) -> tuple[tuple[str, str, int], ...]:
-    return ("skipped_bytes", reason, nbytes), ("skipped", reason, count)
+class _Tally:
+    """How many, and how many bytes."""
+
+    __slots__ = ("count", "nbytes")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.nbytes = 0
 
 
-def _counted(counts: Mapping[str, int]) -> dict[str, int]:
-    return {name: count for name, count in counts.items() if count}
+class _Sums:
+    """What was counted of some layers by now."""
+
+    def __init__(self) -> None:
+        self.tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
+        self.seconds: Counter[str] = Counter()
+
+    def add(self, key: tuple[str, str], more: _Tally) -> None:
+        tally = self.tallies[key]
+        tally.count += more.count
+        tally.nbytes += more.nbytes
+
+    def total(self, *what: str) -> int:
+        """Return the bytes of what became this."""
+        return sum(self.nbytes(*what).values())
+
+    def nbytes(self, *what: str) -> dict[str, int]:
+        """Return the bytes of what became this by name, without what has none."""
+        sums: Counter[str] = Counter()
+        for (of, name), tally in self.tallies.items():
+            if of in what:
+                sums[name] += tally.nbytes
+        return {name: nbytes for name, nbytes in sums.items() if nbytes}
+
+    def counts(self, *what: str) -> dict[str, int]:
+        """Return how many became this by name, without what none did."""
+        sums: Counter[str] = Counter()
+        for (of, name), tally in self.tallies.items():
+            if of in what:
+                sums[name] += tally.count
+        return {name: count for name, count in sums.items() if count}
 
 
 def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 import weakref
-from typing import NamedTuple
 
 import torch
 
@@ -25,39 +24,34 @@ _NOTHING: dict[torch.device, torch.Tensor] = {}
 """An empty tensor a device: it becomes the data of every token there."""
 
 
-class SavedVersion(NamedTuple):
+class SavedVersion:
     """The version of a tensor at the time when it was saved."""
 
-    token: torch.Tensor
-    """Shares the tensor's version counter."""
-    expected: int
-    shape: torch.Size | None
-    """For the message; nested tensors have none."""
-    dtype: torch.dtype
-    producer: tuple[str, int] | None
-    """Name of the operation and the number of its output, where the tensor has one."""
-    saved: weakref.ref[torch.Tensor]
-    """The tensor itself, which may be given other data while it lives."""
-    storage: int
-    """The address of its storage when it was saved."""
+    __slots__ = ("dtype", "expected", "producer", "saved", "shape", "storage", "token")
+
+    def __init__(self, token: torch.Tensor, tensor: torch.Tensor, storage: int) -> None:
+        """Note the present version of `tensor`, whose version counter `token` shares.
+
+        `storage` is the address of its storage, 0 where it has none.
+        """
+        node = tensor.grad_fn
+        self.token = token
+        self.expected = token._version
+        self.shape = None if tensor.is_nested else tensor.shape
+        """For the message; nested tensors have none."""
+        self.dtype = tensor.dtype
+        self.producer = None if node is None else (node.name(), tensor.output_nr)
+        """Name of the operation and the number of its output, where the tensor has one."""
+        self.saved = weakref.ref(tensor)
+        """The tensor itself, which may be given other data while it lives."""
+        self.storage = storage
 
     @classmethod
     def of(cls, tensor: torch.Tensor, storage: int) -> SavedVersion:
         """Note the present version of `tensor`, in `storage`, without keeping its memory."""
         token = tensor.detach()
         token.data = _nothing(tensor.device)
-        return cls._of(token, tensor, storage)
-
-    @classmethod
-    def keeping(cls, tensor: torch.Tensor) -> SavedVersion:
-        """Note the present version of `tensor`; the token keeps its memory.
-
-        What no operation made is its own token, as it is what PyTorch would hold. An output must
-        not be: it would hold itself, by way of the operation that it keeps alive, and never be
-        freed.
-        """
-        token = tensor if tensor.grad_fn is None else tensor.detach()
-        return cls._of(token, tensor, _storage(token))
+        return cls(token, tensor, storage)
 
     @classmethod
     def holding(cls, tensor: torch.Tensor) -> SavedVersion:
@@ -66,20 +60,7 @@ class SavedVersion(NamedTuple):
         The token is an alias that keeps its memory.
         """
         token = tensor.detach()
-        return cls._of(token, tensor, _storage(token))
-
-    @classmethod
-    def _of(cls, token: torch.Tensor, tensor: torch.Tensor, storage: int) -> SavedVersion:
-        shape = None if tensor.is_nested else tensor.shape
-        return cls(
-            token,
-            token._version,
-            shape,
-            tensor.dtype,
-            _producer(tensor),
-            weakref.ref(tensor),
-            storage,
-        )
+        return cls(token, tensor, _storage(token))
 
     @property
     def unchanged(self) -> bool:
@@ -132,25 +113,21 @@ class SavedVersion(NamedTuple):
         )
 
 
-class KeptTensor(NamedTuple):
-    """What autograd holds for a tensor that is not offloaded."""
+class KeptTensor(SavedVersion):
+    """What autograd holds for a tensor that is not offloaded: its token keeps the memory."""
 
-    version: SavedVersion
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor, or an alias of it."""
-        return self.version.token
+    __slots__ = ()
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> KeptTensor:
-        """Keep `tensor` and its present version."""
-        return cls(SavedVersion.keeping(tensor))
+    def keeping(cls, tensor: torch.Tensor) -> KeptTensor:
+        """Keep `tensor` and its present version.
 
-
-def _producer(tensor: torch.Tensor) -> tuple[str, int] | None:
-    node = tensor.grad_fn
-    return None if node is None else (node.name(), tensor.output_nr)
+        What no operation made is its own token, as it is what PyTorch would hold. An output must
+        not be: it would hold itself, by way of the operation that it keeps alive, and never be
+        freed.
+        """
+        token = tensor if tensor.grad_fn is None else tensor.detach()
+        return cls(token, tensor, _storage(token))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -196,6 +196,6 @@ def test_an_alias_counts_its_changes_with_the_saved_tensor() -> None:
 
 def test_a_kept_output_is_freed_with_its_graph() -> None:
     tensor = (torch.ones(16, requires_grad=True) * 2).exp()
-    kept = KeptTensor.of(tensor)
-    assert kept.tensor.grad_fn is None
-    assert kept.tensor.data_ptr() == tensor.data_ptr()
+    kept = KeptTensor.keeping(tensor)
+    assert kept.token.grad_fn is None
+    assert kept.token.data_ptr() == tensor.data_ptr()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from storm_client.plan.decisions import OFFLOAD, Decision, Offload, Replay
+from storm_client.plan.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 
 if TYPE_CHECKING:
     from storm_client.plan.table import Plan
@@ -134,6 +134,12 @@ class Expected(NamedTuple):
     """The numbers of what it is made from; none of what is saved."""
     leaves: bool
     """Whether the value is offloaded, saved or for what is made from it."""
+    stays: str
+    """Of a result that is saved, if it stays and nothing else is made from it: the reason."""
+
+
+_NOTHING = Expected(None, Value(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, "")
+"""Like which no event is: comes behind a script's last, and where there is none."""
 
 
 class Kind:
@@ -160,7 +166,8 @@ class Kind:
         self.is_outdated = True
         """Whether something was learned that the plan does not know."""
         self.script: list[Expected] | None = None
-        """What a step that follows the plan does; None where it has to be watched closely."""
+        """What a step that follows the plan does, and nothing behind that; None where it has to be
+        watched closely."""
         self.is_ambiguous = False
         """Whether a step was like this one and then did something else."""
         self.followed = 0
@@ -239,18 +246,32 @@ class StepRecord:
     While it walks along the script of that kind its own `values` are not kept.
     """
 
-    __slots__ = ("_events", "_kinds", "_left", "_position", "_walks", "kind", "script", "values")
+    __slots__ = (
+        "_events",
+        "_kinds",
+        "_left",
+        "_position",
+        "_walks",
+        "expected",
+        "kind",
+        "script",
+        "values",
+    )
 
     def __init__(self, kinds: Kinds, kind: Kind | None, *, walks: bool = False) -> None:
         """Begin a step that is expected to be of `kind`; `walks` says that it may use scripts."""
         self._kinds = kinds
         self._walks = walks
-        self._position = 0
         self._left: Kind | None = None
         """Whose script was left in the middle, so that some values were not looked at."""
         self.kind = kind
-        self.script = kind.script if walks and kind is not None else None
+        self.script: list[Expected] | None = None
         """What the step is expected to do; None where all events are looked at."""
+        self._position = 0
+        self.expected = _NOTHING
+        """What comes next in the script."""
+        if walks and kind is not None and kind.script is not None:
+            self._follow(kind.script, 0)
         self._events: list[Event] = []
         self.values: list[Value] = []
 
@@ -264,14 +285,11 @@ class StepRecord:
         """Whether the step is too long to be remembered."""
         return self.count >= MOST_EVENTS
 
-    def expected(self) -> Expected | None:
-        """Return what comes next in the script; None at its end."""
-        assert self.script is not None
-        return self.script[self._position] if self._position < len(self.script) else None
-
     def advance(self) -> None:
         """Note that what was expected has happened."""
+        assert self.script is not None
         self._position += 1
+        self.expected = self.script[self._position]
 
     def leave_script(self) -> None:
         """Look at all events from here on, since something else has happened."""
@@ -283,7 +301,7 @@ class StepRecord:
         """Walk along the script of the kind that was found last, if it has one."""
         kind = self.kind
         if self._walks and kind is not None and kind.script is not None:
-            self.script, self._position = kind.script, len(self._events)
+            self._follow(kind.script, len(self._events))
 
     def key(self) -> tuple[Event, ...] | None:
         """Return all events of a step that has ended; None if they are not known."""
@@ -329,11 +347,14 @@ class StepRecord:
         values = self.values if self.script is None or self.kind is None else self.kind.values
         return values[number].layer if 0 <= number < len(values) else ""
 
+    def _follow(self, script: list[Expected], position: int) -> None:
+        self.script, self._position, self.expected = script, position, script[position]
+
     def _recall(self) -> None:
         """Note what the script says has happened so far, and that it is left."""
         kind = self.kind
         assert kind is not None
-        self.script = None
+        self.script, self.expected = None, _NOTHING
         self._events = list(kind.events[: self._position])
         self.values = values_of(self._events, kind.values)
 
@@ -341,7 +362,7 @@ class StepRecord:
 def _script(
     events: tuple[Event, ...], values: list[Value], decisions: list[Decision]
 ) -> list[Expected]:
-    """Return the events as a step that follows the decisions expects them."""
+    """Return the events as a step that follows the decisions expects them, and nothing behind."""
     made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
     inputs_of_made = set().union(*(values[number].inputs for number in made))
     matter = made | inputs_of_made
@@ -351,9 +372,12 @@ def _script(
         is_new = number not in seen
         value, decision, matters = values[number], decisions[number], number in matter
         leaves = isinstance(decision, Offload) and (value.is_saved or number in inputs_of_made)
-        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves))
+        stays = ""
+        if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:
+            stays = decision.reason
+        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves, stays))
         seen.add(number)
-    return found
+    return [*found, _NOTHING]
 
 
 def values_of(events: list[Event], known: list[Value]) -> list[Value]:

@@ -20,19 +20,19 @@ import torch
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
-from storm_client.plan.decisions import OFFLOAD, Decision, Replay
-from storm_client.plan.kinds import Kind, Kinds, StepRecord
+from storm_client.plan.decisions import Decision, Replay
+from storm_client.plan.kinds import Expected, Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
-from storm_client.plan.recipes import Ends, Trial
-from storm_client.plan.recording import Mark, Recorder, Recording, Seen, Span, mark
+from storm_client.plan.recipes import Trial
+from storm_client.plan.recording import Mark, Recorder, Recording, SavedValue, Span, mark
 from storm_client.plan.table import Plan
 from storm_client.plan.window import free_bytes, give_back_unused, last_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
-    from storm_client.saved import Ready, WeakStorage
+    from storm_client.saved import Pins, Ready, WeakStorage
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
 
@@ -65,8 +65,8 @@ class Planning:
         self._least = 1
         """Bytes of the smallest tensors that may leave."""
         self._kinds = Kinds()
-        self._ends = Ends()
-        self._unended: deque[tuple[weakref.ref[Recording], deque[WeakStorage]]] = deque()
+        self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
+        """What the steps know storages by, and what has to be freed when it has died."""
 
     def begin(
         self,
@@ -81,7 +81,7 @@ class Planning:
         Raises:
             UsageError: the budget cannot be kept.
         """
-        self._free_unended()
+        self._free_pins()
         self._least = least
         kind = self._kinds.latest
         for one in self._kinds.outdated():
@@ -98,10 +98,9 @@ class Planning:
             unpack=unpack,
             publish=None if self.options.verifies else publish,
             functions=self._functions,
-            ends=self._ends,
             layers=self._layers,
         )
-        self._unended.append((weakref.ref(recording), recording.pins))
+        self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         mode = Recorder(recording, measures=kind is None) if watches else None
         return PlannedStep(
             self, recording, mode, mark(is_on_gpu=kind is not None and kind.is_on_gpu)
@@ -152,17 +151,15 @@ class Planning:
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice), None
 
-    def _free_unended(self) -> None:
-        """Free what results that died have left, and steps that an exception ended."""
-        self._ends.look()
-        for _ in range(len(self._unended)):
-            reference, pins = self._unended.popleft()
+    def _free_pins(self) -> None:
+        """Free what steps have known storages by, of whose results nothing is left."""
+        for _ in range(len(self._pinned)):
+            reference, storages = self._pinned.popleft()
             if reference() is not None:
-                if pins:
-                    self._unended.append((reference, pins))
+                self._pinned.append((reference, storages))
                 continue
-            while pins:
-                pins.pop().free()
+            while storages:
+                storages.pop().free()
 
 
 class PlannedStep:
@@ -181,13 +178,18 @@ class PlannedStep:
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget
 
-    def saved(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> tuple[Seen | None, Decision]:
-        """Note that autograd saves a tensor; return its value and what is to become of it."""
-        if self._recording is None or self._step.is_full:
-            return None, OFFLOAD  # by a backward pass, after the block; or in a block without end
-        return self._recording.saved(tensor, storage)
+    def staying(self, tensor: torch.Tensor) -> Expected | None:
+        """Return what the step's script says of a result that autograd saves, if it stays."""
+        recording = self._recording
+        return None if recording is None else recording.staying(tensor)
+
+    def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
+        """Note that autograd saves a tensor; None for one that no plan says anything of.
+
+        That is one that a backward pass saves after the block, or a block without end.
+        """
+        recording = self._recording
+        return None if recording is None else recording.saved(tensor, storage)
 
     def ready(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ready | None:
         """Return from when on the bytes of a tensor that leaves are there, if that is known."""

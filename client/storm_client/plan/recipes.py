@@ -11,8 +11,6 @@ What is made is held for as long as somebody is expected to ask for it once more
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,12 +19,11 @@ import torch
 from storm_client.errors import ActivationLost
 from storm_client.plan.kinds import Kind
 from storm_client.plan.operations import Function
-from storm_client.saved import Located, View, WeakStorage
+from storm_client.saved import Located, Pins, View, WeakStorage
 from storm_client.versions import SavedVersion
 
 __all__ = [
     "Alias",
-    "Ends",
     "Made",
     "Recipe",
     "Replayed",
@@ -158,12 +155,12 @@ class Result:
     """One storage that a recipe makes. The lock of its step protects it."""
 
     __slots__ = (
-        "__weakref__",
         "_device",
         "_given",
         "_left",
         "_memo",
         "_origin",
+        "_pins",
         "_recipe",
         "_uses",
         "_view",
@@ -171,11 +168,13 @@ class Result:
         "original",
     )
 
-    def __init__(self, tensor: torch.Tensor, nbytes: int, ends: Ends) -> None:
-        """Stand for `tensor`, whose recipe is not known yet: it is held until then."""
-        self.original: torch.Tensor | None = tensor.detach()
+    def __init__(self, tensor: torch.Tensor, nbytes: int, origin: WeakStorage, pins: Pins) -> None:
+        """Stand for `tensor`, whose storage `origin` knows for as long as `pins` are held."""
+        self.original: torch.Tensor | None = None
+        """The tensor, held as long as its recipe is not known."""
         self.nbytes = nbytes
-        self._origin = ends.watch(self, tensor.untyped_storage())
+        self._origin = origin
+        self._pins = pins
         self._view = View.of(tensor)
         self._device = tensor.device
         self._recipe: tuple[Recipe, int | None] | None = None
@@ -256,43 +255,6 @@ class Result:
                 f"bytes instead of {self._view} in {self.nbytes}; pass offload(..., replay=False)"
             )
         return storage
-
-
-class Ends:
-    """Frees what the results of an Offload had their memory known by, once they have died.
-
-    They die in any thread, where a signal may strike, so their deaths are queued as those of
-    stored ranges are, and looked at where a block begins or ends.
-    """
-
-    def __init__(self) -> None:
-        """Begin without results."""
-        self._waiting: deque[_End] = deque()
-        self._watched: dict[int, _End] = {}
-
-    def watch(self, result: Result, storage: torch.UntypedStorage) -> WeakStorage:
-        """Return what knows `storage` for as long as `result` lives."""
-        origin = WeakStorage(storage)
-        end = _End(result, self._waiting.append)
-        end.origin = origin
-        self._watched[id(end)] = end
-        return origin
-
-    def look(self) -> None:
-        """Free what belonged to the dead."""
-        while self._waiting:
-            end = self._waiting.popleft()
-            origin, end.origin = end.origin, None
-            if origin is not None:
-                origin.free()
-            self._watched.pop(id(end), None)
-
-
-class _End(weakref.ref[Result]):
-    """Comes where it is looked for when its result dies."""
-
-    __slots__ = ("origin",)
-    origin: WeakStorage | None
 
 
 class Trial(NamedTuple):

@@ -16,8 +16,7 @@ again from. Where it leaves the script everything is looked at from there on.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -30,7 +29,6 @@ from storm_client.plan.kinds import CAST, SAVED, Expected, StepRecord, Value
 from storm_client.plan.operations import DEAR, Function
 from storm_client.plan.recipes import (
     Alias,
-    Ends,
     Made,
     Recipe,
     Result,
@@ -39,9 +37,9 @@ from storm_client.plan.recipes import (
     UnchangedTrial,
     checksum,
 )
-from storm_client.saved import Ready, SnapshotProof, View, WeakStorage, base_of, is_result
+from storm_client.saved import Pins, Ready, SnapshotProof, View, WeakStorage, base_of, is_result
 
-__all__ = ["Mark", "Recorder", "Recording", "Seen", "Span", "mark"]
+__all__ = ["Mark", "Recorder", "Recording", "SavedValue", "Span", "mark"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -54,27 +52,38 @@ _CAST = "ToCopyBackward0"
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
 
-_UNKNOWN = -1
-"""The number of a value that was not looked at."""
 
-
-class Seen:
+class _Seen:
     """A storage of the step at hand, at one version."""
 
-    __slots__ = ("number", "result", "value", "version")
+    __slots__ = ("number", "pin", "result", "value", "version")
 
-    def __init__(self, value: Value, version: int) -> None:
-        """It is `value` of the step as long as it has this version."""
+    def __init__(self, value: Value, version: int, pin: WeakStorage) -> None:
+        """It is `value` of the step as long as it has this version; `pin` knows the storage."""
         self.value = value
         self.number = value.number
         self.version = version
+        self.pin = pin
         self.result: Result | None = None
+
+
+_Inputs: TypeAlias = list[_Seen | None]
+"""What the tensors among a call's arguments are, None for what stays."""
+
+
+class SavedValue(NamedTuple):
+    """What autograd saves."""
+
+    value: Value
+    decision: Decision
+    result: Result | None
+    """Set for one that is made again."""
 
 
 class _Cast(NamedTuple):
     """A tensor that autocast has made of an argument: no function of PyTorch's returns it."""
 
-    seen: Seen
+    seen: _Seen
     node: object
     """The argument's, in the graph."""
     dtype: torch.dtype
@@ -102,10 +111,17 @@ class _Call:
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among its arguments."""
         if self._tensors is None:
-            self._tensors = list(_tensors(self.arguments))
+            self._tensors = _tensors(self.arguments)
             if self.options:
                 self._tensors += _tensors(self.options.values())
         return self._tensors
+
+    def recipe_of(self, sources: list[Source], device: str) -> Recipe:
+        """Return how to run it again, with `sources` for its tensors."""
+        left = iter(sources)
+        arguments = [_replaced(argument, left) for argument in self.arguments]
+        options = {name: _replaced(value, left) for name, value in self.options.items()}
+        return Recipe(self.function, arguments, options, device)
 
 
 class Recording:
@@ -120,20 +136,18 @@ class Recording:
         unpack: Callable[[Any], torch.Tensor],
         publish: Callable[[torch.Tensor], int] | None,
         functions: frozenset[Function],
-        ends: Ends,
         layers: Layers,
     ) -> None:
         """Look at what has `least` bytes; inputs are handed over by `pack`.
 
         `publish` returns a number that tells when a tensor has been made, 0 where nobody asks for
-        that. `functions` may be run again, `ends` watches results.
+        that. `functions` may be run again.
         """
         self._layers = layers
         self.functions = functions
-        self._ends = ends
         self.step = step
-        self.pins: deque[WeakStorage] = deque()
-        """What has to be freed when the block has ended."""
+        self.pins = Pins()
+        """Of all storages that were looked at; results hold it, too."""
         self._least = least
         self._pack = pack
         self._unpack = unpack
@@ -142,33 +156,49 @@ class Recording:
         """By storage, what leaves as it was made."""
         self.tries = False
         """Whether it is being found out what does so."""
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, _Seen] = {}
         self._casts: list[_Cast] = []
         """What was saved since the last function of the table began."""
 
-    def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[Seen, Decision]:
-        """Note that autograd saves `tensor`; return its value and what is to become of it."""
+    def staying(self, tensor: torch.Tensor) -> Expected | None:
+        """Return what the script expects if that is a saved result that stays, and `tensor` is it.
+
+        No more has to be known of one: whatever is taken for it may stay.
+        """
+        expected = self.step.expected
+        if not expected.stays or not _is_plain(tensor) or not is_result(tensor):
+            return None
+        if tensor.untyped_storage().nbytes() != expected.value.nbytes:
+            return None
+        self.step.advance()
+        return expected
+
+    def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
+        """Note that autograd saves `tensor`; None in a step that is too long to be watched."""
         step = self.step
         if step.script is not None:
             found = self._walks_by(tensor, storage)
             if found is not None:
                 return found
             self._leave_script()
+        if step.is_full:
+            return None
         seen = self._find(tensor, storage)
         seen.value.uses += 1
         decision = step.happened((SAVED, seen.number, seen.value.nbytes, None, ()), seen.number)
         decision = OFFLOAD if decision is None else decision
         self._expect_operation(tensor, seen, decision, is_first=seen.value.uses == 1)
         step.walk_on()
-        return seen, decision
+        return SavedValue(seen.value, decision, seen.result)
 
     def _expect_operation(
-        self, tensor: torch.Tensor, seen: Seen, decision: Decision, *, is_first: bool
+        self, tensor: torch.Tensor, seen: _Seen, decision: Decision, *, is_first: bool
     ) -> None:
         """Note of a saved value what has to be known when its operation returns."""
         made = base_of(tensor)
         if isinstance(decision, Replay) and seen.result is None:
-            seen.result = Result(made, seen.value.nbytes, self._ends)
+            seen.result = Result(made, seen.value.nbytes, seen.pin, self.pins)
+            seen.result.original = made.detach()  # its recipe is not known yet
         if is_first and made.grad_fn is not None and made.grad_fn.name() == _CAST:
             self._casts.append(_Cast(seen, made.grad_fn.next_functions[0][0], made.dtype))
 
@@ -190,7 +220,10 @@ class Recording:
         timing: Callable[[], float] | None,
     ) -> None:
         """Note what a function of the table has made of its arguments."""
-        step, call = self.step, _Call(function, arguments, options)
+        step = self.step
+        if step.script is not None and self._goes_on(function, arguments, made):
+            return
+        call = _Call(function, arguments, options)
         if step.script is not None:
             if self._walks_past(call, made):
                 return
@@ -202,23 +235,21 @@ class Recording:
         large = [index for index, output in enumerate(outputs) if self._is_large(output)]
         if not large and not self._casts:
             return
-        tensors = call.tensors()
-        self._explain_casts(tensors)
-        storages = _addresses(tensors)
-        inputs = self._inputs(tensors)
+        self._explain_casts(call.tensors())
+        inputs = self._inputs(call.tensors())
         for index in large:
             output = outputs[index]
             storage = output.untyped_storage()
-            if inputs is None or storage._cdata in storages:
+            if inputs is None or _lies_in(storage, call):
                 continue  # what it reads may change unnoticed; or it has made no memory of its own
             seen = self._find(output, storage)
             value = seen.value
             value.operation = _name(function)
             value.is_dear = function in DEAR
-            value.inputs, value.timing = inputs, timing
-            event = (function, seen.number, value.nbytes, value.dtype, inputs)
+            value.inputs, value.timing = _numbers(inputs), timing
+            event = (function, seen.number, value.nbytes, value.dtype, value.inputs)
             if isinstance(step.happened(event, seen.number), Replay):
-                self._give_up(seen, call, output, None if outputs[0] is made else index)
+                self._give_up(seen, call, inputs, output, None if outputs[0] is made else index)
         step.walk_on()
 
     def end(self) -> None:
@@ -226,15 +257,16 @@ class Recording:
         self._seen.clear()
         self._ready.clear()
         self._casts.clear()
-        while self.pins:
-            self.pins.pop().free()
+        self.pins = Pins()
 
-    def _give_up(self, seen: Seen, call: _Call, output: torch.Tensor, index: int | None) -> None:
+    def _give_up(
+        self, seen: _Seen, call: _Call, inputs: _Inputs, output: torch.Tensor, index: int | None
+    ) -> None:
         """Have a value be made again: it is what `call` made, or of several results one."""
         if call.recipe is None:
-            call.recipe = self._recipe(call, output.device.type)
+            call.recipe = call.recipe_of(self._sources(call.tensors(), inputs), output.device.type)
         if seen.result is None:
-            seen.result = Result(output, seen.value.nbytes, self._ends)
+            seen.result = Result(output, seen.value.nbytes, seen.pin, self.pins)
         seen.result.made_by(call.recipe, index)
 
     def _explain_casts(self, tensors: list[torch.Tensor]) -> None:
@@ -247,50 +279,64 @@ class Recording:
                 continue
             seen = cast.seen
             value = seen.value
-            value.operation, value.inputs = _name(torch.Tensor.to), inputs
-            event = (CAST, seen.number, value.nbytes, cast.dtype, inputs)
+            value.operation, value.inputs = _name(torch.Tensor.to), _numbers(inputs)
+            event = (CAST, seen.number, value.nbytes, cast.dtype, value.inputs)
             if isinstance(self.step.happened(event, seen.number), Replay):
-                self._cast_again(cast, source)
+                self._cast_again(cast, source, inputs)
 
-    def _cast_again(self, cast: _Cast, source: torch.Tensor) -> None:
+    def _cast_again(self, cast: _Cast, source: torch.Tensor, inputs: _Inputs) -> None:
         if cast.seen.result is not None:
             call = _Call(torch.Tensor.to, (source, cast.dtype), {})
-            cast.seen.result.made_by(self._recipe(call, source.device.type), None)
+            recipe = call.recipe_of(self._sources([source], inputs), source.device.type)
+            cast.seen.result.made_by(recipe, None)
 
     # --- along a script ---------------------------------------------------------------------
 
-    def _walks_by(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> tuple[Seen, Decision] | None:
+    def _walks_by(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Return what becomes of a saved tensor if the script expects it; None if it does not."""
-        expected = self.step.expected()
-        if expected is None or expected.what is not SAVED:
+        expected = self.step.expected
+        if expected.what is not SAVED or expected.value.nbytes != storage.nbytes():
             return None
-        if expected.value.nbytes != storage.nbytes():
-            return None
+        result = None
         if expected.matters:
             seen = self._look_up(expected, tensor, storage)
             if seen is None:
                 return None
             self._expect_operation(tensor, seen, expected.decision, is_first=expected.is_new)
-        else:
-            seen = Seen(expected.value, tensor._version)
+            result = seen.result
         self.step.advance()
-        return seen, expected.decision
+        return SavedValue(expected.value, expected.decision, result)
+
+    def _goes_on(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
+        """Tell whether a call is what the script expects, if nothing rests on what it has made.
+
+        It may be, where this is not known, and what the script expects may be something else then.
+        """
+        expected = self.step.expected
+        if type(made) is not torch.Tensor or expected.what is CAST:
+            return False
+        if not made.requires_grad or (arguments and made is arguments[0]):
+            return True  # that is no event
+        if expected.matters or not _is_like(expected, function, made, made.untyped_storage()):
+            return False
+        if expected.leaves:
+            self._note_made(expected.value.number, made)
+        self.step.advance()
+        return True
 
     def _walks_past(self, call: _Call, made: Any) -> bool:
         """Tell whether what a call has made is what the script expects."""
         step = self.step
-        while (expected := step.expected()) is not None and expected.what is CAST:
-            if expected.matters and not self._walks_by_cast(expected, call):
+        while step.expected.what is CAST:
+            if step.expected.matters and not self._walks_by_cast(step.expected, call):
                 return False
             step.advance()
         outputs = _outputs(made)
         for index, output in enumerate(outputs):
             if not self._is_large(output):
                 continue
-            expected, storage = step.expected(), output.untyped_storage()
-            if expected is None or not _is_like(expected, call, output, storage):
+            expected, storage = step.expected, output.untyped_storage()
+            if not _is_like(expected, call.function, output, storage):
                 if self._could_make_again(storage, call):
                     return False
                 continue
@@ -298,11 +344,11 @@ class Recording:
             if expected.matters and not self._walks_by_made(expected, call, output, place):
                 return False
             if expected.leaves:
-                self._note_made(expected.value.number, output, storage)
+                self._note_made(expected.value.number, output)
             step.advance()
         return True
 
-    def _note_made(self, number: int, output: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    def _note_made(self, number: int, output: torch.Tensor) -> None:
         """Note from when on the bytes of a value that will leave are there.
 
         That may be read before it leaves. It is, once a step has shown that it is not written to
@@ -314,27 +360,28 @@ class Recording:
         sequence = self._publish(output)
         if not sequence:
             return
-        proof, trial = SnapshotProof(output), None
+        storage, trial = output.untyped_storage(), None
         if number not in kind.unchanged:
             self.tries, sequence = True, 0
             trial = UnchangedTrial(kind, number, checksum(storage))
-        self.pins.append(WeakStorage(storage))
-        self._ready[storage._cdata] = Ready(proof, sequence, trial)
+        self.pins.add(storage)
+        self._ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
 
     def _walks_by_made(
         self, expected: Expected, call: _Call, output: torch.Tensor, index: int | None
     ) -> bool:
         """Tell whether an output can be what the script expects, and do what becomes of that."""
         storage = output.untyped_storage()
-        is_replay = isinstance(expected.decision, Replay)
-        if is_replay and not (
-            self._could_make_again(storage, call) and self._meet(call.tensors(), expected.inputs)
-        ):
+        if not isinstance(expected.decision, Replay):
+            return self._look_up(expected, output, storage) is not None
+        inputs = self._meet(call.tensors(), expected.inputs)
+        if inputs is None or _lies_in(storage, call):
             return False
         seen = self._look_up(expected, output, storage)
-        if seen is not None and is_replay:
-            self._give_up(seen, call, output, index)
-        return seen is not None
+        if seen is None:
+            return False
+        self._give_up(seen, call, inputs, output, index)
+        return True
 
     def _walks_by_cast(self, expected: Expected, call: _Call) -> bool:
         """Tell whether autocast has made the value that the script expects."""
@@ -344,53 +391,56 @@ class Recording:
                 if source is None or not self._is_sound(source):
                     return False
                 if isinstance(expected.decision, Replay):
-                    if not self._meet([source], expected.inputs):
+                    inputs = self._meet([source], expected.inputs)
+                    if inputs is None:
                         return False
-                    self._cast_again(cast, source)
+                    self._cast_again(cast, source, inputs)
                 return True
         return False
 
-    def _meet(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> bool:
-        """Tell whether inputs of a recipe can be the expected values, and note which they are."""
+    def _meet(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> _Inputs | None:
+        """Return what the inputs of a recipe are; None if they cannot be the expected values."""
         if len(tensors) != len(numbers):
-            return False
-        values = self.step.kind.values if self.step.kind is not None else []
+            return None
+        met: _Inputs = []
         for tensor, number in zip(tensors, numbers, strict=True):
-            if self._is_constant(tensor) is not (number == _CONSTANT):
-                return False
-            if number == _CONSTANT:
-                continue
-            storage, version = tensor.untyped_storage(), tensor._version
-            seen = self._seen.get(storage._cdata)
-            if seen is None:
-                self.pins.append(WeakStorage(storage))
-            elif seen.version == version:
-                if seen.number != number:
-                    return False
-                continue
-            self._seen[storage._cdata] = Seen(values[number], version)
-        return True
+            if not _is_plain(tensor):
+                return None
+            storage, seen = tensor.untyped_storage(), None
+            if number != _CONSTANT:
+                seen = self._met(tensor, storage, number)
+                if seen is None:
+                    return None
+            elif not self._is_constant(tensor, storage):
+                return None
+            met.append(seen)
+        return met
+
+    def _met(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int
+    ) -> _Seen | None:
+        """Return an input of a recipe as the value of that number, if it can be that."""
+        if storage.nbytes() < self._least or not is_result(tensor):
+            return None
+        seen = self._seen.get(storage._cdata)
+        if seen is not None and seen.version == tensor._version:
+            return seen if seen.number == number else None
+        assert self.step.kind is not None
+        return self._see(self.step.kind.values[number], tensor, storage)
 
     def _could_make_again(self, storage: torch.UntypedStorage, call: _Call) -> bool:
         """Tell whether a call has made memory of its own, of what changes are counted of."""
-        tensors = call.tensors()
-        return all(map(self._is_sound, tensors)) and storage._cdata not in _addresses(tensors)
+        return all(map(self._is_sound, call.tensors())) and not _lies_in(storage, call)
 
     def _look_up(
         self, expected: Expected, tensor: torch.Tensor, storage: torch.UntypedStorage
-    ) -> Seen | None:
+    ) -> _Seen | None:
         """Return the value that the script expects if a storage has it now."""
-        address, version = storage._cdata, tensor._version
-        seen = self._seen.get(address)
-        if seen is not None and seen.version == version:
+        seen = self._seen.get(storage._cdata)
+        if seen is not None and seen.version == tensor._version:
             is_same = not expected.is_new and seen.number == expected.value.number
             return seen if is_same else None
-        if not expected.is_new:
-            return None
-        if seen is None:
-            self.pins.append(WeakStorage(storage))
-        seen = self._seen[address] = Seen(expected.value, version)
-        return seen
+        return self._see(expected.value, tensor, storage) if expected.is_new else None
 
     def _leave_script(self) -> None:
         """Go on by looking at everything: the step has left its script."""
@@ -411,14 +461,19 @@ class Recording:
             and output.nbytes >= self._least
         )
 
-    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Seen:
+    def _see(self, value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Seen:
+        """Note which value a storage has now."""
+        address = storage._cdata
+        before = self._seen.get(address)
+        pin = self.pins.add(storage) if before is None else before.pin
+        seen = self._seen[address] = _Seen(value, tensor._version, pin)
+        return seen
+
+    def _find(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Seen:
         """Return the value that a storage has now, a new one if it is not known."""
-        address, version = storage._cdata, tensor._version
-        seen = self._seen.get(address)
-        if seen is not None and seen.version == version:
+        seen = self._seen.get(storage._cdata)
+        if seen is not None and seen.version == tensor._version:
             return seen
-        if seen is None:
-            self.pins.append(WeakStorage(storage))
         number = len(self.step.values)
         value = Value(
             number=number,
@@ -429,8 +484,7 @@ class Recording:
             is_result=is_result(tensor),
             layer=self._layer(number),
         )
-        seen = self._seen[address] = Seen(self.step.add(value), version)
-        return seen
+        return self._see(self.step.add(value), tensor, storage)
 
     def _layer(self, number: int) -> str:
         """Return where a value is made or saved; where the step is like a known one, as there."""
@@ -439,63 +493,41 @@ class Recording:
             return kind.values[number].layer
         return self._layers.current()
 
-    def _inputs(self, tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
-        """Return the numbers of the inputs; None where one could change without being counted."""
-        numbers = []
+    def _inputs(self, tensors: Sequence[torch.Tensor]) -> _Inputs | None:
+        """Return what the inputs of a recipe are; None where one could change uncounted."""
+        found: _Inputs = []
         for tensor in tensors:
             if not self._is_sound(tensor):
                 return None
-            if self._is_constant(tensor):
-                numbers.append(_CONSTANT)
-            else:
-                numbers.append(self._find(tensor, tensor.untyped_storage()).number)
-        return tuple(numbers)
+            storage = tensor.untyped_storage()
+            is_constant = self._is_constant(tensor, storage)
+            found.append(None if is_constant else self._find(tensor, storage))
+        return found
 
     def _is_sound(self, tensor: torch.Tensor) -> bool:
         """Tell whether a recipe may rest on a tensor: its changes are counted, or it is copied."""
-        return _is_plain(tensor) and (self._is_constant(tensor) or is_result(tensor))
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        if tensor.untyped_storage().nbytes() < self._least:
-            return True
-        base = tensor._base if tensor._is_view() else tensor
-        return isinstance(base, torch.nn.Parameter)
-
-    def _recipe(self, call: _Call, device: str) -> Recipe:
-        return Recipe(
-            call.function,
-            [self._held(argument) for argument in call.arguments],
-            {name: self._held(value) for name, value in call.options.items()},
-            device,
+        return _is_plain(tensor) and (
+            is_result(tensor) or self._is_constant(tensor, tensor.untyped_storage())
         )
 
-    def _held(self, argument: Any) -> Any:
-        if isinstance(argument, torch.Tensor):
-            return self._source(argument)
-        if type(argument) in (list, tuple):
-            return type(argument)(map(self._held, argument))
-        return argument
+    def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        return storage.nbytes() < self._least or isinstance(base_of(tensor), torch.nn.Parameter)
 
-    def _source(self, tensor: torch.Tensor) -> Source:
-        if self._is_constant(tensor):
+    def _sources(self, tensors: Sequence[torch.Tensor], inputs: _Inputs) -> list[Source]:
+        """Hold the inputs of a recipe."""
+        return [self._source(tensor, seen) for tensor, seen in zip(tensors, inputs, strict=True)]
+
+    def _source(self, tensor: torch.Tensor, seen: _Seen | None) -> Source:
+        if seen is None:
             is_small = tensor.untyped_storage().nbytes() < self._least
             # What no operation made can be written to without being counted.
             return Alias.of(
                 tensor.detach().clone() if is_small and not is_result(tensor) else tensor
             )
-        seen = self._known(tensor)
-        if seen is not None and seen.result is not None:
+        if seen.result is not None:
             seen.result.expect_use()
             return Made(seen.result, View.of(tensor))
-        return Saved(self._pack(tensor, _UNKNOWN if seen is None else seen.number), self._unpack)
-
-    def _known(self, tensor: torch.Tensor) -> Seen | None:
-        """Return a tensor's value; None for one that a script passed over."""
-        storage = tensor.untyped_storage()
-        if self.step.script is None:
-            return self._find(tensor, storage)
-        seen = self._seen.get(storage._cdata)
-        return seen if seen is not None and seen.version == tensor._version else None
+        return Saved(self._pack(tensor, seen.number), self._unpack)
 
 
 class Recorder(TorchFunctionMode):
@@ -577,31 +609,51 @@ def _outputs(made: Any) -> Sequence[Any]:
 
 
 def _is_like(
-    expected: Expected, call: _Call, output: torch.Tensor, storage: torch.UntypedStorage
+    expected: Expected, function: Function, output: torch.Tensor, storage: torch.UntypedStorage
 ) -> bool:
-    """Tell whether what a call has made can be the value that a script expects."""
+    """Tell whether what a function has made can be the value that a script expects."""
     value = expected.value
     return (
-        expected.what is call.function
+        expected.what is function
         and value.nbytes == storage.nbytes()
         and value.dtype is output.dtype
     )
 
 
-def _addresses(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors if _is_plain(tensor)}
+def _lies_in(storage: torch.UntypedStorage, call: _Call) -> bool:
+    """Tell whether a storage is that of an argument."""
+    address = storage._cdata
+    return any(
+        _is_plain(tensor) and tensor.untyped_storage()._cdata == address
+        for tensor in call.tensors()
+    )
 
 
 def _is_on_gpu(arguments: Sequence[Any]) -> bool:
     return bool(arguments) and isinstance(arguments[0], torch.Tensor) and arguments[0].is_cuda
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterable[torch.Tensor]:
+def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
-            yield argument
+            found.append(argument)
         elif type(argument) in (list, tuple):
-            yield from _tensors(argument)
+            found += _tensors(argument)
+    return found
+
+
+def _replaced(argument: Any, sources: Iterator[Source]) -> Any:
+    """Return an argument with the next sources in the place of its tensors."""
+    if isinstance(argument, torch.Tensor):
+        return next(sources)
+    if type(argument) in (list, tuple):
+        return type(argument)(_replaced(one, sources) for one in argument)
+    return argument
+
+
+def _numbers(inputs: _Inputs) -> tuple[int, ...]:
+    return tuple(_CONSTANT if seen is None else seen.number for seen in inputs)
 
 
 def _name(function: Function) -> str:

@@ -13,12 +13,14 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.plan.kinds import Kind, StepRecord, values_of
+from storm_client.plan.recording import Recorder
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
 STEPS = 5
@@ -357,11 +359,12 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
     with offload:
         for _ in range(20):
             assert_identical(step(net, x, nullcontext), expected)
-        ((recording, pins),) = offload._planning._unended
-        watched = recording()
+        recorder = _get_current_function_mode()
+        assert isinstance(recorder, Recorder)
+        watched = recorder._recording
         assert watched is not None
         assert watched.step.count <= 100
-        assert not pins
+        assert not watched.pins.storages
         assert not watched._seen
     assert not kinds(offload)
 
@@ -473,9 +476,8 @@ def test_nothing_is_left_of_blocks_that_an_exception_ends(
         assert torch._C._len_torch_function_stack() == 0
     assert_identical(step(net, x, lambda: offload), expected)
     gc.collect()
-    offload._planning._free_unended()
-    assert not offload._planning._unended
-    assert not offload._planning._ends._watched
+    offload._planning._free_pins()
+    assert not offload._planning._pinned
 
 
 @pytest.fixture
