@@ -39,7 +39,6 @@ from storm_client.policy import NO_ACTIVATIONS, Policy
 from storm_client.report import Report
 from storm_client.saved import (
     Handle,
-    Located,
     RangePhase,
     SnapshotProof,
     StoredRange,
@@ -374,7 +373,7 @@ class _StepHooks:
             self._trace.used(-record.key)
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
-        return handle.version.alias(handle.view.rebuild(located))
+        return handle.version.alias(handle.view.rebuild(located.storage))
 
     def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
         return self._stay(tensor, _nbytes(tensor), reason, layer)
@@ -478,21 +477,21 @@ class _StepHooks:
                 return self._try(replayed, replayed.trial)
             began, brought = perf_counter(), self._brought
             with ranges.span("replay", replayed.result.nbytes):
-                storage = replayed.result.storage()
+                tensor = replayed.result.viewed(replayed.view)
             replayed.result.given(replayed.version)
             waited = self._brought - brought
         if replayed.checksum is not None:
-            compare(replayed.checksum, storage)
+            compare(replayed.checksum, tensor.untyped_storage())
         self._traces.used(self._trace)
         self._trace.used(id(replayed.result))
         self._recorder.replayed(self._trace.paused("replay", began) - waited)
-        return replayed.version.alias(replayed.view.rebuild(Located(storage)))
+        return replayed.version.alias(tensor)
 
     def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
         """Return the tensor that was handed over, and note whether its recipe makes the same."""
         tensor = self._bring(trial.packed)
         try:
-            storage = replayed.result.made()
+            storage = replayed.result.made().untyped_storage()
             if same_bits(storage, tensor.untyped_storage()):
                 trial.verified.add(trial.number)
             else:

@@ -76,11 +76,22 @@ class View(NamedTuple):
         reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         return self.offset, self.offset + (reach + 1) * self.dtype.itemsize
 
-    def rebuild(self, located: Located) -> torch.Tensor:
+    def describes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in its storage like this."""
+        return (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() * self.dtype.itemsize == self.offset
+            and tensor.is_conj() is self.conjugated
+            and tensor.is_neg() is self.negated
+        )
+
+    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor over a storage that holds the bytes again."""
         offset = self.offset // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=located.storage.device)
-        tensor = empty.set_(located.storage, offset, self.size, self.stride)
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = empty.set_(storage, offset, self.size, self.stride)
         if self.conjugated:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negated else tensor

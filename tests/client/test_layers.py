@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from storm_client.layers import MODEL, Layers, layer_name
+from storm_client.layers import MODEL, Layers, layer_name, parts_of
 from torch import Tensor, nn
 
 
@@ -21,6 +21,15 @@ from torch import Tensor, nn
 )
 def test_a_layer_is_a_name_up_to_its_first_number(module: str, layer: str) -> None:
     assert layer_name(module) == layer
+
+
+def test_parts_are_those_that_pytorch_finds() -> None:
+    shared = nn.Linear(1, 1)
+    net = nn.Sequential(nn.ModuleList([nn.Sequential(shared, nn.ReLU()), shared]), nn.ModuleDict())
+    net.register_module("none", None)
+    parts = list(parts_of([net, shared]))
+    assert len(parts) == len(set(parts))
+    assert set(parts) == set(net.modules())
 
 
 class Asking(nn.Module):

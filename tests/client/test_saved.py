@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from storm_client.plan import OrderHistory, Step
 from storm_client.saved import (
     Handle,
-    Located,
     Part,
     SavedStorages,
     SnapshotProof,
@@ -53,7 +52,7 @@ BASE = torch.arange(240, dtype=torch.float32)
     ],
 )
 def test_a_view_is_rebuilt_where_it_was(tensor: Tensor) -> None:
-    rebuilt = View.of(tensor).rebuild(Located(tensor.untyped_storage().clone()))
+    rebuilt = View.of(tensor).rebuild(tensor.untyped_storage().clone())
     assert (rebuilt.dtype, rebuilt.shape, rebuilt.stride()) == (
         tensor.dtype,
         tensor.shape,
@@ -62,6 +61,24 @@ def test_a_view_is_rebuilt_where_it_was(tensor: Tensor) -> None:
     assert rebuilt.storage_offset() == tensor.storage_offset()
     assert (rebuilt.is_conj(), rebuilt.is_neg()) == (tensor.is_conj(), tensor.is_neg())
     assert torch.equal(rebuilt, tensor)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BASE[:8],
+        BASE[1:9],
+        BASE[:16:2],
+        BASE[:8].view(torch.int32),
+        BASE[:8].view(2, 4),
+        BASE[:8].view(torch.complex64).conj(),
+        BASE.view(torch.complex64)[:8].conj().imag,
+    ],
+)
+def test_a_view_describes_what_lies_like_it(other: Tensor) -> None:
+    view = View.of(BASE[:8])
+    assert view.describes(BASE.clone()[:8])
+    assert view.describes(other) == (View.of(other) == view)
 
 
 @given(st.data())

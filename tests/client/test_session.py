@@ -59,7 +59,7 @@ def test_bytes_go_and_come_back(session: Session) -> None:
     del tensor
     assert record.source is None
     located = session.load(handle)
-    assert torch.equal(handle.view.rebuild(located), expected)
+    assert torch.equal(handle.view.rebuild(located.storage), expected)
 
 
 def test_a_held_storage_is_found_whatever_becomes_of_it(session: Session) -> None:
@@ -117,7 +117,7 @@ def test_what_somebody_else_holds_stays_until_he_lets_go(session: Session) -> No
     assert record.source is None
     assert recorder.snapshot().skipped == {}
     assert recorder.snapshot().offloaded_bytes == 4000
-    assert torch.equal(handle.view.rebuild(session.load(handle)), expected)
+    assert torch.equal(handle.view.rebuild(session.load(handle).storage), expected)
 
 
 def test_settling_means_that_all_is_encoded(session: Session) -> None:
@@ -174,7 +174,7 @@ def test_a_store_that_is_refused_leaves_the_tensor_here(session: Session) -> Non
     handle = handle_of(record, tensor)
     expected = tensor.clone()
     del tensor
-    assert torch.equal(handle.view.rebuild(session.load(handle)), expected)
+    assert torch.equal(handle.view.rebuild(session.load(handle).storage), expected)
     assert recorder.snapshot().kept == {"QuotaExceeded": 1}
 
 

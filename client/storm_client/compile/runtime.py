@@ -28,7 +28,7 @@ from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lo
 from storm_client.plan.decisions import Keep
 from storm_client.plan.window import free_bytes
 from storm_client.policy import Policy
-from storm_client.saved import Handle, Located, StoredRange, Unchanging, View
+from storm_client.saved import Handle, StoredRange, Unchanging, View
 from storm_client.stats import StatsRecorder
 from storm_client.versions import SavedVersion
 from stormd.protocol import Budget
@@ -428,7 +428,7 @@ class Stored:
             target.recorder.restored(perf_counter() - began)
         if self._trail is not None:
             self._trail.has_brought(self._number)
-        return handle.view.rebuild(Located(located.storage))
+        return handle.view.rebuild(located.storage)
 
 
 class Held:

@@ -138,7 +138,9 @@ class Expected(NamedTuple):
     """Of a result that is saved, if it stays and nothing else is made from it: the reason."""
 
 
-_NOTHING = Expected(None, Value(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, "")
+_NOTHING = Expected(
+    None, Value(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, ""
+)
 """Like which no event is: comes behind a script's last, and where there is none."""
 
 
@@ -149,6 +151,8 @@ class Kind:
         """Describe a step that made and saved `values`."""
         self.events = events
         self.values = values
+        self.is_on_gpu = any(value.is_on_gpu for value in values)
+        """Whether its values lie in a GPU's memory."""
         self.decisions: list[Decision] | None = None
         """One a value; None until there is a plan."""
         self.plan: Plan | None = None
@@ -176,11 +180,6 @@ class Kind:
         """Seconds of the shortest forward pass that followed the plan; None until seen."""
         self._forwards: list[Forward] = []
         """The latest that `window` does not know."""
-
-    @property
-    def is_on_gpu(self) -> bool:
-        """Whether its values lie in a GPU's memory."""
-        return any(value.is_on_gpu for value in self.values)
 
     def follow(self, decisions: list[Decision]) -> None:
         """Follow these from now on. Where they are new, every replay has to prove itself anew.

@@ -12,6 +12,7 @@ What is made is held for as long as somebody is expected to ask for it once more
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from storm_client.errors import ActivationLost
 from storm_client.plan.kinds import Kind
 from storm_client.plan.operations import Function
-from storm_client.saved import Located, Pins, View, WeakStorage
+from storm_client.saved import Pins, View, WeakStorage
 from storm_client.versions import SavedVersion
 
 __all__ = [
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 CHECKSUM_COLUMNS = 4096
+
+_AS_IT_IS = nullcontext()
+_autocasts = torch.is_autocast_enabled
 
 
 class Source(Protocol):
@@ -99,23 +103,13 @@ class Made(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         """Have it made."""
-        return self.view.rebuild(Located(self.result.storage()))
-
-
-class _Autocast(NamedTuple):
-    device: str
-    is_enabled: bool
-    dtype: torch.dtype
-
-    @classmethod
-    def now(cls, device: str) -> _Autocast:
-        return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return self.result.viewed(self.view)
 
 
 class Recipe:
     """One operation that was run."""
 
-    __slots__ = ("_arguments", "_autocast", "_function", "_options")
+    __slots__ = ("_arguments", "_autocast", "_device", "_function", "_options")
 
     def __init__(
         self,
@@ -128,19 +122,26 @@ class Recipe:
         self._function = function
         self._arguments = arguments
         self._options = options
-        self._autocast = _Autocast.now(device)
+        self._device = device
+        self._autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
+        """To which dtype, where it was on."""
 
     def run(self) -> Any:
         """Run the operation again, as no part of any graph."""
         arguments = [_filled(argument) for argument in self._arguments]
         options = {name: _filled(value) for name, value in self._options.items()}
-        device, is_enabled, dtype = self._autocast
-        with (
-            torch._C.DisableTorchFunction(),
-            torch.no_grad(),
-            torch.autocast(device, dtype=dtype, enabled=is_enabled, cache_enabled=False),
-        ):
+        # In a backward pass there is mostly nothing to change, and that takes longer than to look.
+        no_grad = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+        with torch._C.DisableTorchFunction(), no_grad, self._autocast_as_then():
             return self._function(*arguments, **options)
+
+    def _autocast_as_then(self) -> AbstractContextManager[object]:
+        dtype = self._autocast
+        if dtype is None and not _autocasts(self._device):
+            return _AS_IT_IS
+        return torch.autocast(
+            self._device, dtype=dtype, enabled=dtype is not None, cache_enabled=False
+        )
 
 
 def _filled(argument: Any) -> Any:
@@ -178,7 +179,7 @@ class Result:
         self._view = View.of(tensor)
         self._device = tensor.device
         self._recipe: tuple[Recipe, int | None] | None = None
-        self._memo: tuple[torch.UntypedStorage, int] | None = None
+        self._memo: tuple[torch.Tensor, int] | None = None
         self._given: list[SavedVersion] = []
         self._uses = 0
         self._left = 0
@@ -193,8 +194,8 @@ class Result:
         self._uses += 1
         self._left += 1
 
-    def storage(self) -> torch.UntypedStorage:
-        """Return its memory: its own while somebody holds that, else what is made anew.
+    def viewed(self, view: View) -> torch.Tensor:
+        """Return a view of its memory: its own while somebody holds that, else what is made anew.
 
         Its own is what PyTorch would read, whatever has been written to it.
 
@@ -204,11 +205,12 @@ class Result:
         origin = self._origin.storage()
         if origin is not None and origin.nbytes() == self.nbytes:
             self._asked(None)
-            return origin
-        return self.made()
+            return view.rebuild(origin)
+        made = self.made()
+        return made if view == self._view else view.rebuild(made.untyped_storage())
 
-    def made(self) -> torch.UntypedStorage:
-        """Return memory that the recipe has filled, for this one or for one who has asked before.
+    def made(self) -> torch.Tensor:
+        """Return what the recipe has made, for this one or for one who has asked before.
 
         Raises:
             ActivationLost: an input has changed, or the operation makes something else.
@@ -219,13 +221,13 @@ class Result:
                 "tensor was saved; pass offload(..., replay=False)"
             )
         stream = _stream(self._device)
-        storage = self._remembered(stream)
-        if storage is None:
-            storage = self._run(*self._recipe)
-        self._asked((storage, stream))
-        return storage
+        tensor = self._remembered(stream)
+        if tensor is None:
+            tensor = self._run(*self._recipe)
+        self._asked((tensor, stream))
+        return tensor
 
-    def _asked(self, made: tuple[torch.UntypedStorage, int] | None) -> None:
+    def _asked(self, made: tuple[torch.Tensor, int] | None) -> None:
         """Remember what was made for whoever else will ask; all of them may ask once more."""
         self._left -= 1
         if self._left > 0:
@@ -239,22 +241,22 @@ class Result:
         if self._memo is not None:
             self._given.append(version)
 
-    def _remembered(self, stream: int) -> torch.UntypedStorage | None:
+    def _remembered(self, stream: int) -> torch.Tensor | None:
         """Return what was made before if it is as it was, and there for this stream."""
         if self._memo is None or self._memo[1] != stream:
             return None
         return self._memo[0] if all(version.unchanged for version in self._given) else None
 
-    def _run(self, recipe: Recipe, index: int | None) -> torch.UntypedStorage:
+    def _run(self, recipe: Recipe, index: int | None) -> torch.Tensor:
         made = recipe.run()
         tensor: torch.Tensor = made if index is None else made[index]
-        storage = tensor.untyped_storage()
-        if View.of(tensor) != self._view or storage.nbytes() != self.nbytes:
+        nbytes = tensor.untyped_storage().nbytes()
+        if not self._view.describes(tensor) or nbytes != self.nbytes:
             raise ActivationLost(
-                f"computing a saved tensor again gave {View.of(tensor)} in {storage.nbytes()} "
+                f"computing a saved tensor again gave {View.of(tensor)} in {nbytes} "
                 f"bytes instead of {self._view} in {self.nbytes}; pass offload(..., replay=False)"
             )
-        return storage
+        return tensor
 
 
 class Trial(NamedTuple):
@@ -360,4 +362,4 @@ def _words(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)

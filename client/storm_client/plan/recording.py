@@ -209,7 +209,26 @@ class Recording:
 
     def begins(self) -> None:
         """Note that a function of the table begins."""
-        self._casts.clear()
+        if self._casts:
+            self._casts.clear()
+
+    def goes_on(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
+        """Tell whether what a function has made is no event, or an expected one that nothing needs.
+
+        Where that is not known, it is no. Most functions of a step that follows its script are so.
+        """
+        step = self.step
+        expected = step.expected
+        if step.script is None or type(made) is not torch.Tensor or expected.what is CAST:
+            return False
+        if not made.requires_grad or (arguments and made is arguments[0]):
+            return True
+        if expected.matters or not _is_like(expected, function, made):
+            return False
+        if expected.leaves:
+            self._note_made(expected.value.number, made)
+        step.advance()
+        return True
 
     def ran(
         self,
@@ -221,8 +240,6 @@ class Recording:
     ) -> None:
         """Note what a function of the table has made of its arguments."""
         step = self.step
-        if step.script is not None and self._goes_on(function, arguments, made):
-            return
         call = _Call(function, arguments, options)
         if step.script is not None:
             if self._walks_past(call, made):
@@ -307,23 +324,6 @@ class Recording:
         self.step.advance()
         return SavedValue(expected.value, expected.decision, result)
 
-    def _goes_on(self, function: Function, arguments: Sequence[Any], made: Any) -> bool:
-        """Tell whether a call is what the script expects, if nothing rests on what it has made.
-
-        It may be, where this is not known, and what the script expects may be something else then.
-        """
-        expected = self.step.expected
-        if type(made) is not torch.Tensor or expected.what is CAST:
-            return False
-        if not made.requires_grad or (arguments and made is arguments[0]):
-            return True  # that is no event
-        if expected.matters or not _is_like(expected, function, made, made.untyped_storage()):
-            return False
-        if expected.leaves:
-            self._note_made(expected.value.number, made)
-        self.step.advance()
-        return True
-
     def _walks_past(self, call: _Call, made: Any) -> bool:
         """Tell whether what a call has made is what the script expects."""
         step = self.step
@@ -335,9 +335,9 @@ class Recording:
         for index, output in enumerate(outputs):
             if not self._is_large(output):
                 continue
-            expected, storage = step.expected, output.untyped_storage()
-            if not _is_like(expected, call.function, output, storage):
-                if self._could_make_again(storage, call):
+            expected = step.expected
+            if not _is_like(expected, call.function, output):
+                if self._could_make_again(output.untyped_storage(), call):
                     return False
                 continue
             place = None if outputs[0] is made else index
@@ -556,17 +556,14 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run `function` and note what it made."""
         recording = self._recording
-        options = kwargs or {}
         if recording is None or function not in recording.functions:
-            return function(*args, **options)
+            return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()
-        if not (self._measures and _is_on_gpu(args)):
-            made = function(*args, **options)
-            recording.ran(function, args, options, made, None)
-            return made
-        begin = mark(is_on_gpu=True)
-        made = function(*args, **options)
-        recording.ran(function, args, options, made, Span(begin, mark(is_on_gpu=True)))
+        begin = mark(is_on_gpu=True) if self._measures and _is_on_gpu(args) else None
+        made = function(*args, **kwargs) if kwargs else function(*args)
+        if not recording.goes_on(function, args, made):
+            timing = None if begin is None else Span(begin, mark(is_on_gpu=True))
+            recording.ran(function, args, kwargs or {}, made, timing)
         return made
 
 
@@ -608,15 +605,13 @@ def _outputs(made: Any) -> Sequence[Any]:
     return made if type(made) in (tuple, list) else (made,)
 
 
-def _is_like(
-    expected: Expected, function: Function, output: torch.Tensor, storage: torch.UntypedStorage
-) -> bool:
+def _is_like(expected: Expected, function: Function, output: torch.Tensor) -> bool:
     """Tell whether what a function has made can be the value that a script expects."""
     value = expected.value
     return (
         expected.what is function
-        and value.nbytes == storage.nbytes()
         and value.dtype is output.dtype
+        and value.nbytes == output.untyped_storage().nbytes()
     )
 
 

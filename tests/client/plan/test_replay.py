@@ -6,14 +6,17 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client.plan import Decision
 from storm_client.plan.kinds import Kind, StepRecord, values_of
 from storm_client.plan.recording import Recorder
+from storm_client.policy import Policy
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
@@ -367,6 +370,33 @@ def test_a_block_around_a_loop_is_watched_only_so_far(
         assert not watched.pins.storages
         assert not watched._seen
     assert not kinds(offload)
+
+
+def test_what_stays_by_plan_is_told_from_parameters_of_its_size(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy is not asked about it, and no step leaves its script."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    net, x = net.to(device), seeded(device, WIDTH, WIDTH, grad=True)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1, budget=1.0)
+    asked: list[bool] = []
+    decide, leave = Policy.decide, StepRecord.leave_script
+
+    def noted(self: Policy, tensor: Tensor) -> Decision:
+        asked.append(tensor.grad_fn is not None and not isinstance(tensor._base, nn.Parameter))
+        return decide(self, tensor)
+
+    counts, left = [], []
+    monkeypatch.setattr(Policy, "decide", noted)
+    monkeypatch.setattr(StepRecord, "leave_script", lambda self: (left.append(self), leave(self)))
+    for _ in range(STEPS):
+        asked.clear()
+        assert_identical(step(net, x, lambda: offload), expected)
+        counts.append(offload.stats().skipped.get("budget", 0))
+    assert [after - before for before, after in pairwise(counts[1:])] == [4] * (STEPS - 2)
+    assert not left
+    assert sum(asked) == 1  # of the first, by which the daemon is told of the plan
 
 
 class Branching(nn.Module):
