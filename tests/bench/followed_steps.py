@@ -40,7 +40,7 @@ WARM_UPS = 12
 
 TOKENS = 16
 VOCABULARY = 128
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, dict[str, Any]] = {  # "watched": so little is made again that only looking counts
     "stays": {"budget": 1.0},
     "watched": {"budget": 0.98},
     "made again": {},

@@ -46,6 +46,19 @@ def test_hooks_are_timed_with_memory_read_between_them(tmp_path: Path) -> None:
     assert all(one["pack_us"]["median"] > 0 < one["unpack_us"]["median"] for one in found)
 
 
+def test_steps_that_follow_a_plan_are_timed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the model is its")
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "bench.followed_steps", "--only", "stays", "made again"]
+    small = ["--layers=1", "--steps=1", f"--json={figures}"]
+    subprocess.run([*command, *small], cwd=Path(__file__).parents[1], check=True, timeout=300)
+    stays, again = json.loads(figures.read_text())["figures"]
+    assert stays["functions"] == 0
+    assert set(stays["hooks_us"]) == {"pack kept", "unpack kept"}
+    assert again["functions"] > again["functions_of_table"] > 0
+    assert again["hooks_us"]["unpack made again"]["calls"] > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_train_gives_both_sides_memory_on_a_gpu() -> None:
