@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from storm_bench.pictures import total_bytes
-from storm_bench.train import BUDGET_PREFIX
+from storm_bench.train import BUDGET_PREFIX, plain_seconds
 
 LABELS = {
     "none": "no offload",
@@ -42,7 +42,7 @@ def points(runs: list[dict[str, Any]], workload: str) -> dict[str, Point]:
     found: dict[str, Point] = {}
     for run in runs:
         rows = run["figures"]["workloads"].get(workload, {})
-        plain = rows.get("none", {}).get("step_seconds")
+        plain = plain_seconds(rows)
         for method, row in rows.items():
             nbytes = total_bytes(row) if "step_seconds" in row else None
             known = method in LABELS or method.startswith(BUDGET_PREFIX)

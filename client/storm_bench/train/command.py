@@ -25,7 +25,7 @@ import psutil
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.interrupts import noted_interrupts
 from storm_bench.pictures import draw_train, total_bytes
-from storm_bench.train import BUDGET_PREFIX
+from storm_bench.train import BUDGET_PREFIX, again, plain_seconds
 from stormd.commands.arguments import check_picture, positive_int
 from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
@@ -103,7 +103,8 @@ def add_train_arguments(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--together",
         action="store_true",
-        help="measure all methods of a workload in one process, on one model (default: no)",
+        help="measure all methods of a workload in one process, on one model, that without offload "
+        "once more at the end, since cards slow down as they get warm (default: no)",
     )
     train.add_argument(
         "--pool-bytes", metavar="SIZE", help="the daemon's pool (default: by workload)"
@@ -166,9 +167,13 @@ def measure_train(args: argparse.Namespace) -> dict[str, Any]:
         ):
             bench = _Bench(daemon, device, args.warm_ups, args.steps, args.timeline, open_nvml())
             for name, table in rows.items():
-                with closing(bench.rows(name, methods, together=args.together)) as measured:
-                    for method, row in measured:
-                        table[method] = row
+                last = ["none"] if args.together and "none" in methods[:-1] else []
+                with closing(bench.rows(name, methods + last, together=args.together)) as measured:
+                    for number, (method, row) in enumerate(measured):
+                        if number == len(methods):
+                            table[method] |= again(row)
+                        else:
+                            table[method] = row
                         sys.stderr.write(f"{name} {method}: {_in_short(row)}\n")
                         interrupts.check()
     except KeyboardInterrupt:
@@ -355,7 +360,7 @@ def print_train(figures: dict[str, Any]) -> None:
     for name, rows in figures["workloads"].items():
         write_line(f"{name}: {WORKLOADS[name]}, {_device_name(rows, figures['device'])}{mps}")
         write_line(f"{'':16}" + "".join(f"{head:>13}" for head, _, _ in _COLUMNS))
-        plain = rows.get("none", {}).get("step_seconds")
+        plain = plain_seconds(rows)
         for method, row in rows.items():
             ratio = (
                 {"of_none": row["step_seconds"] / plain} if plain and "skipped" not in row else {}

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 from storm_bench.pictures import draw_train
+from storm_bench.train import again, plain_seconds
 from storm_bench.train import command as bench_train
 from storm_bench.train.command import METHODS, WORKLOADS, measure_train, print_train
 from storm_bench.train.llama import LlamaWorkload
@@ -149,6 +150,7 @@ def test_a_run() -> None:
     rows = result["figures"]["workloads"]["W0"]
     assert list(rows["trl"]) == ["skipped"]
     assert rows["none"]["step_seconds"] > 0
+    assert rows["none"]["again_seconds"] > 0  # behind storm
     assert rows["storm"]["offload"]["offloaded_bytes"] > 64 << 20
     assert rows["storm"]["daemon_operations"] > 0
     assert rows["storm"]["daemon_seconds_per_operation"] > 0
@@ -185,3 +187,12 @@ for method in sys.argv[sys.argv.index("--methods") + 1 :]:
         "dies": {"skipped": "for a reason"},
         "two": {"measured": "two"},
     }
+
+
+def test_the_step_without_offload_is_the_mean_of_before_and_behind_all_others() -> None:
+    assert plain_seconds({}) is None
+    assert plain_seconds({"none": {"skipped": "why"}}) is None
+    assert plain_seconds({"none": {"step_seconds": 2.0}}) == 2.0
+    rows = {"none": {"step_seconds": 2.0} | again({"step_seconds": 3.0})}
+    assert plain_seconds(rows) == 2.5
+    assert not again({"skipped": "why"})
