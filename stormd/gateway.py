@@ -48,9 +48,7 @@ from stormd.lifeline import LifelineListener
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
-    PLAN_FEATURE,
     PROTOCOL_VERSION,
-    READY_FEATURE,
     Admitted,
     CacheNames,
     Envelope,
@@ -431,8 +429,7 @@ class Gateway:
             part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
             attachment = replace(attachment, part_bytes=part_bytes)
         token = secrets.token_bytes(TOKEN_BYTES)
-        features = [PLAN_FEATURE, READY_FEATURE]
-        features += [CACHE_FEATURE] if self._terms.cache_part_bytes else []
+        features = [CACHE_FEATURE] if self._terms.cache_part_bytes else []
         self._peers.add(
             Peer(
                 session=session,

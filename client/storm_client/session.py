@@ -40,8 +40,6 @@ from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
 from storm_client.transfers import Transfers
 from stormd.protocol import (
-    PLAN_FEATURE,
-    READY_FEATURE,
     Budget,
     Mapped,
     Message,
@@ -171,9 +169,7 @@ class Session(Listener):
     def publish_ready(self) -> int:
         """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""
         in_place = self._in_place
-        if in_place is None or READY_FEATURE not in self.connection.welcome.features:
-            return 0
-        if self.lane.is_capturing():
+        if in_place is None or self.lane.is_capturing():
             return 0
         with self.connection.lock:
             return in_place.produced(1)[0]
@@ -297,8 +293,6 @@ class Session(Listener):
 
     def tell(self, plan: Plan, budget: Budget) -> None:
         """Tell the daemon what a step does, for people who watch; one that is gone is not told."""
-        if PLAN_FEATURE not in self.connection.welcome.features:
-            return
         sizes = plan.bytes_by_decision
         message = PlanLearned(
             kept_bytes=sizes["keep"],

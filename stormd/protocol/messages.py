@@ -46,8 +46,6 @@ __all__ = [
     "CODECS",
     "DEVICES",
     "NO_LANE",
-    "PLAN_FEATURE",
-    "READY_FEATURE",
     "REJECTIONS",
     "Admitted",
     "Failed",
@@ -76,12 +74,6 @@ DEVICES = ("cpu", "cuda")
 
 NO_LANE = "none"
 """In Hello.device: no lane."""
-
-PLAN_FEATURE = "plan"
-"""In Welcome.features: the daemon takes PlanLearned, which daemons of this version may not know."""
-
-READY_FEATURE = "ready"
-"""In Welcome.features: the daemon takes a Store's `ready`."""
 
 CODECS = ("ancf", "raw")
 REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
@@ -172,8 +164,7 @@ class Store(Message):
     page's result of that number says how long it is. Both stay until Stored, or Failed.
 
     `ready` is a smaller value of `published` that says already that the bytes are there, 0 where
-    none does; only to a daemon whose Welcome has READY_FEATURE. `stored` is raised to `sequence`
-    all the same: stores are done in the order of that.
+    none does. `stored` is raised to `sequence` all the same, once all smaller ones have been read.
     """
 
     entry: Id
@@ -229,8 +220,8 @@ class PlanLearned(Message):
     """Tells what a step of the session's trainer does, in bytes of tensors, for people who watch.
 
     `kept_bytes` stay on the device, `offloaded_bytes` go to the daemon, `replayed_bytes` are made
-    again; `budget` is what was asked for, as "least" or "12.0 GiB". The last one counts. No answer,
-    and only to a daemon whose Welcome has PLAN_FEATURE; refused in a session that stores nothing.
+    again; `budget` is what was asked for, as "least" or "12.0 GiB". The last one counts. No answer;
+    refused in a session that stores nothing.
     """
 
     kept_bytes: Id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.trace import DAEMON_PID, merged, overlap
+from bench.trace import DAEMON_PID, idle, kernels, merged, overlap
 
 
 def span(pid: int, cat: str, name: str, begin: float, end: float) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def test_the_daemons_events_are_brought_to_the_clients_time() -> None:
 def test_overlap_is_what_is_in_both() -> None:
     assert overlap(merged(CLIENT, DAEMON)) == {
         "client_kernel_ms": 4.0,
+        "client_idle_ms": 2.0,
         "download_ms": 1.5,
         "download_beside_kernels_ms": 0.5,
         "upload_ms": 2.0,
@@ -50,3 +51,11 @@ def test_overlap_is_what_is_in_both() -> None:
         "codec_ms": 0.5,
         "codec_beside_kernels_ms": 0.5,
     }
+
+
+def test_when_the_client_is_idle_and_what_runs() -> None:
+    trace = merged(CLIENT, DAEMON)
+    assert idle(trace) == [(3.0, 2.0)]  # after how many ms, for how many
+    found = kernels(trace)
+    assert found["stormd: encode"] == [1, 0.5]
+    assert found["norm"] == [1, 1.0]

@@ -14,7 +14,6 @@ from stormd.gateway import NAME_SHOWN
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
-    PLAN_FEATURE,
     PROTOCOL_VERSION,
     Envelope,
     Goodbye,
@@ -152,7 +151,7 @@ def test_a_session_for_the_cache_needs_a_cache(make_daemon: MakeDaemon, connect:
     refused = connect(daemon).hello(features=[CACHE_FEATURE])
     assert refused.kind == "UsageError"
     assert "--cache-bytes" in refused.detail
-    assert connect(daemon).hello().features == [PLAN_FEATURE]
+    assert connect(daemon).hello().features == []
 
 
 def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
@@ -161,7 +160,7 @@ def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
     daemon = make_daemon(part_bytes_cpu=MIB, part_bytes_cuda=MIB // 4)
     assert connect(daemon).hello().part_bytes == MIB
     welcome = connect(daemon).hello(features=[CACHE_FEATURE])
-    assert (welcome.part_bytes, welcome.features) == (MIB // 4, [PLAN_FEATURE, CACHE_FEATURE])
+    assert (welcome.part_bytes, welcome.features) == (MIB // 4, [CACHE_FEATURE])
 
 
 def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:

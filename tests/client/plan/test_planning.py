@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ import storm_client as storm
 import torch
 from storm_client.session import Session
 from torch import nn
-
-from stormd.protocol import PLAN_FEATURE
 
 STEPS = 8
 
@@ -75,18 +72,3 @@ def test_another_kind_of_step_is_told_of_too(client: storm.Client, told: list[An
     train(offload, net, rows=512)
     assert before < len(told) <= 2 * before + 2
     assert told[-1].bytes_by_decision != told[0].bytes_by_decision
-
-
-def test_a_daemon_that_knows_no_plans_is_told_of_none(
-    client: storm.Client, told: list[Any]
-) -> None:
-    net = network()
-    offload = client.offload(net, min_bytes=4096)
-    train(offload, net, steps=1)
-    session = client._supply.sessions.of(torch.device("cpu"))
-    connection = session.connection
-    connection.welcome = replace(connection.welcome, features=[])
-    assert PLAN_FEATURE not in connection.welcome.features
-    train(offload, net)
-    assert told
-    assert shown(client) == []
