@@ -17,7 +17,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_forward_pre_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -151,6 +155,14 @@ def _watching(captured: Captured, tables: _Tables) -> Iterator[None]:
         if threading.get_ident() == thread:
             tables.see_module(module)
 
+    def on_buffer(module: nn.Module, name: str, _: object) -> None:
+        if threading.get_ident() == thread and name in module._buffers:
+            tables.see_module(module)
+
+    def on_parameter(module: nn.Module, name: str, parameter: object) -> None:
+        if threading.get_ident() == thread and module._parameters.get(name) is not None:
+            _check_parameter(captured, module, name, parameter)
+
     def on_optimizer(optimizer: Optimizer, *_: object) -> None:
         if threading.get_ident() == thread:
             tables.see_optimizer(optimizer)
@@ -160,6 +172,8 @@ def _watching(captured: Captured, tables: _Tables) -> Iterator[None]:
         stack.callback(torch.clear_autocast_cache)
         for hook in (
             register_module_forward_pre_hook(on_module),
+            register_module_buffer_registration_hook(on_buffer),
+            register_module_parameter_registration_hook(on_parameter),
             register_optimizer_step_pre_hook(on_optimizer),
         ):
             stack.callback(hook.remove)
@@ -167,6 +181,11 @@ def _watching(captured: Captured, tables: _Tables) -> Iterator[None]:
         stack.enter_context(Recorder(captured.recording))
         stack.enter_context(_Watcher(captured))
         yield
+
+
+def _check_parameter(captured: Captured, module: nn.Module, name: str, given: object) -> None:
+    if captured.recording.has(given):
+        raise not_in_place("makes a parameter anew", f"{type(module).__name__}.{name}")
 
 
 class _Watcher(TorchFunctionMode):
@@ -212,7 +231,7 @@ class _Tables:
         self.buffers: list[dict[str, Any]] = []
 
     def see_module(self, module: nn.Module) -> None:
-        """Note a module that is called, before it is."""
+        """Note a module that is called, or a buffer of which is assigned, before it is."""
         if any(known is module for known in self.captured.modules):
             return
         self.captured.modules.append(module)

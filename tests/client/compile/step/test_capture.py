@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +84,11 @@ def puts_a_tensor_into_its_module(self: Trained, loss: Tensor) -> object:
     return None
 
 
+def makes_a_parameter_anew(self: Trained, loss: Tensor) -> object:
+    self.net.weight = nn.Parameter(self.net.weight * 0.9)
+    return None
+
+
 def draws_again(self: Trained, loss: Tensor) -> object:
     x = torch.ones(4, 8, requires_grad=True)
     checkpoint(nn.Sequential(self.net, nn.Dropout(0.5)), x, use_reentrant=False).sum().backward()
@@ -100,6 +106,7 @@ REFUSED = {
     schedules: "call the scheduler after the step",
     scales: "GradScaler",
     puts_a_tensor_into_its_module: "Linear.last",
+    makes_a_parameter_anew: "Linear.weight",
     draws_again: "leave checkpointing out",
 }
 
@@ -115,6 +122,25 @@ def test_what_cannot_be_captured_is_refused_by_its_line(
         capture(one.step, (seeded("cpu", 4, 8),), {})
     assert_identical(one.everything()[:-2], before)
     assert one.net.__dict__ == attributes
+
+
+def test_a_buffer_may_be_assigned_before_its_module_runs() -> None:
+    def trained(wrap: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.BatchNorm1d(8)
+
+        def step(x: Tensor) -> Tensor:
+            net.running_mean = net.running_mean * 0.5
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        call = wrap(step)
+        losses = [call(seeded("cpu", 4, 8, seed=n)).detach() for n in range(3)]
+        return [*losses, *net.buffers(), *(p.grad for p in net.parameters())]
+
+    compiled = trained(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
+    assert_identical(compiled, trained(lambda step: step))
 
 
 def test_an_update_that_branches_is_refused_with_what_to_do() -> None:
