@@ -68,7 +68,7 @@ def test_processes_share_a_model_that_was_put_once(daemon: ChildDaemon) -> None:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for _ in range(3)
+            for _ in range(2)
         ]
         for user in users:
             out, complaint = user.communicate(timeout=200)
