@@ -37,15 +37,9 @@ from storm_client.plan.planning import Planning, PlanOptions
 from storm_client.plan.recipes import Replayed, Result, Trial, checksum, compare, same_bits
 from storm_client.policy import NO_ACTIVATIONS, Policy
 from storm_client.report import Report
-from storm_client.saved import (
-    Handle,
-    RangePhase,
-    SnapshotProof,
-    StoredRange,
-    View,
-    is_result,
-)
+from storm_client.saved import Handle, RangePhase, StoredRange
 from storm_client.stats import OffloadStats, StatsRecorder
+from storm_client.storages import SnapshotProof, View, is_result
 from storm_client.summary import Summary, say
 from storm_client.trace import Traces
 from storm_client.versions import KeptTensor, SavedVersion

@@ -26,18 +26,10 @@ from storm_client.memory_pressure import watch
 from storm_client.outbound import Outbound
 from storm_client.plan import DeviceWindow
 from storm_client.plan.table import Plan
-from storm_client.saved import (
-    Handle,
-    Located,
-    RangePhase,
-    Ready,
-    SavedStorages,
-    SnapshotProof,
-    StoredRange,
-    UpcomingUses,
-)
+from storm_client.saved import Handle, RangePhase, SavedStorages, StoredRange, UpcomingUses
 from storm_client.sharing import is_unshared
 from storm_client.stats import StatsRecorder
+from storm_client.storages import Located, Ready, SnapshotProof
 from storm_client.transfers import Transfers
 from stormd.protocol import (
     Budget,

@@ -10,14 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.plan import OrderHistory, Step
-from storm_client.saved import (
-    Handle,
-    Part,
-    SavedStorages,
-    SnapshotProof,
-    StoredRange,
-    View,
-)
+from storm_client.saved import Handle, Part, SavedStorages, StoredRange
+from storm_client.storages import SnapshotProof, View
 from support.records import record_of, version_of
 from torch import Tensor
 

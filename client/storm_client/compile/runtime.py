@@ -28,8 +28,9 @@ from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lo
 from storm_client.plan.decisions import Keep
 from storm_client.plan.window import free_bytes
 from storm_client.policy import Policy
-from storm_client.saved import Handle, StoredRange, Unchanging, View
+from storm_client.saved import Handle, StoredRange
 from storm_client.stats import StatsRecorder
+from storm_client.storages import Unchanging, View
 from storm_client.versions import SavedVersion
 from stormd.protocol import Budget
 

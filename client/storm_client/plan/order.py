@@ -15,7 +15,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import accumulate, islice
 
-from storm_client.saved import Handle, StoredRange, View
+from storm_client.saved import Handle, StoredRange
+from storm_client.storages import View
 from storm_client.versions import SavedVersion
 
 __all__ = ["OrderHistory", "Step"]

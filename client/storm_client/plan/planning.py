@@ -25,14 +25,15 @@ from storm_client.plan.kinds import Expected, Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
-from storm_client.plan.recording import Mark, Recorder, Recording, SavedValue, Span, mark
+from storm_client.plan.recorder import Mark, Recorder, Span, mark
+from storm_client.plan.recording import Recording, SavedValue
 from storm_client.plan.table import Plan
 from storm_client.plan.window import free_bytes, give_back_unused, last_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
-    from storm_client.saved import Pins, Ready, WeakStorage
+    from storm_client.storages import Pins, Ready, WeakStorage
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
 

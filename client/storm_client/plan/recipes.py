@@ -20,7 +20,7 @@ import torch
 from storm_client.errors import ActivationLost
 from storm_client.plan.kinds import Kind
 from storm_client.plan.operations import Function
-from storm_client.saved import Pins, View, WeakStorage
+from storm_client.storages import Pins, View, WeakStorage
 from storm_client.versions import SavedVersion
 
 __all__ = [

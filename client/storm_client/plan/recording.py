@@ -1,8 +1,6 @@
-"""Watches what a step runs, and makes the recipes that its plan asks for.
+"""What a step has run and saved, and the recipes that its plan asks for.
 
-While a block with a plan to learn or with something to replay runs, each of PyTorch's functions
-passes through a Recorder. It costs the host some microseconds a call, so a plan without replays
-runs without. What an operation has just made is looked at only if it is large and an operation of
+What an operation has just made is looked at only if it is large and an operation of
 the table made it: then it is a value of the step, and if the plan wants it made again, its recipe
 is made at once, while the inputs are as the operation found them.
 
@@ -15,14 +13,11 @@ again from. Where it leaves the script everything is looked at from there on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from storm_client.blocks import untraced
 from storm_client.layers import Layers
 from storm_client.plan.decisions import OFFLOAD, Decision, Replay
 from storm_client.plan.kinds import CAST, SAVED, Expected, StepRecord, Value
@@ -37,14 +32,11 @@ from storm_client.plan.recipes import (
     UnchangedTrial,
     checksum,
 )
-from storm_client.saved import Pins, Ready, SnapshotProof, View, WeakStorage, base_of, is_result
+from storm_client.storages import Pins, Ready, SnapshotProof, View, WeakStorage, base_of, is_result
 
-__all__ = ["Mark", "Recorder", "Recording", "SavedValue", "Span", "mark"]
+__all__ = ["Recording", "SavedValue"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-Mark: TypeAlias = float | torch.cuda.Event
-"""A moment, on the host or on a stream."""
 
 _CAST = "ToCopyBackward0"
 """The name of a cast's node in the graph."""
@@ -530,77 +522,6 @@ class Recording:
         return Saved(self._pack(tensor, seen.number), self._unpack)
 
 
-class Recorder(TorchFunctionMode):
-    """Hands what functions of the table make to a Recording."""
-
-    def __init__(self, recording: Recording, *, measures: bool) -> None:
-        """Report to `recording`; how long each takes on a GPU is measured if `measures`.
-
-        On a CPU it is not: what else runs there decides that.
-        """
-        super().__init__()
-        self._recording: Recording | None = recording
-        self._measures = measures
-
-    def end(self) -> None:
-        """Pass everything through from now on."""
-        self._recording = None
-
-    @untraced
-    def __torch_function__(
-        self,
-        function: Function,
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run `function` and note what it made."""
-        recording = self._recording
-        if recording is None or function not in recording.functions:
-            return function(*args, **kwargs) if kwargs else function(*args)
-        recording.begins()
-        begin = mark(is_on_gpu=True) if self._measures and _is_on_gpu(args) else None
-        made = function(*args, **kwargs) if kwargs else function(*args)
-        if not recording.goes_on(function, args, made):
-            timing = None if begin is None else Span(begin, mark(is_on_gpu=True))
-            recording.ran(function, args, kwargs or {}, made, timing)
-        return made
-
-
-class Span:
-    """The time between two marks, as a function of no arguments that waits for the second."""
-
-    __slots__ = ("_begin", "_end")
-
-    def __init__(self, begin: Mark, end: Mark) -> None:
-        self._begin = begin
-        self._end = end
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the second mark has been reached."""
-        if isinstance(self._end, float):
-            return True
-        return bool(self._end.query())  # type: ignore[no-untyped-call]
-
-    def __call__(self) -> float:
-        if isinstance(self._begin, torch.cuda.Event) and isinstance(self._end, torch.cuda.Event):
-            self._end.synchronize()
-            return float(self._begin.elapsed_time(self._end)) / 1e3
-        assert isinstance(self._begin, float)
-        assert isinstance(self._end, float)
-        return self._end - self._begin
-
-
-def mark(*, is_on_gpu: bool) -> Mark:
-    """Return the present: of this thread, or of the current stream."""
-    if not is_on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
 def _outputs(made: Any) -> Sequence[Any]:
     return made if type(made) in (tuple, list) else (made,)
 
@@ -622,10 +543,6 @@ def _lies_in(storage: torch.UntypedStorage, call: _Call) -> bool:
         _is_plain(tensor) and tensor.untyped_storage()._cdata == address
         for tensor in call.tensors()
     )
-
-
-def _is_on_gpu(arguments: Sequence[Any]) -> bool:
-    return bool(arguments) and isinstance(arguments[0], torch.Tensor) and arguments[0].is_cuda
 
 
 def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:

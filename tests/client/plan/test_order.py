@@ -18,7 +18,8 @@ from storm_client.plan.order import (
     StepPlan,
 )
 from storm_client.plan.window import LEAST_BYTES, START_BYTES
-from storm_client.saved import Handle, View
+from storm_client.saved import Handle
+from storm_client.storages import View
 from support.records import record_of, version_of
 
 # --- the order of use -----------------------------------------------------------------------

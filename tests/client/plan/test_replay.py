@@ -15,7 +15,7 @@ import storm_client as storm
 import torch
 from storm_client.plan import Decision
 from storm_client.plan.kinds import Kind, StepRecord, values_of
-from storm_client.plan.recording import Recorder
+from storm_client.plan.recorder import Recorder
 from storm_client.policy import Policy
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all

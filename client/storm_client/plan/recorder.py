@@ -1,0 +1,99 @@
+"""Watches PyTorch's functions while a block runs, and times them.
+
+While a block with a plan to learn or with something to replay runs, each of PyTorch's functions
+passes through a Recorder. It costs the host some microseconds a call, so a plan without replays
+runs without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from storm_client.blocks import untraced
+from storm_client.plan.operations import Function
+from storm_client.plan.recording import Recording
+
+__all__ = ["Mark", "Recorder", "Span", "mark"]
+
+Mark: TypeAlias = float | torch.cuda.Event
+"""A moment, on the host or on a stream."""
+
+
+class Recorder(TorchFunctionMode):
+    """Hands what functions of the table make to a Recording."""
+
+    def __init__(self, recording: Recording, *, measures: bool) -> None:
+        """Report to `recording`; how long each takes on a GPU is measured if `measures`.
+
+        On a CPU it is not: what else runs there decides that.
+        """
+        super().__init__()
+        self._recording: Recording | None = recording
+        self._measures = measures
+
+    def end(self) -> None:
+        """Pass everything through from now on."""
+        self._recording = None
+
+    @untraced
+    def __torch_function__(
+        self,
+        function: Function,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `function` and note what it made."""
+        recording = self._recording
+        if recording is None or function not in recording.functions:
+            return function(*args, **kwargs) if kwargs else function(*args)
+        recording.begins()
+        begin = mark(is_on_gpu=True) if self._measures and _is_on_gpu(args) else None
+        made = function(*args, **kwargs) if kwargs else function(*args)
+        if not recording.goes_on(function, args, made):
+            timing = None if begin is None else Span(begin, mark(is_on_gpu=True))
+            recording.ran(function, args, kwargs or {}, made, timing)
+        return made
+
+
+class Span:
+    """The time between two marks, as a function of no arguments that waits for the second."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, begin: Mark, end: Mark) -> None:
+        self._begin = begin
+        self._end = end
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the second mark has been reached."""
+        if isinstance(self._end, float):
+            return True
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> float:
+        if isinstance(self._begin, torch.cuda.Event) and isinstance(self._end, torch.cuda.Event):
+            self._end.synchronize()
+            return float(self._begin.elapsed_time(self._end)) / 1e3
+        assert isinstance(self._begin, float)
+        assert isinstance(self._end, float)
+        return self._end - self._begin
+
+
+def mark(*, is_on_gpu: bool) -> Mark:
+    """Return the present: of this thread, or of the current stream."""
+    if not is_on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _is_on_gpu(arguments: Sequence[Any]) -> bool:
+    return bool(arguments) and isinstance(arguments[0], torch.Tensor) and arguments[0].is_cuda
