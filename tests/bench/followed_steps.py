@@ -25,7 +25,7 @@ import storm_client as storm
 import torch
 from bench.lane_cost import TimedHooks, spread
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.plan import planning, recording
+from storm_client.plan import planning, recorder
 from storm_client.plan.operations import REPLAYABLE
 from storm_client.plan.recipes import Replayed
 from storm_client.versions import KeptTensor
@@ -76,7 +76,7 @@ def _kind(packed: object) -> str:
     return "made again" if isinstance(packed, Replayed) else "offloaded"
 
 
-class CountingRecorder(recording.Recorder):
+class CountingRecorder(recorder.Recorder):
     """Counts the functions that it sees, and those of the table."""
 
     seen = 0
