@@ -101,6 +101,13 @@ class Items(list[str]):
         self.append(scratch)
 
 
+class ForSmallOnes(Items):
+    """A job from 5 on wants all of it."""
+
+    def has_for(self, job: int) -> bool:
+        return super().has_for(job) and (job < 5 or len(self) == 2)
+
+
 @pytest.fixture
 def stages() -> Recorder:
     return Recorder()
@@ -156,10 +163,6 @@ def test_no_more_are_under_way_than_there_is_scratch(
 def test_a_job_waits_for_scratch_of_its_own_and_calls_do_not(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    class ForSmallOnes(Items):
-        def has_for(self, job: int) -> bool:
-            return super().has_for(job) and (job < 5 or len(self) == 2)
-
     stages.hold.clear()
     called = threading.Event()
     pipeline.run(lambda: pipeline.provide(ForSmallOnes(["a", "b"])))
@@ -248,10 +251,6 @@ def test_what_overtakes_shares_with_those_right_behind_it(
 def test_a_call_and_what_waits_for_scratch_are_not_overtaken(
     pipeline: Pipeline[int, str], stages: Recorder
 ) -> None:
-    class ForSmallOnes(Items):
-        def has_for(self, job: int) -> bool:
-            return super().has_for(job) and (job < 5 or len(self) == 2)
-
     stages.hold.clear()
     stages.due = 10
     called = threading.Event()
