@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import NamedTuple
@@ -314,19 +314,18 @@ class _Sums:
 
     def nbytes(self, *what: str) -> dict[str, int]:
         """Return the bytes of what became this by name, without what has none."""
-        sums: Counter[str] = Counter()
-        for (of, name), tally in self.tallies.items():
-            if of in what:
-                sums[name] += tally.nbytes
-        return {name: nbytes for name, nbytes in sums.items() if nbytes}
+        return self._sums(what, lambda tally: tally.nbytes)
 
     def counts(self, *what: str) -> dict[str, int]:
         """Return how many became this by name, without what none did."""
+        return self._sums(what, lambda tally: tally.count)
+
+    def _sums(self, what: Collection[str], of_tally: Callable[[_Tally], int]) -> dict[str, int]:
         sums: Counter[str] = Counter()
         for (of, name), tally in self.tallies.items():
             if of in what:
-                sums[name] += tally.count
-        return {name: count for name, count in sums.items() if count}
+                sums[name] += of_tally(tally)
+        return {name: total for name, total in sums.items() if total}
 
 
 def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:

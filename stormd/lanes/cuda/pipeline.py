@@ -124,7 +124,6 @@ class Pipeline(Generic[Job, Scratch]):
         self._skip = threading.Event()
         # The thread's own. Loads are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
-        self._place = 0  # in what is pending, of the item found last
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
         self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
@@ -173,7 +172,10 @@ class Pipeline(Generic[Job, Scratch]):
             raise
 
     def _work(self) -> None:
-        while (item := self._next()) is not None:
+        while True:
+            place, item = self._next()
+            if item is None:
+                break
             if isinstance(item, _Call):
                 if item.when_finished:
                     self._finish_all()
@@ -181,40 +183,39 @@ class Pipeline(Generic[Job, Scratch]):
             elif (source := self._open_source()) is None:
                 self._stages.refuse(item)
             else:
-                self._begin(self._batch(item), source)
+                self._begin(self._batch(item, place), source)
         self._finish_all()
 
-    def _next(self) -> Job | _Call | None:
-        """Return the next item that may come, having gone on with what is under way until then."""
+    def _next(self) -> tuple[int, Job | _Call | None]:
+        """Take out the next item that may come; go on with what is under way until then.
+
+        Returned with the place where it was among those that wait.
+        """
         while True:
             has_moved = self._look()
             self._take_items()
-            if self._finds():
-                return self._pop()
+            place = self._place_of_next()
+            if place is not None:
+                item = self._pending[place]
+                del self._pending[place]
+                return place, item
             if not has_moved:
                 self._wait()
 
-    def _finds(self) -> bool:
-        """Tell whether an item may come, and find its place: jobs overtake others that are not due.
+    def _place_of_next(self) -> int | None:
+        """Return where the next item is that may come: jobs overtake others that are not due.
 
         Nothing overtakes a call, nor a job that is due and waits for scratch.
         """
         source = self._open_source()
         for place, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
-            self._place = place
             if item is None or isinstance(item, _Call):
-                return not place
+                return None if place else 0
             if source is None:
-                return True
+                return place
             if self._stages.is_due(item):
-                return source.has_for(item)
-        return False
-
-    def _pop(self) -> Job | _Call | None:
-        """Take the item out whose place was found; that is then the place of what follows it."""
-        item = self._pending[self._place]
-        del self._pending[self._place]
-        return item
+                return place if source.has_for(item) else None
+        return None
 
     def _open_source(self) -> ScratchSource[Job, Scratch] | None:
         """Return where jobs get their scratch; None where they are refused."""
@@ -244,20 +245,20 @@ class Pipeline(Generic[Job, Scratch]):
     def _look_soon(self) -> None:
         self._in_vain, self._pause = 0, LOOK_SECONDS
 
-    def _batch(self, first: Job) -> list[Job]:
-        """Return `first` with those that wait behind it and may be done together with it."""
+    def _batch(self, first: Job, place: int) -> list[Job]:
+        """Return `first` with those that wait from `place` on and may be done together with it."""
         batch = [first]
         if self._alone:
             self._alone -= 1
             return batch
-        while self._place < len(self._pending):
-            following = self._pending[self._place]
+        while place < len(self._pending):
+            following = self._pending[place]
             if following is None or isinstance(following, _Call):
                 break
             if not (self._stages.is_due(following) and self._stages.fits(batch, following)):
                 break
             batch.append(following)
-            self._pop()
+            del self._pending[place]
         return batch
 
     def _begin(self, batch: list[Job], source: ScratchSource[Job, Scratch]) -> None:

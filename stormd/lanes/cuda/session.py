@@ -44,8 +44,10 @@ class CudaSession:
     def __init__(self, client: CudaClient) -> None:
         self._client = client
         name = f"{client.session & 0xFFFFFFFF:x}"
-        self._stores = Stores(client)
-        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(f"stormd-out-{name}", self._stores)
+        self._stages = Stores(client)
+        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(
+            f"stormd-out-{name}", self._stages
+        )
         self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
             f"stormd-back-{name}", Restores(client)
         )
@@ -68,13 +70,13 @@ class CudaSession:
 
     def store(self, job: StoreJob) -> None:
         """Hand a store to its pipeline."""
-        self._stores.expect(job.sequence)
+        self._stages.expect(job.sequence)
         self.stores.put(job)
 
     def pass_over(self, sequence: int) -> None:
         """Note that the store of that number was rejected, behind the encoders of those before."""
-        self._stores.expect(sequence)
-        self.stores.follow(partial(self._stores.pass_over, sequence))
+        self._stages.expect(sequence)
+        self.stores.follow(partial(self._stages.pass_over, sequence))
 
     def detach(self) -> None:
         """Release what waits for the client, end both threads, let all go; then Detached."""
