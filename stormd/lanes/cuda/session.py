@@ -45,9 +45,7 @@ class CudaSession:
         self._client = client
         name = f"{client.session & 0xFFFFFFFF:x}"
         self._stages = Stores(client)
-        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(
-            f"stormd-out-{name}", self._stages
-        )
+        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(f"stormd-out-{name}", self._stages)
         self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
             f"stormd-back-{name}", Restores(client)
         )
