@@ -1,0 +1,224 @@
+"""A step of transformers' Trainer with offload, beside a loop of one's own and TRL's offload.
+
+    stormd run --pool-bytes 64GiB --mps on -- python tests/bench/trainer.py \\
+        --json tests/bench/results/trainer_h200.json
+    stormd run -- python tests/bench/trainer.py --layers 2 --width 256 --tokens 256   # on a CPU
+
+Layers of Llama in the proportions of the one of 8 billion parameters are trained by AdamW, all from
+one model: by a loop without offload and with, by a Trainer without offload, with `offload_trainer`,
+with checkpointed layers, and with TRL's activation offloading entered where TRL's trainers enter
+it. A step lasts from one optimizer's step to the next, by the clock on the wall, the GPU's work
+awaited. A row has the median and PyTorch's most allocated bytes of the steps after the warm-ups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import storm_client as storm
+import torch
+from storm_client.integrations.transformers import offload_trainer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from stormd.machine import describe, package_versions
+
+GIB = 1 << 30
+HEAD_WIDTH, QUERIES_A_KEY, VOCABULARY = 128, 4, 32_000
+WARM_UPS = 6
+RATE = 1e-5
+
+Data = list[dict[str, torch.Tensor]]
+
+
+class Row(NamedTuple):
+    """What was measured of one way to train."""
+
+    method: str
+    milliseconds: float
+    peak_gib: float
+    steps_milliseconds: list[float]
+
+
+class Steps:
+    """Takes the time at the end of each step, and the peak of those that count."""
+
+    def __init__(self, warm_ups: int) -> None:
+        self._warm_ups = warm_ups
+        self._ends: list[float] = []
+
+    def end(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == self._warm_ups and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def row(self, method: str) -> Row:
+        counted = self._ends[self._warm_ups - 1 :]
+        times = [1e3 * (end - begin) for begin, end in pairwise(counted)]
+        peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
+        return Row(method, statistics.median(times), peak, times)
+
+
+class Clock(TrainerCallback):
+    """Tells Steps of a Trainer's."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def on_step_end(self, *_args: Any, **_more: Any) -> None:
+        self._steps.end()
+
+
+class TrlTrainer(Trainer):
+    """Enters TRL's context around forward and backward, as TRL's own trainers do."""
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+        if not hasattr(self, "trl_context"):
+            self.trl_context = get_act_offloading_ctx_manager(model)
+        with self.trl_context:
+            return super().training_step(model, *args, **kwargs)
+
+
+def loop(
+    model: nn.Module, data: Data, arguments: argparse.Namespace, clock: Steps,
+    context: AbstractContextManager[object],
+) -> None:  # fmt: skip
+    """Train as a script of one's own does."""
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    model.train()
+    for step in range(arguments.steps + WARM_UPS):
+        rows = data[step * arguments.rows : (step + 1) * arguments.rows]
+        numbers = torch.stack([row["input_ids"] for row in rows]).to(device)
+        with context:
+            loss = model(input_ids=numbers, labels=numbers).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.end()
+
+
+def trainer(
+    model: nn.Module, data: Data, arguments: argparse.Namespace, clock: Steps,
+    change: Callable[[Any], Any], kind: type[Trainer] = Trainer, **more: Any,
+) -> None:  # fmt: skip
+    """Train as transformers does."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainingArguments(
+            output_dir=folder, max_steps=arguments.steps + WARM_UPS, learning_rate=RATE,
+            per_device_train_batch_size=arguments.rows, lr_scheduler_type="constant",
+            max_grad_norm=0.0, report_to=[], save_strategy="no", logging_strategy="no",
+            disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **more,
+        )  # fmt: skip
+        made = kind(model=model, args=settings, train_dataset=data, callbacks=[Clock(clock)])
+        change(made).train()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--budget", default="least")
+    parser.add_argument("--methods", nargs="+", help="some of those printed")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = made_model(arguments).to(device, torch.bfloat16)
+    data = made_data(arguments)
+    rows: list[Row] = []
+    with storm.connect() as client:
+        for name, train in methods(model, data, arguments, client).items():
+            if arguments.methods and name not in arguments.methods:
+                continue
+            clock = Steps(WARM_UPS)
+            train(clock)
+            rows.append(clock.row(name))
+            model.zero_grad()
+            model.gradient_checkpointing_disable()
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            print(
+                f"{name}: {rows[-1].milliseconds:.1f} ms, {rows[-1].peak_gib:.2f} GiB", flush=True
+            )
+            if arguments.json:  # after each row: what is cut off has its figures
+                write(arguments, rows)
+
+
+def methods(
+    model: nn.Module, data: Data, arguments: argparse.Namespace,
+    client: storm.Client,
+) -> dict[str, Callable[[Steps], None]]:  # fmt: skip
+    """Return the ways to train, by name."""
+    given = model, data, arguments
+    budget = {"budget": arguments.budget}
+    same: Callable[[Any], Any] = lambda one: one  # noqa: E731
+    found = {
+        "loop": lambda clock: loop(*given, clock, nullcontext()),
+        "loop, stormd": lambda clock: loop(*given, clock, client.offload(model, **budget)),
+        "Trainer": lambda clock: trainer(*given, clock, same),
+        "Trainer, stormd": lambda clock: trainer(
+            *given, clock, lambda one: offload_trainer(one, client=client, **budget)
+        ),
+        "Trainer, gradient_checkpointing": lambda clock: trainer(
+            *given, clock, same, gradient_checkpointing=True
+        ),
+    }
+    if torch.cuda.is_available():  # TRL has nothing to offload from without
+        found["Trainer, TRL"] = lambda clock: trainer(*given, clock, same, TrlTrainer)
+    return found
+
+
+def made_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
+    heads = max(1, arguments.width // HEAD_WIDTH)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=arguments.width,
+            intermediate_size=7 * arguments.width // 2,
+            num_hidden_layers=arguments.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=max(1, heads // QUERIES_A_KEY),
+            max_position_embeddings=arguments.tokens,
+            use_cache=False,
+        )
+    )
+
+
+def made_data(arguments: argparse.Namespace) -> Data:
+    count = (arguments.steps + WARM_UPS) * arguments.rows
+    numbers = torch.randint(VOCABULARY, (count, arguments.tokens))
+    return [{"input_ids": row, "labels": row} for row in numbers]
+
+
+def write(arguments: argparse.Namespace, rows: list[Row]) -> None:
+    figures = {
+        "machine": describe(),
+        "packages": package_versions(("transformers", "accelerate", "trl")),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "json"},
+        "rows": [row._asdict() for row in rows],
+    }
+    arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
