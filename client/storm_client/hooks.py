@@ -277,6 +277,7 @@ class _StepHooks:
             for record in results:
                 if record.phase is RangePhase.IN_USE:
                     record.session.send(record)
+            self._planned.handed_over()
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
@@ -337,6 +338,7 @@ class _StepHooks:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # PyTorch will set the version of what is returned
                 return self.unpack(packed)
+        self._planned.asked()
         version = packed if isinstance(packed, KeptTensor) else packed.version
         version.check()
         replaced = version.replaced()
@@ -485,8 +487,9 @@ class _StepHooks:
         """Return the tensor that was handed over, and note whether its recipe makes the same."""
         tensor = self._bring(trial.packed)
         try:
-            storage = replayed.result.made().untyped_storage()
-            if same_bits(storage, tensor.untyped_storage()):
+            if self._planned.has_parted and not replayed.result.has_recipe:
+                pass  # what made it ran when another kind of step was expected
+            elif same_bits(replayed.result.made().untyped_storage(), tensor.untyped_storage()):
                 trial.verified.add(trial.number)
             else:
                 trial.kind.reject(trial.number, "made again it had other bits")

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,8 @@ class Row(NamedTuple):
     milliseconds: float
     peak_gib: float
     steps_milliseconds: list[float]
+    plan: list[str]
+    """What offload has decided, where it was on."""
 
 
 class Steps:
@@ -64,11 +66,11 @@ class Steps:
         if len(self._ends) == self._warm_ups and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def row(self, method: str) -> Row:
+    def row(self, method: str, plan: str) -> Row:
         counted = self._ends[self._warm_ups - 1 :]
         times = [1e3 * (end - begin) for begin, end in pairwise(counted)]
         peak = torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else 0.0
-        return Row(method, statistics.median(times), peak, times)
+        return Row(method, statistics.median(times), peak, times, plan.splitlines())
 
 
 class Clock(TrainerCallback):
@@ -95,28 +97,29 @@ class TrlTrainer(Trainer):
 
 def loop(
     model: nn.Module, data: Data, arguments: argparse.Namespace, clock: Steps,
-    context: AbstractContextManager[object],
-) -> None:  # fmt: skip
-    """Train as a script of one's own does."""
+    offload: storm.Offload | None = None,
+) -> storm.Offload | None:  # fmt: skip
+    """Train as a script of one's own does; return the Offload."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     model.train()
     for step in range(arguments.steps + WARM_UPS):
         rows = data[step * arguments.rows : (step + 1) * arguments.rows]
         numbers = torch.stack([row["input_ids"] for row in rows]).to(device)
-        with context:
+        with offload or nullcontext():
             loss = model(input_ids=numbers, labels=numbers).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         clock.end()
+    return offload
 
 
 def trainer(
     model: nn.Module, data: Data, arguments: argparse.Namespace, clock: Steps,
-    change: Callable[[Any], Any], kind: type[Trainer] = Trainer, **more: Any,
-) -> None:  # fmt: skip
-    """Train as transformers does."""
+    change: Callable[[Any], Any] | None = None, kind: type[Trainer] = Trainer, **more: Any,
+) -> storm.Offload | None:  # fmt: skip
+    """Train as transformers does; return the Offload that `change` has given to the Trainer."""
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
             output_dir=folder, max_steps=arguments.steps + WARM_UPS, learning_rate=RATE,
@@ -125,7 +128,10 @@ def trainer(
             disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **more,
         )  # fmt: skip
         made = kind(model=model, args=settings, train_dataset=data, callbacks=[Clock(clock)])
-        change(made).train()
+        if change is not None:
+            change(made)
+        made.train()
+        return made.storm_offload if change is not None else None
 
 
 def main() -> None:
@@ -141,7 +147,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = made_model(arguments).to(device, torch.bfloat16)
+    with torch.device(device):
+        model = made_model(arguments).bfloat16()
     data = made_data(arguments)
     rows: list[Row] = []
     with storm.connect() as client:
@@ -149,8 +156,8 @@ def main() -> None:
             if arguments.methods and name not in arguments.methods:
                 continue
             clock = Steps(WARM_UPS)
-            train(clock)
-            rows.append(clock.row(name))
+            offload = train(clock)
+            rows.append(clock.row(name, "" if offload is None else f"{offload.plan}"))
             model.zero_grad()
             model.gradient_checkpointing_disable()
             gc.collect()
@@ -166,24 +173,23 @@ def main() -> None:
 def methods(
     model: nn.Module, data: Data, arguments: argparse.Namespace,
     client: storm.Client,
-) -> dict[str, Callable[[Steps], None]]:  # fmt: skip
+) -> dict[str, Callable[[Steps], storm.Offload | None]]:  # fmt: skip
     """Return the ways to train, by name."""
     given = model, data, arguments
     budget = {"budget": arguments.budget}
-    same: Callable[[Any], Any] = lambda one: one  # noqa: E731
     found = {
-        "loop": lambda clock: loop(*given, clock, nullcontext()),
+        "loop": lambda clock: loop(*given, clock),
         "loop, stormd": lambda clock: loop(*given, clock, client.offload(model, **budget)),
-        "Trainer": lambda clock: trainer(*given, clock, same),
+        "Trainer": lambda clock: trainer(*given, clock),
         "Trainer, stormd": lambda clock: trainer(
             *given, clock, lambda one: offload_trainer(one, client=client, **budget)
         ),
         "Trainer, gradient_checkpointing": lambda clock: trainer(
-            *given, clock, same, gradient_checkpointing=True
+            *given, clock, gradient_checkpointing=True
         ),
     }
     if torch.cuda.is_available():  # TRL has nothing to offload from without
-        found["Trainer, TRL"] = lambda clock: trainer(*given, clock, same, TrlTrainer)
+        found["Trainer, TRL"] = lambda clock: trainer(*given, clock, kind=TrlTrainer)
     return found
 
 

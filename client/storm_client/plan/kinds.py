@@ -17,6 +17,7 @@ hand has run, never by what another did.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import OrderedDict
@@ -58,8 +59,8 @@ MOST_EVENTS = 20_000
 """A step that goes on and on, as a block around a loop does, is not watched any further."""
 
 
-class Forward(Protocol):
-    """How long a forward pass took."""
+class Duration(Protocol):
+    """How long something took."""
 
     @property
     def is_known(self) -> bool:
@@ -178,8 +179,10 @@ class Kind:
         """Steps that followed the present decisions, and tried nothing."""
         self.window: float | None = None
         """Seconds of the shortest forward pass that followed the plan; None until seen."""
-        self._forwards: list[Forward] = []
+        self._forwards: list[Duration] = []
         """The latest that `window` does not know."""
+        self._turns: list[Duration] = []
+        """From the end of the latest forward passes until something was asked for."""
 
     def follow(self, decisions: list[Decision]) -> None:
         """Follow these from now on. Where they are new, every replay has to prove itself anew.
@@ -209,7 +212,7 @@ class Kind:
         """Whether what its steps ran was recorded, beside what they saved."""
         return any(event[0] is not SAVED for event in self.events)
 
-    def observe(self, forward: Forward) -> None:
+    def observe(self, forward: Duration) -> None:
         """Note a forward pass that followed the plan; two of them make it anew.
 
         Later two do so, on a GPU, if both were much shorter than the window.
@@ -218,6 +221,16 @@ class Kind:
         self._forwards = [*self._forwards, forward][-OBSERVED:]
         if len(self._forwards) == OBSERVED and (self.window is None or self._is_shorter()):
             self.window, self.is_outdated = None, True
+
+    def turned(self, turn: Duration) -> None:
+        """Note how long after the end of a forward pass the backward pass asked for something."""
+        self._turns = [*self._turns, turn][-OBSERVED:]
+
+    def turn_seconds(self) -> float:
+        """Return the longest of the latest of these times; infinity where that is not known."""
+        if len(self._turns) < OBSERVED or not all(turn.is_known for turn in self._turns):
+            return math.inf
+        return max(turn() for turn in self._turns)
 
     def measure(self) -> float | None:
         """Return the window, waiting until the device has come that far."""
@@ -252,6 +265,7 @@ class StepRecord:
         "_position",
         "_walks",
         "expected",
+        "has_parted",
         "kind",
         "script",
         "values",
@@ -264,6 +278,8 @@ class StepRecord:
         self._left: Kind | None = None
         """Whose script was left in the middle, so that some values were not looked at."""
         self.kind = kind
+        self.has_parted = False
+        """Whether something has happened that was not expected of its kind."""
         self.script: list[Expected] | None = None
         """What the step is expected to do; None where all events are looked at."""
         self._position = 0
@@ -294,6 +310,7 @@ class StepRecord:
         """Look at all events from here on, since something else has happened."""
         if self._position:
             self._left = self.kind
+        self.has_parted = True
         self._recall()
 
     def walk_on(self) -> None:
@@ -326,6 +343,7 @@ class StepRecord:
         if kind is None:
             return None
         if position >= len(kind.events) or kind.events[position] != event:
+            self.has_parted = True
             kind = self.kind = self._kinds.begins_with(self._events)
             if kind is None:
                 if self._left is not None:

@@ -5,12 +5,14 @@ is free while computing hides it, and a little of the processor, which encodes a
 byte that is made again takes the time of its operation, in the backward pass. So, given a price for
 a byte on the link:
 
-1. What saves most time for its bytes stays, as far as the budget has room.
-2. What is made again for less than shipping it costs is made again.
-3. As long as the forward pass computes for less time than its link needs, dearer values are made
+1. What nothing can make again and is asked for before the link could have taken it stays: shipping
+   it would free nothing. The output of a loss' softmax is that, the largest of many models.
+2. What saves most time for its bytes stays, as far as the budget has room.
+3. What is made again for less than shipping it costs is made again.
+4. As long as the forward pass computes for less time than its link needs, dearer values are made
    again, those first that relieve the link most for their time.
-4. What room is left is used for what was given up after all, at last for a slice of one value.
-5. If the link still needs longer, what was saved last stays: it is asked for first, before the link
+5. What room is left is used for what was given up after all, at last for a slice of one value.
+6. If the link still needs longer, what was saved last stays: it is asked for first, before the link
    would have taken it, so that shipping it would free nothing. That is as much as may be on its way
    at any time.
 
@@ -41,6 +43,10 @@ MOST_LOOKS = 100
 
 MANY_VALUES = 2000
 """From so many on one price alone is tried."""
+
+TURNAROUND = 3.0
+"""How long it is from the making of a value to its use in the backward pass, for a second that is
+computed behind it in the forward pass: that second, and two of its backward pass."""
 
 SLICE_GRANULE = 1 << 16
 """Bytes; values are cut at multiples of it, which are whole elements of any type."""
@@ -134,6 +140,8 @@ class _Problem:
     window: float
     in_flight: int
     """Bytes that may be on their way when the forward pass ends."""
+    turn: float
+    """Seconds from its end until something is asked for."""
     least_slice: int
 
     @property
@@ -183,7 +191,8 @@ class _State:
     made: dict[int, int] = field(default_factory=dict)
     """Values that are made again, with how deep that goes."""
     last: set[int] = field(default_factory=set)
-    """Values that stay since the link has no time for them before they are asked for."""
+    """Values that stay since the link has no time for them before they are asked for. The budget
+    has no room for them: they would be there, too, if they were on their way."""
     slices: dict[int, int] = field(default_factory=dict)
     """How many bytes stay of stored values."""
 
@@ -257,7 +266,9 @@ class _State:
 
     def _have(self, number: int, rate: float, draft: _Draft, left: int) -> int | None:
         """Add to a draft how an input is had: it is there, is made, or is stored besides."""
-        if number < 0 or number in self.kept or number in self.stored or number in draft.stored:
+        if number < 0 or number in self.kept or number in self.last:
+            return 0
+        if number in self.stored or number in draft.stored:
             return 0
         known = self.made.get(number) or draft.made.get(number)
         if known is not None:
@@ -277,18 +288,35 @@ class _State:
 
     def let_go_of_what_is_not_needed(self) -> None:
         """Make and store only what a saved value is or rests on that does not stay."""
-        needed = {n for n in self.problem.saved if n not in self.kept}
+        stays = self.kept | self.last
+        needed = {n for n in self.problem.saved if n not in stays}
         found = list(needed)
         while found:
             number = found.pop()
             if number in self.made:
                 sources = {n for n in self.problem.values[number].inputs if n >= 0}
-                sources -= needed | self.kept
+                sources -= needed | stays
                 needed |= sources
                 found += sources
         self.made = {n: depth for n, depth in self.made.items() if n in needed}
         self.stored = needed - self.made.keys()
         self.stored_bytes = sum(self.problem.values[n].nbytes for n in self.stored)
+
+    def let_stay_what_is_asked_for_at_once(self) -> None:
+        """Have what is saved last stay if it is needed before the link could have taken it.
+
+        That is the last value that cannot be made again: it is not known how long those take that
+        come before it.
+        """
+        problem, behind = self.problem, 0.0
+        for value in reversed(problem.values):
+            number = value.number
+            if value.is_saved and (not value.operation or number in problem.impossible):
+                needed = TURNAROUND * behind + problem.turn
+                if problem.link_seconds({number}) > needed:
+                    (self.kept if value.nbytes <= self.room else self.last).add(number)
+                return
+            behind += problem.seconds[number]
 
     def let_a_slice_stay(self) -> None:
         """Have as much of one value stay as there is room for, where no whole one has any.
@@ -348,18 +376,22 @@ def choose(
     room: int = 0,
     forward_seconds: float | None = None,
     in_flight: int = 0,
+    turn_seconds: float = math.inf,
     least: int = 0,
 ) -> Choice:
     """Return what becomes of each value; `room` bytes may stay on the device.
 
     `impossible` has the values that cannot be made again, with the reason. `forward_seconds` is
     how long the forward pass takes; by default what its known operations take together. At its end
-    `in_flight` bytes may be on their way. Nothing leaves that has less than `least` bytes.
+    `in_flight` bytes may be on their way, and `turn_seconds` later something is asked for. Nothing
+    leaves that has less than `least` bytes.
     """
     seconds = operation_seconds(values, costs)
     window = sum(filter(math.isfinite, seconds)) if forward_seconds is None else forward_seconds
     slices = max(costs.least_slice, least)
-    problem = _Problem(values, seconds, costs, impossible, room, window, in_flight, slices)
+    problem = _Problem(
+        values, seconds, costs, impossible, room, window, in_flight, turn_seconds, slices
+    )
     states = [
         _chosen(problem, costs.shipping + share * costs.link, gains)
         for share in (LINK_SHARES if len(values) < MANY_VALUES else LINK_SHARES[:1])
@@ -378,10 +410,11 @@ def _chosen(
     By these `gains`; without them it is chosen at the end.
     """
     state = _State(problem)
+    state.let_stay_what_is_asked_for_at_once()
     if gains is not None:
         _keep(state, gains(problem, rate))
     for number in problem.saved:
-        if number in state.made or number in state.kept:
+        if number in state.made or number in state.kept or number in state.last:
             continue
         way = state.way(number, rate)
         if way is not None and state.spent(way, rate) < problem.ship_seconds({number}, rate):
@@ -459,7 +492,7 @@ def _keep(state: _State, gains: Mapping[int, float]) -> None:
         return gains[number] / values[number].nbytes, number
 
     for number in sorted(gains, key=order, reverse=True):
-        if values[number].nbytes <= room:
+        if values[number].nbytes <= room and number not in state.kept | state.last:
             room -= values[number].nbytes
             state.kept.add(number)
 

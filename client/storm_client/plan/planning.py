@@ -107,12 +107,14 @@ class Planning:
             self, recording, mode, mark(is_on_gpu=kind is not None and kind.is_on_gpu)
         )
 
-    def ended(self, step: StepRecord, begun: Mark, *, is_trial: bool) -> None:
-        """Learn from a step that has ended."""
+    def ended(self, step: StepRecord, begun: Mark, *, is_trial: bool) -> Kind | None:
+        """Learn from a step that has ended; return its kind if it has followed that one's plan."""
         followed = step.kind
         kind = self._kinds.ended(step)
-        if kind is not None and kind is followed and kind.decisions is not None and not is_trial:
-            kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)))
+        if kind is None or kind is not followed or kind.decisions is None or is_trial:
+            return None
+        kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)))
+        return kind
 
     def plan(self) -> Plan | None:
         """Return the plan of the latest kind."""
@@ -147,6 +149,7 @@ class Planning:
             room=_room(budget, sum(saved), kind),
             forward_seconds=kind.measure(),
             in_flight=last_bytes(sum(saved)) if kind.is_on_gpu else 0,
+            turn_seconds=kind.turn_seconds(),
             least=self._least,
         )
         kind.follow(choice.decisions)
@@ -173,6 +176,10 @@ class PlannedStep:
         self._planning = planning
         self._begun = begun
         self._is_trial = False
+        self._followed: Kind | None = None
+        """Whose plan the forward pass has followed to its end."""
+        self._end: Mark | None = None
+        """When it had handed over all; None once the backward pass has asked for something."""
         self._recording: Recording | None = recording
         self._step = recording.step
         self.mode = mode
@@ -216,8 +223,24 @@ class PlannedStep:
         """Learn from the step; nothing runs or is saved in it any more."""
         if self._recording is not None:
             is_trial = self._is_trial or self._recording.tries
-            self._planning.ended(self._step, self._begun, is_trial=is_trial)
+            self._followed = self._planning.ended(self._step, self._begun, is_trial=is_trial)
         self.abandon()
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether the step did in its middle what was not expected of its kind."""
+        return self._step.has_parted
+
+    def handed_over(self) -> None:
+        """Note that all that the step has saved has left, or waits for that no longer."""
+        if self._followed is not None:
+            self._end = mark(is_on_gpu=self._followed.is_on_gpu)
+
+    def asked(self) -> None:
+        """Note that the backward pass asks for something that was saved."""
+        end, self._end = self._end, None
+        if end is not None and self._followed is not None:
+            self._followed.turned(Span(end, mark(is_on_gpu=self._followed.is_on_gpu)))
 
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""

@@ -184,6 +184,11 @@ class Result:
         self._uses = 0
         self._left = 0
 
+    @property
+    def has_recipe(self) -> bool:
+        """Whether it is known how to make it."""
+        return self._recipe is not None
+
     def made_by(self, recipe: Recipe, index: int | None) -> None:
         """Give the tensor up: it is the output `index` of `recipe`, or all of it."""
         self._recipe = recipe, index

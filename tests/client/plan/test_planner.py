@@ -127,6 +127,33 @@ def test_what_is_too_large_to_stay_at_the_end_does_not_keep_others_from_it() -> 
     assert decided(values, forward_seconds=1100.0, in_flight=250) == [OFFLOAD, LAST, OFFLOAD]
 
 
+def test_what_is_asked_for_before_the_link_could_have_taken_it_stays() -> None:
+    values = [value(0), value(1), value(2, 1000)]
+    in_time, late = {"turn_seconds": 1000.0}, {"turn_seconds": 999.0}
+    assert decided(values, forward_seconds=2000.0, **in_time) == [OFFLOAD] * 3
+    assert decided(values, forward_seconds=2000.0, **late) == [*[OFFLOAD] * 2, LAST]
+    assert decided(values, forward_seconds=2000.0) == [OFFLOAD] * 3  # it is not known when
+
+
+def test_what_is_computed_behind_it_is_counted_thrice() -> None:
+    values = [value(0, 1000), value(1, 1, "mm", -1, saved=False, seconds=333.0)]
+    assert decided(values, turn_seconds=0.0) == [LAST, OFFLOAD]
+    values[1] = value(1, 1, "mm", -1, saved=False, seconds=334.0)
+    assert decided(values, turn_seconds=0.0) == [OFFLOAD] * 2
+
+
+def test_what_is_asked_for_at_once_is_of_the_budget_where_that_has_room() -> None:
+    values = [value(0), value(1)]
+    options = {"forward_seconds": 1000.0, "turn_seconds": 0.0}
+    assert decided(values, room=100, **options) == [OFFLOAD, Keep("budget")]
+    assert decided(values, room=99, **options) == [OFFLOAD, LAST]
+
+
+def test_what_is_made_again_may_rest_on_what_is_asked_for_at_once() -> None:
+    values = [value(0), value(1, 100, "silu", 0)]
+    assert decided(values, forward_seconds=1000.0, turn_seconds=0.0) == [LAST, REPLAY]
+
+
 def test_products_are_made_again_only_for_what_cannot_stay_either() -> None:
     values = [value(0), *[value(n, 100, "mm", 0, seconds=20.0, dear=True) for n in (1, 2, 3)]]
     options = {"forward_seconds": 200.0}

@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
-STEPS = 5
+STEPS = 6
 
 
 @pytest.fixture(autouse=True)
@@ -429,7 +429,7 @@ WAYS = ("plain", "exchanged", "in place", "another function", "copied", "ends ea
 def test_steps_part_in_the_middle(other: str, device: str, client: storm.Client) -> None:
     torch.manual_seed(0)
     net, x = Branching().to(device), seeded(device, 32, WIDTH)
-    ways = ["plain", "plain", "plain", other, "plain", other, other, other, "plain", other, "plain"]
+    ways = ["plain"] * 3 + [other, "plain"] + [other] * 3 + ["plain", other, "plain", "plain"]
     expected = {}
     for net.way in ("plain", other):
         expected[net.way] = step(net, x, nullcontext)
@@ -580,3 +580,22 @@ def test_the_budget_of_the_environment(
     monkeypatch.setenv("STORMD_BUDGET", "some")
     with pytest.raises(storm.UsageError, match="budget is 'some'"):
         client.offload()
+
+
+def test_what_a_loss_saves_in_the_block_stays_once_it_is_known_to_be_asked_for_at_once(
+    device: str, client: storm.Client
+) -> None:
+    net = nn.Sequential(blocks(device), nn.Linear(WIDTH, 512, device=device))
+    x, targets = seeded(device, 32, WIDTH), torch.arange(32, device=device)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        with context():
+            loss = nn.functional.cross_entropy(net(x), targets)
+        loss.backward()
+        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+    offload = client.offload(net, min_bytes=1024)
+    assert_steps_are_identical(train, offload)
+    lines = [line for line in str(offload.plan).splitlines() if "32x512" in line]
+    assert any("keep" in line and "asked for before" in line for line in lines), f"{offload.plan}"
