@@ -1,7 +1,10 @@
 """Ternary products on a GPU beside torch's bfloat16, from memory that no cache holds.
 
     PYTHONPATH=kernels:tests python tests/bench/ternary_gpu.py --json FILE
+    PYTHONPATH=kernels:tests python tests/bench/ternary_gpu.py --hopper 45 --json FILE
 
+The second compares the kernels for Hopper with the others, and with what is chosen, then ways to
+cut a product, the likeliest first, until that many seconds have passed. Results are checked first.
 Each figure is the median over replays of a CUDA graph that goes through as many copies of w as
 exceed the second-level cache, so host time is not in it.
 """
@@ -13,18 +16,24 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from storm_kernels.ternary import TernaryTensor, cuda
+from storm_kernels.ternary import TernaryTensor, cuda, hopper
+from storm_kernels.ternary.hopper import Way
 from storm_kernels.ternary.planes import Kind
 
 SHAPES = [(2048, 2048), (8192, 8192), (13824, 2560), (16384, 16384)]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+HOPPER_BATCHES = [1, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+SWEPT_BATCHES = [64, 16, 128, 32, 256]
+KINDS = {"int8": Kind.INT8, "bfloat16": Kind.BFLOAT16}
 COLD_BYTES = 192 << 20
 REPLAYS = 15
-NEVER = 1 << 30
+NEVER, ALWAYS = range(1 << 30, 1 << 30), range(1, 1 << 30)
 
 
 def timed(call: Callable[[int], object], copies: int) -> float:
@@ -66,24 +75,19 @@ def operand(batch: int, columns: int, kind: str) -> torch.Tensor:
 
 
 def rows_of(rows: int, columns: int) -> list[dict[str, object]]:
-    """Return a figure for each batch: ours by kind of x, without and with a dense product."""
+    """Return a figure for each batch: ours by kind of x, as chosen and with a dense product."""
     w, peer = planes(rows, columns), dense(rows, columns)
     found = []
     for batch in BATCHES:
         x = {kind: operand(batch, columns, kind) for kind in ("int8", "bfloat16", "float32")}
         row: dict[str, object] = {"rows": rows, "columns": columns, "batch": batch}
         row["torch_bfloat16"] = timed(lambda i, x=x: x["bfloat16"] @ peer[i].T, len(peer))
-        for kind, limit in (("int8", NEVER), ("bfloat16", NEVER), ("float32", 64)):
-            usual = dict(cuda.DENSE_FROM)
-            try:
-                cuda.DENSE_FROM.update(dict.fromkeys(usual, NEVER))
-                if batch <= limit:
-                    row[kind] = timed(lambda i, k=kind, x=x: w[i].matmul(x[k]), len(w))
-                if batch > 16:
-                    cuda.DENSE_FROM.update(dict.fromkeys(usual, 2))
+        for kind, limit in (("int8", NEVER.start), ("bfloat16", NEVER.start), ("float32", 64)):
+            if batch <= limit:
+                row[kind] = timed(lambda i, k=kind, x=x: w[i].matmul(x[k]), len(w))
+            if batch > 16:
+                with forced(NEVER, 2):
                     row[f"{kind}_dense"] = timed(lambda i, k=kind, x=x: w[i].matmul(x[k]), len(w))
-            finally:
-                cuda.DENSE_FROM.update(usual)
         found.append(row)
         print(row, flush=True)
     signs = TernaryTensor.encode(torch.randint(-1, 2, (1, columns), dtype=torch.int8).cuda())
@@ -97,6 +101,117 @@ def rows_of(rows: int, columns: int) -> list[dict[str, object]]:
     )
     print(found[-1], flush=True)
     return found
+
+
+@contextmanager
+def forced(batches: range, dense_from: int, way: Way | None = None) -> Iterator[None]:
+    """Have these numbers of x go to the kernels for Hopper, in that way if given.
+
+    More x than those go to a dense product, and from `dense_from` on others too.
+    """
+    usual, usual_dense, chosen = dict(hopper.BATCHES), dict(cuda.DENSE_FROM), hopper.chosen
+    hopper.BATCHES.update(dict.fromkeys(usual, batches))
+    cuda.DENSE_FROM.update(dict.fromkeys(usual_dense, dense_from))
+    if way is not None:
+        hopper.chosen = lambda *_: way
+    try:
+        yield
+    finally:
+        hopper.BATCHES.update(usual)
+        cuda.DENSE_FROM.update(usual_dense)
+        hopper.chosen = chosen
+
+
+class Shape:
+    """Copies of w, and of a bfloat16 matrix of its size, in more memory than the caches have."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.w, self.peer = planes(rows, columns), dense(rows, columns)
+        self._values = cuda.decode(*self.w[0].planes, columns, Kind.INT8).float()
+
+    def torch(self, batch: int) -> float:
+        x = operand(batch, self.columns, "bfloat16")
+        return timed(lambda i: x @ self.peer[i].T, len(self.peer))
+
+    def ours(self, kind: str, batch: int) -> float:
+        x = operand(batch, self.columns, kind)
+        return timed(lambda i: self.w[i].matmul(x), len(self.w))
+
+    def wrong(self, kind: str, batch: int) -> int:
+        """Return how many results of whole numbers, whose sums float32 has, are wrong."""
+        x = torch.randint(-128, 128, (batch, self.columns), dtype=torch.int8).cuda()
+        expected = x.float() @ self._values.T
+        found = self.w[0].matmul(x if kind == "int8" else x.bfloat16())
+        return int((found.float() != expected).sum())
+
+
+def likely(kind: Kind, rows: int, columns: int, batch: int) -> list[Way]:
+    """Return the ways of least cost, and the first with less and more under way."""
+    found = [way for _, way in sorted(hopper.ways(kind, rows, columns, batch))]
+    first = found[0]
+    others = [replace(first, alone=not first.alone)]
+    if first.stages > 4:
+        others.append(replace(first, stages=4))
+    if first.depth > 2:
+        others.append(replace(first, depth=2))
+    return found[:3] + others
+
+
+def compared(shape: Shape, batch: int) -> dict[str, object]:
+    """Return a figure for each way that a product can go."""
+    row: dict[str, object] = {"rows": shape.rows, "columns": shape.columns, "batch": batch}
+    row["torch_bfloat16"] = shape.torch(batch)
+    for name, kind in KINDS.items():
+        row[name] = shape.ours(name, batch)
+        if batch <= 128:
+            with forced(NEVER, NEVER.start):
+                row[f"{name}_few"] = shape.ours(name, batch)
+        if batch > 64:
+            with forced(NEVER, 2):
+                row[f"{name}_dense"] = shape.ours(name, batch)
+        if batch > 1:
+            with forced(ALWAYS, NEVER.start):
+                row[f"{name}_wrong"] = shape.wrong(name, batch)
+                row[f"{name}_hopper"] = shape.ours(name, batch)
+            row[f"{name}_way"] = str(hopper.chosen(kind, shape.rows, shape.columns, batch))
+    return row
+
+
+def hopper_figures(seconds: float) -> dict[str, object]:
+    began = time.monotonic()
+    if not cuda.has_hopper(0):
+        raise SystemExit("the kernels for Hopper do not run here")
+    print(f"compiled in {time.monotonic() - began:.1f} s", flush=True)
+    shapes = [Shape(*shape) for shape in SHAPES]
+    print(f"made operands by {time.monotonic() - began:.1f} s", flush=True)
+    found: list[dict[str, object]] = []
+    for shape in shapes:
+        for batch in HOPPER_BATCHES:
+            found.append(compared(shape, batch))
+            told = {k: v for k, v in found[-1].items() if not k.endswith("_way")}
+            print(*(f"{k} {v}" for k, v in told.items()), sep=", ", flush=True)
+    print(f"swept from {time.monotonic() - began:.1f} s", flush=True)
+    swept: list[dict[str, object]] = []
+    todo = [(b, s, name) for b in SWEPT_BATCHES for s in shapes for name in KINDS]
+    for batch, shape, name in todo:
+        for way in likely(KINDS[name], shape.rows, shape.columns, batch):
+            if time.monotonic() - began > seconds:
+                print("no time for more ways")
+                return {"compared_us": found, "swept": swept}
+            with forced(ALWAYS, NEVER.start, way):
+                row = {
+                    "rows": shape.rows, "columns": shape.columns, "batch": batch, "x": name,
+                    "way": str(way), "wrong": shape.wrong(name, batch),
+                    "microseconds": shape.ours(name, batch),
+                }  # fmt: skip
+            swept.append(row)
+            print(
+                f"{shape.rows:5} x {shape.columns:5}, {batch:3} {name:8} groups {way.groups} "
+                f"splits {way.splits} stages {way.stages} depth {way.depth} alone {way.alone}: "
+                f"{row['microseconds']} us, {row['wrong']} wrong", flush=True,
+            )  # fmt: skip
+    return {"compared_us": found, "swept": swept}
 
 
 def others() -> dict[str, float]:
@@ -114,8 +229,13 @@ def others() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--hopper", type=float, metavar="SECONDS")
     args = parser.parse_args()
-    figures = {"others_us": others(), "microseconds": [r for s in SHAPES for r in rows_of(*s)]}
+    figures: dict[str, object]
+    if args.hopper:
+        figures = hopper_figures(args.hopper)
+    else:
+        figures = {"others_us": others(), "microseconds": [r for s in SHAPES for r in rows_of(*s)]}
     if args.json:
         about = {
             "device": torch.cuda.get_device_name(),

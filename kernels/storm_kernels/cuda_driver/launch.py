@@ -17,6 +17,7 @@ from storm_kernels.errors import CudaDriverError
 __all__ = ["Arguments", "Function", "current_context", "launch", "launch_early"]
 
 _OVERLAPS = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
 class Arguments:
@@ -80,21 +81,22 @@ def launch(function: Function, blocks: int, threads: int, stream: int, arguments
 
 
 def launch_early(
-    function: Function, blocks: int, threads: int, stream: int, arguments: int
+    function: Function, blocks: int, threads: int, stream: int, arguments: int, *, cluster: int = 1
 ) -> None:
     """Like `launch`, for a kernel that may begin before the one before it on the stream has ended.
 
     It begins where that one lets it, on devices of compute capability 9.0 or more, and awaits that
-    one's end itself. (CUDA programming guide, "Programmatic Dependent Launch".)
+    one's end itself. (CUDA programming guide, "Programmatic Dependent Launch".) Each `cluster`
+    blocks in turn are one thread block cluster; their number must divide that of the blocks.
     """
-    config = _early(blocks, threads, function.shared_bytes, stream)
+    config = _early(blocks, threads, function.shared_bytes, stream, cluster)
     (status,) = driver.cuLaunchKernelEx(config, function.native, arguments, 0)
     if status:
         raise _refused("cuLaunchKernelEx", status, function, blocks, threads)
 
 
 @lru_cache(maxsize=4096)
-def _early(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
+def _early(blocks: int, threads: int, shared_bytes: int, stream: int, cluster: int) -> Any:
     """Return a launch's configuration, which nobody changes: launches of all threads share it."""
     attribute = driver.CUlaunchAttribute()
     attribute.id = _OVERLAPS
@@ -105,7 +107,13 @@ def _early(blocks: int, threads: int, shared_bytes: int, stream: int) -> Any:
     config.sharedMemBytes = shared_bytes
     config.hStream = driver.CUstream(stream)
     config.attrs = [attribute]
-    config.numAttrs = 1
+    if cluster > 1:
+        shape = driver.CUlaunchAttribute()
+        shape.id = _CLUSTER
+        shape.value.clusterDim.x = cluster
+        shape.value.clusterDim.y = shape.value.clusterDim.z = 1
+        config.attrs = [attribute, shape]
+    config.numAttrs = len(config.attrs)
     return config
 
 

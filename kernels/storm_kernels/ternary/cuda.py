@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ..cuda_compiler import load_cupy, probe
 from ..errors import BackendUnavailable, UsageError
+from . import hopper
 from .planes import LANE_COLUMNS, ROW_ALIGN, Kind, Product, refuse_pair, row_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +48,9 @@ MATMUL: Final = {
 block have rows of their own and how many share rows. ternary_matmul.cuh has these."""
 
 DENSE_FROM: Final = {Kind.INT8: 129, Kind.BFLOAT16: 129, Kind.FLOAT32: 17}
-"""x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured")."""
+"""x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured").
+
+hopper.py has those of devices that run its kernels."""
 
 EARLY_CAPABILITY: Final = (9, 0)
 """From here on a kernel can begin while the one before it still runs."""
@@ -55,6 +59,7 @@ MATMUL_COLUMNS: Final = 1 << 22
 """Below it the int32 sums of tensor cores, of up to 2 * 128 a column, cannot overflow."""
 
 _LETTERS: Final = {Kind.INT8: "i8", Kind.FLOAT32: "f32", Kind.BFLOAT16: "bf16"}
+_SOURCE: Final = "ternary.cu"
 _FOLDER: Final = Path(__file__).parent / "csrc" / "cuda"
 
 # Arguments of the kernels: P an address, Q a size, i and f numbers of 32 bits.
@@ -69,7 +74,17 @@ _TAKEN: Final = {
     "ternary_order_i8": "PQQQQPP",
     "ternary_order_bf16": "PQQQQP",
     "ternary_matmul": "PPQQQPQQPPPi",
+    "ternary_hopper_order": "PQQQQQIP",
+    "ternary_hopper": "PPQQQPQPPiII",
 }
+_EARLY: Final = (
+    "ternary_order_i8",
+    "ternary_order_bf16",
+    "ternary_matmul",
+    "ternary_hopper_order",
+    "ternary_hopper",
+)
+"""Kernels that await the one before them themselves."""
 
 
 def encode(
@@ -155,7 +170,9 @@ def _integers(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch
         return _grouped(product, bit0, bit1, x)
     if product.batch == 1 or product.columns >= MATMUL_COLUMNS:
         return _matvecs(product, bit0, bit1, x)
-    if product.batch >= DENSE_FROM[Kind.INT8] and not (product.columns % 8 or product.rows % 8):
+    if product.batch >= _dense_from(product, Kind.INT8) and not (
+        product.columns % 8 or product.rows % 8
+    ):
         return _dense_integers(product, bit0, bit1, x)
     return _matmul(product, bit0, bit1, x, Kind.INT8)
 
@@ -216,7 +233,7 @@ def _dense_integers(
 
 
 def _floats(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
-    if product.batch >= DENSE_FROM[product.kind]:
+    if product.batch >= _dense_from(product, product.kind):
         return _dense_floats(product, bit0, bit1)
     if product.kind is Kind.BFLOAT16 and not product.group:
         return _matmul(product, bit0, bit1, product.x, Kind.BFLOAT16)
@@ -257,6 +274,9 @@ def _matmul(
 ) -> torch.Tensor:
     import torch
 
+    least = hopper.batches(kind, product.rows, product.columns).start
+    if product.batch >= least and has_hopper(bit0.get_device()):
+        return _hopper(product, bit0, bit1, x, kind)
     out, columns, batch = _empty(product), product.columns, product.batch
     ways = MATMUL[kind]
     tiles, width, row_warps, splits = ways[min(_rounded(-(-batch // 8)), max(ways))]
@@ -282,6 +302,58 @@ def _matmul(
         _address(product.scale), out.data_ptr(), product.out_kind,
     )  # fmt: skip
     return out
+
+
+def _hopper(
+    product: Product, bit0: torch.Tensor, bit1: torch.Tensor, x: torch.Tensor, kind: Kind
+) -> torch.Tensor:
+    import torch
+
+    out, item = _empty(product), x.element_size()
+    way = hopper.chosen(kind, product.rows, product.columns, product.batch)
+    tiles = -(-product.batch // (8 * way.eights))
+    spans = -(-product.columns // SPAN_COLUMNS)
+    ordered = torch.empty(
+        tiles * way.eights * 8 * spans * SPAN_COLUMNS * item, dtype=torch.uint8, device=x.device
+    )
+    lanes = tiles * way.eights * spans * hopper.ORDER_LANES
+    _launch(
+        "ternary_hopper_order", f"ternary_hopper_order_{_LETTERS[kind]}",
+        -(-lanes // hopper.ORDER_THREADS), hopper.ORDER_THREADS, out,
+        x.data_ptr(), x.shape[1] * item, product.columns * item, spans, product.batch,
+        tiles * way.eights, way.eights, ordered.data_ptr(),
+    )  # fmt: skip
+    _launch(
+        "ternary_hopper", f"ternary_hopper_{_LETTERS[kind]}_{way.eights}",
+        -(-product.rows // way.rows) * tiles * way.splits, way.threads, out,
+        *_matrix(product, bit0, bit1), ordered.data_ptr(), product.batch, _address(product.scale),
+        out.data_ptr(), product.out_kind, way.stages, way.depth,
+        cluster=way.splits, shared_bytes=way.shared_bytes(kind),
+    )  # fmt: skip
+    return out
+
+
+def _dense_from(product: Product, kind: Kind) -> int:
+    """Return the x from which decoding w and a dense product of torch's is faster."""
+    if kind is Kind.FLOAT32 or product.group:
+        return DENSE_FROM[kind]
+    known = hopper.batches(kind, product.rows, product.columns)
+    if product.batch >= known.start and has_hopper(product.bit0.get_device()):
+        return known.stop
+    return DENSE_FROM[kind]
+
+
+@cache
+def has_hopper(device: int) -> bool:
+    """Return whether the kernels for Hopper run there; compiles them, which takes seconds."""
+    if _capability(device) != hopper.CAPABILITY:
+        return False
+    try:
+        _module(device, hopper.SOURCE)
+    except BackendUnavailable as error:
+        warnings.warn(f"{error}; many x will take longer", RuntimeWarning, stacklevel=2)
+        return False
+    return True
 
 
 def _rounded(eights: int) -> int:
@@ -348,7 +420,14 @@ def _address(array: torch.Tensor | None) -> int:
 
 
 def _launch(
-    family: str, kernel: str, blocks: int, threads: int, like: torch.Tensor, *values: float
+    family: str,
+    kernel: str,
+    blocks: int,
+    threads: int,
+    like: torch.Tensor,
+    *values: float,
+    cluster: int = 1,
+    shared_bytes: int = 0,
 ) -> None:
     """Put a kernel on torch's current stream of `like`'s device, unless it has nothing to do."""
     import torch
@@ -362,10 +441,11 @@ def _launch(
     arguments.pack(*values)  # type: ignore[arg-type] # a threshold is a float
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(index).cuda_stream
-        # Tensor cores' kernels await what brings x into order themselves.
-        early = family == "ternary_matmul" and _capability(index) >= EARLY_CAPABILITY
-        put = launch_early if early else launch
-        put(_function(index, kernel), blocks, threads, stream, taken)
+        function = _function(index, kernel, shared_bytes)
+        if family in _EARLY and _capability(index) >= EARLY_CAPABILITY:
+            launch_early(function, blocks, threads, stream, taken, cluster=cluster)
+        else:
+            launch(function, blocks, threads, stream, taken)
 
 
 @cache
@@ -390,35 +470,57 @@ def _arguments(family: str) -> tuple[Arguments, int]:
 
 
 @lru_cache(maxsize=512)
-def _function(device: int, kernel: str) -> Function:
+def _function(device: int, kernel: str, shared_bytes: int) -> Function:
     from ..cuda_driver.launch import Function
 
+    for_hopper = kernel.startswith("ternary_hopper")
+    source = hopper.SOURCE if for_hopper else _SOURCE
     with load_cupy().cuda.Device(device):
-        function = _module(device).get_function(kernel)
-        return Function(function.kernel.ptr, 0, function)
+        function = _module(device, source).get_function(kernel)
+        if for_hopper:
+            # The one that orders x too: a multiprocessor that shares its memory out in another way
+            # takes no block of the next kernel before all that run there have ended.
+            function.preferred_shared_memory_carveout = 100
+        if shared_bytes:
+            # Launches of other sizes share it.
+            function.max_dynamic_shared_size_bytes = hopper.MEMORY_BYTES
+        return Function(function.kernel.ptr, shared_bytes, function)
 
 
 _compiling: Final = threading.Lock()
 
 
-def _module(device: int) -> Any:
+def _module(device: int, source: str) -> Any:
     """Return the compiled kernels; of several threads that ask first one compiles."""
     with _compiling:
-        return _compiled(device)
+        return _compiled(device, source)
 
 
 @cache
-def _compiled(device: int) -> Any:
+def _compiled(device: int, source: str) -> Any:
     cupy = load_cupy()
+    try:
+        with cupy.cuda.Device(device):
+            module = cupy.RawModule(code=source_text(source), options=options(source))
+            module.compile()
+    except Exception as error:
+        raise BackendUnavailable(f"{source} cannot be compiled: {error}") from error
+    return module
+
+
+def source_text(source: str) -> str:
+    """Return what the compiler gets for a file of csrc/cuda.
+
+    CuPy's cache knows a module by this text, so the sources sign it.
+    """
     digest = hashlib.sha256()
     for path in sorted(_FOLDER.glob("ternary*.cu*")):
         digest.update(path.read_bytes())
-    # CuPy's cache knows a module by this text, so the sources sign it.
-    text = f'#include "ternary.cu"\n// {digest.hexdigest()[:8]}\n'
-    try:
-        with cupy.cuda.Device(device):
-            module = cupy.RawModule(code=text, options=("-std=c++17", f"-I{_FOLDER}"))
-            module.compile()
-    except Exception as error:
-        raise BackendUnavailable(f"ternary.cu cannot be compiled: {error}") from error
-    return module
+    return f'#include "{source}"\n// {digest.hexdigest()[:8]}\n'
+
+
+def options(source: str) -> tuple[str, ...]:
+    """Return the compiler's options; CuPy adds the device's architecture."""
+    # Of two architectures NVRTC (12.9 to 13.5) takes the one with more features.
+    special = ("-arch=sm_90a",) if source == hopper.SOURCE else ()
+    return ("-std=c++17", f"-I{_FOLDER}", *special)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from storm_kernels import CorruptBlob, UsageError
-from storm_kernels.ternary import TernaryTensor, decode, dot, encode, matmul, matvec
+from storm_kernels.ternary import TernaryTensor, decode, dot, encode, hopper, matmul, matvec
 from storm_kernels.ternary import cuda as device_code
+from storm_kernels.ternary.planes import Kind
 
 available, detail = device_code.probe()
 pytestmark = [
@@ -32,6 +33,11 @@ BATCHES = [1, 2, 7, 8, 9, 16, 33, 64, 65]
 def ternary(rows: int, columns: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng([rows, columns, seed])
     return rng.integers(-1, 2, (rows, columns)).astype(np.int8)
+
+
+def exact_product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Return x w^T of whole numbers; float64 has all sums, and is many times as fast as int64."""
+    return (x.astype(np.float64) @ w.astype(np.float64).T).astype(np.int32)
 
 
 def on_device(array: np.ndarray) -> torch.Tensor:
@@ -82,13 +88,13 @@ def test_integers_are_exact(rows, columns, batch):
     x = rng.integers(-128, 128, (batch, columns)).astype(np.int8)
     x[0] = -128  # the largest sums
     planes = [on_device(plane) for plane in encode(w)]
-    expected = (x.astype(np.int64) @ w.astype(np.int64).T).astype(np.int32)
+    expected = exact_product(x, w)
     same(matmul(*planes, on_device(x)), expected)
     scale = rng.random(rows).astype(np.float32)
     same(matmul(*planes, on_device(x), scale=on_device(scale)), expected.astype(np.float32) * scale)
     signs = ternary(batch, columns, 1)
     given = TernaryTensor.encode(on_device(signs))
-    expected = (signs.astype(np.int64) @ w.astype(np.int64).T).astype(np.int32)
+    expected = exact_product(signs, w)
     same(matmul(*planes, given), expected)
 
 
@@ -129,6 +135,77 @@ def test_tensor_cores_stay_within_what_any_order_allows(rows, columns, batch):
     """
     w = ternary(rows, columns)
     x = torch.randn(batch, columns, generator=torch.Generator().manual_seed(batch)).bfloat16()
+    planes = [on_device(plane) for plane in encode(w)]
+    found = matmul(*planes, x.cuda()).cpu().double()
+    wide = torch.from_numpy(w).double()
+    exact, sizes = x.double() @ wide.T, x.double().abs() @ wide.abs().T
+    assert ((found - exact).abs() <= columns * 2.0**-23 * sizes).all()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Products of any number of x go to the kernels for Hopper."""
+    if torch.cuda.get_device_capability() != hopper.CAPABILITY:
+        pytest.skip("these kernels are for compute capability 9.0")
+    assert device_code.has_hopper(torch.cuda.current_device())
+    for which in hopper.BATCHES:
+        monkeypatch.setitem(hopper.BATCHES, which, range(1, 1 << 30))
+
+
+ROWS_AROUND_TILES = [1, 63, 64, 65, 127, 128, 129, 200]
+COLUMNS_AROUND_SPANS = [1, 31, 32, 33, 511, 512, 513, 2560]
+BATCHES_AROUND_TILES = [2, 3, 8, 15, 16, 17, 24, 25, 32, 33, 48, 49, 64, 65, 96, 97, 128, 129, 130]
+
+
+@pytest.mark.parametrize("columns", COLUMNS_AROUND_SPANS)
+@pytest.mark.parametrize("rows", ROWS_AROUND_TILES)
+def test_kernels_for_hopper_are_exact(on_hopper, rows, columns):
+    """Whole numbers, whose sums float32 has: results are the oracle's with bfloat16 x too."""
+    w = ternary(rows, columns)
+    planes = [on_device(plane) for plane in encode(w)]
+    for batch in BATCHES_AROUND_TILES:
+        rng = np.random.default_rng(batch)
+        x = rng.integers(-128, 128, (batch, columns)).astype(np.int8)
+        x[0] = -128  # the largest sums
+        expected = exact_product(x, w)
+        same(matmul(*planes, on_device(x)), expected)
+        same(matmul(*planes, on_device(x).bfloat16()), expected.astype(np.float32))
+    scale = rng.random(rows).astype(np.float32)
+    scaled = np.float32(0) + expected.astype(np.float32) * scale
+    same(matmul(*planes, on_device(x), scale=on_device(scale)), scaled)
+    same(matmul(*planes, on_device(x).bfloat16(), scale=on_device(scale)), scaled)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("batch", [16, 24, 32, 48, 64, 96, 128, 300])
+def test_every_way_to_cut_a_product_gives_the_same(on_hopper, monkeypatch, batch, groups, splits):
+    rows, columns = 700, 5000
+    w = ternary(rows, columns)
+    planes = [on_device(plane) for plane in encode(w)]
+    x = np.random.default_rng(batch).integers(-128, 128, (batch, columns)).astype(np.int8)
+    expected = exact_product(x, w)
+    for kind, given in (
+        (Kind.INT8, on_device(x)),
+        (Kind.BFLOAT16, on_device(x).bfloat16()),
+    ):
+        eights = hopper.chosen(kind, rows, columns, batch).eights
+        if groups > hopper.MAX_GROUPS[eights]:
+            continue
+        for spans in (1, 2, 10):
+            way = hopper.fitted(kind, eights, groups, splits, spans)
+            with monkeypatch.context() as patch:
+                patch.setattr(hopper, "chosen", lambda *_, way=way: way)
+                same(matmul(*planes, given).int(), expected)
+
+
+@pytest.mark.parametrize("batch", [16, 64, 128])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_kernels_for_hopper_stay_within_what_any_order_allows(on_hopper, rows, columns, batch):
+    w = ternary(rows, columns)
+    x = torch.randn(batch, columns, generator=torch.Generator().manual_seed(batch)).bfloat16()
+    x[0, 0] = 2.0**127  # twice as much is infinite
+    x[0, -1] = 2.0**-120
     planes = [on_device(plane) for plane in encode(w)]
     found = matmul(*planes, x.cuda()).cpu().double()
     wide = torch.from_numpy(w).double()
@@ -198,6 +275,75 @@ def test_it_runs_on_the_current_stream_and_in_a_graph():
     x.copy_(new)
     graph.replay()
     same(y, w.astype(np.int32) @ new.numpy().astype(np.int32))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+@pytest.mark.parametrize("rows", [512, 4096])  # w is small, and not
+@pytest.mark.parametrize("batch", [2, 20, 40, 128])
+def test_products_in_a_row_await_what_they_read(rows, batch, captured):
+    """Kernels begin before those before them have ended, which make x and w of each product."""
+    made = torch.Generator().manual_seed(batch)
+    values = torch.randint(-1, 2, (rows, rows), dtype=torch.int8, generator=made)
+    start = torch.randint(-128, 128, (batch, rows), dtype=torch.int8, generator=made)
+    x, w = start.cuda(), values.cuda()
+    bit0, bit1 = encode(w)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            y = matmul(bit0, bit1, x)
+            whole = matmul(bit0, bit1, (y % 128).bfloat16())
+            x = ((whole + y) % 256 - 128).to(torch.int8)
+            bit0.copy_(bit0.roll(1, 0))
+            bit1.copy_(bit1.roll(1, 0))
+        return x
+
+    if captured:
+        chain(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(x)
+        for plane, given in zip((bit0, bit1), encode(w), strict=True):
+            plane.copy_(given)
+        graph.replay()
+    else:
+        found = chain(x)
+    wide, expected = values.double().cuda(), start.double().cuda()
+    for _ in range(6):
+        y = expected @ wide.T
+        expected = (y % 128 @ wide.T + y) % 256 - 128
+        wide = wide.roll(1, 0)
+    assert torch.equal(found, expected.to(torch.int8))
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+def test_a_product_awaits_another_stream_that_it_was_told_to_await(captured):
+    values = torch.randint(-1, 2, (4096, 4096), dtype=torch.int8)
+    x = torch.randint(-128, 128, (40, 4096), dtype=torch.int8, device="cuda")
+    bit0, bit1 = encode(values.cuda())
+    busy = torch.randn(2048, 2048, device="cuda")
+    given = torch.zeros_like(x)
+    side = torch.cuda.Stream()
+
+    def forked() -> torch.Tensor:
+        given.zero_()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            busy.copy_(busy @ busy % 1)
+            given.copy_(x)
+        bit0.bitwise_not_()  # of another stream than x, and as late
+        bit0.bitwise_not_()
+        torch.cuda.current_stream().wait_stream(side)
+        return matmul(bit0, bit1, given)
+
+    found = forked()
+    if captured:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = forked()
+        for _ in range(3):
+            graph.replay()
+    same(found, exact_product(x.cpu().numpy(), values.numpy()))
 
 
 def test_nothing_beside_the_output_is_written():

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads)
                      int* sums)
 {
     __shared__ int meeting[kOrderThreads / kWarp][8];
-    let_next_begin();
+    order_begins();
     const u64 place = static_cast<u64>(blockIdx.x) * kOrderThreads + threadIdx.x;
     const u32 lane = place % kWarp, q = place / kWarp % 4, warp = threadIdx.x / kWarp;
     const u64 eight = place / (4 * kWarp) % eights, span = place / (4 * kWarp) / eights;
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kOrderThreads)
     ternary_order_bf16(const unsigned short* x, u64 x_stride, u64 columns, u64 batch, u64 eights,
                        uint4* ordered)
 {
-    let_next_begin();
+    order_begins();
     const u64 place = static_cast<u64>(blockIdx.x) * kOrderThreads + threadIdx.x;
     const u32 lane = place % kWarp, q = place / kWarp % 4;
     const u64 eight = place / (4 * kWarp) % eights, span = place / (4 * kWarp) / eights;

@@ -92,6 +92,14 @@ __device__ __forceinline__ void await_previous()
 #endif
 }
 
+// What a kernel that brings x into order does first. It may itself have begun early, and what came
+// before it may have written x or w: the next one, which reads w at once, begins after all that.
+__device__ __forceinline__ void order_begins()
+{
+    await_previous();
+    let_next_begin();
+}
+
 // A scaled result is a sum of one term: 0 + term, which is +0 where the term is -0.
 __device__ __forceinline__ float scaled(float sum, float scale)
 {
