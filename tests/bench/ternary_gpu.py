@@ -107,10 +107,10 @@ def rows_of(rows: int, columns: int) -> list[dict[str, object]]:
 def forced(batches: range, dense_from: int, way: Way | None = None) -> Iterator[None]:
     """Have these numbers of x go to the kernels for Hopper, in that way if given.
 
-    More x than those go to a dense product, and from `dense_from` on others too.
+    Of others those from `dense_from` on go to a dense product.
     """
     usual, usual_dense, chosen = dict(hopper.BATCHES), dict(cuda.DENSE_FROM), hopper.chosen
-    hopper.BATCHES.update(dict.fromkeys(usual, batches))
+    hopper.BATCHES.update(dict.fromkeys(usual, (batches,)))
     cuda.DENSE_FROM.update(dict.fromkeys(usual_dense, dense_from))
     if way is not None:
         hopper.chosen = lambda *_: way

@@ -50,7 +50,7 @@ block have rows of their own and how many share rows. ternary_matmul.cuh has the
 DENSE_FROM: Final = {Kind.INT8: 129, Kind.BFLOAT16: 129, Kind.FLOAT32: 17}
 """x from which decoding w and a dense product of torch's is faster (DESIGN.md, "Measured").
 
-hopper.py has those of devices that run its kernels."""
+Where its kernels run, hopper.py says which x go to them first."""
 
 EARLY_CAPABILITY: Final = (9, 0)
 """From here on a kernel can begin while the one before it still runs."""
@@ -170,9 +170,10 @@ def _integers(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch
         return _grouped(product, bit0, bit1, x)
     if product.batch == 1 or product.columns >= MATMUL_COLUMNS:
         return _matvecs(product, bit0, bit1, x)
-    if product.batch >= _dense_from(product, Kind.INT8) and not (
-        product.columns % 8 or product.rows % 8
-    ):
+    can_be_dense = not (product.columns % 8 or product.rows % 8)
+    if _hopper_takes(product, Kind.INT8, can_be_dense=can_be_dense):
+        return _hopper(product, bit0, bit1, x, Kind.INT8)
+    if can_be_dense and product.batch >= DENSE_FROM[Kind.INT8]:
         return _dense_integers(product, bit0, bit1, x)
     return _matmul(product, bit0, bit1, x, Kind.INT8)
 
@@ -233,9 +234,12 @@ def _dense_integers(
 
 
 def _floats(product: Product, bit0: torch.Tensor, bit1: torch.Tensor) -> torch.Tensor:
-    if product.batch >= _dense_from(product, product.kind):
+    on_tensor_cores = product.kind is Kind.BFLOAT16 and not product.group
+    if on_tensor_cores and _hopper_takes(product, Kind.BFLOAT16):
+        return _hopper(product, bit0, bit1, product.x, Kind.BFLOAT16)
+    if product.batch >= DENSE_FROM[product.kind]:
         return _dense_floats(product, bit0, bit1)
-    if product.kind is Kind.BFLOAT16 and not product.group:
+    if on_tensor_cores:
         return _matmul(product, bit0, bit1, product.x, Kind.BFLOAT16)
     out, x, scale = _empty(product), product.x.float(), product.scale
     blocks = -(-product.rows // FLOAT_ROWS) * product.batch
@@ -274,9 +278,6 @@ def _matmul(
 ) -> torch.Tensor:
     import torch
 
-    least = hopper.batches(kind, product.rows, product.columns).start
-    if product.batch >= least and has_hopper(bit0.get_device()):
-        return _hopper(product, bit0, bit1, x, kind)
     out, columns, batch = _empty(product), product.columns, product.batch
     ways = MATMUL[kind]
     tiles, width, row_warps, splits = ways[min(_rounded(-(-batch // 8)), max(ways))]
@@ -333,14 +334,12 @@ def _hopper(
     return out
 
 
-def _dense_from(product: Product, kind: Kind) -> int:
-    """Return the x from which decoding w and a dense product of torch's is faster."""
-    if kind is Kind.FLOAT32 or product.group:
-        return DENSE_FROM[kind]
-    known = hopper.batches(kind, product.rows, product.columns)
-    if product.batch >= known.start and has_hopper(product.bit0.get_device()):
-        return known.stop
-    return DENSE_FROM[kind]
+def _hopper_takes(product: Product, kind: Kind, *, can_be_dense: bool = True) -> bool:
+    """Return whether the kernels for Hopper run on the device and are the fastest there."""
+    rows, columns, batch = product.rows, product.columns, product.batch
+    instead_of_dense = not can_be_dense and batch >= DENSE_FROM[kind]
+    fastest = instead_of_dense or hopper.takes(kind, rows, columns, batch)
+    return fastest and has_hopper(product.bit0.get_device())
 
 
 @cache

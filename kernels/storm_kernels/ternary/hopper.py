@@ -12,7 +12,7 @@ from typing import Final
 
 from .planes import Kind
 
-__all__ = ["CAPABILITY", "MEMORY_BYTES", "SOURCE", "Way", "batches", "chosen", "ways"]
+__all__ = ["CAPABILITY", "MEMORY_BYTES", "SOURCE", "Way", "chosen", "takes", "ways"]
 
 CAPABILITY: Final = (9, 0)
 """Warpgroup instructions are in sm_90a alone, which no other device runs."""
@@ -35,15 +35,16 @@ MEMORY_BYTES: Final = 227 << 10
 SMALL_VALUES: Final = 1 << 23
 """Below as many values w is small: the time goes into beginning and ending."""
 
-BATCHES: Final = {
-    (Kind.INT8, False): range(16, 385),
-    (Kind.INT8, True): range(24, 129),
-    (Kind.BFLOAT16, False): range(8, 257),
-    (Kind.BFLOAT16, True): range(8, 129),
+BATCHES: Final[dict[tuple[Kind, bool], tuple[range, ...]]] = {
+    (Kind.INT8, False): (range(9, 513),),
+    (Kind.INT8, True): (range(24, 65), range(129, 513)),
+    (Kind.BFLOAT16, False): (range(8, 513),),
+    (Kind.BFLOAT16, True): (range(4, 513),),
 }
-"""By kind of x, and whether w is small: how many x these kernels take in the least time.
+"""By kind of x, and whether w is small: how many x these kernels take in the least time measured.
 
-With less the kernels of ternary_matmul.cuh do, with more decoding w and a dense product of torch's.
+Others go where they go on any device: to the kernels of ternary_matmul.cuh, or from DENSE_FROM on
+(cuda.py) to a dense product. No more than 512 were measured.
 """
 
 PROCESSOR_BYTES: Final = 228 << 10
@@ -114,9 +115,10 @@ def planes_bytes(way: Way) -> int:
     return way.depth * way.groups * GROUP_THREADS * 64
 
 
-def batches(kind: Kind, rows: int, columns: int) -> range:
-    """Return for how many x the kernels are the fastest there are."""
-    return BATCHES[kind, rows * columns < SMALL_VALUES]
+def takes(kind: Kind, rows: int, columns: int, batch: int) -> bool:
+    """Return whether no other kernels are as fast for so many x."""
+    numbers = BATCHES[kind, rows * columns < SMALL_VALUES]
+    return any(batch in some for some in numbers)
 
 
 @lru_cache(maxsize=4096)
