@@ -103,7 +103,7 @@ def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr, REVERSE: tl.constexpr):
 
 @triton.jit
 def combine(left, right, OP: tl.constexpr):
-    """Return what `left` and then `right` do."""
+    """Return the map of what `left` and then `right` do."""
     if OP == "add":
         return (_add(left[0], right[0]),)
     elif OP == "mul":
@@ -114,9 +114,15 @@ def combine(left, right, OP: tl.constexpr):
         return (_min(left[0], right[0]),)
     elif OP == "logaddexp":
         return (_logaddexp(left[0], right[0]),)
-    else:
-        tl.static_assert(OP == "compensated")
+    elif OP == "compensated":
         return _two_sum(left[0], left[1], right[0], right[1])
+    elif OP == "linear":
+        return _linear(left[0], left[1], right[0], right[1])
+    else:
+        tl.static_assert(OP == "complex_linear")
+        return _complex_linear(
+            left[0], left[1], left[2], left[3], right[0], right[1], right[2], right[3]
+        )
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import BackendUnavailable
-from .launches import Columns, Rows, columns_for, cut, rows_for
+from .launches import Columns, Rows, columns_for, cut, levels, rows_for
 from .layout import Arrangement, Strides, arrange
 
 __all__ = ["fold", "linear", "linear_gradient", "load_kernels", "probe"]
@@ -91,7 +91,6 @@ def fold(
         "REVERSE": reverse,
         "EXCLUSIVE": exclusive,
         "MAPS": words,
-        "STATES": words,
     }
     tile = tile or _tile(space, max(x.itemsize, y.itemsize), words)
     launch = _Launch(space, tile, options)
@@ -158,7 +157,6 @@ def _linear(
         "GRADIENT": gradient,
         "REVERSE": reverse,
         "MAPS": 2 * words,
-        "STATES": words,
     }
     tile = tile or _tile(
         space, accumulator.itemsize if is_complex else h.itemsize, 2 * words, gradient=gradient
@@ -192,7 +190,8 @@ class _Launch:
         look_back = tile.look_back and self._tiles > 1
         programs = self._chains * (self._tiles if look_back else 1)
         sizes = [self._space.length]
-        shape = {"N": self._channels, "WINDOW": tile.window, "LOOK_BACK": look_back}
+        depth = levels(self._tiles, tile.fan) if look_back else 0
+        shape = {"N": self._channels, "FAN": tile.fan, "LEVELS": depth, "LOOK_BACK": look_back}
         if isinstance(tile, Columns):
             sizes += [self._space.inner, self._chunks]
             shape |= {"R": tile.rows, "G": tile.stretches}
@@ -215,9 +214,7 @@ class _Launch:
 
     def _scratch(self, device: torch.device) -> torch.Tensor:
         """Return the ticket counter and room for what tiles publish, all zero."""
-        maps = self._tiles * self._options["MAPS"]
-        states = cut(self._tiles, self._tile.window) * self._options["STATES"]
-        words = 2 + self._chains * self._channels * (maps + states)
+        words = 2 + self._chains * self._tiles * self._channels * self._options["MAPS"]
         return torch.zeros(words, dtype=torch.int64, device=device)
 
 

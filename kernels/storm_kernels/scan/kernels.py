@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .combine import apply, combine, edge, lift, read, scan, seed
-from .look_back import entering_state, publish_map, publish_state
+from .look_back import entering_state
 
 __all__ = ["fold_columns", "fold_rows", "linear_columns", "linear_rows"]
 
@@ -106,31 +106,9 @@ def _totals(local, OP: tl.constexpr, REVERSE: tl.constexpr, R: tl.constexpr, G: 
 
 
 @triton.jit
-def _reach(
-    words,
-    states,
-    first,
-    own,
-    tile,
-    chain,
-    chains,
-    like,
-    OP: tl.constexpr,
-    NEUTRAL: tl.constexpr,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MAPS: tl.constexpr,
-    STATES: tl.constexpr,
-):
-    """Publish a tile's map `own`, and return the state that enters the tile."""
-    publish_map(words, own, tile, chain, chains, N, MAPS)
-    before = entering_state(
-        words, states, first, tile, chain, chains, like, OP, NEUTRAL, N, WINDOW, MAPS, STATES
-    )
-    if tile % WINDOW == WINDOW - 1:
-        after = apply(before, own, OP)
-        publish_state(states, after, tile, chain, chains, N, WINDOW, STATES)
-    return before
+def _words(scratch, chain, tiles, N: tl.constexpr, MAPS: tl.constexpr):
+    """Return where a chain's published maps lie, behind the counter of tickets."""
+    return scratch + 2 + chain.to(tl.int64) * tiles * (MAPS * N)
 
 
 # --- sums, products, maxima, minima, logaddexp ----------------------------------------------
@@ -172,9 +150,9 @@ def fold_columns(
     x_outer, x_length, x_inner, y_outer, y_length, y_inner,
     OP: tl.constexpr, NEUTRAL: tl.constexpr, CAST: tl.constexpr, ACC: tl.constexpr,
     REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, LOOK_BACK: tl.constexpr,
-    MAPS: tl.constexpr, STATES: tl.constexpr,
+    MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan x to y, both (outer, length, inner); `chunks` of N channels make up the inner size."""
     begin, chain = _take_work(scratch, chains, LOOK_BACK)
@@ -185,8 +163,6 @@ def fold_columns(
     x += outer * x_outer + channel.to(tl.int64)[None, None, :] * x_inner
     y += outer * y_outer + channel.to(tl.int64)[None, None, :] * y_inner
     like = tl.zeros([N], ACC)
-    words = scratch + 2
-    states = words + tiles.to(tl.int64) * chains * (MAPS * N)
     before = seed(like, OP, NEUTRAL)
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
@@ -196,9 +172,9 @@ def fold_columns(
         local = scan(elements, 1, OP, REVERSE)
         running, own = _totals(local, OP, REVERSE, R, G)
         if LOOK_BACK:
-            before = _reach(
-                words, states, before, own, tile, chain, chains, like,
-                OP, NEUTRAL, N, WINDOW, MAPS, STATES,
+            before = entering_state(
+                _words(scratch, chain, tiles, N, MAPS), before, own, tile, like,
+                OP, NEUTRAL, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
         entering = _spread(running, before, OP, REVERSE, G)
         result = _behind(entering, local, OP)
@@ -230,8 +206,8 @@ def fold_rows(
     x_outer, x_length, y_outer, y_length,
     OP: tl.constexpr, NEUTRAL: tl.constexpr, CAST: tl.constexpr, ACC: tl.constexpr,
     REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, LOOK_BACK: tl.constexpr,
-    MAPS: tl.constexpr, STATES: tl.constexpr,
-    N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan x to y, both (outer, length)."""
     begin, chain = _take_work(scratch, chains, LOOK_BACK)
@@ -239,8 +215,6 @@ def fold_rows(
     x += chain.to(tl.int64) * x_outer
     y += chain.to(tl.int64) * y_outer
     like = tl.zeros([1], ACC)
-    words = scratch + 2
-    states = words + tiles.to(tl.int64) * chains * MAPS
     before = seed(like, OP, NEUTRAL)
     last: tl.constexpr = 0 if REVERSE else N - 1
     for turn in tl.range(0, count, num_stages=STAGES):
@@ -251,9 +225,9 @@ def fold_rows(
         local = scan(elements, 0, OP, REVERSE)
         own = _one(edge(local, tl.arange(0, N) == last, 0))
         if LOOK_BACK:
-            before = _reach(
-                words, states, before, own, tile, chain, chains, like,
-                OP, NEUTRAL, 1, WINDOW, MAPS, STATES,
+            before = entering_state(
+                _words(scratch, chain, tiles, 1, MAPS), before, own, tile, like,
+                OP, NEUTRAL, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
         result = read(combine(before, local, OP), OP)
         _store_fold(
@@ -368,9 +342,9 @@ def linear_columns(
     h_outer, h_length, h_inner, db_outer, db_length, db_inner, da_outer, da_length, da_inner,
     OP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr,
     GRADIENT: tl.constexpr, REVERSE: tl.constexpr, LOOK_BACK: tl.constexpr,
-    MAPS: tl.constexpr, STATES: tl.constexpr,
+    MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """H = a*h + b along (outer, length, inner); or with GRADIENT, from the gradient b of h, those
     of b and a, scanning the other way round.
@@ -386,8 +360,6 @@ def linear_columns(
     h += outer * h_outer + channel[None, None, :] * h_inner
     initial += outer * initial_outer + channel * initial_inner
     like = tl.zeros([N], ACC)
-    words = scratch + 2
-    states = words + tiles.to(tl.int64) * chains * (MAPS * N)
     first = _load_state(initial, inside, ACC, COMPLEX, INITIAL)
     if GRADIENT:
         db += outer * db_outer + channel[None, None, :] * db_inner
@@ -405,9 +377,9 @@ def linear_columns(
         )
         running, own = _totals(scan(maps, 1, OP, REVERSE), OP, REVERSE, R, G)
         if LOOK_BACK:
-            before = _reach(
-                words, states, before, own, tile, chain, chains, like,
-                OP, 0, N, WINDOW, MAPS, STATES,
+            before = entering_state(
+                _words(scratch, chain, tiles, N, MAPS), before, own, tile, like,
+                OP, 0, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
         entering = _spread(running, before, OP, REVERSE, G)
         # the recurrence itself again, from the state that enters each thread's rows
@@ -448,8 +420,8 @@ def linear_rows(
     h_outer, h_length, db_outer, db_length, da_outer, da_length,
     OP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr,
     GRADIENT: tl.constexpr, REVERSE: tl.constexpr, LOOK_BACK: tl.constexpr,
-    MAPS: tl.constexpr, STATES: tl.constexpr,
-    N: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr,
+    MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
+    N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same along (outer, length)."""
     begin, chain = _take_work(scratch, chains, LOOK_BACK)
@@ -459,8 +431,6 @@ def linear_rows(
     b += outer * b_outer
     h += outer * h_outer
     like = tl.zeros([1], ACC)
-    words = scratch + 2
-    states = words + tiles.to(tl.int64) * chains * MAPS
     initial += outer * initial_outer + tl.zeros([1], tl.int64)
     first = _load_state(initial, tl.arange(0, 1) == 0, ACC, COMPLEX, INITIAL)
     if GRADIENT:
@@ -480,9 +450,9 @@ def linear_rows(
         local = scan(maps, 0, OP, REVERSE)
         own = _one(edge(local, tl.arange(0, N) == last, 0))
         if LOOK_BACK:
-            before = _reach(
-                words, states, before, own, tile, chain, chains, like,
-                OP, 0, 1, WINDOW, MAPS, STATES,
+            before = entering_state(
+                _words(scratch, chain, tiles, 1, MAPS), before, own, tile, like,
+                OP, 0, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
         state = apply(before, local, OP)
         if GRADIENT:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["Columns", "Rows", "columns_for", "cut", "rows_for"]
+__all__ = ["Columns", "Rows", "columns_for", "cut", "is_fan", "levels", "rows_for"]
 
 _WARP: Final = 32
 _VECTOR_BYTES: Final = 16
@@ -20,15 +20,13 @@ _VECTOR_BYTES: Final = 16
 _ENOUGH_PROGRAMS: Final = 128
 """So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
 
-_LONG: Final = 1 << 16
-"""From here on tiles look back to so many others that small ones, more at a time, are faster."""
-
 
 @dataclass(frozen=True)
 class Columns:
     """A tile of `stretches` times `rows` rows of `channels` channels.
 
-    With `look_back` each program scans one tile; otherwise all tiles of a sequence, in turn.
+    With `look_back` each program scans one tile, and `fan` tiles are a group of those that are
+    combined at once; otherwise a program scans all tiles of a sequence, in turn.
     """
 
     rows: int
@@ -36,7 +34,10 @@ class Columns:
     channels: int
     warps: int
     look_back: bool
-    window: int = 8
+    fan: int = 16
+
+    def __post_init__(self) -> None:
+        assert not self.look_back or is_fan(self.fan, self.channels, self.warps)
 
     @property
     def length(self) -> int:
@@ -51,12 +52,32 @@ class Rows:
     elements: int
     warps: int
     look_back: bool
-    window: int = 128
+    fan: int = 128
+
+    def __post_init__(self) -> None:
+        assert not self.look_back or is_fan(self.fan, 1, self.warps)
 
     @property
     def length(self) -> int:
         """How many elements of a sequence a tile has."""
         return self.elements
+
+
+def is_fan(fan: int, channels: int, warps: int) -> bool:
+    """Tell whether tiles of `channels` may look back to groups of `fan`.
+
+    Each thread must have a published word of its own: two that look at the same one may find it
+    there and not there, and Triton takes what replicas hold for equal.
+    """
+    return fan > 1 and fan * channels >= _WARP * warps
+
+
+def levels(tiles: int, fan: int) -> int:
+    """Return how many digits the numbers of so many tiles have to base `fan`."""
+    count = 1
+    while fan**count < tiles:
+        count += 1
+    return count
 
 
 def cut(length: int, tile: int) -> int:
@@ -86,7 +107,8 @@ def columns_for(
         return Columns(rows, stretches, channels, warps, look_back=False)
     channels = min(widest, 8 * vector)
     stretches = _stretches(channels, vector, warps)
-    return Columns(rows, stretches, channels, warps, look_back=True)
+    fan = max(8, max(1, 4 // words) * _WARP * warps // channels)
+    return Columns(rows, stretches, channels, warps, look_back=True, fan=fan)
 
 
 @lru_cache(maxsize=1024)
@@ -94,14 +116,12 @@ def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> 
     """Return the tile for sequences whose elements lie side by side."""
     if outer >= 8 * _ENOUGH_PROGRAMS:
         elements, warps = (1024, 1) if gradient else (2048, 2)
-    elif outer < _ENOUGH_PROGRAMS and length >= _LONG:
-        elements, warps = 2048, 2
     else:
         elements, warps = 4096, 4
     elements //= words
     elements = max(_WARP, min(elements, _power_of_two(length)))
     look_back = outer < _ENOUGH_PROGRAMS and length > 2 * elements
-    return Rows(elements, warps, look_back=look_back)
+    return Rows(elements, warps, look_back=look_back, fan=_WARP * warps)
 
 
 def _stretches(channels: int, vector: int, warps: int) -> int:

@@ -61,7 +61,7 @@ class Arrangement:
         inner = _collapsed(shape, strides, self.inner_dims)
         if outer is None or inner is None:
             return None
-        return outer, strides[self.dim], inner
+        return outer if self.outer > 1 else 0, strides[self.dim], inner
 
 
 def arrange(result: torch.Tensor, dim: int) -> Arrangement:

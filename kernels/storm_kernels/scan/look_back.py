@@ -1,28 +1,33 @@
 """How the tiles of one sequence learn, in a single launch, what state enters them.
 
 A tile takes a ticket, so that every tile before it is running or done, and none waits for one that
-cannot start. It publishes its own map at once. Tiles form windows of WINDOW; the state that enters
-tile i of a window is
+cannot start. Written to base FAN, a tile's number names what lies before it: digit d of a level
+says that d groups of FAN**level tiles do. Group by group, those are what a tile waits for, and
+combines in the sequence's order:
 
-    (state after the window before) then (maps of the window's tiles 0 .. i-1, combined in order)
+    (first state) then (whole groups, the largest first) ... then (the single tiles just before it)
 
-whatever was ready first, so the same input gives the same bits in every run. The window's last
-tile publishes the state after it; a long sequence thus waits for one tile in WINDOW alone.
+whatever was ready first, so the same input gives the same bits in every run. Nothing is handed on
+from tile to tile: a group's map is published by its last tile, which needs the groups within it
+alone, so a wait is as many steps deep as there are levels, however long the sequence is.
+
+A tile publishes one map, of the largest group that ends with it: who waits for a smaller one would
+lie in that group, behind its end. Maps thus have a place a tile.
 
 Each 32 bits of a component travel in a 64-bit word that says in its upper half that it is there:
 data and flag arrive together, without fences. The words are zero when the kernel starts.
 """
 
-# ruff: noqa: RET505 - Triton compiles what follows a branch although the branch has returned
+# ruff: noqa: RUF005, SIM108 - Triton takes no starred tuples, and choices of constants as branches
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .combine import apply, edge, identity, scan, seed
+from .combine import apply, combine, edge, identity, scan
 
-__all__ = ["entering_state", "publish_map", "publish_state"]
+__all__ = ["entering_state"]
 
 READY = tl.constexpr(1 << 32)
 LOWER = tl.constexpr((1 << 32) - 1)
@@ -31,120 +36,70 @@ LOWER = tl.constexpr((1 << 32) - 1)
 @triton.jit
 def entering_state(
     words,
-    states,
     first,
+    own,
     tile,
-    chain,
-    chains,
     LIKE,
     OP: tl.constexpr,
     NEUTRAL: tl.constexpr,
     N: tl.constexpr,
-    WINDOW: tl.constexpr,
     MAPS: tl.constexpr,
-    STATES: tl.constexpr,
+    FAN: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):
-    """Wait for, and return, the state of N channels that enters `tile` of `chain`.
+    """Publish what others need of `tile`, wait for what it needs, return the state that enters it.
 
-    `words` are the published maps, `states` the published states, each MAPS or STATES words a
-    channel; `first` is what enters tile 0; LIKE is a tensor of N numbers of the kind.
+    `words` are the sequence's, MAPS for each of N channels and tile; `own` is the tile's map,
+    `first` the state that enters tile 0; LIKE is a tensor of N numbers of the kind.
     """
-    window = tile // WINDOW
-    place = tile % WINDOW
-    state = first
-    if place > 0:
-        within = _take_window(
-            words, window * WINDOW, place, chain, chains, LIKE, OP, NEUTRAL, N, WINDOW, MAPS
-        )
-    else:
-        within = identity(LIKE, OP, NEUTRAL)
-    if window > 0:
-        block = ((window - 1).to(tl.int64) * chains + chain) * (STATES * N)
-        state = _take_state(states + block + tl.arange(0, N), LIKE, OP, NEUTRAL, N)
-    return apply(state, within, OP)
+    seen = ()  # a look at every level before waiting for any: their trips overlap
+    span = 1
+    for _ in tl.static_range(LEVELS):
+        seen = seen + (_look(words, tile, span, N, MAPS, FAN),)
+        span *= FAN
+    before = identity(LIKE, OP, NEUTRAL)
+    is_group_end = tile >= 0
+    is_begin = tile >= 0
+    span = 1
+    for level in tl.static_range(LEVELS):
+        digit = tile // span % FAN
+        if is_group_end & (digit < FAN - 1):
+            if level == 0:
+                _publish(words, own, tile, N, MAPS)
+            else:
+                _publish(words, combine(before, own, OP), tile, N, MAPS)
+        group = _take(words, seen[level], tile, span, LIKE, OP, NEUTRAL, N, MAPS, FAN)
+        if level == 0:
+            before = group
+        else:
+            before = _joined(group, before, digit > 0, is_begin, OP)
+        is_group_end = is_group_end & (digit == FAN - 1)
+        is_begin = is_begin & (digit == 0)
+        span *= FAN
+    return apply(first, before, OP)
 
 
 @triton.jit
-def publish_map(words, maps, tile, chain, chains, N: tl.constexpr, MAPS: tl.constexpr):
-    """Tell the tiles behind what `tile` does to a state."""
-    block = (tile.to(tl.int64) * chains + chain) * (MAPS * N)
-    _publish(words + block + tl.arange(0, N), maps, N)
+def _joined(left, right, has_left, is_begin, OP: tl.constexpr):
+    """Return `left` then `right`, where there are both.
+
+    Nothing is combined with the map that stands for none: an infinite factor would make NaN of it.
+    """
+    both = combine(left, right, OP)
+    chosen = ()
+    for i in tl.static_range(len(both)):
+        one = tl.where(is_begin, left[i], both[i])
+        chosen = chosen + (tl.where(has_left, one, right[i]),)
+    return chosen
 
 
 @triton.jit
-def publish_state(
-    states,
-    state,
-    tile,
-    chain,
-    chains,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STATES: tl.constexpr,
-):
-    """Tell the windows behind what state leaves `tile`, the last of its window."""
-    block = ((tile // WINDOW).to(tl.int64) * chains + chain) * (STATES * N)
-    _publish(states + block + tl.arange(0, N), state, N)
-
-
-@triton.jit
-def _take_window(
-    words,
-    begin,
-    count,
-    chain,
-    chains,
-    LIKE,
-    OP: tl.constexpr,
-    NEUTRAL: tl.constexpr,
-    N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MAPS: tl.constexpr,
-):
-    """Return the maps of tiles [begin, begin + count), combined in order."""
-    place = tl.arange(0, WINDOW)[:, None]
-    known = (place < count) & (tl.arange(0, N)[None, :] < N)
-    block = ((begin + place).to(tl.int64) * chains + chain) * (MAPS * N)
-    address = words + block + tl.arange(0, N)[None, :]
-    like = tl.broadcast_to(LIKE[None, :], (WINDOW, N))
-    none = identity(like, OP, NEUTRAL)
-    wide: tl.constexpr = LIKE.dtype.primitive_bitwidth // 32
-    if len(none) == 1:
-        maps = (_take(address, known, none[0], N),)
-    elif len(none) == 2:
-        maps = (
-            _take(address, known, none[0], N),
-            _take(address + wide * N, known, none[1], N),
-        )
-    else:
-        maps = (
-            _take(address, known, none[0], N),
-            _take(address + wide * N, known, none[1], N),
-            _take(address + 2 * wide * N, known, none[2], N),
-            _take(address + 3 * wide * N, known, none[3], N),
-        )
-    return edge(scan(maps, 0, OP, False), place == WINDOW - 1, 0)
-
-
-@triton.jit
-def _take_state(address, LIKE, OP: tl.constexpr, NEUTRAL: tl.constexpr, N: tl.constexpr):
-    none = seed(LIKE, OP, NEUTRAL)
-    known = tl.arange(0, N) < N
-    wide: tl.constexpr = LIKE.dtype.primitive_bitwidth // 32
-    if len(none) == 1:
-        return (_take(address, known, none[0], N),)
-    else:
-        return (
-            _take(address, known, none[0], N),
-            _take(address + wide * N, known, none[1], N),
-        )
-
-
-@triton.jit
-def _publish(address, parts, N: tl.constexpr):
-    wide: tl.constexpr = parts[0].dtype.primitive_bitwidth // 32
-    for i in tl.static_range(len(parts)):
-        part = parts[i]
+def _publish(words, maps, tile, N: tl.constexpr, MAPS: tl.constexpr):
+    """Tell the tiles behind what the largest group that ends with `tile` does to a state."""
+    address = words + tile.to(tl.int64) * (MAPS * N) + tl.arange(0, N)
+    wide: tl.constexpr = MAPS // len(maps)
+    for i in tl.static_range(len(maps)):
+        part = maps[i]
         if wide == 2:
             bits = part.to(tl.int64, bitcast=True)
             tl.atomic_xchg(address + (2 * i) * N, (bits & LOWER) | READY, sem="relaxed")
@@ -156,20 +111,64 @@ def _publish(address, parts, N: tl.constexpr):
 
 
 @triton.jit
-def _take(address, known, none, N: tl.constexpr):
-    """Wait until the words that are `known` to come are there; elsewhere give `none`."""
-    lower = _wait(address, known)
-    if none.dtype.primitive_bitwidth == 64:
-        upper = _wait(address + N, known)
-        value = (((upper & LOWER) << 32) | (lower & LOWER)).to(none.dtype, bitcast=True)
-    else:
-        value = (lower & LOWER).to(tl.uint32).to(none.dtype, bitcast=True)
-    return tl.where(known, value, none)
+def _groups(words, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.constexpr):
+    """Return where the maps of the groups of `span` tiles before `tile` lie, and which it needs.
+
+    Both are (FAN, N); a group's map lies at the place of its last tile.
+    """
+    place = tl.arange(0, FAN)[:, None]
+    digit = tile // span % FAN
+    end = ((tile // span - digit + place + 1) * span - 1).to(tl.int64)
+    known = (place < digit) & (tl.arange(0, N)[None, :] < N)
+    return words + end * (MAPS * N) + tl.arange(0, N)[None, :], known
 
 
 @triton.jit
-def _wait(address, known):
-    word = tl.load(address, mask=known, other=READY, volatile=True)
-    while tl.min(word >> 32) == 0:
-        word = tl.load(address, mask=known, other=READY, volatile=True)
-    return word
+def _look(words, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.constexpr):
+    """Return the words (FAN, N), MAPS of them, of the groups of `span` tiles, as they are now."""
+    address, known = _groups(words, tile, span, N, MAPS, FAN)
+    found = ()
+    for i in tl.static_range(MAPS):
+        found = found + (tl.load(address + i * N, mask=known, other=READY, volatile=True),)
+    return found
+
+
+@triton.jit
+def _take(
+    words,
+    found,
+    tile,
+    span,
+    LIKE,
+    OP: tl.constexpr,
+    NEUTRAL: tl.constexpr,
+    N: tl.constexpr,
+    MAPS: tl.constexpr,
+    FAN: tl.constexpr,
+):
+    """Wait for the maps of the groups of `span` tiles, and return them combined in order."""
+    while _is_missing(found):
+        found = _look(words, tile, span, N, MAPS, FAN)
+    place = tl.arange(0, FAN)[:, None]
+    known = place < tile // span % FAN
+    none = identity(tl.broadcast_to(LIKE[None, :], (FAN, N)), OP, NEUTRAL)
+    wide: tl.constexpr = MAPS // len(none)
+    maps = ()
+    for i in tl.static_range(len(none)):
+        lower = found[wide * i] & LOWER
+        if wide == 2:
+            value = ((found[wide * i + 1] & LOWER) << 32) | lower
+        else:
+            value = lower.to(tl.uint32)
+        value = value.to(none[i].dtype, bitcast=True)
+        maps = maps + (tl.where(known, value, none[i]),)
+    return edge(scan(maps, 0, OP, False), place == FAN - 1, 0)
+
+
+@triton.jit
+def _is_missing(found):
+    """Tell whether some word of `found` is not there yet."""
+    least = (found[0] >> 32).to(tl.int32)
+    for i in tl.static_range(1, len(found)):
+        least = tl.minimum(least, (found[i] >> 32).to(tl.int32))
+    return tl.min(tl.min(least, 0), 0) == 0

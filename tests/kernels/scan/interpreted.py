@@ -16,12 +16,17 @@ from storm_kernels.scan.launches import Columns, Rows
 from triton.runtime import interpreter
 
 COLUMNS = (
-    Columns(4, 2, 8, 1, look_back=True, window=2),
+    Columns(4, 2, 8, 1, look_back=True, fan=4),
     Columns(4, 2, 8, 1, look_back=False),
-    Columns(2, 1, 4, 1, look_back=True, window=4),
+    Columns(2, 1, 4, 1, look_back=True, fan=8),
     None,
 )
-ROWS = (Rows(8, 1, look_back=True, window=2), Rows(16, 1, look_back=False), None)
+ROWS = (Rows(8, 1, look_back=True, fan=32), Rows(16, 1, look_back=False), None)
+SMALL = Columns(2, 1, 16, 1, look_back=True, fan=2)
+COUNTS = (
+    *product((SMALL,), (*range(1, 18), 33, 40)),
+    *product((Rows(2, 1, look_back=True, fan=32),), (31, 32, 33, 40)),
+)
 SHAPES = (((1, 29, 5), COLUMNS), ((2, 45), ROWS))
 FOLDS = (*((op, False) for op in ("add", "mul", "max", "min", "logaddexp")), ("add", True))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
@@ -77,11 +82,50 @@ def recurrences() -> Iterator[tuple[object, Callable[[object], tuple[torch.Tenso
             yield (dtype, shape, tile, reverse, state), run
 
 
+def counts() -> Iterator[tuple[object, Callable[[object], tuple[torch.Tensor, ...]]]]:
+    """Yield scans of so many tiles, the last of them not full, in up to six levels."""
+    ways = tuple(product(FOLDS, (False, True), (False, True)))
+    for tile, tiles in COUNTS:
+        shape = (1, tile.length * tiles - 1, 3)[: 3 if isinstance(tile, Columns) else 2]
+        (op, compensated), reverse, exclusive = ways[tiles % len(ways)]
+        dtype = torch.complex64 if tiles % 3 == 0 else torch.float32
+        x = torch.randn(shape)
+        a, b, g = (torch.randn(shape, dtype=dtype) for _ in range(3))
+        options = {"op": op, "reverse": reverse, "exclusive": exclusive}
+
+        def run(module, tile=tile, x=x, a=a, b=b, g=g, options=options, more=compensated):
+            y = torch.full_like(x, 7)
+            h, entered, da, db = (torch.full_like(b, 7) for _ in range(4))
+            given = {"tile": tile} if module is cuda else {}
+            reverse = options["reverse"]
+            module.fold(x, y, 1, compensated=more, **options, **given)
+            module.linear(a, b, None, h, 1, reverse=reverse, **given)
+            reference.linear(a, b, None, entered, 1, reverse=reverse)
+            module.linear_gradient(g, a, entered, None, da, db, 1, reverse=reverse, **given)
+            return y, h, da, db
+
+        yield (tiles, op, dtype, tile, reverse, exclusive), run
+
+
+def an_infinite_factor_stays_behind() -> bool:
+    """Tell whether what precedes an infinite factor is as without it, wherever it lies."""
+    a, b = torch.rand(1, 40, 3), torch.randn(1, 40, 3)
+    h, expected = torch.empty_like(b), torch.empty_like(b)
+    reference.linear(a, b, None, expected, 1, reverse=False)
+    for place in (0, 1, 7, 16, 23, 39):
+        infinite = a.clone()
+        infinite[:, place] = float("inf")
+        cuda.linear(infinite, b, None, h, 1, reverse=False, tile=SMALL)
+        if not torch.allclose(h[:, :place], expected[:, :place], atol=1e-4):
+            return False
+    return True
+
+
 def main() -> None:
     torch.manual_seed(0)
     allow_new_numpy()
     right = 0
-    for case, run in (*folds(), *recurrences()):
+    for case, run in (*folds(), *recurrences(), *counts()):
         for found, expected in zip(run(cuda), run(reference), strict=True):
             tolerance = 3e-2 if found.itemsize == 2 else 1e-4
             size = expected.abs().max().item() if expected.isfinite().all() else 1.0
@@ -89,6 +133,8 @@ def main() -> None:
                 right += 1
             else:
                 print("wrong:", case)
+    if not an_infinite_factor_stays_behind():
+        print("wrong: an infinite factor")
     print("right:", right)
 
 

@@ -85,14 +85,14 @@ class TestOnAGpu:
             for one in (h, da, db):
                 one.check()
 
-    @pytest.mark.parametrize("tile", [Columns(8, 16, 32, 4, look_back=True, window=16), None])
+    @pytest.mark.parametrize("tile", [Columns(8, 16, 32, 4, look_back=True, fan=4), None])
     def test_the_bits_are_the_same_beside_other_work(self, tile):
         x = torch.randn(1, 65536, 512, device="cuda")
         options = {"op": "add", "reverse": False, "exclusive": False, "compensated": False}
         first = torch.empty_like(x)
         cuda.fold(x, first, 1, tile=tile, **options)
         other, product = torch.cuda.Stream(), torch.randn(4096, 4096, device="cuda")
-        for _ in range(20):
+        for _ in range(100):
             with torch.cuda.stream(other):
                 product = torch.tanh(product @ product * 1e-3)
             again = torch.full_like(x, float("nan"))
@@ -100,11 +100,52 @@ class TestOnAGpu:
             assert torch.equal(again, first)
         torch.cuda.synchronize()
 
+    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize(
+        "tile",
+        [
+            Columns(4, 8, 16, 4, look_back=True, fan=8),
+            Columns(2, 4, 64, 4, look_back=True, fan=2),
+            Columns(2, 1, 16, 1, look_back=True, fan=2),
+            Rows(64, 1, look_back=True, fan=32),
+            Rows(256, 2, look_back=True, fan=64),
+        ],
+    )
+    def test_every_number_of_tiles(self, tile, reverse):
+        for tiles in range(1, 71):
+            shape = (2, tile.length * tiles - 1, 50)[: 3 if isinstance(tile, Columns) else 2]
+            x, a, g = (torch.randn(shape, device="cuda") for _ in range(3))
+            a = a.sigmoid()
+            h, entered, da, db = (torch.full_like(x, float("nan")) for _ in range(4))
+            cuda.fold(x, h, 1, op="add", reverse=reverse, exclusive=False, compensated=False,
+                      tile=tile)  # fmt: skip
+            torch.testing.assert_close(
+                h.double(), running("add", x, 1, reverse), rtol=1e-5, atol=1e-3
+            )
+            whole = Rows(64, 1, look_back=False) if x.dim() == 2 else (
+                Columns(4, 8, 16, 4, look_back=False)
+            )  # fmt: skip
+            cuda.linear(a, x, None, entered, 1, reverse=reverse, tile=whole)
+            cuda.linear(a, x, None, h, 1, reverse=reverse, tile=tile)
+            torch.testing.assert_close(h, entered, rtol=1e-4, atol=1e-4)
+            wanted = [torch.empty_like(x) for _ in range(2)]
+            cuda.linear_gradient(g, a, h, None, *wanted, 1, reverse=reverse, tile=whole)
+            cuda.linear_gradient(g, a, h, None, da, db, 1, reverse=reverse, tile=tile)
+            torch.testing.assert_close(da, wanted[0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(db, wanted[1], rtol=1e-4, atol=1e-4)
+
+    def test_one_row_in_three_levels(self):
+        x = torch.randn(1, 1 << 22, device="cuda")
+        y = torch.empty_like(x)
+        cuda.fold(x, y, 1, op="add", reverse=False, exclusive=False, compensated=False,
+                  tile=Rows(1024, 1, look_back=True, fan=32))  # fmt: skip
+        torch.testing.assert_close(y.double(), running("add", x, 1), rtol=1e-5, atol=2e-2)
+
     def test_one_row_in_tiles_of_its_own(self):
         x = torch.randn(1, 1 << 20, device="cuda")
         y = torch.empty_like(x)
         cuda.fold(x, y, 1, op="add", reverse=False, exclusive=False, compensated=False,
-                  tile=Rows(256, 1, look_back=True, window=16))  # fmt: skip
+                  tile=Rows(256, 1, look_back=True, fan=32))  # fmt: skip
         torch.testing.assert_close(y.double(), running("add", x, 1), rtol=1e-5, atol=1e-2)
 
     def test_a_graph_replays_them(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_kernels.scan.launches import columns_for, cut, rows_for
+from storm_kernels.scan.launches import Columns, Rows, columns_for, cut, levels, rows_for
 
 SIZES = st.integers(1, 1 << 22)
 MOST_ELEMENTS = 1 << 16
@@ -21,7 +21,7 @@ WORDS = st.sampled_from([1, 2, 4])
 @given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), WORDS, st.booleans())
 def test_columns(outer, length, inner, itemsize, words, gradient):
     tile = columns_for(outer, length, inner, itemsize, words=words, gradient=gradient)
-    for size in (tile.rows, tile.stretches, tile.channels, tile.warps, tile.window):
+    for size in (tile.rows, tile.stretches, tile.channels, tile.warps, tile.fan):
         assert _is_power_of_two(size)
     assert tile.length * tile.channels <= MOST_ELEMENTS
     assert tile.channels < 2 * inner
@@ -32,7 +32,7 @@ def test_columns(outer, length, inner, itemsize, words, gradient):
 def test_rows(outer, length, words, gradient):
     tile = rows_for(outer, length, words=words, gradient=gradient)
     assert _is_power_of_two(tile.elements)
-    assert _is_power_of_two(tile.window)
+    assert _is_power_of_two(tile.fan)
     assert tile.elements <= MOST_ELEMENTS
 
 
@@ -46,3 +46,17 @@ def test_few_long_sequences_look_back_and_many_do_not():
 @pytest.mark.parametrize(("length", "tile", "count"), [(1, 8, 1), (8, 8, 1), (9, 8, 2)])
 def test_cut(length, tile, count):
     assert cut(length, tile) == count
+
+
+@pytest.mark.parametrize(
+    ("tiles", "fan", "count"), [(1, 2, 1), (2, 2, 1), (3, 2, 2), (256, 16, 2), (257, 16, 3)]
+)
+def test_levels(tiles, fan, count):
+    assert levels(tiles, fan) == count
+
+
+def test_no_two_threads_may_look_at_the_same_word():
+    with pytest.raises(AssertionError):
+        Columns(4, 2, 8, 4, look_back=True, fan=8)
+    with pytest.raises(AssertionError):
+        Rows(256, 2, look_back=True, fan=32)

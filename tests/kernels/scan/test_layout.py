@@ -57,3 +57,8 @@ def test_states_have_the_sequences_strides():
     space = arrange(torch.empty(4, 10, 6), 1)
     _, strides = space.place_state(torch.empty(4, 6))
     assert strides == (6, 1)
+
+
+def test_a_single_outer_sequence_has_no_stride_to_spoil_alignment():
+    x = torch.empty(1, 6, 5)
+    assert arrange(x, 1).place(x)[1] == (0, 5, 1)
