@@ -229,7 +229,7 @@ def fold_rows(
                 _words(scratch, chain, tiles, 1, MAPS), before, own, tile, like,
                 OP, NEUTRAL, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
-        result = read(combine(before, local, OP), OP)
+        result = read(combine(_scalars(before), local, OP), OP)
         _store_fold(
             y, result.to(y.dtype.element_ty), row, length, mask, y_length, EXCLUSIVE, REVERSE
         )
@@ -253,6 +253,19 @@ def _one(parts):
     else:
         none = tl.zeros([1], parts[0].dtype)
         return (parts[0] + none, parts[1] + none, parts[2] + none, parts[3] + none)
+
+
+@triton.jit
+def _scalars(state):
+    """Return a state of one element as scalars.
+
+    Combined with a tile as it is, its layout may become the tile's, in which every thread holds
+    every element.
+    """
+    if len(state) == 1:
+        return (tl.sum(state[0], 0),)
+    else:
+        return (tl.sum(state[0], 0), tl.sum(state[1], 0))
 
 
 # --- h = a*h + b, forwards, and its gradient ------------------------------------------------
@@ -454,7 +467,7 @@ def linear_rows(
                 _words(scratch, chain, tiles, 1, MAPS), before, own, tile, like,
                 OP, 0, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
-        state = apply(before, local, OP)
+        state = apply(_scalars(before), local, OP)
         if GRADIENT:
             _store_linear(db + row * db_length, state, mask, COMPLEX)
             _store_factor_gradient(

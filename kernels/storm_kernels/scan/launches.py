@@ -105,22 +105,23 @@ def columns_for(
         while stretches > 1 and rows * stretches // 2 >= length:
             stretches //= 2
         return Columns(rows, stretches, channels, warps, look_back=False)
-    channels = min(widest, 8 * vector)
+    channels = min(widest, 4 * vector if words > 1 and not gradient else 8 * vector)
     stretches = _stretches(channels, vector, warps)
-    fan = max(8, max(1, 4 // words) * _WARP * warps // channels)
+    fan = max(4, (4 if words == 1 else 1) * _WARP * warps // channels)
     return Columns(rows, stretches, channels, warps, look_back=True, fan=fan)
 
 
 @lru_cache(maxsize=1024)
 def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> Rows:
     """Return the tile for sequences whose elements lie side by side."""
-    if outer >= 8 * _ENOUGH_PROGRAMS:
+    look_back = outer < _ENOUGH_PROGRAMS and length > 2 * 4096 // words
+    if look_back:
+        elements, warps = 2048, 1
+    elif outer >= 8 * _ENOUGH_PROGRAMS:
         elements, warps = (1024, 1) if gradient else (2048, 2)
     else:
         elements, warps = 4096, 4
-    elements //= words
-    elements = max(_WARP, min(elements, _power_of_two(length)))
-    look_back = outer < _ENOUGH_PROGRAMS and length > 2 * elements
+    elements = max(_WARP, min(elements // words, _power_of_two(length)))
     return Rows(elements, warps, look_back=look_back, fan=_WARP * warps)
 
 
