@@ -103,13 +103,11 @@ def linear_scan(
     kinds = (*_FLOATS, torch.complex64)
     _check_tensor("a", a, kinds)
     _check_tensor("b", b, kinds)
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    try:
-        shape: torch.Size = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call] # torch has no annotation
-    except RuntimeError:
-        raise UsageError(
-            f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}: they cannot be broadcast"
-        ) from None
+    dtype, shape = a.dtype, a.shape
+    if b.dtype is not dtype:
+        dtype = torch.promote_types(dtype, b.dtype)
+    if b.shape != shape:
+        shape = _common_shape(a, b)
     if initial is not None:
         _check_tensor("initial", initial, kinds)
         dtype = torch.promote_types(dtype, initial.dtype)
@@ -117,7 +115,7 @@ def linear_scan(
         raise UsageError(f"{a.dtype} and {b.dtype} promote to {dtype}; convert them to complex64")
     if a.device != b.device or (initial is not None and initial.device != b.device):
         raise UsageError(f"a is on {a.device}, b on {b.device}: move them, and initial, together")
-    a, b = a.to(dtype).expand(shape), b.to(dtype).expand(shape)
+    a, b = _as(a, dtype, shape), _as(b, dtype, shape)
     if b.dim() == 0:
         raise UsageError("a and b have no dimension to scan along; unsqueeze them")
     dim = _dimension(b, dim)
@@ -131,6 +129,23 @@ def linear_scan(
         assert first is not None
         return h, first
     return h, h.select(dim, 0 if reverse else shape[dim] - 1)
+
+
+def _common_shape(a: Tensor, b: Tensor) -> torch.Size:
+    try:
+        shape: torch.Size = torch.broadcast_shapes(a.shape, b.shape)  # type: ignore[no-untyped-call] # torch has no annotation
+    except RuntimeError:
+        raise UsageError(
+            f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}: they cannot be broadcast"
+        ) from None
+    return shape
+
+
+def _as(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return `tensor` converted and broadcast; asking PyTorch for nothing takes time too."""
+    if tensor.dtype is not dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.shape == shape else tensor.expand(shape)
 
 
 def _state(initial: Tensor, shape: torch.Size) -> Tensor:

@@ -82,33 +82,32 @@ class Operator:
             return self.op(*arguments)
         if torch._C._are_functorch_transforms_active():
             return self._transformed.apply(*map(_as_autocast_has_it, arguments))
-        if not _is_plain(arguments):
+        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        if not _is_plain(tensors):
             return self.op(*arguments)
-        if torch.is_grad_enabled() and any(
-            isinstance(one, Tensor) and one.requires_grad for one in arguments
-        ):
-            return self._node.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's gap
+        if torch.is_grad_enabled():
+            for one in tensors:
+                if one.requires_grad:
+                    return self._node.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's gap
         return self._run(*arguments)
 
 
-def _is_plain(arguments: tuple[Any, ...]) -> bool:
+def _is_plain(tensors: list[Tensor]) -> bool:
     """Tell whether nobody looks at a call, and its tensors are no more than numbers."""
     state = torch._C
     if state._len_torch_dispatch_stack() or state._len_torch_function_stack():
         return False
     if state._get_tracing_state():
         return False
-    return all(_is_plain_tensor(one) for one in arguments if isinstance(one, Tensor))
-
-
-def _is_plain_tensor(tensor: Tensor) -> bool:
-    device = tensor.device.type
-    return (
-        type(tensor) in _PLAIN
-        and device in _DEVICES
-        and not torch.is_autocast_enabled(device)
-        and torch._C._dispatch_keys(tensor).raw_repr() == _plain_keys(device)
-    )
+    for tensor in tensors:
+        device = tensor.device.type
+        if type(tensor) not in _PLAIN or device not in _DEVICES:
+            return False
+        if torch.is_autocast_enabled(device):
+            return False
+        if state._dispatch_keys(tensor).raw_repr() != _plain_keys(device):
+            return False
+    return True
 
 
 def _as_autocast_has_it(argument: Any) -> Any:

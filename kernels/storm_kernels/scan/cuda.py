@@ -7,7 +7,7 @@ the first call with new types or options. Triton is loaded only when something h
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any, Final
@@ -23,6 +23,10 @@ __all__ = ["fold", "linear", "linear_gradient", "load_kernels", "probe"]
 _NEUTRAL: Final = {"add": 0, "mul": 1, "max": float("-inf"), "min": float("inf")}
 _NEUTRAL_INTEGER: Final = {"max": -(1 << 63), "min": (1 << 63) - 1}
 _PIPELINE_STAGES: Final = 3
+_ALIGNMENT: Final = 16
+"""Of an address, in bytes: what Triton compiles differently for."""
+
+_MOST_KNOWN: Final = 1024
 
 _TRITON_TYPES: Final = {
     torch.float64: "float64",
@@ -76,9 +80,14 @@ def fold(
 
     `tile` overrides what launches.py chooses.
     """
+    form = (_form(x), _form(y), y.device, dim, op, reverse, exclusive, compensated, tile)
+    known = _known.get(form)
+    if known is not None:
+        known.launch(x, y)
+        return
     kernels = load_kernels()
     space = arrange(y, dim)
-    x, x_strides = space.place(x)
+    source, x_strides = space.place(x)
     y_strides = space.place(y)[1]
     accumulator = _accumulator(y.dtype)
     parts = 2 if compensated else 1
@@ -93,11 +102,13 @@ def fold(
         "MAPS": words,
     }
     tile = tile or _tile(space, max(x.itemsize, y.itemsize), words)
-    launch = _Launch(space, tile, options)
-    if isinstance(tile, Columns):
-        launch.run(kernels.fold_columns, [x, y], [*x_strides, *y_strides])
-    else:
-        launch.run(kernels.fold_rows, [x, y], [*x_strides[:2], *y_strides[:2]])
+    kernel, strides = kernels.fold_columns, [*x_strides, *y_strides]
+    if isinstance(tile, Rows):
+        kernel, strides = kernels.fold_rows, [*x_strides[:2], *y_strides[:2]]
+    made = _Launch(kernel, space, tile, strides, options, y.device)
+    made.launch(source, y)
+    if source is x:
+        _remember(form, made)
 
 
 def linear(
@@ -142,6 +153,12 @@ def _linear(
     assert a is not None
     assert b is not None
     assert h is not None
+    forms = [None if one is None else _form(one) for one in tensors]
+    form = (*forms, h.device, dim, reverse, gradient, tile)
+    known = _known.get(form)
+    if known is not None:
+        known.launch(*[h if one is None else one for one in tensors])
+        return
     kernels = load_kernels()
     space = arrange(da if da is not None else h, dim)
     is_complex = h.is_complex()
@@ -161,7 +178,6 @@ def _linear(
     tile = tile or _tile(
         space, accumulator.itemsize if is_complex else h.itemsize, 2 * words, gradient=gradient
     )
-    pointers = [arrays[0][0], arrays[1][0], state[0], *(one for one, _ in arrays[2:])]
     kernel, used = kernels.linear_columns, 3
     if isinstance(tile, Rows):
         kernel, used = kernels.linear_rows, 2
@@ -170,59 +186,87 @@ def _linear(
         *state[1][: used - 1],
         *(one for _, steps in arrays[2:] for one in steps[:used]),
     ]
-    _Launch(space, tile, options).run(kernel, pointers, strides)
+    placed = [arrays[0][0], arrays[1][0], state[0], *(one for one, _ in arrays[2:])]
+    made = _Launch(kernel, space, tile, strides, options, h.device)
+    made.launch(*placed)
+    pairs = zip(tensors, placed, strict=True)
+    if all(one is None or one.data_ptr() == other.data_ptr() for one, other in pairs):
+        _remember(form, made)  # nothing was copied
 
 
 class _Launch:
-    """One kernel over all tiles of all sequences."""
+    """A kernel over all tiles of all sequences, for tensors of one form."""
 
-    def __init__(self, space: Arrangement, tile: Columns | Rows, options: dict[str, Any]) -> None:
-        self._space, self._tile = space, tile
-        self._channels = tile.channels if isinstance(tile, Columns) else 1
-        self._chunks = cut(space.inner, self._channels)
-        self._chains = space.outer * self._chunks
-        self._tiles = cut(space.length, tile.length)
-        self._options = options
-
-    def run(self, kernel: Any, tensors: list[torch.Tensor], strides: list[int]) -> None:
-        """Launch `kernel` on the memory of `tensors`."""
-        tile, device = self._tile, tensors[0].device
-        look_back = tile.look_back and self._tiles > 1
-        programs = self._chains * (self._tiles if look_back else 1)
-        sizes = [self._space.length]
-        depth = levels(self._tiles, tile.fan) if look_back else 0
-        shape = {"N": self._channels, "FAN": tile.fan, "LEVELS": depth, "LOOK_BACK": look_back}
+    def __init__(
+        self,
+        kernel: Any,
+        space: Arrangement,
+        tile: Columns | Rows,
+        strides: list[int],
+        options: dict[str, Any],
+        device: torch.device,
+    ) -> None:
+        channels = tile.channels if isinstance(tile, Columns) else 1
+        chunks = cut(space.inner, channels)
+        chains, tiles = space.outer * chunks, cut(space.length, tile.length)
+        look_back = tile.look_back and tiles > 1
+        depth = levels(tiles, tile.fan) if look_back else 0
+        sizes = [space.length]
+        constants = options | {"FAN": tile.fan, "LEVELS": depth, "LOOK_BACK": look_back}
         if isinstance(tile, Columns):
-            sizes += [self._space.inner, self._chunks]
-            shape |= {"R": tile.rows, "G": tile.stretches}
+            sizes += [space.inner, chunks]
+            constants |= {"N": channels, "R": tile.rows, "G": tile.stretches}
         else:
-            shape["N"] = tile.elements
-        scratch = self._scratch(device) if look_back else _as_pointer(tensors[0])
-        with _current(device):
-            kernel[(programs,)](
-                *(_as_pointer(one) for one in tensors),
-                scratch,
-                *sizes,
-                self._chains,
-                self._tiles,
-                *strides,
-                **self._options,
-                **shape,
-                STAGES=1 if look_back else _PIPELINE_STAGES,
-                num_warps=tile.warps,
-            )
+            constants["N"] = tile.elements
+        constants["STAGES"] = 1 if look_back else _PIPELINE_STAGES
+        self._kernel, self._warps, self._device = kernel, tile.warps, device
+        self._grid = (chains * (tiles if look_back else 1), 1, 1)
+        self._words = 2 + chains * tiles * channels * options["MAPS"] if look_back else 0
+        self._numbers = (*sizes, chains, tiles, *strides)
+        self._constants = constants
+        self._compiled: Callable[..., object] | None = None
 
-    def _scratch(self, device: torch.device) -> torch.Tensor:
-        """Return the ticket counter and room for what tiles publish, all zero."""
-        words = 2 + self._chains * self._tiles * self._channels * self._options["MAPS"]
-        return torch.zeros(words, dtype=torch.int64, device=device)
+    def launch(self, *tensors: torch.Tensor) -> None:
+        """Launch on the memory of `tensors` and, where tiles look back, a scratch of zeros."""
+        if self._device.type != "cuda" or self._device.index == torch.cuda.current_device():
+            self._launch(tensors)
+            return
+        with torch.cuda.device(self._device):  # Triton launches on the current one
+            self._launch(tensors)
+
+    def _launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        scratch = tensors[0]
+        if self._words:
+            scratch = torch.zeros(self._words, dtype=torch.int64, device=self._device)
+        if self._compiled is not None:
+            self._compiled(*tensors, scratch, *self._numbers)
+            return
+        compiled = self._kernel[self._grid](
+            *map(_as_pointer, (*tensors, scratch)),
+            *self._numbers,
+            **self._constants,
+            num_warps=self._warps,
+        )
+        if self._device.type == "cuda":
+            names = self._kernel.arg_names
+            self._numbers += tuple(self._constants[one] for one in names if one in self._constants)
+            self._compiled = compiled[self._grid]
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Return what makes `device` the one that Triton launches on; mostly it is already."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(device)
+_known: Final[dict[object, _Launch]] = {}
+"""Launches by the form of all that they were asked for: a repeated call finds its own, compiled."""
+
+
+def _remember(form: object, launch: _Launch) -> None:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[form] = launch
+
+
+def _form(tensor: torch.Tensor) -> object:
+    """Return all that a launch was made for, of a tensor: the compiler asks for the alignment."""
+    aligned = tensor.data_ptr() % _ALIGNMENT == 0
+    return tensor.shape, tensor.stride(), tensor.dtype, aligned, tensor.is_conj()
 
 
 def _tile(

@@ -37,6 +37,72 @@ def test_without_triton_the_reason_is_triton(monkeypatch):
         cuda.load_kernels.cache_clear()
 
 
+class Noted:
+    """Stands for the kernels: keeps the tensors that they would be launched on."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getattr__(self, name):
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.launches.append(arguments)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    kernels = Noted()
+    monkeypatch.setattr(cuda, "load_kernels", lambda: kernels)
+    monkeypatch.setattr(cuda, "_known", {})
+    monkeypatch.setattr(cuda, "_triton_type", str)
+    return kernels
+
+
+def sums(x):
+    y = torch.empty(x.shape)
+    cuda.fold(x, y, 1, op="add", reverse=False, exclusive=False, compensated=False)
+
+
+class TestKnownLaunches:
+    def test_a_repeated_call_is_launched_on_its_own_tensors(self, noted):
+        first, second = torch.ones(2, 50, 3), torch.ones(2, 50, 3)
+        sums(first)
+        sums(second)
+        assert len(cuda._known) == 1
+        assert noted.launches[0][0] is first
+        assert noted.launches[1][0] is second
+        assert noted.launches[0][3:] == noted.launches[1][3:]
+
+    def test_a_source_that_must_be_copied_is_copied_each_time(self, noted):
+        x = torch.ones(3, 50, 4, 2).transpose(2, 3)
+        sums(x)
+        sums(x)
+        assert not cuda._known
+        assert all(one[0] is not x for one in noted.launches)
+
+    def test_a_recurrence_with_a_first_state_is_known_too(self, noted):
+        a, first = torch.ones(2, 50, 3), torch.ones(2, 3)
+        for _ in range(2):
+            cuda.linear(a, a, first, torch.empty_like(a), 1, reverse=False)
+        assert len(cuda._known) == 1
+        pointers = [[one.data_ptr() for one in them[:3]] for them in noted.launches]
+        assert pointers == [[a.data_ptr(), a.data_ptr(), first.data_ptr()]] * 2
+
+    def test_what_the_compiler_asks_for_tells_forms_apart(self, noted):
+        memory = torch.ones(401)
+        x = memory[:400].view(2, 50, 4)
+        for one in (x, memory[1:].view(2, 50, 4), x.double(), x.half(), x[:1].expand(2, 50, 4)):
+            sums(one)
+        assert len(cuda._known) == 5
+
+    def test_not_all_are_kept_for_ever(self, noted, monkeypatch):
+        monkeypatch.setattr(cuda, "_MOST_KNOWN", 3)
+        for length in range(1, 9):
+            sums(torch.ones(1, length))
+            assert 1 <= len(cuda._known) <= 3
+
+
 class TestOnAGpu:
     pytestmark = gpu
 
@@ -100,39 +166,57 @@ class TestOnAGpu:
             assert torch.equal(again, first)
         torch.cuda.synchronize()
 
-    @pytest.mark.parametrize("reverse", [False, True])
+    @pytest.mark.parametrize("kind", ["fold", "linear", "gradient"])
     @pytest.mark.parametrize(
-        "tile",
+        ("tile", "reverse"),
         [
-            Columns(4, 8, 16, 4, look_back=True, fan=8),
-            Columns(2, 4, 64, 4, look_back=True, fan=2),
-            Columns(2, 1, 16, 1, look_back=True, fan=2),
-            Rows(64, 1, look_back=True, fan=32),
-            Rows(256, 2, look_back=True, fan=64),
+            (Columns(4, 8, 16, 4, look_back=True, fan=8), False),
+            (Columns(2, 4, 64, 4, look_back=True, fan=4), True),
+            (Columns(2, 1, 16, 1, look_back=True, fan=2), False),
+            (Rows(64, 1, look_back=True, fan=32), True),
+            (Rows(256, 2, look_back=True, fan=64), False),
         ],
     )
-    def test_every_number_of_tiles(self, tile, reverse):
+    def test_every_number_of_tiles(self, kind, tile, reverse):
+        whole = Rows(64, 1, look_back=False)
+        if isinstance(tile, Columns):
+            whole = Columns(4, 8, 16, 4, look_back=False)
         for tiles in range(1, 71):
             shape = (2, tile.length * tiles - 1, 50)[: 3 if isinstance(tile, Columns) else 2]
             x, a, g = (torch.randn(shape, device="cuda") for _ in range(3))
             a = a.sigmoid()
-            h, entered, da, db = (torch.full_like(x, float("nan")) for _ in range(4))
-            cuda.fold(x, h, 1, op="add", reverse=reverse, exclusive=False, compensated=False,
-                      tile=tile)  # fmt: skip
-            torch.testing.assert_close(
-                h.double(), running("add", x, 1, reverse), rtol=1e-5, atol=1e-3
-            )
-            whole = Rows(64, 1, look_back=False) if x.dim() == 2 else (
-                Columns(4, 8, 16, 4, look_back=False)
-            )  # fmt: skip
-            cuda.linear(a, x, None, entered, 1, reverse=reverse, tile=whole)
-            cuda.linear(a, x, None, h, 1, reverse=reverse, tile=tile)
-            torch.testing.assert_close(h, entered, rtol=1e-4, atol=1e-4)
-            wanted = [torch.empty_like(x) for _ in range(2)]
-            cuda.linear_gradient(g, a, h, None, *wanted, 1, reverse=reverse, tile=whole)
-            cuda.linear_gradient(g, a, h, None, da, db, 1, reverse=reverse, tile=tile)
-            torch.testing.assert_close(da, wanted[0], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(db, wanted[1], rtol=1e-4, atol=1e-4)
+            found, wanted = ([torch.full_like(x, float("nan")) for _ in "ab"] for _ in "ab")
+            for results, one in ((found, tile), (wanted, whole)):
+                if kind == "fold":
+                    cuda.fold(x, results[0], 1, op="add", reverse=reverse, exclusive=False,
+                              compensated=False, tile=one)  # fmt: skip
+                elif kind == "linear":
+                    cuda.linear(a, x, None, results[0], 1, reverse=reverse, tile=one)
+                else:
+                    cuda.linear_gradient(g, a, x, None, *results, 1, reverse=reverse, tile=one)
+            for mine, theirs in list(zip(found, wanted, strict=True))[: 1 + (kind == "gradient")]:
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
+
+    def test_a_repeated_call_serves_other_memory(self):
+        memory = torch.randn(4, 3 * 70001, device="cuda")
+        for row in (*memory, *memory):
+            for start in (0, 1, 70001):
+                x = row[start : start + 70001]
+                torch.testing.assert_close(
+                    scan.cumsum(x, 0).double(), x.double().cumsum(0), rtol=1e-5, atol=1e-2
+                )
+
+    def test_a_repeated_call_runs_on_the_current_stream(self):
+        x = torch.zeros(1, 40000, 64, device="cuda")
+        scan.cumsum(x)
+        torch.cuda.synchronize()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(100_000_000)
+            x.fill_(1)
+            sums = scan.cumsum(x)
+        side.synchronize()
+        assert (sums[:, -1] == 40000).all()
 
     def test_one_row_in_three_levels(self):
         x = torch.randn(1, 1 << 22, device="cuda")

@@ -1,0 +1,133 @@
+"""The tiles that launches.py chooses, compiled for a GPU that need not be here: no registers spill
+to memory, and each published word is looked at once where it is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from storm_kernels.scan import cuda
+from storm_kernels.scan.launches import columns_for, rows_for
+
+CAPABILITY = 90
+TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+}
+LONG, MANY, CHANNELS = (1, 1 << 24), (4096, 4096), (1, 65536, 512)
+CASES = [
+    ("fold", LONG, torch.float32),
+    ("fold", CHANNELS, torch.float32),
+    ("fold", CHANNELS, torch.bfloat16),
+    ("compensated", LONG, torch.float32),
+    ("compensated", CHANNELS, torch.float32),
+    ("linear", MANY, torch.float32),
+    ("linear", CHANNELS, torch.float32),
+    ("linear", LONG, torch.complex64),
+    ("gradient", LONG, torch.float32),
+    ("gradient", CHANNELS, torch.float32),
+    ("gradient", CHANNELS, torch.complex64),
+]
+
+
+def _ptxas() -> Path | None:
+    found = find_spec("triton")
+    if found is None or found.origin is None:
+        return None
+    program = Path(found.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    return program if program.exists() else None
+
+
+PTXAS = _ptxas()
+pytestmark = pytest.mark.skipif(PTXAS is None, reason="Triton is not installed, or has no ptxas")
+
+
+class Launched:
+    """Stands for the kernels, and keeps what they would be launched with."""
+
+    def __init__(self, kernels):
+        self._kernels = kernels
+        self.kernel, self.constants, self.arguments = None, {}, ()
+
+    def __getattr__(self, name):
+        self.kernel = getattr(self._kernels, name)
+        return self
+
+    def __getitem__(self, grid):
+        return self._keep
+
+    def _keep(self, *arguments, **constants):
+        self.arguments, self.constants = arguments, constants
+
+
+def launched(scan, shape, dtype, monkeypatch):
+    """Return what a scan of `shape` would launch."""
+    found = Launched(cuda.load_kernels())
+    monkeypatch.setattr(cuda, "load_kernels", lambda: found)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    monkeypatch.setattr(cuda, "_known", {})
+    if scan == "linear":
+        cuda.linear(x, x, None, x, 1, reverse=False)
+    elif scan == "gradient":
+        cuda.linear_gradient(x, x, x, None, x, x, 1, reverse=False)
+    else:
+        cuda.fold(x, x, 1, op="add", reverse=False, exclusive=False,
+                  compensated=scan == "compensated")  # fmt: skip
+    return found
+
+
+def compiled(found):
+    """Return Triton's results for a launch, its sizes specialised as a call would have them."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    counts = found.kernel.do_not_specialize
+    constants = dict(found.constants)
+    warps = constants.pop("num_warps")
+    signature, attributes, fixed = {}, {}, {}
+    names = found.kernel.arg_names
+    for place, name in enumerate(names):
+        value = found.arguments[place] if place < len(found.arguments) else constants[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        elif name in constants or (value == 1 and name not in counts):
+            signature[name] = "constexpr"
+            fixed[(place,)] = value
+        else:
+            signature[name] = "i32" if value < 1 << 31 else "i64"
+            if value % 16 == 0 and name not in counts:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=found.kernel, signature=signature, constexprs=fixed, attrs=attributes)
+    target = GPUTarget("cuda", CAPABILITY, 32)
+    return triton.compile(source, target=target, options={"num_warps": warps})
+
+
+@pytest.mark.parametrize(("scan", "shape", "dtype"), CASES)
+def test_chosen_tiles(scan, shape, dtype, monkeypatch, tmp_path):
+    found = launched(scan, shape, dtype, monkeypatch)
+    made = compiled(found)
+    assembly = tmp_path / "kernel.ptx"
+    assembly.write_text(made.asm["ptx"])
+    report = subprocess.run(
+        [PTXAS, "-v", f"-arch=sm_{CAPABILITY}a", assembly, "-o", tmp_path / "kernel.cubin"],
+        capture_output=True, text=True, check=True, timeout=120,
+    ).stderr  # fmt: skip
+    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+    # for each level and word: a first look, and another while it waits
+    looks = found.constants["LEVELS"] * found.constants["MAPS"] * 2
+    assert len(re.findall(r"tt\.load.*isVolatile = true", made.asm["ttgir"])) == looks
+
+
+def test_the_cases_have_both_ways_through_a_sequence():
+    assert rows_for(*LONG, words=1).look_back
+    assert not rows_for(*MANY, words=2).look_back
+    assert columns_for(*CHANNELS, 4, words=1).look_back
