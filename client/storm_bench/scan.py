@@ -33,6 +33,9 @@ _FLUSHED_BYTES: Final = 256 << 20
 """Written between two timed calls on a GPU, so that each finds its caches cold."""
 
 _ACCURACY_LENGTH: Final = 1 << 20
+_NO_SCAN: Final = "no scan at all, result wrong"
+"""The row that shows what of a layer's time is not the scan's."""
+
 _PACKAGES: Final = ("triton", "accelerated-scan", "fla-core")
 
 
@@ -192,15 +195,28 @@ class _Bench:
         return self._seconds(work)
 
     def _layer(self) -> dict[str, Any]:
-        """Return time and peak memory of a training step of AR-SSM with either sum."""
+        """Return time and peak memory of a training step of AR-SSM with either sum, and with none.
+
+        Without a sum the results are wrong: no scan, however fast, makes a step shorter than that.
+        """
         import torch
         from storm_kernels.nn import AdaptiveRankSemiseparable
 
+        class WithoutScan(AdaptiveRankSemiseparable):
+            def _scan(self, mixing: Any, *, reverse: bool) -> Tensor:  # noqa: ARG002 (the layer's)
+                written: Tensor = mixing.gate * mixing.write
+                return written
+
+        layers: dict[str, Callable[[int], Any]] = {
+            "storm": AdaptiveRankSemiseparable,
+            "torch.cumsum": partial(AdaptiveRankSemiseparable, use_fused_scan=False),
+            _NO_SCAN: WithoutScan,
+        }
         x = self._random()
         found: dict[str, Any] = {}
-        for name, fused in (("storm", True), ("torch.cumsum", False)):
+        for name, make in layers.items():
             torch.manual_seed(_SEED)
-            layer = AdaptiveRankSemiseparable(x.shape[-1], use_fused_scan=fused).to(self._device)
+            layer = make(x.shape[-1]).to(self._device)
             optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
             step = partial(_training_step, layer, optimizer, x)
             step()

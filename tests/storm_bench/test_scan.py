@@ -44,13 +44,35 @@ def test_every_case_has_its_ways_or_a_reason(
     assert "CUDA" in sums["compiled associative_scan"]["skipped"]
     assert "GPU" in recurrence["forward"]["accelerated-scan"]["skipped"]
     assert recurrence["backward"]["storm"]["seconds"] > 0
-    assert set(figures["cases"]["layer"]) == {"shape", "storm", "torch.cumsum"}
+    layer = figures["cases"]["layer"]
+    bound = "no scan at all, result wrong"
+    assert set(layer) == {"shape", "storm", "torch.cumsum", bound}
+    assert layer[bound]["seconds"] > 0
     assert figures["accuracy"]["storm, compensated, ulps"] <= 2
     assert json.loads(json.dumps(figures)) == figures
     print_scan(figures)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].startswith("sums (2 x 64 x 8), copy ")
     assert any("left out: " in line for line in lines)
+    assert any(line.startswith("  no scan at all, result wrong ") for line in lines)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_layer_without_a_scan_calls_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Tensor] = []
+    usual = scan.cumsum
+
+    def counted(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if x.dim() > 1:  # not the sums whose accuracy is measured
+            calls.append(x)
+        return usual(x, *args, **options)
+
+    monkeypatch.setattr(scan, "cumsum", counted)
+    args = _arguments()
+    args.cases = ["layer"]
+    figures = measure_scan(args)["cases"]["layer"]
+    assert len(calls) == 1 + 3 + args.rounds  # by the row "storm" alone
+    assert len(figures) == 4
 
 
 @pytest.mark.usefixtures("small")

@@ -106,6 +106,8 @@ def columns_for(
             stretches //= 2
         return Columns(rows, stretches, channels, warps, look_back=False)
     channels = min(widest, 4 * vector if words > 1 and not gradient else 8 * vector)
+    if words == 2 and not gradient:
+        rows *= 2  # registers hold them: those of complex numbers do not
     stretches = _stretches(channels, vector, warps)
     fan = max(4, (4 if words == 1 else 1) * _WARP * warps // channels)
     return Columns(rows, stretches, channels, warps, look_back=True, fan=fan)
@@ -118,7 +120,9 @@ def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> 
     if look_back:
         elements, warps = 2048, 1
     elif outer >= 8 * _ENOUGH_PROGRAMS:
-        elements, warps = (1024, 1) if gradient else (2048, 2)
+        elements, warps = (512, 1) if gradient else (2048, 2)
+    elif outer < _ENOUGH_PROGRAMS and length > 4096 // words:
+        elements, warps = 8192, 8  # the whole sequence
     else:
         elements, warps = 4096, 4
     elements = max(_WARP, min(elements // words, _power_of_two(length)))

@@ -21,16 +21,20 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int64: "*i64",
 }
-LONG, MANY, CHANNELS = (1, 1 << 24), (4096, 4096), (1, 65536, 512)
+LONG, MANY, CHANNELS, FEW = (1, 1 << 24), (4096, 4096), (1, 65536, 512), (64, 8192)
 CASES = [
     ("fold", LONG, torch.float32),
     ("fold", CHANNELS, torch.float32),
     ("fold", CHANNELS, torch.bfloat16),
+    ("fold", FEW, torch.float32),
     ("compensated", LONG, torch.float32),
     ("compensated", CHANNELS, torch.float32),
     ("linear", MANY, torch.float32),
     ("linear", CHANNELS, torch.float32),
+    ("linear", CHANNELS, torch.float64),
+    ("linear", CHANNELS, torch.complex64),
     ("linear", LONG, torch.complex64),
+    ("gradient", MANY, torch.float32),
     ("gradient", LONG, torch.float32),
     ("gradient", CHANNELS, torch.float32),
     ("gradient", CHANNELS, torch.complex64),
