@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -103,3 +104,16 @@ def test_steps_settle_once_after_each_change_of_decisions() -> None:
             seen.append(made.settles())
             made.observe(Passed(1.0))
     assert seen == [False, False, True, False, *[False] * 4, False, False, True, False]
+
+
+def test_the_longer_of_the_latest_turns_counts_once_two_are_known() -> None:
+    made = kind()
+    assert made.turn_seconds() == math.inf
+    made.turned(Passed(5.0))
+    assert made.turn_seconds() == math.inf
+    made.turned(Passed(1.0))
+    assert made.turn_seconds() == 5.0
+    made.turned(Passed(2.0))
+    assert made.turn_seconds() == 2.0
+    made.turned(Passed(0.0, is_known=False))
+    assert made.turn_seconds() == math.inf  # the device has not come so far
