@@ -487,12 +487,13 @@ def _relief(state: _State, number: int) -> tuple[float, _Way] | None:
 def _keep(state: _State, gains: Mapping[int, float]) -> None:
     """Have values stay: those that save most for their bytes, of like ones what was saved last."""
     values, room = state.problem.values, state.room
+    stays = state.kept | state.last
 
     def order(number: int) -> tuple[float, int]:
         return gains[number] / values[number].nbytes, number
 
-    for number in sorted(gains, key=order, reverse=True):
-        if values[number].nbytes <= room and number not in state.kept | state.last:
+    for number in sorted(gains.keys() - stays, key=order, reverse=True):
+        if values[number].nbytes <= room:
             room -= values[number].nbytes
             state.kept.add(number)
 
