@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from support import chosen_device
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,3 +16,9 @@ def frameworks_are_not_collected() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test once a device, with the framework training there."""
+    monkeypatch.setattr(chosen_device, "name", device)

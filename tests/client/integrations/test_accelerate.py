@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from support import chosen_device
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import assert_identical
 
@@ -19,6 +20,8 @@ from storm_client.integrations.accelerate import (  # noqa: E402 - skipped befor
     auto_wrapped_layers,
     offload_only,
 )
+
+pytestmark = pytest.mark.usefixtures("on_each_device")
 
 MIN_BYTES = 4096
 
@@ -32,7 +35,9 @@ def fresh_state() -> Iterator[None]:
 
 def _accelerator(**settings: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **settings)
+    return accelerate.Accelerator(
+        cpu=chosen_device.is_cpu(), gradient_accumulation_steps=2, **settings
+    )
 
 
 def _train(

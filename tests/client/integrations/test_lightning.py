@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from support import chosen_device
 from support.training import assert_identical
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +19,8 @@ lightning = pytest.importorskip("lightning", reason="lightning is not installed"
 from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402 - skipped before
 from storm_client.integrations import lightning as integration  # noqa: E402
 from storm_client.integrations.lightning import OffloadCallback  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("on_each_device")
 
 MIN_BYTES = 1024
 STEPS = 6
@@ -88,7 +91,8 @@ def rows() -> DataLoader[Any]:
 def fit(net: Net, folder: Path, *callbacks: Any, logger: Any = False, **settings: Any) -> Any:
     torch.manual_seed(2)  # of what is dropped
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if chosen_device.is_cpu() else "gpu",
+        devices=1,
         max_steps=STEPS,
         default_root_dir=str(folder),
         enable_checkpointing=False,

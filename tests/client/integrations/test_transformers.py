@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from support import chosen_device
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import assert_identical
 
@@ -18,6 +19,8 @@ from storm_client.integrations.transformers import (  # noqa: E402 - skipped bef
     OffloadMixin,
     offload_trainer,
 )
+
+pytestmark = pytest.mark.usefixtures("on_each_device")
 
 MIN_BYTES = 4096
 """A tiny model's tensors are tiny: of a MiB, as by default, it has none."""
@@ -63,7 +66,7 @@ def make_trainer(
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        use_cpu=True,
+        use_cpu=chosen_device.is_cpu(),
         report_to=[],
         disable_tqdm=True,
         **{

@@ -13,6 +13,7 @@ import storm_client as storm
 import torch
 from storm_client.integrations.transformers import offload_trainer
 from storm_client.integrations.trl import get_act_offloading_ctx_manager
+from support import chosen_device
 from support.tiny_llama import WORDS, tiny_llama
 from support.training import assert_identical
 
@@ -20,6 +21,8 @@ trl = pytest.importorskip("trl", reason="trl is not installed")
 import datasets  # noqa: E402 - needed by trl, so there if it is
 import tokenizers  # noqa: E402
 import transformers  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("on_each_device")
 
 MIN_BYTES = 4096
 ROWS = 8
@@ -51,7 +54,7 @@ def _settings(folder: Path, **more: Any) -> dict[str, Any]:
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": chosen_device.is_cpu(),
         "bf16": False,
         "activation_checkpointing": False,  # on by default in TRL: then blocks' inputs alone leave
         **more,
