@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from support import chosen_device
+from support import frameworks
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,4 +21,4 @@ def frameworks_are_not_collected() -> Iterator[None]:
 @pytest.fixture
 def on_each_device(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test once a device, with the framework training there."""
-    monkeypatch.setattr(chosen_device, "name", device)
+    monkeypatch.setattr(frameworks, "name", device)

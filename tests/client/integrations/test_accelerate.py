@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from support import chosen_device
+from support import frameworks
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import assert_identical
 
@@ -36,7 +36,7 @@ def fresh_state() -> Iterator[None]:
 def _accelerator(**settings: Any) -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return accelerate.Accelerator(
-        cpu=chosen_device.is_cpu(), gradient_accumulation_steps=2, **settings
+        cpu=frameworks.is_cpu(), gradient_accumulation_steps=2, **settings
     )
 
 
@@ -85,7 +85,7 @@ def test_losses_and_weights_are_identical(
     assert offload is not None
     stats = offload.stats()
     assert stats.offloaded_bytes > 0
-    assert not stats.kept
+    assert set(stats.kept) <= frameworks.may_keep()
     assert ("outside" in stats.skipped) == only_layers
 
 

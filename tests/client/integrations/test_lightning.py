@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
-from support import chosen_device
+from support import frameworks
 from support.training import assert_identical
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+with suppress(ImportError):  # Lightning does so in a test, where its descriptors would be counted
+    importlib.import_module("mpi4py.MPI")
 
 from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402 - skipped before
 from storm_client.integrations import lightning as integration  # noqa: E402
@@ -91,7 +95,7 @@ def rows() -> DataLoader[Any]:
 def fit(net: Net, folder: Path, *callbacks: Any, logger: Any = False, **settings: Any) -> Any:
     torch.manual_seed(2)  # of what is dropped
     trainer = lightning.Trainer(
-        accelerator="cpu" if chosen_device.is_cpu() else "gpu",
+        accelerator="cpu" if frameworks.is_cpu() else "gpu",
         devices=1,
         max_steps=STEPS,
         default_root_dir=str(folder),
@@ -140,7 +144,7 @@ def test_losses_and_weights_are_identical(
     assert offloaded.losses
     stats = callback.offload.stats()
     assert stats.offloaded_bytes > 0
-    assert not stats.kept
+    assert set(stats.kept) <= frameworks.may_keep()
 
 
 def test_evaluation_is_left_alone(client: storm.Client, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from support import chosen_device
+from support import frameworks
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import assert_identical
 
@@ -21,6 +21,8 @@ from storm_client.integrations.transformers import (  # noqa: E402 - skipped bef
 )
 
 pytestmark = pytest.mark.usefixtures("on_each_device")
+
+CHECKPOINTING = frameworks.checkpointing_setting(transformers.TrainingArguments)
 
 MIN_BYTES = 4096
 """A tiny model's tensors are tiny: of a MiB, as by default, it has none."""
@@ -66,7 +68,7 @@ def make_trainer(
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        use_cpu=chosen_device.is_cpu(),
+        use_cpu=frameworks.is_cpu(),
         report_to=[],
         disable_tqdm=True,
         **{
@@ -91,7 +93,7 @@ def assert_same(with_offload: Any, without: Any) -> storm.OffloadStats:
     assert_identical(outcome(with_offload), outcome(without))
     stats = with_offload.storm_offload.stats()
     assert stats.offloaded_bytes > 0
-    assert not stats.kept, stats.kept
+    assert set(stats.kept) <= frameworks.may_keep(), stats.kept
     return stats
 
 
@@ -125,15 +127,15 @@ def test_fifty_steps_are_identical(
         pytest.param({"eval_strategy": "steps", "eval_steps": 2}, id="evaluation"),
         pytest.param(
             {
-                "activation_checkpointing": True,
-                "activation_checkpointing_kwargs": {"use_reentrant": False},
+                CHECKPOINTING: True,
+                f"{CHECKPOINTING}_kwargs": {"use_reentrant": False},
             },
             id="checkpointing",
         ),
         pytest.param(
             {
-                "activation_checkpointing": True,
-                "activation_checkpointing_kwargs": {"use_reentrant": True},
+                CHECKPOINTING: True,
+                f"{CHECKPOINTING}_kwargs": {"use_reentrant": True},
             },
             id="reentrant",
         ),
