@@ -39,7 +39,7 @@ from storm_client.policy import NO_ACTIVATIONS, Policy
 from storm_client.report import Report
 from storm_client.saved import Handle, RangePhase, StoredRange
 from storm_client.stats import OffloadStats, StatsRecorder
-from storm_client.storages import SnapshotProof, View, is_result
+from storm_client.storages import Ready, SnapshotProof, View, is_result
 from storm_client.summary import Summary, say
 from storm_client.trace import Traces
 from storm_client.versions import KeptTensor, SavedVersion
@@ -250,7 +250,12 @@ class _StepHooks:
         self._results: list[weakref.ref[StoredRange]] = []
         """Records of results, which leave at the end at the latest."""
         self._planned = planning.begin(
-            policy.min_bytes, policy.modules, self._pack_input, self._bring, self._publish_ready
+            policy.min_bytes,
+            policy.modules,
+            pack=self._pack_input,
+            unpack=self._bring,
+            publish=self._publish_ready,
+            is_ready=self._leave_when_ready,
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -449,6 +454,16 @@ class _StepHooks:
             return 0 if session is None else session.publish_ready()
         except DaemonLost:
             return 0
+
+    def _leave_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
+        """Have a result leave as it was made, if the function that made it has saved it."""
+        if self._session is None:
+            return
+        try:
+            self._session.saved_before_ready(tensor.untyped_storage(), ready)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         return isinstance(self._policy.decide(tensor), Keep) or isinstance(

@@ -158,6 +158,22 @@ class Session(Listener):
             self.send(record)
         return record
 
+    def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
+        """Have the record of a storage, if there is one, leave by what `ready` names.
+
+        Attention saves its result before it returns it.
+
+        Raises:
+            DaemonLost: the daemon is gone.
+        """
+        with self.connection.lock:
+            record = self.saved.find(storage)
+            if record is None or record.phase is not RangePhase.IN_USE or record.ready is not None:
+                return
+            record.proof, record.ready = ready.proof, ready
+        if record.leaves_at_once:
+            self.send(record)
+
     def publish_ready(self) -> int:
         """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""
         in_place = self._in_place

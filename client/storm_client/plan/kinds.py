@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -54,6 +54,10 @@ OBSERVED = 2
 SHORTER = 0.75
 """Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
 The first were longer than the step needs where another process used the device or the link."""
+
+MOST_TRIES = 16
+"""Of a value by one plan. So many forward passes may be under way before the first backward pass; a
+value that none has asked for by then is one that none will ask for."""
 
 MOST_EVENTS = 20_000
 """A step that goes on and on, as a block around a loop does, is not watched any further."""
@@ -164,6 +168,8 @@ class Kind:
         """Values that were made again by the present plan and found to be the same."""
         self.rejected: dict[int, str] = {}
         """Values that were not, with the reason."""
+        self._tries: Counter[int] = Counter()
+        """How often a value has been tried by the present decisions."""
         self.unchanged: set[int] = set()
         """Values that were found to leave as they were made, however late that was."""
         self.changed: set[int] = set()
@@ -193,12 +199,21 @@ class Kind:
         self.is_outdated = False
         if decisions != self.decisions:
             self.verified, self.followed = set(), 0
+            self._tries.clear()
         self.decisions = decisions
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
 
     def watch_closely(self) -> None:
         """Have no step walk along the script any more."""
         self.is_ambiguous, self.script = True, None
+
+    def goes_on_trying(self, number: int) -> bool:
+        """Tell whether the backward passes may yet show what a value's trials are to show.
+
+        Not of what they never ask for.
+        """
+        self._tries[number] += 1
+        return self._tries[number] <= MOST_TRIES
 
     def settles(self) -> bool:
         """Tell, once, whether steps have got used to the present decisions."""

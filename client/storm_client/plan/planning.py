@@ -73,9 +73,11 @@ class Planning:
         self,
         least: int,
         modules: Iterable[torch.nn.Module],
+        *,
         pack: Callable[[torch.Tensor, Decision, str], Any],
         unpack: Callable[[Any], torch.Tensor],
         publish: Callable[[torch.Tensor], int],
+        is_ready: Callable[[torch.Tensor, Ready], None],
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
 
@@ -98,6 +100,7 @@ class Planning:
             pack=partial(_pack_input, step, pack),
             unpack=unpack,
             publish=None if self.options.verifies else publish,
+            is_ready=is_ready,
             functions=self._functions,
             layers=self._layers,
         )
@@ -216,7 +219,7 @@ class PlannedStep:
         kind = self._step.kind
         if kind is None or number in kind.verified:
             return None
-        self._is_trial = True
+        self._is_trial |= kind.goes_on_trying(number)
         return Trial(kind, number, kind.verified)
 
     def end(self) -> None:

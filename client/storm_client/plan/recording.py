@@ -127,13 +127,14 @@ class Recording:
         pack: Callable[[torch.Tensor, int], Any],
         unpack: Callable[[Any], torch.Tensor],
         publish: Callable[[torch.Tensor], int] | None,
+        is_ready: Callable[[torch.Tensor, Ready], None],
         functions: frozenset[Function],
         layers: Layers,
     ) -> None:
         """Look at what has `least` bytes; inputs are handed over by `pack`.
 
         `publish` returns a number that tells when a tensor has been made, 0 where nobody asks for
-        that. `functions` may be run again.
+        that, and `is_ready` hears of what will leave by that. `functions` may be run again.
         """
         self._layers = layers
         self.functions = functions
@@ -144,6 +145,7 @@ class Recording:
         self._pack = pack
         self._unpack = unpack
         self._publish = publish
+        self._is_ready = is_ready
         self._ready: dict[int, Ready] = {}
         """By storage, what leaves as it was made."""
         self.tries = False
@@ -354,10 +356,14 @@ class Recording:
             return
         storage, trial = output.untyped_storage(), None
         if number not in kind.unchanged:
+            if not kind.goes_on_trying(number):
+                kind.changed.add(number)
+                return
             self.tries, sequence = True, 0
             trial = UnchangedTrial(kind, number, checksum(storage))
         self.pins.add(storage)
-        self._ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
+        ready = self._ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
+        self._is_ready(output, ready)
 
     def _walks_by_made(
         self, expected: Expected, call: _Call, output: torch.Tensor, index: int | None

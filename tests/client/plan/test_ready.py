@@ -17,7 +17,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks
-from storm_client.plan import planning, window
+from storm_client.plan import kinds, planning, window
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Costs
 from storm_client.plan.window import DeviceWindow
@@ -26,7 +26,7 @@ from storm_client.transfers import Outgoing, Transfers
 from support.random_programs import run
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 STEPS = 6
 
@@ -240,3 +240,57 @@ def test_models(device: str, reader: Reader, client: storm.Client) -> None:
     for _ in range(STEPS):
         assert_identical(step(offload), expected)
     assert Counter(reader.used)
+
+
+def attend(x: Tensor, weight: Tensor, spoil: Callable[[Tensor], object]) -> Tensor:
+    """Save the results of attention, which does so itself, and then as what a product reads."""
+    for _ in range(3):
+        heads = linear(x, weight).view(4, 16, 4, 16).transpose(1, 2)
+        made = scaled_dot_product_attention(heads, heads, heads)
+        spoil(made)
+        x = silu(linear(made.transpose(1, 2).reshape(64, 64), weight)) * 2.0
+    return x
+
+
+def test_what_a_function_has_saved_itself_leaves_as_it_was_made(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(lambda x, w: attend(x, w, lambda _made: None), device, offload)
+    kind = kind_of(offload)
+    of_attention = {
+        value.number for value in kind.values if value.operation == "scaled_dot_product_attention"
+    }
+    assert len(of_attention) == 3
+    assert of_attention <= kind.unchanged
+    assert kind.followed, "steps have stopped trying"
+
+
+def test_what_a_function_has_saved_itself_and_is_written_to_leaves_late(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    spoil: Callable[[Tensor], object] = lambda made: made.data.mul_(2.0)  # noqa: E731
+    assert_identical_steps(lambda x, w: attend(x, w, spoil), device, offload)
+    kind = kind_of(offload)
+    assert {kind.values[number].operation for number in kind.changed} == {
+        "scaled_dot_product_attention"
+    }
+
+
+def test_what_no_backward_pass_asks_for_is_not_tried_for_ever(
+    device: str, reader: Reader, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "MOST_TRIES", 2)
+    aside: list[Tensor] = []
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        made = linear(x, weight)
+        aside[:] = [silu(linear(made, weight))]  # no gradient comes here
+        return silu(made) * 2.0
+
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(forward, device, offload)
+    kind = kind_of(offload)
+    assert len(kind.changed) == 1
+    assert kind.followed
