@@ -263,8 +263,15 @@ def _operators() -> list[Any]:
 
 
 def _import() -> None:
-    """Import what PyTorch tests itself with, and take back what that sets for the process."""
-    import torch.testing._internal.common_utils
+    """Import what PyTorch tests itself with, and take back what that sets for the process.
 
+    For each operator it would look twice through the sources of the whole stack for a
+    `unittest.TestCase`, which takes 0.1 s and finds none.
+    """
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.opinfo import core
+
+    for module in (common_utils, core):
+        module.extract_test_fn = lambda: None
     settings.load_profile("untimed")
     setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
