@@ -1,7 +1,8 @@
 """Scans on a CUDA device by Triton kernels, launched on PyTorch's current stream.
 
-A launch allocates nothing but the results its caller made and, where tiles look back, a scratch of
-zeros; it never synchronises, so it can be captured in a CUDA graph. Triton compiles a kernel at
+A launch allocates nothing where its caller made the results: tiles that look back share a scratch a
+stream. It never synchronises, so it can be captured in a CUDA graph, which gets a scratch of its own
+and zeroes it in each replay. Triton compiles a kernel at
 the first call with new types or options. Triton is loaded only when something here is called.
 """
 
@@ -27,6 +28,14 @@ _ALIGNMENT: Final = 16
 """Of an address, in bytes: what Triton compiles differently for."""
 
 _MOST_KNOWN: Final = 1024
+_KEPT_WORDS: Final = 1 << 20
+"""Of a stream's scratch; a launch that asks for more gets zeros of its own."""
+
+_MOST_LAUNCHES: Final = 1 << 31
+"""On one scratch: the number that each has there must not come again."""
+
+_NO_STREAM: Final = (1, 2)
+"""Handles that stand for another stream in each thread, or device."""
 
 _TRITON_TYPES: Final = {
     torch.float64: "float64",
@@ -227,7 +236,7 @@ class _Launch:
         self._compiled: Callable[..., object] | None = None
 
     def launch(self, *tensors: torch.Tensor) -> None:
-        """Launch on the memory of `tensors` and, where tiles look back, a scratch of zeros."""
+        """Launch on the memory of `tensors`, and on a scratch where tiles look back."""
         if self._device.type != "cuda" or self._device.index == torch.cuda.current_device():
             self._launch(tensors)
             return
@@ -237,7 +246,7 @@ class _Launch:
     def _launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
         scratch = tensors[0]
         if self._words:
-            scratch = torch.zeros(self._words, dtype=torch.int64, device=self._device)
+            scratch = _scratch(self._words, self._device)
         if self._compiled is not None:
             self._compiled(*tensors, scratch, *self._numbers)
             return
@@ -251,6 +260,33 @@ class _Launch:
             names = self._kernel.arg_names
             self._numbers += tuple(self._constants[one] for one in names if one in self._constants)
             self._compiled = compiled[self._grid]
+
+
+class _Scratch:
+    """Words of one stream, whose launches come one after another, each with a number of its own."""
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self.words = torch.zeros(words, dtype=torch.int64, device=device)
+        self.launches = 0
+
+
+_scratches: Final[dict[tuple[int, int], _Scratch]] = {}
+"""By device and stream."""
+
+
+def _scratch(words: int, device: torch.device) -> torch.Tensor:
+    """Return so many words, all zero or with what earlier launches on this stream left there."""
+    if device.type != "cuda" or words > _KEPT_WORDS or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    if stream in _NO_STREAM:
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    key = device.index, stream
+    kept = _scratches.get(key)
+    if kept is None or kept.words.numel() < words or kept.launches >= _MOST_LAUNCHES:
+        kept = _scratches[key] = _Scratch(min(_KEPT_WORDS, 2 * words), device)
+    kept.launches += 1
+    return kept.words
 
 
 _known: Final[dict[object, _Launch]] = {}

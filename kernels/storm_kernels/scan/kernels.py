@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .combine import apply, combine, edge, lift, read, scan, seed
-from .look_back import entering_state
+from .look_back import entering_state, take_ticket
 
 __all__ = ["fold_columns", "fold_rows", "linear_columns", "linear_rows"]
 
@@ -30,13 +30,16 @@ COUNTS = ["chunks", "chains", "tiles"]
 
 
 @triton.jit
-def _take_work(counter, chains, LOOK_BACK: tl.constexpr):
-    """Return this program's first tile and its chain; who looks back to others knows them begun."""
+def _take_work(counter, chains, tiles, LOOK_BACK: tl.constexpr):
+    """Return this program's first tile, its chain, and the number of a launch that looks back.
+
+    Who looks back to others knows by its ticket that they have begun.
+    """
     if LOOK_BACK:
-        ticket = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32)
+        ticket, launch = take_ticket(counter, chains * tiles)
     else:
-        ticket = tl.program_id(0)
-    return ticket // chains, ticket % chains
+        ticket, launch = tl.program_id(0), 0
+    return ticket // chains, ticket % chains, launch
 
 
 @triton.jit
@@ -155,7 +158,7 @@ def fold_columns(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan x to y, both (outer, length, inner); `chunks` of N channels make up the inner size."""
-    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
     channel = (chain % chunks) * N + tl.arange(0, N)
     inside = channel < inner
@@ -173,7 +176,7 @@ def fold_columns(
         running, own = _totals(local, OP, REVERSE, R, G)
         if LOOK_BACK:
             before = entering_state(
-                _words(scratch, chain, tiles, N, MAPS), before, own, tile, like,
+                _words(scratch, chain, tiles, N, MAPS), launch, before, own, tile, like,
                 OP, NEUTRAL, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
         entering = _spread(running, before, OP, REVERSE, G)
@@ -210,7 +213,7 @@ def fold_rows(
     N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan x to y, both (outer, length)."""
-    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
     x += chain.to(tl.int64) * x_outer
     y += chain.to(tl.int64) * y_outer
@@ -226,7 +229,7 @@ def fold_rows(
         own = _one(edge(local, tl.arange(0, N) == last, 0))
         if LOOK_BACK:
             before = entering_state(
-                _words(scratch, chain, tiles, 1, MAPS), before, own, tile, like,
+                _words(scratch, chain, tiles, 1, MAPS), launch, before, own, tile, like,
                 OP, NEUTRAL, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
         result = read(combine(_scalars(before), local, OP), OP)
@@ -362,7 +365,7 @@ def linear_columns(
     """H = a*h + b along (outer, length, inner); or with GRADIENT, from the gradient b of h, those
     of b and a, scanning the other way round.
     """
-    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
     channel = (chain % chunks) * N + tl.arange(0, N)
     inside = channel < inner
@@ -391,7 +394,7 @@ def linear_columns(
         running, own = _totals(scan(maps, 1, OP, REVERSE), OP, REVERSE, R, G)
         if LOOK_BACK:
             before = entering_state(
-                _words(scratch, chain, tiles, N, MAPS), before, own, tile, like,
+                _words(scratch, chain, tiles, N, MAPS), launch, before, own, tile, like,
                 OP, 0, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
         entering = _spread(running, before, OP, REVERSE, G)
@@ -437,7 +440,7 @@ def linear_rows(
     N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same along (outer, length)."""
-    begin, chain = _take_work(scratch, chains, LOOK_BACK)
+    begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
     count = 1 if LOOK_BACK else tiles
     outer = chain.to(tl.int64)
     a += outer * a_outer
@@ -464,7 +467,7 @@ def linear_rows(
         own = _one(edge(local, tl.arange(0, N) == last, 0))
         if LOOK_BACK:
             before = entering_state(
-                _words(scratch, chain, tiles, 1, MAPS), before, own, tile, like,
+                _words(scratch, chain, tiles, 1, MAPS), launch, before, own, tile, like,
                 OP, 0, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
         state = apply(_scalars(before), local, OP)

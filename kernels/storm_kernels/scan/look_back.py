@@ -14,8 +14,10 @@ alone, so a wait is as many steps deep as there are levels, however long the seq
 A tile publishes one map, of the largest group that ends with it: who waits for a smaller one would
 lie in that group, behind its end. Maps thus have a place a tile.
 
-Each 32 bits of a component travel in a 64-bit word that says in its upper half that it is there:
-data and flag arrive together, without fences. The words are zero when the kernel starts.
+Each 32 bits of a component travel in a 64-bit word whose upper half is the launch's number: data and
+flag arrive together, without fences, and nobody needs to clear what earlier launches on the same
+words have left. The number is kept beside the counter of tickets, in one word (`take_ticket`): all
+zero before the first launch, which is number 1.
 """
 
 # ruff: noqa: RUF005, SIM108 - Triton takes no starred tuples, and choices of constants as branches
@@ -27,15 +29,29 @@ import triton.language as tl
 
 from .combine import apply, combine, edge, identity, scan
 
-__all__ = ["entering_state"]
+__all__ = ["entering_state", "take_ticket"]
 
-READY = tl.constexpr(1 << 32)
 LOWER = tl.constexpr((1 << 32) - 1)
+
+
+@triton.jit
+def take_ticket(counter, tickets):
+    """Return the next of a launch's `tickets`, and the launch's number in a word's upper half.
+
+    Who takes the last one readies the counter for the next launch: all others have their tickets.
+    """
+    word = tl.atomic_add(counter, 1, sem="relaxed")
+    ticket = (word & LOWER).to(tl.int32)
+    launch = ((word >> 32) + 1) << 32
+    if ticket == tickets - 1:
+        tl.atomic_xchg(counter, launch, sem="relaxed")
+    return ticket, launch
 
 
 @triton.jit
 def entering_state(
     words,
+    launch,
     first,
     own,
     tile,
@@ -49,13 +65,14 @@ def entering_state(
 ):
     """Publish what others need of `tile`, wait for what it needs, return the state that enters it.
 
-    `words` are the sequence's, MAPS for each of N channels and tile; `own` is the tile's map,
+    `words` are the sequence's, MAPS for each of N channels and tile, `launch` what take_ticket
+    returned; `own` is the tile's map,
     `first` the state that enters tile 0; LIKE is a tensor of N numbers of the kind.
     """
     seen = ()  # a look at every level before waiting for any: their trips overlap
     span = 1
     for _ in tl.static_range(LEVELS):
-        seen = seen + (_look(words, tile, span, N, MAPS, FAN),)
+        seen = seen + (_look(words, launch, tile, span, N, MAPS, FAN),)
         span *= FAN
     before = identity(LIKE, OP, NEUTRAL)
     is_group_end = tile >= 0
@@ -65,10 +82,10 @@ def entering_state(
         digit = tile // span % FAN
         if is_group_end & (digit < FAN - 1):
             if level == 0:
-                _publish(words, own, tile, N, MAPS)
+                _publish(words, launch, own, tile, N, MAPS)
             else:
-                _publish(words, combine(before, own, OP), tile, N, MAPS)
-        group = _take(words, seen[level], tile, span, LIKE, OP, NEUTRAL, N, MAPS, FAN)
+                _publish(words, launch, combine(before, own, OP), tile, N, MAPS)
+        group = _take(words, launch, seen[level], tile, span, LIKE, OP, NEUTRAL, N, MAPS, FAN)
         if level == 0:
             before = group
         else:
@@ -94,7 +111,7 @@ def _joined(left, right, has_left, is_begin, OP: tl.constexpr):
 
 
 @triton.jit
-def _publish(words, maps, tile, N: tl.constexpr, MAPS: tl.constexpr):
+def _publish(words, launch, maps, tile, N: tl.constexpr, MAPS: tl.constexpr):
     """Tell the tiles behind what the largest group that ends with `tile` does to a state."""
     address = words + tile.to(tl.int64) * (MAPS * N) + tl.arange(0, N)
     wide: tl.constexpr = MAPS // len(maps)
@@ -102,12 +119,12 @@ def _publish(words, maps, tile, N: tl.constexpr, MAPS: tl.constexpr):
         part = maps[i]
         if wide == 2:
             bits = part.to(tl.int64, bitcast=True)
-            tl.atomic_xchg(address + (2 * i) * N, (bits & LOWER) | READY, sem="relaxed")
-            upper = ((bits >> 32) & LOWER) | READY
+            tl.atomic_xchg(address + (2 * i) * N, (bits & LOWER) | launch, sem="relaxed")
+            upper = ((bits >> 32) & LOWER) | launch
             tl.atomic_xchg(address + (2 * i + 1) * N, upper, sem="relaxed")
         else:
             bits = part.to(tl.uint32, bitcast=True).to(tl.int64)
-            tl.atomic_xchg(address + i * N, bits | READY, sem="relaxed")
+            tl.atomic_xchg(address + i * N, bits | launch, sem="relaxed")
 
 
 @triton.jit
@@ -124,18 +141,19 @@ def _groups(words, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.cons
 
 
 @triton.jit
-def _look(words, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.constexpr):
+def _look(words, launch, tile, span, N: tl.constexpr, MAPS: tl.constexpr, FAN: tl.constexpr):
     """Return the words (FAN, N), MAPS of them, of the groups of `span` tiles, as they are now."""
     address, known = _groups(words, tile, span, N, MAPS, FAN)
     found = ()
     for i in tl.static_range(MAPS):
-        found = found + (tl.load(address + i * N, mask=known, other=READY, volatile=True),)
+        found = found + (tl.load(address + i * N, mask=known, other=launch, volatile=True),)
     return found
 
 
 @triton.jit
 def _take(
     words,
+    launch,
     found,
     tile,
     span,
@@ -147,8 +165,8 @@ def _take(
     FAN: tl.constexpr,
 ):
     """Wait for the maps of the groups of `span` tiles, and return them combined in order."""
-    while _is_missing(found):
-        found = _look(words, tile, span, N, MAPS, FAN)
+    while _is_missing(found, launch):
+        found = _look(words, launch, tile, span, N, MAPS, FAN)
     place = tl.arange(0, FAN)[:, None]
     known = place < tile // span % FAN
     none = identity(tl.broadcast_to(LIKE[None, :], (FAN, N)), OP, NEUTRAL)
@@ -166,9 +184,9 @@ def _take(
 
 
 @triton.jit
-def _is_missing(found):
+def _is_missing(found, launch):
     """Tell whether some word of `found` is not there yet."""
-    least = (found[0] >> 32).to(tl.int32)
+    missing = (found[0] ^ launch) >> 32
     for i in tl.static_range(1, len(found)):
-        least = tl.minimum(least, (found[i] >> 32).to(tl.int32))
-    return tl.min(tl.min(least, 0), 0) == 0
+        missing = missing | ((found[i] ^ launch) >> 32)
+    return tl.max(tl.max((missing != 0).to(tl.int32), 0), 0) != 0
