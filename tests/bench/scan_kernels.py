@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -64,38 +65,54 @@ class Case:
     tiles: tuple[Tile, ...]
 
 
-SHORT = (walk(16, 64, 16, 8), back(16, 16, 32, 4, 8))
+SHORT = (
+    back(16, 16, 32, 4, 8),
+    back(8, 16, 32, 4, 8),
+    back(16, 8, 32, 2, 4),
+    back(8, 32, 16, 4, 16),
+    back(16, 16, 16, 2, 16),
+)
 LONG = (
     back(16, 16, 32, 4, 4),
-    back(16, 32, 16, 4, 16),
-    back(16, 32, 32, 8, 16),
-    back(16, 16, 16, 2, 16),
+    back(16, 32, 16, 4, 8),
+    back(16, 32, 32, 8, 8),
+    back(32, 16, 32, 4, 8),
+    back(32, 32, 32, 8, 16),
 )
 LINEAR = (
     back(8, 16, 32, 4, 4),
     back(8, 32, 16, 4, 8),
-    back(8, 16, 16, 2, 8),
-    back(8, 32, 32, 8, 8),
-    back(8, 64, 16, 8, 16),
-    back(16, 16, 16, 2, 4),
+    back(16, 16, 32, 4, 4),
     back(16, 32, 16, 4, 8),
+    back(4, 16, 32, 4, 4),
+    back(4, 32, 32, 8, 8),
 )
-ONE_ROW = (row(2048, 2, 64), row(4096, 1, 32), row(4096, 2, 64), row(4096, 4, 128))
+ONE_ROW = (row(2048, 2, 64), row(4096, 1, 32), row(4096, 2, 64), row(8192, 4, 128))
+ROWS = (
+    row(256, 1),
+    row(512, 2),
+    row(512, 4),
+    row(1024, 2),
+    row(1024, 4),
+    row(2048, 4),
+    row(2048, 8),
+    row(4096, 8),
+)
 CASES = (
+    Case("gradient", (8 * 1536, 65536), ROWS),
+    Case("linear", (8 * 1536, 65536), (row(1024, 4), row(2048, 4), row(2048, 8))),
     Case("fold", (1, 65536, 512), LONG),
     Case("fold", (1, 1 << 24), ONE_ROW),
-    Case("fold", (4, 8192, 512), (back(16, 16, 32, 4, 8),)),
+    Case("fold", (4, 8192, 512), LONG[:3]),
     Case("linear", (4, 8192, 512), LINEAR),
     Case("linear", (1, 65536, 512), LINEAR),
     Case("gradient", (4, 8192, 512), LINEAR),
     Case("gradient", (1, 65536, 512), LINEAR),
     Case("fold", (4, 2048, 512), SHORT),
     Case("fold", (4, 512, 512), SHORT),
-    Case("fold", (64, 8192), (row(8192, 8), row(2048, 2, 64))),
-    Case("fold", (4096, 4096), (row(4096, 4),)),
-    Case("fold", (8, 4096, 2048), (walk(16, 8, 64, 4),)),
-    Case("linear", (8 * 1536, 65536), (row(1024, 4),)),
-    Case("gradient", (8 * 1536, 65536), (row(256, 1),)),
+    Case("fold", (64, 8192), (row(2048, 1, 32),)),
+    Case("fold", (4096, 4096), ()),
+    Case("fold", (8, 4096, 2048), ()),
 )
 
 
@@ -122,6 +139,28 @@ def prepared(case: Case, tile: Tile | None, tensors: tuple[torch.Tensor, ...]) -
             return tuple(results[1:])
 
     return run
+
+
+def called(case: Case, tensors: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
+    """Return public calls of a case, whose results are new memory, and another package's."""
+    x, a, *results = tensors
+    if case.scan == "fold":
+        return {"public": lambda: scan.cumsum(x, 1)}
+    ways = {"public": lambda a, x: scan.linear_scan(a, x)[0]}
+    if len(case.shape) == 2:
+        with suppress(ImportError):
+            from accelerated_scan.scalar import scan as other
+
+            ways["accelerated-scan"] = lambda a, x: other(a[None], x[None])
+    if case.scan == "linear":
+        return {name: partial(way, a, x) for name, way in ways.items()}
+    sources = [one.clone().requires_grad_() for one in (a, x)]
+    made = {name: way(*sources) for name, way in ways.items()}
+    grad = results[0]
+    return {
+        name: partial(torch.autograd.grad, one, sources, grad.view_as(one), retain_graph=True)
+        for name, one in made.items()
+    }
 
 
 def operands(case: Case, device: str) -> tuple[torch.Tensor, ...]:
@@ -250,6 +289,11 @@ def measured(case: Case, flushed: torch.Tensor, deadline: float) -> Iterator[dic
         found |= {"copy_microseconds": round(copy, 1), "microseconds": round(taken, 1)}
         found |= {"of_copy": round(taken / copy, 3), "tile": str(tile or "chosen")}
         yield found | ({"wrong": wrong} if wrong else {})
+    for name, call in called(case, tensors).items():
+        taken = microseconds(call, flushed)
+        found = {"scan": case.scan, "shape": list(case.shape), "copy_microseconds": round(copy, 1)}
+        found |= {"microseconds": round(taken, 1), "of_copy": round(taken / copy, 3)}
+        yield found | {"tile": name}
 
 
 def host_microseconds() -> dict[str, float]:
@@ -265,7 +309,15 @@ def host_microseconds() -> dict[str, float]:
         "cumsum": lambda: scan.cumsum(x, 1),
         "cumsum, gradient wanted": lambda: scan.cumsum(wanted, 1),
         "linear_scan": lambda: scan.linear_scan(a, x),
-    }
+        "linear_scan's gradient": partial(
+            torch.autograd.grad,
+            scan.linear_scan(a, wanted)[0], wanted, torch.ones_like(x), retain_graph=True,
+        ),
+        "torch.cumsum's gradient": partial(
+            torch.autograd.grad,
+            torch.cumsum(wanted, 1), wanted, torch.ones_like(x), retain_graph=True,
+        ),
+    }  # fmt: skip
     found = {}
     for name, call in calls.items():
         for _ in range(10):

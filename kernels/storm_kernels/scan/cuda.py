@@ -1,8 +1,8 @@
 """Scans on a CUDA device by Triton kernels, launched on PyTorch's current stream.
 
-A launch allocates nothing where its caller made the results: tiles that look back share a scratch a
-stream. It never synchronises, so it can be captured in a CUDA graph, which gets a scratch of its own
-and zeroes it in each replay. Triton compiles a kernel at
+A launch allocates nothing but the results its caller made; tiles that look back use a scratch that
+is kept for each stream. It never synchronises, so it can be captured in a CUDA graph, which gets a
+scratch of its own and zeroes it in each replay. Triton compiles a kernel at
 the first call with new types or options. Triton is loaded only when something here is called.
 """
 

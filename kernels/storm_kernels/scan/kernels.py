@@ -329,11 +329,11 @@ def _store_linear(address, state, mask, COMPLEX: tl.constexpr):
 
 
 @triton.jit
-def _store_factor_gradient(
-    da, h, h0, g, row, length, mask, da_length, h_length,
+def _load_entered(
+    h, h0, row, length, mask, h_length,
     ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Store g times the conjugate of the state that entered the element; `h0` the first of all."""
+    """Return the states that entered a tile's elements, `h0` being the first of all."""
     one: tl.constexpr = -1 if REVERSE else 1
     entered = row + one
     known = mask & (entered >= 0) & (entered < length)
@@ -344,11 +344,20 @@ def _store_factor_gradient(
         state_i = tl.load(h + entered * h_length + 1, mask=known, other=0).to(ACC)
         if INITIAL:
             state_i = tl.where(known, state_i, h0[1])
-        real = g[0] * state + g[1] * state_i
-        imaginary = g[1] * state - g[0] * state_i
-        _store_linear(da + row * da_length, (real, imaginary), mask, COMPLEX)
+        return (state, state_i)
     else:
-        _store_linear(da + row * da_length, (g[0] * state,), mask, COMPLEX)
+        return (state,)
+
+
+@triton.jit
+def _store_factor_gradient(address, g, entered, mask, COMPLEX: tl.constexpr):
+    """Store g times the conjugate of the state that entered the element."""
+    if COMPLEX:
+        real = g[0] * entered[0] + g[1] * entered[1]
+        imaginary = g[1] * entered[0] - g[0] * entered[1]
+        _store_linear(address, (real, imaginary), mask, COMPLEX)
+    else:
+        _store_linear(address, (g[0] * entered[0],), mask, COMPLEX)
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -391,6 +400,14 @@ def linear_columns(
         maps = _load_linear(
             a, b, row, length, mask, a_length, b_length, ACC, COMPLEX, GRADIENT, REVERSE
         )
+        if GRADIENT:  # asked for before the wait
+            if COMPLEX:
+                h0 = (first[0][None, None, :], first[1][None, None, :])
+            else:
+                h0 = (first[0][None, None, :],)
+            entered = _load_entered(
+                h, h0, row, length, mask, h_length, ACC, COMPLEX, INITIAL, REVERSE
+            )
         running, own = _totals(scan(maps, 1, OP, REVERSE), OP, REVERSE, R, G)
         if LOOK_BACK:
             before = entering_state(
@@ -416,14 +433,7 @@ def linear_columns(
             state = (scan(fed, 1, OP, REVERSE)[1],)
         if GRADIENT:
             _store_linear(db + row * db_length, state, mask, COMPLEX)
-            if COMPLEX:
-                h0 = (first[0][None, None, :], first[1][None, None, :])
-            else:
-                h0 = (first[0][None, None, :],)
-            _store_factor_gradient(
-                da, h, h0, state, row, length, mask, da_length, h_length,
-                ACC, COMPLEX, INITIAL, REVERSE,
-            )  # fmt: skip
+            _store_factor_gradient(da + row * da_length, state, entered, mask, COMPLEX)
         else:
             _store_linear(h + row * h_length, state, mask, COMPLEX)
         before = apply(before, own, OP)
@@ -463,6 +473,10 @@ def linear_rows(
         maps = _load_linear(
             a, b, row, length, mask, a_length, b_length, ACC, COMPLEX, GRADIENT, REVERSE
         )
+        if GRADIENT:  # asked for before the wait
+            entered = _load_entered(
+                h, first, row, length, mask, h_length, ACC, COMPLEX, INITIAL, REVERSE
+            )
         local = scan(maps, 0, OP, REVERSE)
         own = _one(edge(local, tl.arange(0, N) == last, 0))
         if LOOK_BACK:
@@ -473,10 +487,7 @@ def linear_rows(
         state = apply(_scalars(before), local, OP)
         if GRADIENT:
             _store_linear(db + row * db_length, state, mask, COMPLEX)
-            _store_factor_gradient(
-                da, h, first, state, row, length, mask, da_length, h_length,
-                ACC, COMPLEX, INITIAL, REVERSE,
-            )  # fmt: skip
+            _store_factor_gradient(da + row * da_length, state, entered, mask, COMPLEX)
         else:
             _store_linear(h + row * h_length, state, mask, COMPLEX)
         before = apply(before, own, OP)

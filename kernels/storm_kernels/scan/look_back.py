@@ -14,9 +14,9 @@ alone, so a wait is as many steps deep as there are levels, however long the seq
 A tile publishes one map, of the largest group that ends with it: who waits for a smaller one would
 lie in that group, behind its end. Maps thus have a place a tile.
 
-Each 32 bits of a component travel in a 64-bit word whose upper half is the launch's number: data and
-flag arrive together, without fences, and nobody needs to clear what earlier launches on the same
-words have left. The number is kept beside the counter of tickets, in one word (`take_ticket`): all
+Each 32 bits of a component travel in a 64-bit word whose upper half is the launch's number: data
+and flag arrive together, without fences, and nobody needs to clear what earlier launches have left
+in the words. The number is kept beside the counter of tickets, in one word (`take_ticket`): all
 zero before the first launch, which is number 1.
 """
 

@@ -219,6 +219,18 @@ class TestOnAGpu:
         side.synchronize()
         assert (sums[:, -1] == 40000).all()
 
+    def test_launches_on_one_scratch_are_told_apart(self):
+        streams = [torch.cuda.Stream() for _ in range(3)]
+        shapes = [(1, 40000, 64), (1, 1 << 20), (3, 9000, 130), (1, 30000, 512)]
+        inputs = [torch.randn(shape, device="cuda") for shape in shapes]
+        wanted = [scan.cumsum(x) for x in inputs]
+        torch.cuda.synchronize()
+        for turn in range(60):
+            with torch.cuda.stream(streams[turn % 3]):
+                found = [scan.cumsum(x) for x in inputs]
+            streams[turn % 3].synchronize()
+            assert all(map(torch.equal, found, wanted))
+
     def test_one_row_in_three_levels(self):
         x = torch.randn(1, 1 << 22, device="cuda")
         y = torch.empty_like(x)
