@@ -158,7 +158,7 @@ def methods(arguments: argparse.Namespace) -> list[Method]:
             return storm.compile(model, budget=budget, min_bytes=arguments.min_bytes)
 
         found.append(Method(f"stormd budget={budget}", wrap))
-    return found
+    return [*found, Method("none, again", plain)]
 
 
 def measure(
@@ -170,9 +170,10 @@ def measure(
     torch.manual_seed(0)
     device = arguments.device
     kind = Llama if arguments.model == "llama" else Decoder
-    model: nn.Module = kind(
-        arguments.layers, arguments.width, is_checkpointed=method.is_checkpointed
-    )
+    with torch.device(device):  # random weights take a processor minutes
+        model: nn.Module = kind(
+            arguments.layers, arguments.width, is_checkpointed=method.is_checkpointed
+        )
     model = model.to(device, torch.bfloat16).train()
     compiled: list[nn.Module] = []
     if arguments.blocks:
