@@ -457,10 +457,10 @@ class _StepHooks:
 
     def _leave_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
         """Have a result leave as it was made, if the function that made it has saved it."""
-        if self._session is None:
-            return
         try:
-            self._session.saved_before_ready(tensor.untyped_storage(), ready)
+            session = self._sessions.of(tensor.device)
+            if session is not None:
+                session.saved_before_ready(tensor.untyped_storage(), ready)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
