@@ -44,6 +44,10 @@ _CAST = "ToCopyBackward0"
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
 
+LARGE_BYTES = 16 << 20
+"""What leaves as it was made has as many. A smaller one is on the link for less than the device
+takes for what comes before it would leave anyway, and noting it costs the training thread."""
+
 
 class _Seen:
     """A storage of the step at hand, at one version."""
@@ -349,7 +353,9 @@ class Recording:
         until then, uncounted.
         """
         kind = self.step.kind
-        if kind is None or self._publish is None or number in kind.changed:
+        if output.nbytes < LARGE_BYTES or kind is None or self._publish is None:
+            return
+        if number in kind.changed:
             return
         sequence = self._publish(output)
         if not sequence:

@@ -17,7 +17,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import hooks
-from storm_client.plan import kinds, planning, window
+from storm_client.plan import kinds, planning, recording, window
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Costs
 from storm_client.plan.window import DeviceWindow
@@ -69,6 +69,7 @@ def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     monkeypatch.setattr(planning, "CUDA_COSTS", SOME_REPLAYS)
     monkeypatch.setattr(Value, "timed", lambda _value: 0.0)  # so that products leave
     monkeypatch.setattr(planning, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(recording, "LARGE_BYTES", 0)
     monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
     monkeypatch.setattr(DeviceWindow, "saw", lambda _window, _nbytes: None)
     monkeypatch.setattr(
