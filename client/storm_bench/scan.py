@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["CASES", "Case", "add_scan_arguments", "measure_scan", "print_scan"]
 
 _SEED: Final = 20
-_FLUSHED_BYTES: Final = 256 << 20
+_FLUSHED_BYTES: Final = 1 << 30
 """Written between two timed calls on a GPU, so that each finds its caches cold."""
 
 _ACCURACY_LENGTH: Final = 1 << 20

@@ -6,8 +6,8 @@
 float32, dimension 1, the kernels called as launches.py's choice is (row "chosen") or with the tile
 given. A result counts if it is right and comes out the same, bit for bit, three times. Times are
 medians of a call between two events, each behind a write of 1 GiB that empties the caches and
-outlasts the call's host time; where a tile looks back, zeroing the scratch is in it. Processes of
-their own compile all tiles first, several at a time. After --seconds no further tile is begun.
+outlasts the call's host time. Processes of their own compile all tiles first, several at a time.
+After --seconds no further tile is begun.
 """
 
 from __future__ import annotations
@@ -74,33 +74,25 @@ SHORT = (
 )
 LONG = (
     back(16, 16, 32, 4, 4),
-    back(16, 32, 16, 4, 8),
-    back(16, 32, 32, 8, 8),
     back(32, 16, 32, 4, 8),
-    back(32, 32, 32, 8, 16),
+    back(32, 16, 32, 4, 16),
+    back(16, 8, 64, 4, 8),
+    back(16, 16, 64, 8, 8),
 )
 LINEAR = (
+    walk(8, 32, 16, 4),
     back(8, 16, 32, 4, 4),
+    back(8, 16, 32, 4, 8),
     back(8, 32, 16, 4, 8),
     back(16, 16, 32, 4, 4),
     back(16, 32, 16, 4, 8),
-    back(4, 16, 32, 4, 4),
-    back(4, 32, 32, 8, 8),
+    back(8, 8, 64, 4, 4),
 )
-ONE_ROW = (row(2048, 2, 64), row(4096, 1, 32), row(4096, 2, 64), row(8192, 4, 128))
-ROWS = (
-    row(256, 1),
-    row(512, 2),
-    row(512, 4),
-    row(1024, 2),
-    row(1024, 4),
-    row(2048, 4),
-    row(2048, 8),
-    row(4096, 8),
-)
+ONE_ROW = (row(4096, 1, 32), row(4096, 1, 64), row(4096, 2, 128), row(8192, 2, 64))
+ROWS = (row(512, 1), row(1024, 1), row(1024, 2), row(2048, 2), row(2048, 4), row(4096, 8))
 CASES = (
     Case("gradient", (8 * 1536, 65536), ROWS),
-    Case("linear", (8 * 1536, 65536), (row(1024, 4), row(2048, 4), row(2048, 8))),
+    Case("linear", (8 * 1536, 65536), (row(1024, 4),)),
     Case("fold", (1, 65536, 512), LONG),
     Case("fold", (1, 1 << 24), ONE_ROW),
     Case("fold", (4, 8192, 512), LONG[:3]),
@@ -108,8 +100,11 @@ CASES = (
     Case("linear", (1, 65536, 512), LINEAR),
     Case("gradient", (4, 8192, 512), LINEAR),
     Case("gradient", (1, 65536, 512), LINEAR),
-    Case("fold", (4, 2048, 512), SHORT),
-    Case("fold", (4, 512, 512), SHORT),
+    Case("linear", (8, 4096, 2048), (back(16, 16, 32, 4, 4),)),
+    Case("gradient", (8, 4096, 2048), (walk(8, 16, 32, 4), walk(8, 8, 64, 4))),
+    Case("gradient", (1, 1 << 24), (row(512, 1, 32), row(2048, 1, 32), row(2048, 2, 64))),
+    Case("fold", (4, 2048, 512), SHORT[:3]),
+    Case("fold", (4, 512, 512), SHORT[:3]),
     Case("fold", (64, 8192), (row(2048, 1, 32),)),
     Case("fold", (4096, 4096), ()),
     Case("fold", (8, 4096, 2048), ()),

@@ -20,6 +20,9 @@ _VECTOR_BYTES: Final = 16
 _ENOUGH_PROGRAMS: Final = 128
 """So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
 
+_LONG_FOR_A_GRADIENT: Final = 1 << 14
+"""From there on it is better off with fewer, longer tiles of half the channels."""
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -95,21 +98,27 @@ def columns_for(
     narrowest = min(widest, 4 * vector)
     rows, warps = max(2, 16 // words), 4
     channels = widest
-    while channels > narrowest and outer * cut(inner, channels) < _ENOUGH_PROGRAMS:
+    wanted = _ENOUGH_PROGRAMS << (words > 1)
+    while channels > narrowest and outer * cut(inner, channels) < wanted:
         channels //= 2
     stretches = _stretches(channels, vector, warps)
-    enough = outer * cut(inner, channels) >= (_ENOUGH_PROGRAMS << gradient)
-    if enough or length <= 4 * rows * stretches:
+    programs, tiles = outer * cut(inner, channels), cut(length, rows * stretches)
+    # no more than enough need many tiles each to load ahead
+    enough = programs >= (wanted if tiles > 8 else 2 * _ENOUGH_PROGRAMS)
+    if enough or tiles <= (4 if words > 1 else 2):
         while rows > 1 and rows * stretches // 2 >= length:
             rows //= 2
         while stretches > 1 and rows * stretches // 2 >= length:
             stretches //= 2
         return Columns(rows, stretches, channels, warps, look_back=False)
-    channels = min(widest, 4 * vector if words > 1 and not gradient else 8 * vector)
-    if words == 2 and not gradient:
-        rows *= 2  # registers hold them: those of complex numbers do not
+    narrow = length > _LONG_FOR_A_GRADIENT if gradient else words > 2
+    channels = min(widest, 4 * vector if narrow else 8 * vector)
+    if words == 2 and not gradient and itemsize > 2:
+        rows *= 2  # registers hold them: those of complex numbers, or of wider loads, do not
     stretches = _stretches(channels, vector, warps)
+    least = max(2, _WARP * warps // channels)
     fan = max(4, (4 if words == 1 else 1) * _WARP * warps // channels)
+    fan = max(least, min(fan, _power_of_two(cut(length, rows * stretches))))
     return Columns(rows, stretches, channels, warps, look_back=True, fan=fan)
 
 
