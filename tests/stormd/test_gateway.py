@@ -96,6 +96,7 @@ def test_a_session_that_stores_no_activations_has_no_plan(
     refused = client.ask(plan())
     assert (type(refused), refused.kind) == (Refused, "UsageError")
     assert plans(client) == [None]
+    client.send(Goodbye())  # it has no lifeline, whose end would tell
 
 
 def test_a_request_of_one_batch_is_answered_in_one_frame(client: RawClient) -> None:

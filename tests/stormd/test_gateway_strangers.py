@@ -151,16 +151,21 @@ def test_a_session_for_the_cache_needs_a_cache(make_daemon: MakeDaemon, connect:
     refused = connect(daemon).hello(features=[CACHE_FEATURE])
     assert refused.kind == "UsageError"
     assert "--cache-bytes" in refused.detail
-    assert connect(daemon).hello().features == []
+    client = connect(daemon)
+    assert client.hello().features == []
+    client.send(Goodbye())  # it has no lifeline, whose end would tell
 
 
 def test_sessions_for_the_cache_take_parts_that_all_lanes_take(
     make_daemon: MakeDaemon, connect: Connect
 ) -> None:
     daemon = make_daemon(part_bytes_cpu=MIB, part_bytes_cuda=MIB // 4)
-    assert connect(daemon).hello().part_bytes == MIB
-    welcome = connect(daemon).hello(features=[CACHE_FEATURE])
+    plain, for_the_cache = connect(daemon), connect(daemon)
+    assert plain.hello().part_bytes == MIB
+    welcome = for_the_cache.hello(features=[CACHE_FEATURE])
     assert (welcome.part_bytes, welcome.features) == (MIB // 4, [CACHE_FEATURE])
+    plain.send(Goodbye())  # they have no lifelines, whose ends would tell
+    for_the_cache.send(Goodbye())
 
 
 def test_what_follows_a_hello_in_its_frame_is_heard(daemon: DaemonThread, connect: Connect) -> None:

@@ -26,6 +26,9 @@ BUILD_SECONDS = 300
 GUARD = 64
 POISON = 0xA5
 AUTO = 255
+TRAPS = ("-fsanitize=alignment,shift-exponent", "-fsanitize-undefined-trap-on-error")
+"""An access that its type's alignment forbids on a device, or a shift by a word's bits or more,
+which a device takes otherwise, ends the process by a signal."""
 OK, BAD_HEADER, BAD_RECORD, BAD_CHECKSUM, NOT_DECODED = range(5)
 
 
@@ -107,14 +110,11 @@ class Kernels:
 
 
 def build_kernels(
-    folder: Path,
-    dtype: DType,
-    memory: type[Guarded] | type[Fenced] = Guarded,
-    flags: Sequence[str] = (),
+    folder: Path, dtype: DType, memory: type[Guarded] | type[Fenced] = Guarded
 ) -> Kernels:
     """Compile the kernels for elements like `dtype`'s into `folder` (g++ is needed).
 
-    What another process has built there is used; flags are the same for all of a folder.
+    What another process has built there is used.
     """
     width, mantissa = dtype.element_bytes, dtype.mantissa_bits
     library = folder / f"kernels_{width}_{mantissa}.so"
@@ -122,7 +122,7 @@ def build_kernels(
     with FileLock(library.with_suffix(".lock"), timeout=BUILD_SECONDS):
         if not library.exists():
             unfinished = library.with_suffix(".unfinished")
-            compile_library(HOST / "run_kernels.cpp", unfinished, (*flags, *kind))
+            compile_library(HOST / "run_kernels.cpp", unfinished, (*TRAPS, *kind))
             unfinished.rename(library)
     return Kernels(library, memory)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,19 +94,25 @@ def round_trip(codec: Codec) -> Callable[..., np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ancf.DType], Kernels]:
-    """The CUDA kernels for elements of a type, on the CPU; built at first use, by one worker."""
+def cuda_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all workers build the CUDA kernels for the CPU into."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler (g++) here")
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cuda_on_cpu"
     folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def kernels(cuda_on_cpu: Path) -> Callable[[ancf.DType], Kernels]:
+    """The CUDA kernels for elements of a type, on the CPU; built at first use, by one worker."""
     built: dict[tuple[int, int], Kernels] = {}
 
     def build(dtype: ancf.DType) -> Kernels:
         kind = (dtype.element_bytes, dtype.mantissa_bits)
         if kind not in built:
-            built[kind] = build_kernels(folder, dtype)
+            built[kind] = build_kernels(cuda_on_cpu, dtype)
         return built[kind]
 
     return build

@@ -21,9 +21,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", ["BFLOAT16", "FLOAT16", "FLOAT32", "FLOAT64", "FLOAT8_E4M3FN"])
-def test_nothing_outside_is_touched(tmp_path, dtype):
+def test_nothing_outside_is_touched(cuda_on_cpu, dtype):
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), dtype],
+        [sys.executable, str(SCRIPT), str(cuda_on_cpu), dtype],
         capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"ended with {done.returncode}: {done.stdout}{done.stderr}"

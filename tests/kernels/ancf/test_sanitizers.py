@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parents[2] / "kernels" / "storm_kernels"
 SOURCES, SHARED = KERNELS / "ancf" / "csrc", KERNELS / "native"
 SANITIZE = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer"
-COMMON = ["-std=gnu11", "-O1", "-g1", *SANITIZE.split()]  # lines are enough
+# Lines are enough; to optimise takes the compiler longer than it saves, and hides accesses.
+COMMON = ["-std=gnu11", "-O0", "-g1", *SANITIZE.split()]
 AVX2 = "-mavx2 -mbmi -mbmi2 -mlzcnt -mpopcnt"
 AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vbmi -mavx512vbmi2"
 SETS = {  # of this machine's architecture: source, flags
