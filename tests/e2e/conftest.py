@@ -18,5 +18,5 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture
 def daemon() -> Iterator[ChildDaemon]:
-    with ChildDaemon(flags=["--pool-bytes=512MiB", "--cache-bytes=8MiB", "--device=cpu"]) as daemon:
+    with ChildDaemon(flags=["--pool-bytes=128MiB", "--cache-bytes=8MiB", "--device=cpu"]) as daemon:
         yield daemon
