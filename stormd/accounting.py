@@ -16,10 +16,11 @@ from typing import Final
 
 from stormd.arena import Space, granules
 from stormd.lanes import blob_bound
-from stormd.protocol import MapSegment, Restore, Store
+from stormd.plans import MAX_PLAN_PARTS_HELD, MAX_PLANS, MAX_RUNS, Run
+from stormd.protocol import MapSegment, RegisterPlan, RunPlan, Store
 from stormd.protocol.limits import FIRST_LEASED
 from stormd.protocol.timeline import RESULTS
-from stormd.sessions import Entry, Limits, Phase, Session
+from stormd.sessions import Destination, Entry, Limits, Phase, Session
 from stormd.sizes import format_size
 
 __all__ = [
@@ -29,7 +30,12 @@ __all__ = [
     "Shares",
     "assert_session",
     "assert_space",
+    "limits_problem",
+    "part_problem",
+    "plan_problem",
     "restore_problem",
+    "run_problem",
+    "run_room",
     "segment_problem",
     "share_problem",
     "store_problem",
@@ -40,6 +46,9 @@ MAX_RESTORES: Final = 4096
 
 MAX_SEGMENTS: Final = 4096
 """Segments of one session mapped at one time."""
+
+RUN_SHARE: Final = 4
+"""A run is promised at most this part of what the pool has free when it begins."""
 
 
 # --- sums -----------------------------------------------------------------------------------
@@ -69,12 +78,12 @@ class Shares:
 
     def moved(self, uid: int, before: int, after: int) -> None:
         """Note that a session of the user's holds another number of bytes."""
-        total = self.of_user(uid) + after - before
+        total = self._by_user.get(uid, 0) + after - before
         if total:
             self._by_user[uid] = total
         else:
             self._by_user.pop(uid, None)
-        self._common += self.taken(before, after)
+        self._common += self.taken(before, after) if self._share else after - before
 
     def taken(self, before: int, after: int) -> int:
         """Return by how much the common part shrinks where a session goes from one to the other."""
@@ -105,12 +114,19 @@ class Holdings:
         self.entries = 0
         self.raw_bytes = 0
 
-    def add(self, record: Session, entry_id: int, entry: Entry) -> None:
-        """Give a session an entry."""
+    def add(
+        self, record: Session, entry_id: int, entry: Entry, *, is_reserved: bool = False
+    ) -> None:
+        """Give a session an entry, which a run of its `is_reserved` for, and was charged."""
         record.entries[entry_id] = entry
-        self._move(record, entry.charge)
+        if not is_reserved:
+            self._move(record, entry.charge)
         self._count(record, entry.raw_bytes)
         self.entries += 1
+
+    def reserve(self, record: Session, nbytes: int) -> None:
+        """Charge a session for what a run was promised; with fewer than 0, no longer."""
+        self._move(record, nbytes)
 
     def remove(self, record: Session, entry_id: int) -> Entry:
         """Take an entry from a session; its promise, block or loan is the caller's business."""
@@ -171,7 +187,13 @@ def assert_space(
 
 def assert_session(record: Session) -> None:
     """Raise AssertionError where a session contradicts itself: for tests."""
-    assert record.used_bytes == sum(entry.charge for entry in record.entries.values())
+    reserved, _ = record.reserved
+    assert record.used_bytes == reserved + sum(one.charge for one in record.entries.values())
+    assert record.plan_parts == sum(len(plan.parts) for plan in record.plans.values())
+    for run in record.runs.values():
+        run.assert_invariants()
+        assert run.first + len(run.plan.parts) - 1 <= record.last_entry
+    assert not (record.runs and record.phase is Phase.ENDING), "a run outlived its session"
     for entry_id, entry in record.entries.items():
         assert entry.charge == _charge(entry)
         assert not (entry.released and not entry.in_use), "a released entry was not freed"
@@ -206,13 +228,20 @@ def store_problem(
     """
     if detail := _invalid(session, message):
         return "invalid", detail
+    return limits_problem(session, message.nbytes, limits, user_bytes=user_bytes, draining=draining)
+
+
+def limits_problem(
+    session: Session, raw_bytes: int, limits: Limits, *, user_bytes: int, draining: bool
+) -> tuple[str, str] | None:
+    """Return the reason and detail of why no `raw_bytes` more are taken, as `store_problem`."""
     if draining:
         return "draining", "the daemon is shutting down"
     if detail := _count(session, limits):
         return "too_many_entries", detail
     if session.cache is not None:  # the cache limits itself, by its own size
         return None
-    nbytes = granules(blob_bound(message.nbytes))
+    nbytes = granules(blob_bound(raw_bytes))
     detail = _quota(session, limits, nbytes) or _user_quota(session, limits, user_bytes, nbytes)
     return ("quota", detail) if detail else None
 
@@ -235,22 +264,84 @@ def share_problem(
     )
 
 
-def restore_problem(session: Session, message: Restore) -> tuple[str, str] | None:
-    """Return the kind (of Failed) and detail of why there will be no restore, or None."""
-    entry = session.entries.get(message.entry)
+def restore_problem(
+    session: Session, ticket: int, number: int, into: Destination
+) -> tuple[str, str] | None:
+    """Return the kind (of Failed) and detail of why entry `number` is not restored, or None."""
+    entry = session.entries.get(number)
     if session.phase is not Phase.ATTACHED:
         return "UsageError", _phase(session)
     if entry is None or entry.released:
-        return "ActivationLost", f"entry {message.entry} does not exist or was released"
-    if message.nbytes != entry.raw_bytes:
-        detail = f"entry {message.entry} has {entry.raw_bytes} bytes, not {message.nbytes}"
+        return "ActivationLost", f"entry {number} does not exist or was released"
+    if into.nbytes != entry.raw_bytes:
+        detail = f"entry {number} has {entry.raw_bytes} bytes, not {into.nbytes}"
         return "UsageError", detail
-    if message.ticket in session.tickets or not message.ticket:
-        return "UsageError", f"ticket {message.ticket} is 0 or under way: choose a new one"
+    if ticket in session.tickets or not ticket:
+        return "UsageError", f"ticket {ticket} is 0 or under way: choose a new one"
     if len(session.tickets) >= MAX_RESTORES:
         return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
-    problem = _range(session, message, message.nbytes)
+    problem = _range(session, into.segment, into.offset, into.nbytes)
     return ("UsageError", problem) if problem else None
+
+
+def plan_problem(session: Session, message: RegisterPlan) -> tuple[str, str] | None:
+    """Return the kind (of Refused) and detail of why the plan is not registered, or None."""
+    if detail := _phase(session) or _lane(session) or _pool(session):
+        return "UsageError", detail
+    if message.plan in session.plans:
+        return "UsageError", f"plan {message.plan} is registered already: choose a new number"
+    largest = max(message.sizes)
+    if largest > session.part_bytes:
+        return "UsageError", _too_large(largest, session.part_bytes)
+    if len(session.plans) >= MAX_PLANS:
+        return "QuotaExceeded", f"{MAX_PLANS} plans are registered, the limit: forget one first"
+    parts = session.plan_parts + len(message.sizes)
+    if parts > MAX_PLAN_PARTS_HELD:
+        detail = (
+            f"plans of {parts} parts in one session; the limit is {MAX_PLAN_PARTS_HELD}: forget "
+            "one first"
+        )
+        return "QuotaExceeded", detail
+    return None
+
+
+def run_problem(session: Session, message: RunPlan) -> tuple[str, str] | None:
+    """Return the kind (of Refused) and detail of why the run does not begin, or None."""
+    plan = session.plans.get(message.plan)
+    if session.phase is not Phase.ATTACHED:
+        return "UsageError", _phase(session)
+    if plan is None:
+        return "UsageError", f"plan {message.plan} is not registered: send RegisterPlan first"
+    for entry in (message.run, message.run + len(plan.parts) - 1):
+        if detail := _order(session, entry):
+            return "UsageError", detail
+    if len(session.runs) >= MAX_RUNS:
+        return "QuotaExceeded", f"{MAX_RUNS} runs go on, the limit: end one first"
+    return None
+
+
+def part_problem(session: Session, run: Run, index: int, segment: int, offset: int) -> str:
+    """Return what is wrong with a part of StoreParts; of several faults the first."""
+    if index >= len(run.plan.parts):
+        return f"part {index} of a plan of {len(run.plan.parts)}: count from 0"
+    if run.handed[index]:
+        return f"part {index} of the run was handed over already"
+    return _range(session, segment, offset, run.plan.parts[index].nbytes)
+
+
+def run_room(session: Session, limits: Limits, *, user_bytes: int, free: int) -> tuple[int, int]:
+    """Return what a run may be promised: bytes and parts, both 0 or more.
+
+    `free` is what the pool has neither promised nor given. A quarter of it at the most, so that
+    others are not refused for what this one may never need: blobs are smaller than their bounds.
+    """
+    room = free // RUN_SHARE
+    if limits.quota_bytes:
+        room = min(room, limits.quota_bytes - session.used_bytes)
+    if limits.user_quota_bytes:
+        room = min(room, limits.user_quota_bytes - user_bytes)
+    parts = limits.max_entries - len(session.entries) - session.reserved[1]
+    return max(0, room), max(0, parts)
 
 
 def segment_problem(session: Session, message: MapSegment) -> str | None:
@@ -271,10 +362,10 @@ def _invalid(session: Session, message: Store) -> str:
     return (
         _phase(session)
         or _lane(session)
-        or _order(session, message)
+        or _order(session, message.entry)
         or _part(session, message)
         or _result(session, message)
-        or _range(session, message, _offered_bytes(message))
+        or _range(session, message.segment, message.offset, _offered_bytes(message))
     )
 
 
@@ -290,18 +381,28 @@ def _lane(session: Session) -> str:
     return "this session is for control alone: open one for a device to store what is there"
 
 
-def _order(session: Session, message: Store) -> str:
-    if session.last_entry < message.entry < FIRST_LEASED:
+def _pool(session: Session) -> str:
+    if session.cache is None:
         return ""
-    if message.entry >= FIRST_LEASED:
-        return f"entry {message.entry} is of those that only the daemon numbers, from 2^62 on"
-    return f"entry {message.entry} does not follow entry {session.last_entry}: ids only grow"
+    return "this session is for the cache, which has no plans: open another"
+
+
+def _order(session: Session, entry: int) -> str:
+    if session.last_entry < entry < FIRST_LEASED:
+        return ""
+    if entry >= FIRST_LEASED:
+        return f"entry {entry} is of those that only the daemon numbers, from 2^62 on"
+    return f"entry {entry} does not follow entry {session.last_entry}: ids only grow"
 
 
 def _part(session: Session, message: Store) -> str:
     if message.nbytes <= session.part_bytes:
         return ""
-    return f"{message.nbytes} bytes in one entry; the limit is {session.part_bytes}: send parts"
+    return _too_large(message.nbytes, session.part_bytes)
+
+
+def _too_large(nbytes: int, most: int) -> str:
+    return f"{nbytes} bytes in one entry; the limit is {most}: send parts"
 
 
 def _result(session: Session, message: Store) -> str:
@@ -317,18 +418,18 @@ def _offered_bytes(message: Store) -> int:
     return blob_bound(message.nbytes) if message.result else message.nbytes
 
 
-def _range(session: Session, message: Store | Restore, nbytes: int) -> str:
-    size = session.segments.get(message.segment)
+def _range(session: Session, segment: int, offset: int, nbytes: int) -> str:
+    size = session.segments.get(segment)
     if size is None:
-        return f"segment {message.segment} is not mapped"
-    end = message.offset + nbytes
+        return f"segment {segment} is not mapped"
+    end = offset + nbytes
     if end <= size:
         return ""
-    return f"bytes {message.offset} to {end} lie outside segment {message.segment} of {size} bytes"
+    return f"bytes {offset} to {end} lie outside segment {segment} of {size} bytes"
 
 
 def _count(session: Session, limits: Limits) -> str:
-    if len(session.entries) < limits.max_entries:
+    if len(session.entries) + session.reserved[1] < limits.max_entries:
         return ""
     return f"{limits.max_entries} entries are held, the limit: release some first"
 

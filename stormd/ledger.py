@@ -6,6 +6,7 @@ exactly once. Nothing is freed while a lane uses it. A session that has ended ho
 
 Entries:   Store -> encoding -> stored -> (restores read it) -> freed
            Release or the session's end while a lane uses the entry frees it when the lane is done.
+Runs:      RunPlan -> (parts become entries) -> EndRun or the session's end gives the rest back.
 Sessions:  opened -> attached -> ending -> gone; `Detached` of the lane is what ends the last step.
 """
 
@@ -18,7 +19,12 @@ from stormd.accounting import (
     Holdings,
     assert_session,
     assert_space,
+    limits_problem,
+    part_problem,
+    plan_problem,
     restore_problem,
+    run_problem,
+    run_room,
     segment_problem,
     share_problem,
     store_problem,
@@ -47,24 +53,44 @@ from stormd.events import (
     StoreJob,
     Unmap,
 )
-from stormd.lanes import blob_bound, parse_dtype
+from stormd.plans import News, Part, Place, Plan, Run
 from stormd.protocol import (
+    RESTORE_FIELDS,
+    STORE_FIELDS,
     Admitted,
+    EndRun,
     Failed,
+    ForgetPlan,
     Mapped,
     MapSegment,
     Message,
     PlanLearned,
+    PlanRegistered,
     Refused,
+    RegisterPlan,
     Rejected,
     Release,
     Restore,
     Restored,
+    RestoreParts,
+    RunAdmitted,
+    RunPlan,
     Store,
     Stored,
+    StoreParts,
     UnmapSegment,
 )
-from stormd.sessions import CacheAccess, Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.protocol.limits import MAX_ID
+from stormd.sessions import (
+    CacheAccess,
+    Destination,
+    Entry,
+    Limits,
+    Phase,
+    Session,
+    SessionInfo,
+    Ticket,
+)
 from stormd.sizes import format_size
 
 __all__ = ["ATTACH_SECONDS", "Ledger"]
@@ -94,6 +120,7 @@ class Ledger:
         self._holdings = Holdings()
         self._holdings.shares.limit(limits.share_bytes, ())
         self._draining = False
+        self._told: dict[int, News] = {}  # by session: answers that leave together
         self._freeing: deque[Session] = deque()  # those that end and have entries to be freed
         self._events = {
             StoreDone: self._store_done,
@@ -195,6 +222,8 @@ class Ledger:
         if self._cache is not None:
             self._cache.withdraw_put(record)
         record.waiting.clear()
+        for run in list(record.runs):
+            self._end_run(record, run)
         record.to_free = list(record.entries)
         if record.to_free:  # else it is gone once its lane has let go of it
             self._freeing.append(record)
@@ -230,7 +259,7 @@ class Ledger:
         """Admit an entry, or say why not."""
         record = self._sessions[session]
         try:
-            dtype = parse_dtype(message.dtype, message.nbytes)
+            part = Part.of(message.nbytes, message.dtype)
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
         problem = store_problem(
@@ -242,17 +271,16 @@ class Ledger:
         )
         if problem is not None:
             return self._rejected(record, request, message, *problem)
-        promised = blob_bound(message.nbytes)
         space = self._space if record.cache is None else self._cache_of(record).space
-        shortage = self._promise(record, promised)
+        shortage = self._promise(record, part.bound)
         if shortage is not None:
             return self._rejected(record, request, message, "pool_full", shortage)
         entry = Entry(
-            raw_bytes=message.nbytes,
+            raw_bytes=part.nbytes,
             codec=message.codec,
             since=now,
-            promised=promised,
-            charge=granules(promised),
+            promised=part.bound,
+            charge=part.charge,
             space=space,
         )
         record.last_entry = message.entry
@@ -262,12 +290,12 @@ class Ledger:
             entry=message.entry,
             segment=message.segment,
             offset=message.offset,
-            nbytes=message.nbytes,
-            dtype=dtype,
+            nbytes=part.nbytes,
+            dtype=part.dtype,
             codec=message.codec,
             ready=message.ready or message.sequence,
             sequence=message.sequence,
-            promised=promised,
+            promised=part.bound,
             space=space,
             result=message.result,
         )
@@ -282,17 +310,26 @@ class Ledger:
         because it was encoded first.
         """
         record = self._sessions[session]
-        problem = restore_problem(record, message)
-        if problem is not None:
-            failed = Failed(message.ticket, message.entry, *problem)
-            return [Reply(session=session, request=request, message=failed)]
-        record.tickets[message.ticket] = Ticket(
-            entry=message.entry, request=request, message=message, since=now
-        )
-        entry = record.entries[message.entry]
-        entry.held.append(message.ticket)
-        record.waiting.append(message.ticket)
-        return self._start_waiting(record)
+        into = Destination(message.segment, message.offset, message.nbytes, message.sequence)
+        ticket = Ticket(entry=message.entry, request=request, into=into, since=now)
+        failed = self._ask(record, message.ticket, ticket)
+        return self._start_waiting(record) if failed is None else [failed]
+
+    def restore_parts(
+        self, session: int, request: int, message: RestoreParts, now: float
+    ) -> list[Instruction]:
+        """Start several restores, or hold them back, as `restore` does each."""
+        record, places = self._sessions[session], message.places
+        failed: list[Instruction] = []
+        for begin in range(0, len(places), RESTORE_FIELDS):
+            number, entry, *into = places[begin : begin + RESTORE_FIELDS]
+            ticket = Ticket(
+                entry=entry, request=request, into=Destination(*into), since=now, together=True
+            )
+            problem = self._ask(record, number, ticket)
+            if problem is not None:
+                failed.append(problem)
+        return [*failed, *self._start_waiting(record)]
 
     def release(self, session: int, message: Release) -> list[Instruction]:
         """Give entries up; those in use are freed when they no longer are."""
@@ -354,6 +391,74 @@ class Ledger:
             *self._start_waiting(record),
         ]
 
+    # --- plans and their runs ---------------------------------------------------------------
+
+    def register_plan(self, session: int, request: int, message: RegisterPlan) -> list[Instruction]:
+        """Keep a plan for runs to come, or say why not. Nothing is promised by it."""
+        record = self._sessions[session]
+        problem = plan_problem(record, message)
+        answer: Message
+        if problem is None:
+            try:
+                record.plans[message.plan] = plan = Plan.of(message)
+            except ValueError as error:
+                answer = Refused("UsageError", str(error))
+            else:
+                record.plan_parts += len(plan.parts)
+                answer = PlanRegistered(message.plan)
+        else:
+            answer = Refused(*problem)
+        return [Reply(session=session, request=request, message=answer)]
+
+    def forget_plan(self, session: int, message: ForgetPlan) -> list[Instruction]:
+        """Forget a plan; its runs go on."""
+        record = self._sessions[session]
+        plan = record.plans.pop(message.plan, None)
+        if plan is not None:
+            record.plan_parts -= len(plan.parts)
+        return []
+
+    def run_plan(self, session: int, request: int, message: RunPlan) -> list[Instruction]:
+        """Begin a run: promise room for as many of its first parts as others can spare."""
+        record = self._sessions[session]
+        problem = run_problem(record, message)
+        if problem is not None:
+            return [Reply(session=session, request=request, message=Refused(*problem))]
+        plan = record.plans[message.plan]
+        run = Run(message.run, plan, self._promise_parts(record, plan))
+        self._holdings.reserve(record, run.reserved)
+        record.runs[run.first] = run
+        record.last_entry = run.first + len(plan.parts) - 1
+        answer = RunAdmitted(run.first, run.count)
+        return [Reply(session=session, request=request, message=answer)]
+
+    def store_parts(
+        self, session: int, request: int, message: StoreParts, now: float
+    ) -> list[Instruction]:
+        """Take parts of a run in; those that were not promised are admitted, or not, as a Store."""
+        record, places = self._sessions[session], message.places
+        run = record.runs.get(message.run)
+        done: list[Instruction] = []
+        for begin in range(0, len(places), STORE_FIELDS):
+            place = Place(*places[begin : begin + STORE_FIELDS])
+            if run is None:
+                problem = "this run has ended or was refused: send RunPlan first"
+            else:
+                problem = part_problem(record, run, place.part, place.segment, place.offset)
+            if problem or run is None:
+                answer = _part_refusal(message.run, run, place.part, problem)
+                done += self._not_stored(record, request, answer, place.sequence)
+            elif run.take(place.part):
+                done.append(self._part_taken(record, run, place, now, is_reserved=True))
+            else:
+                done += self._part_admitted(record, request, run, place, now)
+        return done
+
+    def end_run(self, session: int, message: EndRun) -> list[Instruction]:
+        """Give back what a run was promised and did not use."""
+        self._end_run(self._sessions[session], message.run)
+        return []
+
     # --- results of lanes -------------------------------------------------------------------
 
     def result(self, result: Result, now: float) -> list[Instruction]:
@@ -362,6 +467,22 @@ class Ledger:
         record = self._sessions[result.session]
         instructions: list[Instruction] = handler(record, result, now)
         return instructions
+
+    def told(self) -> list[Instruction]:
+        """Return the answers about parts that results have left to be given together."""
+        if not self._told:
+            return []
+        told, self._told = self._told, {}
+        return [
+            Reply(session=session, request=0, message=message)
+            for session, news in told.items()
+            if session in self._sessions and self._sessions[session].phase is not Phase.ENDING
+            for message in news.messages()
+        ]
+
+    def _news(self, record: Session) -> News:
+        """Return what a session is to be told together."""
+        return self._told.setdefault(record.info.session, News())
 
     def _store_done(self, record: Session, result: StoreDone, now: float) -> list[Instruction]:
         entry = record.entries[result.entry]
@@ -372,12 +493,17 @@ class Ledger:
         if record.phase is Phase.ENDING:
             self._holdings.free_unused(record, result.entry)
             return []
-        stored = Stored(result.entry, result.block.nbytes, result.mode)
-        instructions: list[Instruction] = [
-            Reply(session=record.info.session, request=0, message=stored)
-        ]
-        instructions += self._start_waiting(record)
-        self._holdings.free_unused(record, result.entry)
+        instructions: list[Instruction] = []
+        if entry.together:
+            self._news(record).stored(result.entry, result.block.nbytes, result.mode)
+        else:
+            stored = Stored(result.entry, result.block.nbytes, result.mode)
+            reply = Reply(session=record.info.session, request=0, message=stored)
+            instructions.append(reply)
+        if record.waiting:
+            instructions += self._start_waiting(record)
+        if entry.released:
+            self._holdings.free_unused(record, result.entry)
         return instructions
 
     def _store_failed(self, record: Session, result: StoreFailed, _now: float) -> list[Instruction]:
@@ -397,6 +523,9 @@ class Ledger:
         assert entry.block is not None
         flow = self._counters.restores[entry.codec]
         flow.add(entry.raw_bytes, entry.block.nbytes, result.seconds, now - ticket.since)
+        if ticket.together:
+            self._news(record).tickets.append(result.ticket)
+            return []
         return self._answer(record, ticket, Restored(result.ticket))
 
     def _restore_failed(
@@ -465,7 +594,11 @@ class Ledger:
         records = list(self._sessions.values())
         entries = [entry for record in records for entry in record.entries.values()]
         assert self._holdings.entries == len(entries)
-        assert_space(self._space, [entry for entry in entries if entry.space is self._space])
+        assert_space(
+            self._space,
+            [entry for entry in entries if entry.space is self._space],
+            promised=sum(record.reserved[0] for record in records),
+        )
         if self._cache is not None:
             self._cache.assert_invariants(records)
         for record in records:
@@ -498,6 +631,88 @@ class Ledger:
             f"{format_size(nbytes)} more are asked for: raise pool_bytes"
         )
 
+    def _promise_parts(self, record: Session, plan: Plan) -> int:
+        """Have the pool promise room for first parts of a plan; return how many."""
+        if self._draining:
+            return 0
+        use, shares = self._space.use(), self._holdings.shares
+        room, parts = run_room(
+            record,
+            self._limits,
+            user_bytes=shares.of_user(record.info.uid),
+            free=use.capacity - use.used - use.promised,
+        )
+        count = min(plan.fitting(room), parts)
+        nbytes = plan.totals[count]
+        if share_problem(record, shares, self._limits, use.capacity, nbytes):
+            return 0
+        return count if self._space.promise(nbytes) else 0
+
+    def _part_admitted(
+        self, record: Session, request: int, run: Run, place: Place, now: float
+    ) -> list[Instruction]:
+        """Take in a part that was not promised, or reject it: then it stays with its client."""
+        number = run.first + place.part
+        rejection = self._rejection(record, run.plan.parts[place.part])
+        if rejection is not None:
+            rejected = Rejected(number, *rejection)
+            return self._not_stored(record, request, rejected, place.sequence)
+        session = record.info.session
+        return [
+            Reply(session=session, request=request, message=Admitted(number)),
+            self._part_taken(record, run, place, now, is_reserved=False),
+        ]
+
+    def _part_taken(
+        self, record: Session, run: Run, place: Place, now: float, *, is_reserved: bool
+    ) -> StoreJob:
+        """Make an entry of a part for which there is room."""
+        index, segment, offset, sequence, ready = place
+        part, number = run.plan.parts[index], run.first + index
+        entry = Entry(
+            raw_bytes=part.nbytes,
+            codec=run.plan.codec,
+            since=now,
+            promised=part.bound,
+            charge=part.charge,
+            space=self._space,
+            together=True,
+        )
+        self._holdings.add(record, number, entry, is_reserved=is_reserved)
+        return StoreJob(
+            session=record.info.session,
+            entry=number,
+            segment=segment,
+            offset=offset,
+            nbytes=part.nbytes,
+            dtype=part.dtype,
+            codec=run.plan.codec,
+            ready=ready or sequence,
+            sequence=sequence,
+            promised=part.bound,
+            space=self._space,
+        )
+
+    def _rejection(self, record: Session, part: Part) -> tuple[str, str] | None:
+        """Return why a part that was not promised is not admitted; None, and it is promised now."""
+        problem = limits_problem(
+            record,
+            part.nbytes,
+            self._limits,
+            user_bytes=self._holdings.shares.of_user(record.info.uid),
+            draining=self._draining,
+        )
+        if problem is not None:
+            return problem
+        shortage = self._promise(record, part.bound)
+        return None if shortage is None else ("pool_full", shortage)
+
+    def _end_run(self, record: Session, number: int) -> None:
+        run = record.runs.pop(number, None)
+        if run is not None and run.reserved:
+            self._space.withdraw(run.reserved)
+            self._holdings.reserve(record, -run.reserved)
+
     def _free_some_of(self, record: Session, most: int) -> int:
         """Give up to `most` entries of an ending session up; return how many."""
         count = min(most, len(record.to_free))
@@ -520,12 +735,31 @@ class Ledger:
     def _rejected(
         self, record: Session, request: int, message: Store, reason: str, detail: str
     ) -> list[Instruction]:
-        self._counters.rejected[reason] += 1
         rejected = Rejected(message.entry, reason, detail)
+        return self._not_stored(record, request, rejected, message.sequence)
+
+    def _not_stored(
+        self, record: Session, request: int, answer: Message, sequence: int
+    ) -> list[Instruction]:
+        """Answer what asked for a store in vain, and have nobody wait for its number."""
+        if isinstance(answer, Rejected):
+            self._counters.rejected[answer.reason] += 1
+        session = record.info.session
         return [
-            Reply(session=record.info.session, request=request, message=rejected),
-            Skip(session=record.info.session, sequence=message.sequence),
+            Reply(session=session, request=request, message=answer),
+            Skip(session=session, sequence=sequence),
         ]
+
+    def _ask(self, record: Session, number: int, ticket: Ticket) -> Reply | None:
+        """Have a restore wait for its turn; return the answer where there will be none."""
+        problem = restore_problem(record, number, ticket.entry, ticket.into)
+        if problem is not None:
+            failed = Failed(number, ticket.entry, *problem)
+            return Reply(session=record.info.session, request=ticket.request, message=failed)
+        record.tickets[number] = ticket
+        record.entries[ticket.entry].held.append(number)
+        record.waiting.append(number)
+        return None
 
     def _answer(
         self, record: Session, ticket: Ticket, message: Restored | Failed
@@ -550,7 +784,7 @@ class Ledger:
     def _fail_into(self, record: Session, segment: int) -> list[Instruction]:
         """Answer the restores into a segment that have not begun."""
         detail = f"segment {segment} was unmapped before the restore began: wait for its answer"
-        named = [n for n in record.waiting if record.tickets[n].message.segment == segment]
+        named = [n for n in record.waiting if record.tickets[n].into.segment == segment]
         failed: list[Instruction] = []
         for number in named:
             entry = record.tickets[number].entry
@@ -572,16 +806,16 @@ class Ledger:
         assert entry.block is not None
         ticket.started = True
         entry.restores += 1
-        message = ticket.message
+        into = ticket.into
         return RestoreJob(
             session=record.info.session,
             ticket=number,
             entry=ticket.entry,
             block=entry.block,
-            segment=message.segment,
-            offset=message.offset,
-            nbytes=message.nbytes,
-            sequence=message.sequence,
+            segment=into.segment,
+            offset=into.offset,
+            nbytes=into.nbytes,
+            sequence=into.sequence,
         )
 
     def _end_restore(self, record: Session, number: int) -> tuple[Ticket, Entry]:
@@ -590,3 +824,14 @@ class Ledger:
         entry.restores -= 1
         self._holdings.free_unused(record, ticket.entry)
         return ticket, entry
+
+
+def _part_refusal(first: int, run: Run | None, index: int, problem: str) -> Rejected | Failed:
+    """Return the answer to a part that cannot be taken in.
+
+    Of one that was promised its client may have let go, and takes no rejection of it.
+    """
+    number = min(first + index, MAX_ID)
+    if run is not None and index < run.count and not run.handed[index]:
+        return Failed(0, number, "UsageError", problem)
+    return Rejected(number, "invalid", problem)

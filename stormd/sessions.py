@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from stormd.arena import Block, Space
 from stormd.cache.items import Caller, Loan
-from stormd.protocol import NO_LANE, CachePut, PlanLearned, Restore
+from stormd.plans import Plan, Run
+from stormd.protocol import NO_LANE, CachePut, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
 
 __all__ = [
     "CacheAccess",
+    "Destination",
     "Entry",
     "Limits",
     "OpenPut",
@@ -76,17 +78,28 @@ class Phase(Enum):
     ENDING = auto()
 
 
+class Destination(NamedTuple):
+    """Where the bytes of an entry are to go, from which value of `published` on."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    sequence: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Ticket:
     """One restore, asked for at `since`. `started` once the lane has its job: it is held back
-    while the entry, or that of an earlier one, is encoded.
+    while the entry, or that of an earlier one, is encoded. One that was asked for `together` with
+    others may be answered so.
     """
 
     entry: int
     request: int
-    message: Restore
+    into: Destination
     since: float
     started: bool = False
+    together: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,7 +109,7 @@ class Entry:
 
     `since` is when it was asked for. `restores` counts the lane's jobs that read the block,
     `held` the tickets that wait for it. `released` entries are invisible to the client and freed
-    once nothing uses them.
+    once nothing uses them. Those of a run were handed over `together`, and are answered so.
     """
 
     raw_bytes: int
@@ -110,6 +123,7 @@ class Entry:
     held: list[int] = field(default_factory=list)
     released: bool = False
     loan: Loan | None = None
+    together: bool = False
 
     @property
     def in_use(self) -> bool:
@@ -136,13 +150,15 @@ class CacheAccess:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One client. `used_bytes` is the sum of its entries' charges, `seen` a time of the caller's.
+    """One client. `used_bytes` is what its entries are charged and what its runs were promised, in
+    sum, `seen` a time of the caller's.
 
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
     number and size. `waiting` are the tickets that have not been started, in the order of asking.
     While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are the entries
     not yet given up; `detached` once its lane has let go of it. `plan` is what its trainer said of
-    its steps last.
+    its steps last. `plans` are those that it has registered, of `plan_parts` parts in all, by its
+    numbers, `runs` those that go on, by the numbers of their first entries.
     """
 
     info: SessionInfo
@@ -161,6 +177,17 @@ class Session:
     detached: bool = False
     cause: str = ""
     plan: PlanLearned | None = None
+    plans: dict[int, Plan] = field(default_factory=dict)
+    plan_parts: int = 0
+    runs: dict[int, Run] = field(default_factory=dict)
+
+    @property
+    def reserved(self) -> tuple[int, int]:
+        """Return bytes and number of the parts that runs were promised and have not handed over."""
+        if not self.runs:
+            return 0, 0
+        runs = self.runs.values()
+        return sum(run.reserved for run in runs), sum(run.waiting for run in runs)
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""
@@ -174,6 +201,7 @@ class Session:
             "entries": len(self.entries),
             "used_bytes": self.used_bytes,
             "plan": None if self.plan is None else _plan_status(self.plan),
+            "static_plans": len(self.plans),
         }
 
 

@@ -24,6 +24,7 @@ import zmq
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
 from storm_client.frames import Frames
 from storm_client.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
+from storm_client.joining import joined
 from storm_client.lanes import Lane, LaneHello
 from storm_client.living import Living
 from storm_client.waiting import Changes
@@ -418,7 +419,7 @@ class Connection:
             while self.outbox:
                 if not self._sent:
                     self._leaving = len(self.outbox[:FRAME_MESSAGES])
-                    self._frames.send(encode(self.outbox[: self._leaving]), self._sent)
+                    self._frames.send(encode(joined(self.outbox[: self._leaving])), self._sent)
                 # Nothing is called between these two, and so no signal looked for.
                 del self.outbox[: self._leaving]
                 self._sent = []

@@ -10,7 +10,7 @@ import logging
 import mmap
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from storm_kernels.errors import CorruptBlob
@@ -45,6 +45,14 @@ LEAST_STAGING: Final = 64 << 10
 
 STAGING_SEGMENT: Final = 0
 
+LARGE_BYTES: Final = 1 << 20
+"""Of a job whose result is posted at once: what it cost to wake the loop is little beside it."""
+
+HELD_RESULTS: Final = 32
+HELD_SECONDS: Final = 0.0005
+"""Results of small jobs are posted together while others wait, at most so many, from the first one
+on for no longer than this and the job under way."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
@@ -56,6 +64,25 @@ class _Memory:
     def close(self) -> None:
         self.page.close()
         self.staging.close()
+
+
+@dataclass(slots=True)
+class _Held:
+    """Results of a worker that have not been posted, with their sessions."""
+
+    sessions: list[int] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    since: float = 0.0
+
+    def add(self, session: int, result: Result) -> None:
+        if not self.sessions:
+            self.since = time.perf_counter()
+        self.sessions.append(session)
+        self.results.append(result)
+
+    def is_due(self) -> bool:
+        waited = time.perf_counter() - self.since
+        return len(self.results) >= HELD_RESULTS or waited >= HELD_SECONDS
 
 
 class CpuLane:
@@ -155,18 +182,38 @@ class CpuLane:
             heartbeat.ended(f"{type(error).__name__}: {error}")
 
     def _take_tasks(self, heartbeat: Heartbeat) -> None:
-        codec = HostCodec(self._pool, self._part_bytes)
-        while (task := self._queue.take()) is not None:
+        codec, held = HostCodec(self._pool, self._part_bytes), _Held()
+        while True:
+            task: tuple[int, StoreJob | RestoreJob | None] | None = None
+            if held.sessions:
+                task = self._queue.take_now()
+            if task is None:
+                self._post_held(held)
+                task = self._queue.take()
+            if task is None:
+                break
             with heartbeat:
-                self._do(codec, *task)
+                self._do(codec, held, *task)
         codec.close()
 
-    def _do(self, codec: HostCodec, session: int, job: StoreJob | RestoreJob | None) -> None:
+    def _do(
+        self, codec: HostCodec, held: _Held, session: int, job: StoreJob | RestoreJob | None
+    ) -> None:
         if job is None:
             self._let_go(session)
             return
-        self._post(self._perform(codec, job))
-        self._queue.done(session)
+        held.add(session, self._perform(codec, job))
+        if job.nbytes >= LARGE_BYTES or held.is_due():
+            self._post_held(held)
+
+    def _post_held(self, held: _Held) -> None:
+        """Post the results, and only then have their sessions' jobs count as done."""
+        sessions, results = held.sessions, held.results
+        held.sessions, held.results = [], []
+        if results:
+            self._post(*results)
+        for session in sessions:
+            self._queue.done(session)
 
     def _perform(self, codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
         try:

@@ -59,6 +59,11 @@ class FairQueue(Generic[Job]):
                 return self._retired.popleft(), None
             return self._next()
 
+    def take_now(self) -> tuple[int, Job] | None:
+        """Return a job that waits with its session, as `take`; None where none does."""
+        with self._changed:
+            return self._next() if self._waiting else None
+
     def done(self, session: int) -> None:
         """Note that a job that was taken has ended and its result was posted."""
         with self._changed:

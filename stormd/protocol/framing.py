@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
+import stormd.protocol.cache_messages
+import stormd.protocol.plan_messages  # noqa: F401 - declares its messages, as does that above
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
 from stormd.protocol.messages import Hello
+from stormd.protocol.plan_messages import RESTORE_FIELDS, STORE_FIELDS, RestoreParts, StoreParts
 
 __all__ = ["Envelope", "decode", "encode", "hello_version"]
 
@@ -60,6 +62,8 @@ def decode(frame: bytes) -> list[Envelope]:
     envelopes = [_envelope(item) for item in batch]
     if len(envelopes) > MAX_COSTLY:
         _check_costs(envelopes)
+    if len(frame) > _HARMLESS_BYTES:
+        _check_parts(envelopes)
     return envelopes
 
 
@@ -87,8 +91,26 @@ def _check_costs(batch: list[Envelope]) -> None:
     costly = sum(message.COSTLY for _, message in batch)
     if costly > MAX_COSTLY:
         raise ProtocolError(
-            f"a frame with {costly} requests for a state, a put, a get or a list of names; the "
-            f"limit is {MAX_COSTLY}: send the others in frames of their own"
+            f"a frame with {costly} requests for a state, a plan, a put, a get or a list of names; "
+            f"the limit is {MAX_COSTLY}: send the others in frames of their own"
+        )
+
+
+_HARMLESS_BYTES = STORE_FIELDS * MAX_BATCH
+"""A frame of no more bytes has no more parts than it may have: each number takes one."""
+
+
+def _check_parts(batch: list[Envelope]) -> None:
+    parts = 0
+    for _, message in batch:
+        if type(message) is StoreParts:
+            parts += len(message.places) // STORE_FIELDS
+        elif type(message) is RestoreParts:
+            parts += len(message.places) // RESTORE_FIELDS
+    if parts > MAX_BATCH:
+        raise ProtocolError(
+            f"a frame with {parts} parts to store or restore; the limit is {MAX_BATCH}: send the "
+            "others in another frame"
         )
 
 

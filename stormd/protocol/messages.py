@@ -1,4 +1,5 @@
-"""Every message of the control plane but the shared cache's, which are in cache_messages.py.
+"""The messages of the control plane but two kinds of their own: those of the shared cache are in
+cache_messages.py, those of static plans in plan_messages.py.
 
 Each is declared here once: its number, its fields in the order they travel, and what each may be.
 A field is only ever added or taken away together with a new PROTOCOL_VERSION.

@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
+from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, STAGING, LedgerBench
 
 from stormd import ledger
 from stormd.arena import granules
 from stormd.lanes import blob_bound
-from stormd.protocol import Admitted, Rejected
+from stormd.protocol import Admitted, Failed, Rejected
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -26,6 +26,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.next_session = 1
         self.next_entry = 1
         self.next_ticket = 1
+        self.next_plan = 1
         self.freed_a_turn = ledger.FREED_A_TURN
         ledger.FREED_A_TURN = 2  # so that sessions end while others go on
 
@@ -58,6 +59,69 @@ class LedgerMachine(RuleBasedStateMachine):
         segment = data.draw(st.sampled_from([0, 0, *record.segments]))
         self.made.restore(entry, size, ticket=self.next_ticket, session=session, segment=segment)
         self.next_ticket += data.draw(st.integers(0, 1))
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), sizes=st.lists(st.integers(1, 10 * KIB), min_size=1, max_size=4))
+    def register(self, data: st.DataObject, sizes: list[int]) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        self.made.register(self.next_plan, *sizes, session=session)
+        self.next_plan += data.draw(st.integers(0, 1))
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data())
+    def run(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        plans = self.made.ledger._sessions[session].plans
+        plan = data.draw(st.sampled_from([*plans, 999]))
+        self.made.run(plan, self.next_entry, session=session)
+        self.next_entry += 4 * data.draw(st.integers(0, 1))
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), parts=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    def hand(self, data: st.DataObject, parts: list[int]) -> None:
+        """What was promised and is handed over as it was planned is never refused."""
+        session = data.draw(st.sampled_from(self.living))
+        record = self.made.ledger._sessions[session]
+        number = data.draw(st.sampled_from([*record.runs, *record.runs, 999]))
+        offset = data.draw(st.sampled_from([0, 0, 0, 12 * KIB]))
+        run, said = record.runs.get(number), len(self.made.lane.replies)
+        promised = set() if run is None else {i for i in range(run.count) if not run.handed[i]}
+        self.made.hand(number, *parts, session=session, offset=offset)
+        answers = [reply[2] for reply in self.made.lane.replies[said:]]
+        refused = {one.entry for one in answers if isinstance(one, Rejected | Failed)}
+        for part in promised.intersection(parts):
+            assert run is not None
+            in_range = offset + run.plan.parts[part].nbytes <= STAGING
+            if in_range and parts.count(part) == 1:
+                assert run.first + part not in refused
+                assert run.first + part in record.entries
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data())
+    def end_run(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        runs = self.made.ledger._sessions[session].runs
+        self.made.end_run(data.draw(st.sampled_from([*runs, 999])), session=session)
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        plans = self.made.ledger._sessions[session].plans
+        self.made.forget(data.draw(st.sampled_from([*plans, 999])), session=session)
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def restore_together(self, data: st.DataObject, count: int) -> None:
+        session = data.draw(st.sampled_from(self.living))
+        entries = self.made.ledger._sessions[session].entries
+        asked = []
+        for _ in range(count):
+            entry = data.draw(st.sampled_from([*entries, 999]))
+            known = entries.get(entry)
+            asked.append((self.next_ticket, entry, known.raw_bytes if known else 1))
+            self.next_ticket += data.draw(st.integers(0, 1))
+        self.made.restore_together(*asked, session=session)
 
     @precondition(lambda self: self.living)
     @rule(data=st.data(), segment=st.integers(1, 2), nbytes=st.integers(1, 10 * KIB))
@@ -136,6 +200,11 @@ class ShareMachine(LedgerMachine):
             assert record.used_bytes + granules(blob_bound(nbytes)) > SHARE
 
     @invariant()
+    def entries_are_limited(self) -> None:
+        for record in self.made.ledger._sessions.values():
+            assert len(record.entries) + record.reserved[1] <= self.limits.max_entries
+
+    @invariant()
     def quotas_hold(self) -> None:
         shares = self.made.ledger._holdings.shares
         assert max(shares.of_user(0), shares.of_user(1)) <= 56 * KIB
@@ -143,6 +212,6 @@ class ShareMachine(LedgerMachine):
 
 
 TestShareMachine = ShareMachine.TestCase
-TestShareMachine.settings = settings(max_examples=60, stateful_step_count=50)
+TestShareMachine.settings = settings(max_examples=80, stateful_step_count=60)
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50)
+TestLedgerMachine.settings = settings(max_examples=120, stateful_step_count=60)

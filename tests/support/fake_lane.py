@@ -66,6 +66,7 @@ class FakeLane:
         job = self.jobs.pop(index)
         result = self._failed(job) if fail else self._done(job, share)
         self.take(self.ledger.result(result, 0.0))
+        self.take(self.ledger.told())
 
     def detach(self, session: int) -> None:
         """Answer what is left of an ending session, then let go of it."""

@@ -7,7 +7,20 @@ from support.fake_lane import FakeLane
 from stormd.arena import Space
 from stormd.counters import Counters
 from stormd.ledger import Ledger
-from stormd.protocol import NO_LANE, MapSegment, Release, Restore, Store, UnmapSegment
+from stormd.protocol import (
+    NO_LANE,
+    EndRun,
+    ForgetPlan,
+    MapSegment,
+    RegisterPlan,
+    Release,
+    Restore,
+    RestoreParts,
+    RunPlan,
+    Store,
+    StoreParts,
+    UnmapSegment,
+)
 from stormd.sessions import Limits, SessionInfo
 
 KIB = 1024
@@ -61,6 +74,36 @@ class LedgerBench:
             ticket=ticket, entry=entry, segment=segment, offset=0, nbytes=nbytes, sequence=0
         )
         self.lane.take(self.ledger.restore(session, 8, message, 0.0))
+
+    def register(self, plan: int, *sizes: int, session: int = 1) -> None:
+        message = RegisterPlan(
+            plan=plan, sizes=list(sizes), kinds=[0] * len(sizes), dtypes=["uint8"], codec="raw"
+        )
+        self.lane.take(self.ledger.register_plan(session, 4, message))
+
+    def forget(self, plan: int, *, session: int = 1) -> None:
+        self.lane.take(self.ledger.forget_plan(session, ForgetPlan(plan)))
+
+    def run(self, plan: int, run: int, *, session: int = 1) -> None:
+        self.lane.take(self.ledger.run_plan(session, 5, RunPlan(plan=plan, run=run)))
+
+    def hand(
+        self, run: int, *parts: int, session: int = 1, segment: int = 0, offset: int = 0
+    ) -> None:
+        places = [n for part in parts for n in (part, segment, offset, 0, 0)]
+        message = StoreParts(run=run, places=places)
+        self.lane.take(self.ledger.store_parts(session, 6, message, 0.0))
+
+    def end_run(self, run: int, *, session: int = 1) -> None:
+        self.lane.take(self.ledger.end_run(session, EndRun(run)))
+
+    def restore_together(
+        self, *asked: tuple[int, int, int], session: int = 1, segment: int = 0
+    ) -> None:
+        """Ask for several by ticket, entry and bytes."""
+        places = [n for t, entry, nbytes in asked for n in (t, entry, segment, 0, nbytes, 0)]
+        message = RestoreParts(places)
+        self.lane.take(self.ledger.restore_parts(session, 9, message, 0.0))
 
     def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:
         message = MapSegment(segment=segment, handle=b"handle", nbytes=nbytes)

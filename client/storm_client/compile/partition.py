@@ -274,7 +274,7 @@ class _Pair:
         plan = _plan(values, draft, peak, forward or 0.0, self.machine)
         order = sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
-        return Graph(plan, chosen, ranks, early, order[-1] if order else None)
+        return Graph(plan, chosen, ranks, early, tuple(order))
 
     def _drop(self, values: list[_Value], draft: Draft) -> None:
         """Hand over no more what nothing is computed from."""

@@ -19,15 +19,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from storm_client.compile.habits import Habit, Rehearsal
 from storm_client.compiled import HANDLED
+from storm_client.dtypes import codec_name
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lost_in_forward
 from storm_client.plan.decisions import Keep
 from storm_client.plan.window import free_bytes
 from storm_client.policy import Policy
+from storm_client.runs import PlannedValue
 from storm_client.saved import Handle, StoredRange
 from storm_client.stats import StatsRecorder
 from storm_client.storages import Unchanging, View
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
     from storm_client.compile.schedule import Schedule
     from storm_client.plan.table import Plan
+    from storm_client.saved import Holder
     from storm_client.session import Session
     from storm_client.sessions import Sessions
     from storm_client.supply import Supply
@@ -65,8 +69,21 @@ class Graph:
     early: tuple[int, ...] = ()
     """Offloaded values whose fetches would be in time only if they began before the backward graph,
     in the order of use."""
-    last: int | None = None
-    """The offloaded value that the backward graph waits for last."""
+    order: tuple[int, ...] = ()
+    """All offloaded values, in the order in which the backward graph waits for them."""
+
+    @property
+    def last(self) -> int | None:
+        """The offloaded value that the backward graph waits for last."""
+        return self.order[-1] if self.order else None
+
+
+class _Known(NamedTuple):
+    """A habit, and whose it is: while this is held no other graph has its id."""
+
+    session: weakref.ref[Session]
+    graph: Graph
+    habit: Habit
 
 
 class Target:
@@ -92,6 +109,8 @@ class Target:
         self._is_used = False
         self._announced: dict[int, tuple[weakref.ref[Session], _Announced]] = {}
         """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
+        self._habits: dict[tuple[int, int], _Known] = {}
+        """By the ids of the session and of the graph."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Target:
         """Return itself: copies of a compiled model use the same client."""
@@ -158,6 +177,21 @@ class Target:
                 known = self._announced[id(session)] = (weakref.ref(session), _Announced())
             return known[1]
 
+    def habit(self, session: Session, graph: Graph) -> Habit:
+        """Return what is known of what a graph stores in a session."""
+        key = (id(session), id(graph))
+        with self._lock:
+            known = self._habits.get(key)
+            if known is None or known.session() is not session:
+                living = {id(one) for one in self.graphs}
+                self._habits = {
+                    old: one
+                    for old, one in self._habits.items()
+                    if id(one.graph) in living and one.session() is not None
+                }
+                known = self._habits[key] = _Known(weakref.ref(session), graph, Habit())
+            return known.habit
+
     def goes_forward(self) -> None:
         """Note that a value is saved."""
         self.is_going_back, self._is_used = False, True
@@ -190,12 +224,26 @@ _SHARED: dict[tuple[Budget, str, int], Target] = {}
 class Call:
     """One run of a compiled pair's forward graph, in its thread."""
 
+    __slots__ = (
+        "__weakref__",
+        "_count",
+        "_graph",
+        "_ranks",
+        "_rehearsals",
+        "_room",
+        "_sessions",
+        "target",
+        "trail",
+    )
+
     def __init__(self, target: Target, graph: Graph | None) -> None:
         """Begin one; an inference graph has no plan, and saves nothing."""
         self.target = target
         self._sessions: Sessions | None = None
         self._ranks = {} if graph is None else graph.ranks
         self.trail = None if graph is None else _Trail(graph, _RUNNING.trail)
+        self._graph = graph
+        self._rehearsals: dict[int, Rehearsal] = {}
         self._room = target.room() if self._ranks else 0
         self._count = 0 if graph is None else graph.schedule.holding(self._room)
 
@@ -208,6 +256,27 @@ class Call:
             return False
         self._room -= nbytes
         return True
+
+    def plan(self, record: StoredRange, session: Session, number: int) -> None:
+        """Give a record its place in the plan of what this graph stores in a session."""
+        if self._graph is None:
+            return
+        rehearsal = self._rehearsals.get(id(session))
+        if rehearsal is None:
+            habit = self.target.habit(session, self._graph)
+            rehearsal = Rehearsal(habit, session, self)
+            self._rehearsals[id(session)] = rehearsal
+        record.place = rehearsal.place(PlannedValue(number, record.away, codec_name(record.dtype)))
+
+    def learn(self) -> None:
+        """Learn from what was stored, now that it is all."""
+        for rehearsal in self._rehearsals.values():
+            rehearsal.learn(self.target.codec)
+
+    def end(self) -> None:
+        """Store nothing more."""
+        for rehearsal in self._rehearsals.values():
+            rehearsal.end()
 
     def sessions(self) -> Sessions:
         """Return the sessions for what this run saves.
@@ -224,24 +293,36 @@ class Call:
 
 
 class _Trail:
-    """What a run stored that is needed as soon as its backward pass begins.
+    """What a run stored, in the order in which its backward pass needs it.
 
+    Where what is fetched takes room that is there anyway, in a staging area, all is announced when
+    the first is fetched: then one message asks for as much as there is room for. Else each is when
+    its graph says so; but what a backward pass needs as soon as it begins is fetched before.
     Backward passes mostly run in the reverse order of the forward passes, so when one has begun its
     last restore, what the run before stored is next. Where it is not, that was fetched for nothing.
     What is stored holds its run's trail, and nothing else does.
     """
 
-    __slots__ = ("__weakref__", "_before", "_early", "_graph")
+    __slots__ = ("__weakref__", "_before", "_graph", "_is_announced", "_stored")
 
     def __init__(self, graph: Graph, before: weakref.ref[_Trail] | None) -> None:
         self._graph, self._before = graph, before
-        self._early: dict[int, weakref.ref[Stored]] = {}
+        self._stored: dict[int, weakref.ref[Stored]] = {}
+        self._is_announced = False
 
     def note(self, number: int, stored: Stored) -> None:
         """Note that the run stored its value `number`."""
-        if number in self._graph.early:
-            self._early[number] = weakref.ref(stored)
+        self._stored[number] = weakref.ref(stored)
         _RUNNING.trail = weakref.ref(self)
+
+    def announce(self, session: Holder) -> None:
+        """Announce all that the run has in a session, unless that was done."""
+        if not self._is_announced:
+            self._is_announced = True
+            for number in self._graph.order:
+                stored = self._living(number)
+                if stored is not None and stored.holder is session:
+                    stored.announce()
 
     def has_brought(self, number: int) -> None:
         """Note that a value is back; begin with what is needed next after the last."""
@@ -251,10 +332,13 @@ class _Trail:
 
     def _fetch_early(self) -> None:
         for number in self._graph.early:
-            reference = self._early.get(number)
-            stored = None if reference is None else reference()
+            stored = self._living(number)
             if stored is not None:
                 stored.fetch()
+
+    def _living(self, number: int) -> Stored | None:
+        reference = self._stored.get(number)
+        return None if reference is None else reference()
 
 
 class _Running(threading.local):
@@ -269,13 +353,16 @@ _RUNNING = _Running()
 @contextmanager
 def running(target: Target, graph: Graph | None) -> Iterator[None]:
     """Run a compiled graph inside: what it stores goes to `target`, and hooks leave it alone."""
-    outer, _RUNNING.call = _RUNNING.call, Call(target, graph)
+    call = Call(target, graph)
+    outer, _RUNNING.call = _RUNNING.call, call
     HANDLED.depth += 1
     try:
         yield
+        call.learn()
     finally:
         HANDLED.depth -= 1
         _RUNNING.call = outer
+        call.end()
 
 
 # --- the operators ------------------------------------------------------------------------------
@@ -337,7 +424,8 @@ def _pack(call: Call, value: torch.Tensor, number: int, *, lent: bool) -> Held |
         session = call.sessions().of(value.device)
         if session is None:
             return _skip(target, value, "device")
-        return Stored(_handle(target, value, session, lent=lent), target, number, call.trail)
+        handle = _handle(call, value, session, None if lent else number)
+        return Stored(handle, target, number, call.trail)
     except DaemonLost as loss:
         if not target.supply.keeps:
             raise lost_in_forward(loss) from loss
@@ -351,17 +439,18 @@ def _skip(target: Target, value: torch.Tensor, reason: str) -> Held:
     return Held(value, target)
 
 
-def _handle(target: Target, value: torch.Tensor, session: Session, *, lent: bool) -> Handle:
-    """Have a value leave at once, or when nobody else holds it."""
-    storage = value.untyped_storage()
+def _handle(call: Call, value: torch.Tensor, session: Session, number: int | None) -> Handle:
+    """Have a value leave at once, or where it has no number when nobody else holds it."""
+    target, storage = call.target, value.untyped_storage()
     record = session.find(storage, value)
     if record is not None:
         target.recorder.deduplicated(value.nbytes)
     else:
         began = perf_counter()
         record = session.hold(storage, value.dtype, target.codec, target.recorder)
-        if not lent:
+        if number is not None:
             record.proof = Unchanging(value)
+            call.plan(record, session, number)
             session.send(record)
         target.recorder.saved(value.nbytes, perf_counter() - began)
     version = _version_of(value, SavedVersion.of, storage._cdata)
@@ -406,10 +495,21 @@ class Stored:
 
     def fetch(self) -> None:
         """Announce it, and begin to fetch what is announced, in this order."""
+        session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
+        if self._trail is not None and not session.has_in_place:
+            self._trail.announce(session)
+        self.announce()
+        session.look_ahead(self._target.announced(session))
+
+    @property
+    def holder(self) -> Holder:
+        """Who has its bytes."""
+        return self._handle.record.session
+
+    def announce(self) -> None:
+        """Expect that it is waited for after all that was announced before."""
         record = self._handle.record
-        announced = self._target.announced(record.session)  # type: ignore[arg-type]  # its holder is a session
-        announced.add(record)
-        record.session.look_ahead(announced)
+        self._target.announced(record.session).add(record)  # type: ignore[arg-type]
 
     def bring(self) -> torch.Tensor:
         """Return the value."""
@@ -488,7 +588,8 @@ class _Announced:
     def add(self, record: StoredRange) -> None:
         """Expect that `record` is waited for after all that was announced before."""
         with self._lock:
-            self._records[record.key] = weakref.ref(record)
+            if record.key not in self._records:
+                self._records[record.key] = weakref.ref(record)
 
     def remove(self, record: StoredRange) -> None:
         """Note that `record` is there, and forget what died."""

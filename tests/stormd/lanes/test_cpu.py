@@ -261,3 +261,20 @@ def test_workers_are_alive_and_idle(bench: Bench) -> None:
     stored(bench, 1, b"work", "raw")
     wait_until(lambda: all(not heartbeat.trouble(0.0) for heartbeat in bench.lane.heartbeats))
     end(bench, 1)
+
+
+def test_results_of_small_jobs_come_together_and_before_the_end() -> None:
+    """A worker with more to do holds what it has done, but for long, and not past Detached."""
+    bench = Bench(threads=1)
+    batches: list[tuple[Result, ...]] = []
+    bench.lane._post = lambda *results: (batches.append(results), bench.post(*results))[0]
+    bench.attach(1)
+    count = 100
+    for entry in range(1, count + 1):
+        bench.store(1, entry, bytes(512))
+    done = [bench.next() for _ in range(count)]
+    assert [one.entry for one in done if isinstance(one, StoreDone)] == list(range(1, count + 1))
+    assert len(batches) < count
+    bench.lane.detach(1)
+    assert isinstance(bench.next(), Detached)
+    bench.close()

@@ -130,3 +130,15 @@ def test_many_workers_take_each_job_once() -> None:
         worker.join(10)
     assert sorted(job for _, job in taken) == list(range(500))
     assert sorted(retired) == list(range(7))
+
+
+def test_what_waits_can_be_had_without_waiting() -> None:
+    queue: FairQueue[str] = FairQueue()
+    assert queue.take_now() is None
+    queue.put(1, "a", 1)
+    assert queue.take_now() == (1, "a")
+    assert queue.take_now() is None
+    queue.retire(1)
+    queue.done(1)
+    assert queue.take_now() is None, "a retirement is no job"
+    assert queue.take() == (1, None)

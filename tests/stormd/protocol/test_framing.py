@@ -15,6 +15,8 @@ from stormd.protocol import (
     DEVICES,
     PROTOCOL_VERSION,
     REJECTIONS,
+    RESTORE_FIELDS,
+    STORE_FIELDS,
     CacheGet,
     CacheList,
     CachePut,
@@ -22,9 +24,13 @@ from stormd.protocol import (
     Message,
     Ping,
     ProtocolError,
+    RegisterPlan,
     Release,
+    RestoreParts,
     Status,
     StatusRequest,
+    StoredParts,
+    StoreParts,
     decode,
     encode,
     hello_version,
@@ -56,7 +62,39 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+def numbers(fields_: int) -> st.SearchStrategy[list[int]]:
+    """Return numbers of some parts, so many for each."""
+    part = st.lists(IDS, min_size=fields_, max_size=fields_)
+    return st.lists(part, min_size=1, max_size=3).map(lambda parts: [n for p in parts for n in p])
+
+
+PLAN_PARTS = st.lists(st.tuples(st.integers(1, 1 << 30), st.integers(0, 1)), min_size=1, max_size=4)
+ABOUT_PARTS: dict[type[Message], st.SearchStrategy[Message]] = {
+    RegisterPlan: st.builds(
+        lambda plan, parts, codec: RegisterPlan(
+            plan=plan,
+            sizes=[size for size, _ in parts],
+            kinds=[kind for _, kind in parts],
+            dtypes=["bfloat16", "uint8"],
+            codec=codec,
+        ),
+        IDS,
+        PLAN_PARTS,
+        BY_NAME["codec"],
+    ),
+    StoreParts: st.builds(StoreParts, run=IDS, places=numbers(STORE_FIELDS)),
+    RestoreParts: st.builds(RestoreParts, numbers(RESTORE_FIELDS)),
+    StoredParts: st.builds(
+        lambda parts, mode: StoredParts([a for a, _ in parts], [b for _, b in parts], mode),
+        st.lists(st.tuples(IDS, IDS), max_size=4),
+        TEXTS,
+    ),
+}
+
+
 def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
+    if kind in ABOUT_PARTS:
+        return ABOUT_PARTS[kind]
     hints = get_type_hints(kind)
     values: dict[str, st.SearchStrategy[Any]] = {}
     for field in fields(kind):
@@ -190,3 +228,20 @@ def test_a_hello_of_any_version_says_which() -> None:
     for value in ([[7, 1]], [[1, 5]], [[1, 5, "x"]], [], {}, 3, [[1, 5, None]], [[1, 5, 1e400]]):
         assert hello_version(msgpack.packb(value)) is None
     assert hello_version(b"\xc1") is None
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_parts_in_one_frame_are_as_many_as_messages_at_the_most(count: int) -> None:
+    """What a part costs the daemon does not depend on how many share a message."""
+    half = MAX_BATCH // 2
+    batch = [
+        Envelope(0, StoreParts(run=1, places=[0] * STORE_FIELDS * half)),
+        Envelope(0, RestoreParts([0] * RESTORE_FIELDS * half)),
+        *[Envelope(0, StoreParts(run=1, places=[0] * STORE_FIELDS))] * count,
+    ]
+    frame = encode(batch)
+    if not count:
+        assert decode(frame) == batch
+        return
+    with pytest.raises(ProtocolError, match=f"{MAX_BATCH + 1} parts"):
+        decode(frame)
