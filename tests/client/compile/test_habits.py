@@ -16,6 +16,8 @@ from storm_client.compile.runtime import Graph, Target, running
 from storm_client.compile.schedule import Schedule
 from storm_client.runs import PlannedValue, StaticPlan
 from support.daemon_process import DaemonProcess
+from support.daemon_thread import DaemonThread
+from support.in_place_lane import InPlaceCpuLane
 from support.training import seeded
 from support.waiting import wait_until
 
@@ -373,3 +375,33 @@ def test_what_is_known_of_a_graph_that_is_dropped_goes(client: storm.Client) -> 
     driven.step("cpu", 3)
     assert [known.graph for known in driven.target._habits.values()] == [driven.graph]
     assert not driven.is_planned
+
+
+# --- from where values lie ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_bytes", [64 << 20, 1 << 20])
+def test_memory_that_was_let_go_of_had_been_read(
+    make_late_daemon: Callable[..., DaemonThread],
+    lanes: list[InPlaceCpuLane],
+    said: list[Message],
+    pool_bytes: int,
+) -> None:
+    """The daemon reads as late as it may, and freed memory is overwritten."""
+    daemon = make_late_daemon(pool_bytes=pool_bytes)
+    with storm.connect(daemon.address, embedded="never", timeout=SECONDS) as client:
+        driven, sizes = Driven(client), (2048,) * VALUES  # 3 MiB: more than is held back
+        for seed in (1, 2):
+            driven.step("cpu", seed, sizes)
+        wait_until(lambda: driven.is_planned, SECONDS)
+        said.clear()
+        for seed in range(3, 7):
+            driven.step("cpu", seed, sizes)
+        live = [(seed, driven.forward("cpu", seed, sizes)) for seed in (8, 9)]
+        for seed, tokens in live:
+            driven.backward("cpu", seed, tokens, sizes)
+        del tokens, live
+        assert lanes[0].in_place is not None
+        assert StoreParts in kinds(said, Store, StoreParts)
+        if pool_bytes > 1 << 20:
+            assert driven.target.recorder.snapshot().offloaded_bytes > 0
