@@ -55,6 +55,9 @@ ALIGNMENT_BYTES = 16
 SETTLE_SECONDS = 1.0
 """How long statistics wait for the daemon to have encoded what was stored last."""
 
+FEW_RECORDS = 64
+"""Of what was announced: among so many those that died are not worth a look."""
+
 _KEY = struct.Struct("=q")
 
 
@@ -581,9 +584,10 @@ class _Announced:
     """What fetches have announced of one session and nobody has waited for, in this order."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects both below
+        self._lock = threading.Lock()  # protects all below
         self._records: dict[int, weakref.ref[StoredRange]] = {}
         self._seen: set[int] = set()
+        self._limit = FEW_RECORDS
 
     def add(self, record: StoredRange) -> None:
         """Expect that `record` is waited for after all that was announced before."""
@@ -592,12 +596,16 @@ class _Announced:
                 self._records[record.key] = weakref.ref(record)
 
     def remove(self, record: StoredRange) -> None:
-        """Note that `record` is there, and forget what died."""
+        """Note that `record` is there; forget what died, whenever there is twice as much."""
         with self._lock:
-            gone = [key for key, reference in self._records.items() if reference() is None]
-            for key in (*gone, record.key):
-                self._records.pop(key, None)
-                self._seen.discard(key)
+            self._records.pop(record.key, None)
+            self._seen.discard(record.key)
+            if len(self._records) > self._limit:
+                gone = [key for key, reference in self._records.items() if reference() is None]
+                for key in gone:
+                    del self._records[key]
+                self._seen.difference_update(gone)
+                self._limit = 2 * len(self._records) + FEW_RECORDS
 
     def upcoming(self) -> list[StoredRange]:
         """Return the living records, the nearest first."""

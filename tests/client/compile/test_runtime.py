@@ -10,6 +10,7 @@ import torch
 from storm_client.compile import operators, runtime
 from storm_client.compile.runtime import Target, running
 from storm_client.compiled import HANDLED
+from support.records import record_of
 from support.training import seeded
 from support.waiting import wait_until
 
@@ -157,6 +158,18 @@ def test_what_is_announced_is_looked_at_once_and_in_order(target: Target) -> Non
     assert announced.unseen() == records[2:]
     announced.remove(records[0])
     assert announced.upcoming() == records[1:]
+
+
+def test_what_was_announced_and_died_is_not_kept_for_ever() -> None:
+    announced, kept = runtime._Announced(), record_of(torch.zeros(1))
+    announced.add(kept)
+    for _ in range(10 * runtime.FEW_RECORDS):
+        announced.add(record_of(torch.zeros(1)))  # which dies
+        announced.saw(2)
+        announced.remove(record_of(torch.zeros(1)))
+        assert len(announced._records) <= runtime.FEW_RECORDS + 2
+        assert announced._seen <= announced._records.keys()
+    assert announced.upcoming() == [kept]
 
 
 def test_the_operators_have_fake_kernels() -> None:
