@@ -210,7 +210,7 @@ class FrameFuzzer:
     def _plan_message(self, size: int, offset: int) -> Message:
         """A message about the plans 0 to 2, and the runs that were begun last."""
         choice = self._random
-        kind, plan = choice.randrange(8), choice.randrange(3)
+        kind, plan = choice.randrange(12), choice.randrange(3)
         if kind < 2:
             count = choice.choice((1, 3, 3, 1024))
             return RegisterPlan(
@@ -222,7 +222,7 @@ class FrameFuzzer:
             )
         if kind < 4:
             self._run = self._entry + choice.choice((1, 1, 1, 0))
-            self._entry += choice.choice((4, 4, 1025))
+            self._entry += choice.choice((4, 4, 4, 1025))
             return RunPlan(plan=plan, run=self._run)
         places = [
             number
@@ -240,13 +240,15 @@ class FrameFuzzer:
             for _ in range(choice.randrange(1, 5))
             for number in (choice.randrange(1, 50), self._known(), 0, offset, size, 0)
         ]
+        if kind < 9:
+            run = choice.choice((self._run,) * 9 + (MAX_ID,))
+            return StoreParts(run=run, places=places)
         messages: tuple[Callable[[], Message], ...] = (
-            lambda: StoreParts(run=choice.choice((self._run, self._run, MAX_ID)), places=places),
             lambda: RestoreParts(tickets),
             lambda: EndRun(self._run),
             lambda: ForgetPlan(plan),
         )
-        return messages[kind - 4]()
+        return messages[kind - 9]()
 
     def _cache_message(self, name: str, size: int) -> Message:
         messages: tuple[Callable[[], Message], ...] = (
