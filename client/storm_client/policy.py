@@ -15,7 +15,6 @@ import torch
 
 from storm_client.layers import parts_of
 from storm_client.plan import OFFLOAD, Decision, Keep
-from storm_client.sharing import is_foreign
 
 __all__ = ["NO_ACTIVATIONS", "Inside", "Policy"]
 
@@ -29,6 +28,7 @@ _QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 """Also of tensors that are not quantized: bytes viewed as one of these."""
 
 _SMALL, _PARAMETER, _OUTSIDE = Keep("small"), Keep("parameter"), Keep("outside")
+_FOREIGN = Keep("foreign")
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -65,7 +65,7 @@ class Policy:
         return sum(one.nbytes for one in parameters if one.nbytes < self.min_bytes)
 
     def decide(self, tensor: torch.Tensor) -> Decision:
-        """Return what becomes of `tensor`, as far as it alone tells.
+        """Return what becomes of `tensor`, as far as it and its storage tell.
 
         Called for every saved tensor: what most of them are is looked at first. What is small may
         be a view of a large storage, which it keeps.
@@ -87,23 +87,23 @@ class Policy:
         """Return what becomes of a storage of which a tensor may be offloaded."""
         if storage.nbytes() < self.min_bytes:
             return _SMALL
-        return Keep("foreign") if is_foreign(storage) else OFFLOAD
+        return _FOREIGN if _is_foreign(storage) else OFFLOAD
 
     def _decide_further(self, tensor: torch.Tensor) -> Decision:
         """Go on for a plain tensor that is large enough."""
         if tensor._is_zerotensor():
             return Keep("zero")  # as forward-mode differentiation makes them, without any memory
-        if type(tensor) is torch.nn.Parameter or self._is_owned(tensor):
+        storage = tensor.untyped_storage()
+        if type(tensor) is torch.nn.Parameter or self._is_owned(tensor, storage._cdata):
             return _PARAMETER
         if tensor.requires_grad and tensor.grad_fn is None:
             return Keep("leaf")  # the graph itself holds it, to accumulate its gradient
         if tensor.is_quantized or tensor.dtype in _QUANTIZED:
             return Keep("quantized")
-        return Keep("inference") if tensor.is_inference() else OFFLOAD
+        return Keep("inference") if tensor.is_inference() else self.decide_storage(storage)
 
-    def _is_owned(self, tensor: torch.Tensor) -> bool:
+    def _is_owned(self, tensor: torch.Tensor, address: int) -> bool:
         """Tell whether it is, or views, a parameter or buffer of the modules."""
-        address = tensor.untyped_storage()._cdata
         reference = self._owned.get(address)
         owner = None if reference is None else reference()
         if owner is not None and owner.untyped_storage()._cdata == address:
@@ -115,6 +115,13 @@ class Policy:
             for tensor in (*part._parameters.values(), *part._buffers.values()):
                 if tensor is not None:
                     yield tensor
+
+
+def _is_foreign(storage: torch.UntypedStorage) -> bool:
+    """Tell whether the memory is not PyTorch's alone: NumPy's, DLPack's, another process's."""
+    if not storage.resizable():  # what was only lent to PyTorch
+        return True
+    return storage.is_shared() and storage.device.type == "cpu"  # memory of a GPU counts as shared
 
 
 def _layout(tensor: torch.Tensor) -> str:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from storm_client.errors import StormError
-from storm_client.storages import Located, Ready, SnapshotProof, View, WeakStorage
-from storm_client.versions import SavedVersion
+from storm_client.storages import Ready, SnapshotProof
+from storm_client.versions import SavedVersion, View
 
 if TYPE_CHECKING:
     from storm_client.lanes import Stream
@@ -33,11 +33,13 @@ __all__ = [
     "DeadRange",
     "Handle",
     "Holder",
+    "Located",
     "Part",
     "RangePhase",
     "SavedStorages",
     "StoredRange",
     "UpcomingUses",
+    "WeakStorage",
 ]
 
 
@@ -71,6 +73,37 @@ class UpcomingUses(Protocol):
     def saw(self, count: int) -> None:
         """Note that the first `count` of the unseen are here or have been requested."""
         ...
+
+
+class WeakStorage:
+    """Knows a storage without keeping it, and keeps its address from being used for another one.
+
+    PyTorch's own StorageWeakRef has a destructor in Python, in which an interrupt would be lost:
+    this one has to be freed.
+    """
+
+    __slots__ = ("_pointer", "address")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.address = storage._cdata
+        self._pointer = storage._weak_ref()
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage if something else still keeps it; not after `free`."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        return found
+
+    def free(self) -> None:
+        """Give the address up; once."""
+        torch.UntypedStorage._free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
+
+
+class Located(NamedTuple):
+    """Where a record's bytes are in memory: its own storage, or one of the same size."""
+
+    storage: torch.UntypedStorage
+    is_original: bool = False
+    """Whether nothing was copied: who made the bytes is as far ahead as without offload."""
 
 
 class Part(NamedTuple):
@@ -203,11 +236,6 @@ class StoredRange:
             self.error = error
             self.rest = None
             self.move_to(RangePhase.LOST)
-
-    @property
-    def leaves_at_once(self) -> bool:
-        """Whether it is sent as soon as it was saved, though others hold its storage."""
-        return self.ready is not None and self.ready.sequence > 0
 
     @property
     def is_wanted(self) -> bool:

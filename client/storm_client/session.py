@@ -27,10 +27,16 @@ from storm_client.outbound import Outbound
 from storm_client.plan import DeviceWindow
 from storm_client.plan.table import Plan
 from storm_client.runs import PlannedValue, Run, StaticPlan
-from storm_client.saved import Handle, RangePhase, SavedStorages, StoredRange, UpcomingUses
-from storm_client.sharing import is_unshared
+from storm_client.saved import (
+    Handle,
+    Located,
+    RangePhase,
+    SavedStorages,
+    StoredRange,
+    UpcomingUses,
+)
 from storm_client.stats import StatsRecorder
-from storm_client.storages import Located, Ready, SnapshotProof
+from storm_client.storages import Ready, SnapshotProof, is_unshared
 from storm_client.transfers import Transfers
 from stormd.protocol import (
     Budget,
@@ -73,6 +79,8 @@ class Session(Listener):
         self._unreleased_bytes = 0
         self.connection = Connection(address, lane.hello, timeout)
         self._in_place: InPlace | None = None
+        self.has_in_place = False
+        """Whether bytes may come back into memory of their own, which is what has to be spared."""
         self._inbound: Inbound | None = None
         self.connection.start(self)
         try:
@@ -89,6 +97,7 @@ class Session(Listener):
             keeps_stored=lane.keeps_stored,
         )
         self._in_place = lane.in_place
+        self.has_in_place = self._in_place is not None
         self._outbound = Outbound(self.connection, lane, self.transfers)
         self._inbound = Inbound(self.connection, lane, self.transfers)
         if self._in_place is not None:
@@ -109,7 +118,10 @@ class Session(Listener):
             self.connection.check()
         with self.connection.lock:
             record = self.saved.find(storage)
-            if record is None or (record.phase is RangePhase.IN_USE and not record.leaves_at_once):
+            if record is None:
+                return None
+            is_sent_early = record.ready is not None and record.ready.sequence > 0
+            if record.phase is RangePhase.IN_USE and not is_sent_early:
                 return record
             if record.error is not None or not record.is_whole(storage):
                 return None
@@ -155,7 +167,7 @@ class Session(Listener):
             self.saved.add(record)
             self._shared[record.key] = weakref.ref(record)
             stats.stays_in_use(record.nbytes)
-        if record.leaves_at_once:
+        if ready is not None and ready.sequence:
             self.send(record)
         return record
 
@@ -172,7 +184,7 @@ class Session(Listener):
             if record is None or record.phase is not RangePhase.IN_USE or record.ready is not None:
                 return
             record.proof, record.ready = ready.proof, ready
-        if record.leaves_at_once:
+        if ready.sequence:
             self.send(record)
 
     def register(self, values: Sequence[PlannedValue], codec: str) -> StaticPlan | None:
@@ -202,11 +214,6 @@ class Session(Listener):
         with self.connection.lock, suppress(StormError):
             self.transfers.end_run(run)
             self.connection.flush_soon()
-
-    @property
-    def has_in_place(self) -> bool:
-        """Whether bytes may come back into memory of their own, which is what has to be spared."""
-        return self._in_place is not None
 
     def publish_ready(self) -> int:
         """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""

@@ -1,127 +1,58 @@
-"""How tensors lie in storages, and what is known of storages that others keep.
+"""What is known of a storage that somebody else may hold: who can reach it, and whether it changed.
 
-A **view** says how a tensor lies in its storage.
+PyTorch keeps a saved tensor's storage until the backward pass and reads what is in it by then. It
+counts changes only where they go through one version counter: not those through `.data`, NumPy,
+DLPack, a collective or a sibling of `unsafe_chunk`, nor those of an operation that fills what it
+has saved. So bytes may be taken, and the storage given up, once nobody else holds it: whoever
+holds no reference cannot write, and what nobody can write is what PyTorch would read later.
+
+References are counted twice, by C++ (tensors) and by Python (the storage's own object). What both
+count for a storage that is held by one attribute is found out once, since it differs among
+versions of either.
 """
 
 from __future__ import annotations
 
 import weakref
+from sys import getrefcount
 from typing import NamedTuple, Protocol
 
 import torch
 
+from storm_client.versions import View
+
 __all__ = [
-    "Located",
-    "Pins",
     "Ready",
     "ReadyTrial",
     "SnapshotProof",
     "Unchanging",
-    "View",
-    "WeakStorage",
     "base_of",
     "is_result",
+    "is_unshared",
 ]
 
-
-class View(NamedTuple):
-    """How a tensor lies in its storage; `offset` counts bytes from the storage's start."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    conjugated: bool
-    negated: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        """Describe a strided tensor."""
-        return cls(
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-            int(tensor.storage_offset()) * tensor.element_size(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-    def span(self) -> tuple[int, int]:
-        """Return the first byte that the view touches and the one after the last."""
-        if 0 in self.size:
-            return self.offset, self.offset
-        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
-        return self.offset, self.offset + (reach + 1) * self.dtype.itemsize
-
-    def describes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor lies in its storage like this."""
-        return (
-            tensor.dtype is self.dtype
-            and tensor.shape == self.size
-            and tensor.stride() == self.stride
-            and tensor.storage_offset() * self.dtype.itemsize == self.offset
-            and tensor.is_conj() is self.conjugated
-            and tensor.is_neg() is self.negated
-        )
-
-    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor over a storage that holds the bytes again."""
-        offset = self.offset // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor = empty.set_(storage, offset, self.size, self.stride)
-        if self.conjugated:
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.negated else tensor
+_use_count = torch._C._storage_Use_Count
 
 
-class WeakStorage:
-    """Knows a storage without keeping it, and keeps its address from being used for another one.
+class _Holder(Protocol):
+    """Who keeps a storage in one attribute, and leaves that lie in it in another."""
 
-    PyTorch's own StorageWeakRef has a destructor in Python, in which an interrupt would be lost:
-    this one has to be freed.
-    """
-
-    __slots__ = ("_pointer", "address")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.address = storage._cdata
-        self._pointer = storage._weak_ref()
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage if something else still keeps it; not after `free`."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
-        return found
-
-    def free(self) -> None:
-        """Give the address up; once."""
-        torch.UntypedStorage._free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
+    source: torch.UntypedStorage | None
+    leaves: dict[int, torch.Tensor]
 
 
-class Pins:
-    """Storages that are known weakly for as long as somebody holds this.
-
-    Whoever drops it last may be any thread, where a signal may strike: they are freed by one who
-    finds it dead, from the list, which outlives it.
-    """
-
-    __slots__ = ("__weakref__", "storages")
-
-    def __init__(self) -> None:
-        self.storages: list[WeakStorage] = []
-
-    def add(self, storage: torch.UntypedStorage) -> WeakStorage:
-        """Know one more."""
-        pin = WeakStorage(storage)
-        self.storages.append(pin)
-        return pin
-
-
-class Located(NamedTuple):
-    """Where a record's bytes are in memory: its own storage, or one of the same size."""
-
-    storage: torch.UntypedStorage
-    is_original: bool = False
-    """Whether nothing was copied: who made the bytes is as far ahead as without offload."""
+def is_unshared(holder: _Holder) -> bool:
+    """Tell whether nothing but `holder` keeps the storage, nor a leaf that could be given other."""
+    if holder.source is None:
+        return False
+    leaves, address = holder.leaves, holder.source._cdata
+    for key in leaves:
+        if (leaves[key]._use_count(), getrefcount(leaves[key])) != _UNSHARED_LEAF:  # type: ignore[attr-defined]  # torch's gap
+            return False
+        if leaves[key].untyped_storage()._cdata != address:
+            return False  # it was given other data, which its handles will find
+    counted = _use_count(address) - len(leaves), getrefcount(holder.source)
+    return counted == _UNSHARED[bool(leaves)]
 
 
 class SnapshotProof:
@@ -205,3 +136,28 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _covers(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
     return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+class _Example:
+    def __init__(self) -> None:
+        tensor = torch.empty(1)
+        self.source = tensor.untyped_storage()
+        self.leaves = {0: tensor}
+
+
+def _unshared() -> tuple[dict[bool, tuple[int, int]], tuple[int, int]]:
+    """Return what is counted for a storage without and with leaves in it, and for a leaf.
+
+    Python's count is taken of what was just looked up, never of a variable: whether an argument is
+    counted once or twice depends on who evaluates the frame, which torch.compile changes.
+    """
+    example = _Example()
+    address, leaves = example.source._cdata, example.leaves
+    leaf = leaves[0]._use_count(), getrefcount(leaves[0])  # type: ignore[attr-defined]
+    found = {True: (_use_count(address) - 1, getrefcount(example.source))}
+    leaves.clear()
+    found[False] = _use_count(address), getrefcount(example.source)
+    return found, leaf
+
+
+_UNSHARED, _UNSHARED_LEAF = _unshared()

@@ -1,4 +1,7 @@
-"""PyTorch's check that a saved tensor was not changed in place, for tensors that left.
+"""What is noted of a saved tensor that leaves: how it lies in its storage, and at which version.
+
+A **view** says how a tensor lies in its storage. The rest is PyTorch's check that a saved tensor
+was not changed in place.
 
 Hooks switch PyTorch's own check off, and a backward pass must not be handed a tensor that has
 changed. So this is the same check, with the same message. What was given other data since
@@ -12,16 +15,67 @@ from __future__ import annotations
 
 import re
 import weakref
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["KeptTensor", "SavedVersion"]
+__all__ = ["KeptTensor", "SavedVersion", "View"]
 
 _SUFFIX = r"Backward\d*$"
 """What PyTorch leaves out of an operation's name in its message."""
 
 _NOTHING: dict[torch.device, torch.Tensor] = {}
 """An empty tensor a device: it becomes the data of every token there."""
+
+
+class View(NamedTuple):
+    """How a tensor lies in its storage; `offset` counts bytes from the storage's start."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conjugated: bool
+    negated: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        """Describe a strided tensor."""
+        return cls(
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            int(tensor.storage_offset()) * tensor.element_size(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def span(self) -> tuple[int, int]:
+        """Return the first byte that the view touches and the one after the last."""
+        if 0 in self.size:
+            return self.offset, self.offset
+        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset, self.offset + (reach + 1) * self.dtype.itemsize
+
+    def describes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor lies in its storage like this."""
+        return (
+            tensor.dtype is self.dtype
+            and tensor.shape == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() * self.dtype.itemsize == self.offset
+            and tensor.is_conj() is self.conjugated
+            and tensor.is_neg() is self.negated
+        )
+
+    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor over a storage that holds the bytes again."""
+        offset = self.offset // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = empty.set_(storage, offset, self.size, self.stride)
+        if self.conjugated:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negated else tensor
 
 
 class SavedVersion:

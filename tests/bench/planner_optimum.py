@@ -29,7 +29,7 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_bench.train.gpt import Workload
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.workloads import WORKLOADS, make
-from storm_client.plan.decisions import Keep, Replay, slice_bytes
+from storm_client.plan.decisions import Keep, Replay
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import (
     CUDA_COSTS,
@@ -160,7 +160,7 @@ def cost_of(choice: Choice, values: Sequence[Value], costs: Costs, window: float
     """Return the seconds that a choice adds to a step."""
     seconds = operation_seconds(values, costs)
     replays = [n for n, one in enumerate(choice.decisions) if isinstance(one, Replay)]
-    stay = sum(map(slice_bytes, choice.decisions))
+    stay = sum(one.stays for one in choice.decisions)
     shipped = [
         value.nbytes
         for value, decision, reason in zip(values, choice.decisions, choice.reasons, strict=True)

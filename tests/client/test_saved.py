@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.plan import OrderHistory, Step
 from storm_client.saved import Handle, Part, SavedStorages, StoredRange
-from storm_client.storages import SnapshotProof, View
+from storm_client.storages import SnapshotProof
+from storm_client.versions import View
 from support.records import record_of, version_of
 from torch import Tensor
 

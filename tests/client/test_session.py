@@ -12,7 +12,8 @@ from storm_client.plan import OrderHistory, Step
 from storm_client.saved import Handle, RangePhase, StoredRange
 from storm_client.session import Session
 from storm_client.stats import StatsRecorder
-from storm_client.storages import Ready, SnapshotProof, View
+from storm_client.storages import Ready, SnapshotProof
+from storm_client.versions import View
 from support.daemon_process import DaemonProcess
 from support.records import version_of
 from support.waiting import wait_until

@@ -33,8 +33,8 @@ from storm_client.policy import Policy
 from storm_client.runs import PlannedValue
 from storm_client.saved import Handle, StoredRange
 from storm_client.stats import StatsRecorder
-from storm_client.storages import Unchanging, View
-from storm_client.versions import SavedVersion
+from storm_client.storages import Unchanging
+from storm_client.versions import SavedVersion, View
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
@@ -418,11 +418,10 @@ def _pack(call: Call, value: torch.Tensor, number: int, *, lent: bool) -> Held |
         return target.keep(value)
     if value.is_cuda and torch.cuda.is_current_stream_capturing():
         return _skip(target, value, "capture")
-    stays = target.policy.decide(value) if lent else None
-    if not isinstance(stays, Keep):
-        stays = target.policy.decide_storage(value.untyped_storage())
-    if isinstance(stays, Keep):
-        return _skip(target, value, stays.reason)
+    policy = target.policy
+    decision = policy.decide(value) if lent else policy.decide_storage(value.untyped_storage())
+    if isinstance(decision, Keep):
+        return _skip(target, value, decision.reason)
     try:
         session = call.sessions().of(value.device)
         if session is None:

@@ -7,7 +7,6 @@ from storm_client.plan.decisions import (
     Keep,
     Offload,
     Replay,
-    slice_bytes,
 )
 from storm_client.plan.order import OrderHistory, Step
 from storm_client.plan.window import DeviceWindow
@@ -22,5 +21,4 @@ __all__ = [
     "OrderHistory",
     "Replay",
     "Step",
-    "slice_bytes",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
-__all__ = ["OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay", "slice_bytes"]
+__all__ = ["OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +13,7 @@ class Keep:
     """The tensor stays with autograd, for the `reason` that statistics name."""
 
     reason: str
+    stays: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +25,14 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The tensor is given up, and made again by the operation that has made it."""
+    """The tensor is given up, and made again by the operation that has made it.
+
+    What is handed over of it while that is tried leaves as a whole.
+    """
+
+    stays: ClassVar[int] = 0
 
 
 Decision: TypeAlias = Keep | Offload | Replay
 
 OFFLOAD, REPLAY = Offload(), Replay()
-
-
-def slice_bytes(decision: Decision) -> int:
-    """Return how many of the last bytes stay of a tensor that leaves."""
-    return decision.stays if isinstance(decision, Offload) else 0

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from itertools import accumulate, islice
 
 from storm_client.saved import Handle, StoredRange
-from storm_client.storages import View
-from storm_client.versions import SavedVersion
+from storm_client.versions import SavedVersion, View
 
 __all__ = ["OrderHistory", "Step"]
 

@@ -21,19 +21,21 @@ from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision, Replay
-from storm_client.plan.kinds import Expected, Kind, Kinds, StepRecord
+from storm_client.plan.kinds import Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
 from storm_client.plan.recorder import Mark, Recorder, Span, mark
-from storm_client.plan.recording import Recording, SavedValue
+from storm_client.plan.recording import Recording
 from storm_client.plan.table import Plan
 from storm_client.plan.window import free_bytes, give_back_unused, last_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
-    from storm_client.storages import Pins, Ready, WeakStorage
+    from storm_client.plan.recipes import Pins
+    from storm_client.saved import WeakStorage
+    from storm_client.storages import Ready
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
 
@@ -179,32 +181,12 @@ class PlannedStep:
         self._planning = planning
         self._begun = begun
         self._is_trial = False
-        self._followed: Kind | None = None
-        """Whose plan the forward pass has followed to its end."""
-        self._end: Mark | None = None
-        """When it had handed over all; None once the backward pass has asked for something."""
-        self._recording: Recording | None = recording
+        self.recording: Recording | None = recording
+        """What says what becomes of a saved tensor; None once the block has ended."""
         self._step = recording.step
         self.mode = mode
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget
-
-    def staying(self, tensor: torch.Tensor) -> Expected | None:
-        """Return what the step's script says of a result that autograd saves, if it stays."""
-        recording = self._recording
-        return None if recording is None else recording.staying(tensor)
-
-    def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
-        """Note that autograd saves a tensor; None for one that no plan says anything of.
-
-        That is one that a backward pass saves after the block, or a block without end.
-        """
-        recording = self._recording
-        return None if recording is None else recording.saved(tensor, storage)
-
-    def ready(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ready | None:
-        """Return from when on the bytes of a tensor that leaves are there, if that is known."""
-        return None if self._recording is None else self._recording.ready(tensor, storage)
 
     def news_for(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless it was asked for by this session before."""
@@ -222,32 +204,26 @@ class PlannedStep:
         self._is_trial |= kind.goes_on_trying(number)
         return Trial(kind, number, kind.verified)
 
-    def end(self) -> None:
-        """Learn from the step; nothing runs or is saved in it any more."""
-        if self._recording is not None:
-            is_trial = self._is_trial or self._recording.tries
-            self._followed = self._planning.ended(self._step, self._begun, is_trial=is_trial)
+    def end(self) -> Kind | None:
+        """Learn from the step; nothing runs or is saved in it any more.
+
+        Returns the kind whose plan the forward pass has followed to its end.
+        """
+        followed = None
+        if self.recording is not None:
+            is_trial = self._is_trial or self.recording.tries
+            followed = self._planning.ended(self._step, self._begun, is_trial=is_trial)
         self.abandon()
+        return followed
 
     @property
     def has_parted(self) -> bool:
         """Whether the step did in its middle what was not expected of its kind."""
         return self._step.has_parted
 
-    def handed_over(self) -> None:
-        """Note that all that the step has saved has left, or waits for that no longer."""
-        if self._followed is not None:
-            self._end = mark(is_on_gpu=self._followed.is_on_gpu)
-
-    def asked(self) -> None:
-        """Note that the backward pass asks for something that was saved."""
-        end, self._end = self._end, None
-        if end is not None and self._followed is not None:
-            self._followed.turned(Span(end, mark(is_on_gpu=self._followed.is_on_gpu)))
-
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
-        recording, self._recording = self._recording, None
+        recording, self.recording = self.recording, None
         if self.mode is not None:
             self.mode.end()
         if recording is not None:

@@ -20,12 +20,13 @@ import torch
 from storm_client.errors import ActivationLost
 from storm_client.plan.kinds import Kind
 from storm_client.plan.operations import Function
-from storm_client.storages import Pins, View, WeakStorage
-from storm_client.versions import SavedVersion
+from storm_client.saved import WeakStorage
+from storm_client.versions import SavedVersion, View
 
 __all__ = [
     "Alias",
     "Made",
+    "Pins",
     "Recipe",
     "Replayed",
     "Result",
@@ -150,6 +151,25 @@ def _filled(argument: Any) -> Any:
     if type(argument) in (list, tuple):
         return type(argument)(map(_filled, argument))
     return argument
+
+
+class Pins:
+    """Storages that are known weakly for as long as somebody holds this.
+
+    Whoever drops it last may be any thread, where a signal may strike: they are freed by one who
+    finds it dead, from the list, which outlives it.
+    """
+
+    __slots__ = ("__weakref__", "storages")
+
+    def __init__(self) -> None:
+        self.storages: list[WeakStorage] = []
+
+    def add(self, storage: torch.UntypedStorage) -> WeakStorage:
+        """Know one more."""
+        pin = WeakStorage(storage)
+        self.storages.append(pin)
+        return pin
 
 
 class Result:

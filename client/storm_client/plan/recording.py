@@ -25,6 +25,7 @@ from storm_client.plan.operations import DEAR, Function
 from storm_client.plan.recipes import (
     Alias,
     Made,
+    Pins,
     Recipe,
     Result,
     Saved,
@@ -32,9 +33,11 @@ from storm_client.plan.recipes import (
     UnchangedTrial,
     checksum,
 )
-from storm_client.storages import Pins, Ready, SnapshotProof, View, WeakStorage, base_of, is_result
+from storm_client.saved import WeakStorage
+from storm_client.storages import Ready, SnapshotProof, base_of, is_result
+from storm_client.versions import View
 
-__all__ = ["Recording", "SavedValue"]
+__all__ = ["Recording"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -150,8 +153,8 @@ class Recording:
         self._unpack = unpack
         self._publish = publish
         self._is_ready = is_ready
-        self._ready: dict[int, Ready] = {}
-        """By storage, what leaves as it was made."""
+        self.ready: dict[int, Ready] = {}
+        """By the storage's address, what leaves as it was made."""
         self.tries = False
         """Whether it is being found out what does so."""
         self._seen: dict[int, _Seen] = {}
@@ -199,11 +202,6 @@ class Recording:
             seen.result.original = made.detach()  # its recipe is not known yet
         if is_first and made.grad_fn is not None and made.grad_fn.name() == _CAST:
             self._casts.append(_Cast(seen, made.grad_fn.next_functions[0][0], made.dtype))
-
-    def ready(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Ready | None:
-        """Return from when on the bytes of a saved tensor are there, if that is known."""
-        found = self._ready.get(storage._cdata)
-        return found if found is not None and found.holds_for(tensor) else None
 
     def begins(self) -> None:
         """Note that a function of the table begins."""
@@ -270,7 +268,7 @@ class Recording:
     def end(self) -> None:
         """Let go of everything: nothing runs or is saved any more."""
         self._seen.clear()
-        self._ready.clear()
+        self.ready.clear()
         self._casts.clear()
         self.pins = Pins()
 
@@ -368,7 +366,7 @@ class Recording:
             self.tries, sequence = True, 0
             trial = UnchangedTrial(kind, number, checksum(storage))
         self.pins.add(storage)
-        ready = self._ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
+        ready = self.ready[storage._cdata] = Ready(SnapshotProof(output), sequence, trial)
         self._is_ready(output, ready)
 
     def _walks_by_made(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client.errors import UsageError
-from storm_client.plan.decisions import Keep, Offload, Replay, slice_bytes
+from storm_client.plan.decisions import Keep, Offload, Replay
 from storm_client.plan.kinds import Kind
 from storm_client.plan.planner import Choice
 from storm_client.sizes import format_size
@@ -67,7 +67,7 @@ class Plan:
             if not (value.is_saved or isinstance(decision, Replay) or cost):
                 continue
             why = kind.rejected.get(value.number, reason)
-            stays = slice_bytes(decision)
+            stays = decision.stays
             row = Row(
                 value.operation or "unknown",
                 tuple(value.shape),

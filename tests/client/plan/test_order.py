@@ -19,7 +19,7 @@ from storm_client.plan.order import (
 )
 from storm_client.plan.window import LEAST_BYTES, START_BYTES
 from storm_client.saved import Handle
-from storm_client.storages import View
+from storm_client.versions import View
 from support.records import record_of, version_of
 
 # --- the order of use -----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client import hooks
+from storm_client import packing
 from storm_client.plan import kinds, planning, recording, window
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Costs
@@ -79,7 +79,7 @@ def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     )
     if device == "cpu":
         publish = lambda _hooks, tensor: reader.publish(tensor)  # noqa: E731
-        monkeypatch.setattr(hooks._StepHooks, "_publish_ready", publish)
+        monkeypatch.setattr(packing.StepHooks, "_publish_ready", publish)
     return reader
 
 

@@ -1,0 +1,387 @@
+"""The saved-tensor hooks of one step: what autograd calls when it saves a tensor and wants it back.
+
+Unpack returns what PyTorch's own saved tensor would be at that moment, in bits, shape, strides and
+dtype, or raises. A tensor that is not offloaded stays, and gets the version check that PyTorch
+leaves out for hooked tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from storm_client import ranges
+from storm_client.blocks import untraced
+from storm_client.compiled import HANDLED
+from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
+from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
+from storm_client.plan.planning import Planning
+from storm_client.plan.recipes import Replayed, Result, Trial, checksum, compare, same_bits
+from storm_client.plan.recorder import Mark, Span, mark
+from storm_client.policy import NO_ACTIVATIONS, Policy
+from storm_client.saved import Handle, RangePhase, StoredRange
+from storm_client.stats import StatsRecorder
+from storm_client.storages import Ready, SnapshotProof, is_result
+from storm_client.trace import Traces
+from storm_client.versions import KeptTensor, SavedVersion, View
+
+if TYPE_CHECKING:
+    from torch.overrides import TorchFunctionMode
+
+    from storm_client.plan.kinds import Kind, Value
+    from storm_client.session import Session
+    from storm_client.sessions import Sessions
+
+__all__ = ["StepHooks"]
+
+Packed = Handle | KeptTensor | Replayed
+
+
+class StepHooks:
+    """Pack and unpack of one step. The graph keeps it alive for as long as it has handles."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        policy: Policy,
+        codec: str,
+        recorder: StatsRecorder,
+        history: OrderHistory,
+        *,
+        planning: Planning,
+        keeps: bool,
+        traces: Traces,
+    ) -> None:
+        self._traces = traces
+        self._trace = traces.begin(recorder)
+        self._sessions = sessions
+        self._keeps = keeps
+        self._policy = policy
+        self._codec = codec
+        self._recorder = recorder
+        self._step = Step(history)
+        self._results: list[weakref.ref[StoredRange]] = []
+        """Records of results, which leave at the end at the latest."""
+        self._planned = planning.begin(
+            policy.min_bytes,
+            policy.modules,
+            pack=self._pack_input,
+            unpack=self._bring,
+            publish=self._publish_ready,
+            is_ready=self._leave_when_ready,
+        )
+        self._replaying = threading.RLock()  # protects all results of the step, and what follows
+        self._session: Session | None = None
+        """That of the first tensor, which the daemon is told of the plan by."""
+        self._turn: tuple[Kind, Mark] | None = None
+        """The kind that the forward pass has followed, and when it had handed over all; None once
+        the backward pass has asked for something."""
+        self._brought = 0.0
+        """Seconds spent on bringing inputs of replays, which count as waiting."""
+
+    @property
+    def mode(self) -> TorchFunctionMode | None:
+        """What has to see PyTorch's functions in the block."""
+        return self._planned.mode
+
+    def end(self) -> None:
+        """Send what the block has saved and may leave: nothing is saved in it any more.
+
+        Results leave now though somebody still holds them: their changes are counted.
+        """
+        self._tell()
+        followed = self._planned.end()
+        results = [record for reference in self._results if (record := reference()) is not None]
+        self._results.clear()
+        try:
+            self._sessions.send_unshared()
+            for record in results:
+                if record.phase is RangePhase.IN_USE:
+                    record.session.send(record)
+            if followed is not None:
+                self._turn = followed, mark(is_on_gpu=followed.is_on_gpu)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+
+    def _tell(self) -> None:
+        """Tell the daemon of the plan that the block has followed, unless it knows it."""
+        if self._session is not None:
+            plan = self._planned.news_for(self._session)
+            if plan is not None:
+                self._session.tell(plan, self._planned.budget)
+
+    def abandon(self) -> None:
+        """Let go of what was noted of a block that an exception has ended."""
+        self._planned.abandon()
+
+    @untraced
+    def pack(self, tensor: torch.Tensor) -> Packed:
+        """Return what autograd is to hold instead of `tensor`."""
+        if HANDLED.depth:
+            return self._skip(tensor, "compiled")
+        recording = self._planned.recording
+        if recording is not None and self._session is not None and self._policy.layers is None:
+            expected = recording.staying(tensor)
+            if expected is not None:
+                return self._stay(tensor, tensor.nbytes, expected.stays, expected.value.layer)
+        try:
+            return self._consider(tensor)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return self._keep(tensor)
+
+    def _consider(self, tensor: torch.Tensor) -> Packed:
+        """Do what becomes of a tensor that no script expects to stay.
+
+        Raises:
+            DaemonLost: the daemon is gone, and was meant to have it.
+        """
+        decision = self._policy.decide(tensor)
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            decision = Keep("capture")  # already opening a session would spoil the graph
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason)
+        session = self._sessions.of(tensor.device)
+        if session is None:
+            return self._skip(tensor, "device")
+        if self._session is None:
+            self._session = session
+        storage, recording = tensor.untyped_storage(), self._planned.recording
+        saved = None if recording is None else recording.saved(tensor, storage)
+        if saved is None:  # by a backward pass after the block, or in a block without end
+            return self._offload(tensor, storage, session)
+        value, decision, result = saved
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason, value.layer)
+        if isinstance(decision, Replay) and result is not None:
+            return self._give_up(tensor, storage, value, result, session)
+        return self._offload(tensor, storage, session, value.layer, decision.stays)
+
+    @untraced
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """Return the tensor that was packed.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+            CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # PyTorch will set the version of what is returned
+                return self.unpack(packed)
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            kind, ended = turn
+            kind.turned(Span(ended, mark(is_on_gpu=kind.is_on_gpu)))
+        version = packed if isinstance(packed, KeptTensor) else packed.version
+        version.check()
+        replaced = version.replaced()
+        if replaced is not None:
+            return replaced
+        if isinstance(packed, KeptTensor):
+            self._traces.used(self._trace)
+            self._trace.used(id(packed))
+            return packed.token
+        return self._replay(packed) if isinstance(packed, Replayed) else self._load(packed)
+
+    def _load(self, handle: Handle) -> torch.Tensor:
+        is_first = self._step.unpacked(handle)
+        record = handle.record
+        began = perf_counter()
+        with ranges.span("unpack", record.nbytes, record.key):
+            try:
+                located = record.session.load(handle, is_first=is_first)
+            except DaemonLost as loss:
+                raise lost_in_backward(loss, keeps=self._keeps) from loss
+        ready = record.ready
+        if ready is not None and ready.trial is not None:
+            record.ready = None
+            ready.trial.compare(located.storage)
+        self._traces.used(self._trace)
+        self._trace.used(id(record))
+        if record.away < record.nbytes:
+            self._trace.used(-record.key)
+        if not located.is_original:
+            self._recorder.restored(self._trace.paused("wait", began))
+        return handle.version.alias(handle.view.rebuild(located.storage))
+
+    def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
+        return self._stay(tensor, _nbytes(tensor), reason, layer)
+
+    def _stay(self, tensor: torch.Tensor, nbytes: int, reason: str, layer: str) -> KeptTensor:
+        self._recorder.of_layer(layer).skipped(nbytes, reason)
+        kept = KeptTensor.keeping(tensor)
+        if nbytes and reason not in NO_ACTIVATIONS:
+            self._trace.saved(id(kept), "stays", nbytes)
+        return kept
+
+    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Leave to memory what was meant for a daemon that is lost."""
+        self._recorder.saved(tensor.nbytes, 0.0)
+        self._recorder.kept(tensor.nbytes, "daemon_lost")
+        kept = KeptTensor.keeping(tensor)
+        self._trace.saved(id(kept), "stays", tensor.nbytes)
+        return kept
+
+    def _give_up(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        value: Value,
+        result: Result,
+        session: Session,
+    ) -> Replayed:
+        """Have a tensor made again; hand it over, too, until its recipe has proved itself."""
+        trial = self._planned.trial(value.number)
+        if trial is not None:
+            packed = self._offload(tensor, storage, session, value.layer)
+            trial = trial._replace(packed=packed)
+        else:
+            self._recorder.of_layer(value.layer).gives_up(tensor.nbytes)
+            self._trace.saved(id(result), "replayed", tensor.nbytes)
+        return Replayed(
+            result,
+            View.of(tensor),
+            SavedVersion.of(tensor, storage._cdata),
+            trial=trial,
+            checksum=checksum(storage) if self._planned.verifies else None,
+        )
+
+    def _pack_input(self, tensor: torch.Tensor, decision: Decision, layer: str) -> Packed:
+        """Hand over what others are to be made from; called where an operation has run."""
+        try:
+            session = self._sessions.of(tensor.device)
+            stays = isinstance(decision, Keep) or isinstance(self._policy.decide(tensor), Keep)
+            if session is None or stays:
+                return KeptTensor.keeping(tensor)
+            storage = tensor.untyped_storage()
+            return self._offload(tensor, storage, session, layer, decision.stays)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return KeptTensor.keeping(tensor)
+
+    def _publish_ready(self, tensor: torch.Tensor) -> int:
+        """Return a number that tells when `tensor` has been made; 0 where nobody asks for that."""
+        try:
+            session = self._sessions.of(tensor.device)
+            return 0 if session is None else session.publish_ready()
+        except DaemonLost:
+            return 0
+
+    def _leave_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
+        """Have a result leave as it was made, if the function that made it has saved it."""
+        try:
+            session = self._sessions.of(tensor.device)
+            if session is not None:
+                session.saved_before_ready(tensor.untyped_storage(), ready)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+
+    def _bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
+        """Return an input as it was when it was handed over."""
+        if isinstance(packed, KeptTensor):
+            packed.check()
+            return packed.token
+        packed.version.check()
+        began = perf_counter()
+        tensor = self._load(packed)
+        self._brought += perf_counter() - began
+        return tensor
+
+    def _replay(self, replayed: Replayed) -> torch.Tensor:
+        """Return a tensor that is made again, or, the first times, the tensor itself."""
+        with self._replaying:
+            if replayed.trial is not None:
+                return self._try(replayed, replayed.trial)
+            began, brought = perf_counter(), self._brought
+            with ranges.span("replay", replayed.result.nbytes):
+                tensor = replayed.result.viewed(replayed.view)
+            replayed.result.given(replayed.version)
+            waited = self._brought - brought
+        if replayed.checksum is not None:
+            compare(replayed.checksum, tensor.untyped_storage())
+        self._traces.used(self._trace)
+        self._trace.used(id(replayed.result))
+        self._recorder.replayed(self._trace.paused("replay", began) - waited)
+        return replayed.version.alias(tensor)
+
+    def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
+        """Return the tensor that was handed over, and note whether its recipe makes the same."""
+        tensor = self._bring(trial.packed)
+        try:
+            if self._planned.has_parted and not replayed.result.has_recipe:
+                pass  # what made it ran when another kind of step was expected
+            elif same_bits(replayed.result.made().untyped_storage(), tensor.untyped_storage()):
+                trial.verified.add(trial.number)
+            else:
+                trial.kind.reject(trial.number, "made again it had other bits")
+        except DaemonLost:
+            raise
+        except (RuntimeError, StormError) as error:
+            trial.kind.reject(trial.number, f"could not be made again: {error}")
+        return tensor if isinstance(trial.packed, Handle) else replayed.version.alias(tensor)
+
+    def _offload(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        session: Session,
+        layer: str = "",
+        stays: int = 0,
+    ) -> Handle:
+        """Have a tensor leave, but for the last bytes of its storage, as many as `stays` says."""
+        recorder = self._recorder.of_layer(layer)
+        record = session.find(storage, tensor)
+        if record is not None:
+            recorder.deduplicated(tensor.nbytes)
+        else:
+            record = self._hold(tensor, storage, session, recorder, stays)
+        if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
+            record.leaves[id(tensor)] = tensor
+        version = SavedVersion.of(tensor, storage._cdata)
+        handle = self._step.handle(record, View.of(tensor), version)
+        session.saved.add_handle(handle)
+        return handle
+
+    def _hold(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        session: Session,
+        recorder: StatsRecorder,
+        stays: int,
+    ) -> StoredRange:
+        """Make the record of a storage that has none, and send others that may leave now."""
+        began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
+        with ranges.span("pack", nbytes):
+            ready = None if recording is None else recording.ready.get(storage._cdata)
+            record = session.hold(
+                storage,
+                tensor.dtype,
+                self._codec,
+                recorder,
+                soon=session.has_in_place and self._step.needed_at_once(nbytes),
+                proof=SnapshotProof(tensor) if is_result(tensor) else None,
+                stays=stays if stays < nbytes else 0,
+                ready=ready if ready is not None and ready.holds_for(tensor) else None,
+            )
+            if record.proof is not None:
+                self._results.append(weakref.ref(record))
+        recorder.saved(tensor.nbytes, perf_counter() - began)
+        self._trace.paused("store", began)
+        self._trace.saved(id(record), "offloaded", record.away)
+        if record.away < nbytes:
+            self._trace.saved(-record.key, "stays", nbytes - record.away)
+        return record
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return a tensor's bytes as far as they are known: 0 for sparse and nested ones."""
+    return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0
