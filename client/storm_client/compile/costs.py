@@ -26,6 +26,18 @@ aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}
 """Products of matrices."""
 
+ATTENTION = {
+    aten._scaled_dot_product_cudnn_attention: (1, 1),
+    aten._scaled_dot_product_efficient_attention: (1, 1),
+    aten._scaled_dot_product_flash_attention: (1, 1),
+    aten._scaled_dot_product_flash_attention_for_cpu: (1, 1),
+    aten._scaled_dot_product_cudnn_attention_backward: (3, 2),
+    aten._scaled_dot_product_efficient_attention_backward: (3, 2),
+    aten._scaled_dot_product_flash_attention_backward: (3, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (3, 2),
+}
+"""How many products each has over the width of a head of the keys, and of the values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -133,7 +145,10 @@ def _can_be_fused(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace in ("aten", "prims") and target.overloadpacket not in flop_registry
+    packet = target.overloadpacket
+    return target.namespace in ("aten", "prims") and not (
+        packet in flop_registry or packet in ATTENTION
+    )
 
 
 def _rate(node: fx.Node, machine: Machine) -> float:
@@ -148,6 +163,8 @@ def _rate(node: fx.Node, machine: Machine) -> float:
 
 def _flops(node: fx.Node) -> float:
     assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target.overloadpacket in ATTENTION:
+        return _attention_flops(node)
     count = flop_registry.get(node.target.overloadpacket)
     if count is None:
         return 0.0
@@ -156,6 +173,26 @@ def _flops(node: fx.Node) -> float:
         return float(count(*arguments, **options, out_val=_sized(node)))
     except (TypeError, ValueError, AssertionError, IndexError):
         return 0.0  # a shape that its formula does not know
+
+
+def _attention_flops(node: fx.Node) -> float:
+    """Count by the queries' heads, which may share keys, and half of it where nobody looks ahead.
+
+    PyTorch's formulas know no mask, and before its version 2.13 none of shared keys.
+    """
+    assert isinstance(node.target, torch._ops.OpOverload)
+    places = {one.name: at for at, one in enumerate(node.target._schema.arguments)}
+
+    def given(name: str) -> Any:
+        at = places[name]
+        return node.args[at] if at < len(node.args) else node.kwargs.get(name)
+
+    queries, keys, values = (given(name).meta["val"].shape for name in ("query", "key", "value"))
+    over_keys, over_values = ATTENTION[node.target.overloadpacket]
+    batch, heads, length, width = map(_hint, queries)
+    widths = over_keys * width + over_values * _hint(values[-1])
+    share = 0.5 if given("is_causal") and length > 1 else 1.0
+    return share * 2.0 * batch * heads * length * _hint(keys[-2]) * widths
 
 
 def _sized(node: fx.Node) -> Any:

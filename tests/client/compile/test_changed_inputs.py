@@ -80,7 +80,7 @@ def test_parameters_that_are_given_other_data_are_computed_from_as_they_were(
 
 
 def test_a_parameter_that_is_changed_before_it_is_computed_from_raises(
-    device: str, client: storm.Client
+    device: str, client: storm.Client, full_link: None
 ) -> None:
     """The first layer's weight is read by what is computed again, and by nothing else."""
     net = perceptron(device)

@@ -43,7 +43,7 @@ def same(step: Callable[..., object]) -> Callable[..., object]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_gives_the_bits_of_the_function(
-    name: str, device: str, wrap: Callable[..., object], client: storm.Client
+    name: str, device: str, wrap: Callable[..., object], cpu_costs: None
 ) -> None:
     expected = train(name, "adamw", same, device)
     made: list[compiled.CompiledStep] = []
