@@ -418,8 +418,10 @@ class Connection:
         try:
             while self.outbox:
                 if not self._sent:
-                    self._leaving = len(self.outbox[:FRAME_MESSAGES])
-                    self._frames.send(encode(joined(self.outbox[: self._leaving])), self._sent)
+                    batch = self.outbox[:FRAME_MESSAGES]
+                    self._leaving = len(batch)
+                    frame = encode(batch if len(batch) == 1 else joined(batch))
+                    self._frames.send(frame, self._sent)
                 # Nothing is called between these two, and so no signal looked for.
                 del self.outbox[: self._leaving]
                 self._sent = []

@@ -18,11 +18,11 @@ from contextlib import suppress
 import torch
 
 from storm_client.connection import Connection
-from storm_client.errors import ActivationLost, DaemonLost
-from storm_client.lanes import Lane, Mapped, Slot
+from storm_client.errors import ActivationLost, DaemonLost, UsageError
+from storm_client.lanes import Lane, Mapped
 from storm_client.lanes.segments import tell
 from storm_client.ranges import span
-from storm_client.saved import Part, StoredRange, UpcomingUses
+from storm_client.saved import Handle, Part, RangePhase, StoredRange, UpcomingUses
 from storm_client.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Transfers
 
 __all__ = ["STALL_SECONDS", "Inbound"]
@@ -53,25 +53,39 @@ class Inbound:
         self._is_mapped = False  # whether the daemon could map the memory that was allocated last
         self._allowed = transfers.window.limit  # bytes that may be taken early, as last measured
 
-    def fetch(self, record: StoredRange, uses: UpcomingUses) -> torch.UntypedStorage:
-        """Return the record's bytes in new memory, and begin to fetch what is used next.
+    def fetch(self, handle: Handle) -> torch.UntypedStorage:
+        """Return the bytes of a handle's record in new memory, and begin to fetch what is next.
+
+        This thread has made the record RETURNING; behind this it is not, whatever happens.
 
         Raises:
             CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
             DaemonLost: it is gone.
+            UsageError: a CUDA graph is being captured.
         """
-        storage = self._fetch(record, uses)
-        if record.rest is not None:
-            self._lane.move(record.rest, 0, storage, record.away, record.rest.nbytes())
+        record, connection = handle.record, self._connection
+        try:
+            if self._lane.is_capturing():
+                raise UsageError(
+                    f"the {record.nbytes} bytes of a tensor that was saved before a CUDA graph is "
+                    "captured are with the daemon, and needed in the capture: capture the forward "
+                    "pass with its backward pass, or save what the capture needs without offload"
+                )
+            storage = self._fetch_in_place(record, handle.step)
+            if storage is None:
+                storage = self.bring(record.key, record.parts, record.nbytes, handle.step)
+            if record.rest is not None:
+                self._put_rest_back(record, record.rest, storage)
+            with connection.lock:
+                record.came_back(storage)
+                record.unpacked(handle)
+        finally:
+            with connection.lock:
+                if record.phase is RangePhase.RETURNING:
+                    record.move_to(RangePhase.AWAY)
+                if connection.waiting:
+                    connection.notify()
         return storage
-
-    def _fetch(self, record: StoredRange, uses: UpcomingUses) -> torch.UntypedStorage:
-        if self._in_place is not None:
-            incoming = self._begin(record)
-            self.look_ahead(uses)
-            if incoming is not None:
-                return self._finish(incoming)
-        return self.bring(record.key, record.parts, record.nbytes, uses)
 
     def bring(
         self, key: int, parts: list[Part], nbytes: int, uses: UpcomingUses | None = None
@@ -84,46 +98,43 @@ class Inbound:
             CorruptBlob, ActivationLost, DaemonLost: as `fetch`.
         """
         transfers, connection = self._transfers, self._connection
-        with connection.lock:
-            incoming = transfers.demand(key, parts)
+        destination = self._lane.allocate(nbytes)
         try:
-            destination = self._lane.allocate(nbytes)
             with connection.lock:
-                if len(incoming.transfers) < len(parts):
-                    transfers.request_ahead(incoming, 0, self._lane.publish())
+                known = transfers.incoming.get(key)
+                is_requested = known is not None and len(known.transfers) == len(parts)
+                sequence = 0 if is_requested else self._lane.publish()
+                incoming = transfers.demand(key, parts, sequence)
             for index, part in enumerate(parts):
                 with connection.lock:
+                    if index:
+                        self._go_on(incoming, index, uses)
                     transfer = incoming.transfers.get(index)
                     if transfer is None or not transfer.is_wanted:
                         transfer = self._requested(incoming, index)
-                    slot = self._arrived(incoming, transfer)
+                    deadline = time.monotonic() + STALL_SECONDS
+                    while transfer.phase is Phase.REQUESTED:
+                        if not connection.wait(deadline):
+                            raise self._stalled(incoming, index)
+                    if transfer.error is not None:
+                        raise transfer.error
+                    slot = transfer.slot
+                    assert slot is not None, transfer
                 self._lane.unstage(slot, destination, part.begin)
-                with connection.lock:
-                    transfers.take(incoming, index)
-                    if left := len(parts) - index - 1:
-                        connection.notify()
-                        if len(incoming.transfers) < left:
-                            transfers.request_ahead(incoming, index + 1, self._lane.publish())
-                    if uses is not None:
-                        self._stage_ahead(uses)
-                    if connection.outbox:
-                        connection.flush()
         finally:
             with connection.lock:
                 transfers.forget(key)
                 if connection.waiting:
                     connection.notify()
+        if uses is not None:
+            self._look_ahead_staged(uses)
         return destination
 
     def look_ahead(self, uses: UpcomingUses) -> None:
         """Begin to fetch what is used next, in this order, as far as there is room."""
         with suppress(DaemonLost):
-            if self._in_place is not None and self._allocate_ahead(uses):
-                return
-            with self._connection.lock:
-                self._stage_ahead(uses)
-                if self._connection.outbox:
-                    self._connection.flush()
+            if self._in_place is None or not self._allocate_ahead(uses):
+                self._look_ahead_staged(uses)
 
     def close(self) -> None:
         """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
@@ -134,7 +145,32 @@ class Inbound:
         with self._connection.lock:
             self._transfers.end()
 
+    def _put_rest_back(
+        self, record: StoredRange, rest: torch.UntypedStorage, storage: torch.UntypedStorage
+    ) -> None:
+        """Copy what has stayed of a record behind the bytes that are back."""
+        self._lane.move(rest, 0, storage, record.away, rest.nbytes())
+
+    def _look_ahead_staged(self, uses: UpcomingUses) -> None:
+        """Request what is used next through the staging area."""
+        with self._connection.lock, suppress(DaemonLost):
+            self._stage_ahead(uses)
+            if self._connection.outbox:
+                self._connection.flush()
+
     # --- through the staging area, with the lock held ---------------------------------------
+
+    def _go_on(self, incoming: Incoming, index: int, uses: UpcomingUses | None) -> None:
+        """Use the slot of the part before `index`, which has been copied, for what comes next."""
+        transfers, left = self._transfers, len(incoming.parts) - index
+        transfers.take(incoming, index - 1)
+        self._connection.notify()
+        if len(incoming.transfers) < left:
+            transfers.request_ahead(incoming, index, self._lane.publish())
+        if uses is not None:
+            self._stage_ahead(uses)
+        if self._connection.outbox:
+            self._connection.flush()
 
     def _stage_ahead(self, uses: UpcomingUses) -> None:
         """Request what is used next, as far as there is room."""
@@ -167,17 +203,6 @@ class Inbound:
                 return transfer
             self._wait_for_room(incoming, index)
 
-    def _arrived(self, incoming: Incoming, transfer: Transfer) -> Slot:
-        """Return the slot of a part once it is there."""
-        deadline = time.monotonic() + STALL_SECONDS
-        while transfer.phase is Phase.REQUESTED:
-            if not self._connection.wait(deadline):
-                raise self._stalled(incoming, transfer.index)
-        if transfer.error is not None:
-            raise transfer.error
-        assert transfer.slot is not None, transfer
-        return transfer.slot
-
     def _wait_for_room(self, incoming: Incoming, index: int) -> None:
         seen, deadline = self._transfers.freed, time.monotonic() + STALL_SECONDS
         while self._transfers.freed == seen:
@@ -192,19 +217,29 @@ class Inbound:
 
     # --- into memory of its own -------------------------------------------------------------
 
-    def _begin(self, record: StoredRange) -> Incoming | None:
-        """Have a record fetched now; None where its bytes must take the staging area."""
+    def _fetch_in_place(
+        self, record: StoredRange, uses: UpcomingUses
+    ) -> torch.UntypedStorage | None:
+        """Return the record's bytes; None where they must take the staging area."""
         if self._in_place is None:
             return None
+        incoming = self._begin(record)
+        self.look_ahead(uses)
+        return None if incoming is None else self._finish(incoming)
+
+    def _begin(self, record: StoredRange) -> Incoming | None:
+        """Have a record fetched now; None where its bytes must take the staging area."""
+        transfers, key = self._transfers, record.key
         with self._connection.lock:
-            incoming = self._transfers.fetching(record.key)
-            if incoming is not None:
-                is_staged = incoming.storage is None
-                return None if is_staged else self._transfers.demand(record.key, record.parts)
-        self._open([record], is_demanded=True)
+            is_begun = key in transfers.incoming
+        if not is_begun:
+            self._open([record], is_demanded=True)
         with self._connection.lock:
-            incoming = self._transfers.fetching(record.key)
-            return None if incoming is None or incoming.storage is None else incoming
+            incoming = transfers.incoming.get(key)
+            if incoming is None or incoming.storage is None:
+                return None
+            transfers.wait_for(incoming)
+            return incoming
 
     def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
         """Return the bytes once all parts are there; nothing is handed out before."""
@@ -278,7 +313,7 @@ class Inbound:
         assert self._in_place is not None
         placed: list[_Placed] = []
         for record, storage in zip(records, storages, strict=True):
-            if storage is None or self._transfers.fetching(record.key) is not None:
+            if storage is None or record.key in self._transfers.incoming:
                 continue  # no memory for what nobody waits for; or another thread has begun it
             place = self._in_place.find(storage.data_ptr(), record.nbytes)
             tell(self._connection, self._in_place.segments)
@@ -321,7 +356,7 @@ class Inbound:
         return list(chosen.values()), count
 
     def _is_wanted(self, record: StoredRange) -> bool:
-        return record.is_wanted and self._transfers.fetching(record.key) is None
+        return record.is_wanted and record.key not in self._transfers.incoming
 
     def _room(self) -> int:
         """Return how much more may be fetched early now."""

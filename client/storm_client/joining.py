@@ -19,8 +19,6 @@ def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:
 
     A batch has at most MAX_BATCH messages of these kinds, each about one part.
     """
-    if len(batch) < 2:
-        return batch
     made: list[Envelope] = []
     for key, group in groupby(batch, _key):
         same = list(group)

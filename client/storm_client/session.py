@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 
 from storm_client.connection import Connection, Listener
-from storm_client.errors import ActivationLost, DaemonLost, StormError, UsageError
+from storm_client.errors import ActivationLost, DaemonLost, StormError
 from storm_client.inbound import STALL_SECONDS, Inbound
 from storm_client.lanes import InPlace, Lane
 from storm_client.lanes.segments import tell
@@ -285,7 +285,7 @@ class Session(Listener):
             if located is not None:
                 record.unpacked(handle)
         if located is None:
-            return Located(self._restore(inbound, record, handle))
+            return Located(inbound.fetch(handle))
         if not self.lane.is_capturing():
             inbound.look_ahead(handle.step)
         if not located.is_original:
@@ -428,29 +428,6 @@ class Session(Listener):
                     f"that it takes it, and it said nothing for {STALL_SECONDS:g} s; see "
                     "`stormd status`"
                 )
-
-    def _restore(
-        self, inbound: Inbound, record: StoredRange, handle: Handle
-    ) -> torch.UntypedStorage:
-        """Bring the bytes back, which this thread has the duty to; without the lock held."""
-        try:
-            if self.lane.is_capturing():
-                raise UsageError(
-                    f"the {record.nbytes} bytes of a tensor that was saved before a CUDA graph is "
-                    "captured are with the daemon, and needed in the capture: capture the forward "
-                    "pass with its backward pass, or save what the capture needs without offload"
-                )
-            storage = inbound.fetch(record, handle.step)
-            with self.connection.lock:
-                record.came_back(storage)
-                record.unpacked(handle)
-        finally:
-            with self.connection.lock:
-                if record.phase is RangePhase.RETURNING:
-                    record.move_to(RangePhase.AWAY)
-                if self.connection.waiting:
-                    self.connection.notify()
-        return storage
 
     def _release_dead(self) -> None:
         """Post the releases of all that dead records held."""

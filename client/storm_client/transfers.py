@@ -254,7 +254,8 @@ class Transfers:
         """Whose sources wait in their own memory, the oldest first."""
         self.held_bytes = 0
         """Of sources that lie here though they were stored."""
-        self._incoming: dict[int, Incoming] = {}
+        self.incoming: dict[int, Incoming] = {}
+        """By the record's key: the ways back that have begun."""
         self._kept: dict[Transfer, Incoming] = {}
         """Parts that were stored and lie in their slots still, the oldest first."""
         self._plans: dict[int, KnownPlan] = {}
@@ -459,23 +460,28 @@ class Transfers:
 
     # --- back -------------------------------------------------------------------------------
 
-    def fetching(self, key: int) -> Incoming | None:
-        """Return the way back of the record of that key, where it has begun."""
-        return self._incoming.get(key)
+    def demand(self, key: int, parts: list[Part], sequence: int) -> Incoming:
+        """Have a record fetched now: what a thread waits for is not given up.
 
-    def demand(self, key: int, parts: list[Part]) -> Incoming:
-        """Have a record fetched now: what a thread waits for is not given up."""
+        What has not been requested of it is, through the staging area as far as there is room.
+        """
         incoming = self.expect(key, parts)
+        self.wait_for(incoming)
+        if len(incoming.transfers) < len(parts):
+            self.request_ahead(incoming, 0, sequence)
+        return incoming
+
+    def wait_for(self, incoming: Incoming) -> None:
+        """Give nothing of a record up any more: a thread waits for it."""
         incoming.is_demanded = True
         if incoming.storage is not None:
             self._count_early(incoming)
-        return incoming
 
     def expect(self, key: int, parts: list[Part]) -> Incoming:
         """Begin to fetch a record ahead, through the staging area, or go on with it."""
-        incoming = self._incoming.get(key)
+        incoming = self.incoming.get(key)
         if incoming is None:
-            incoming = self._incoming[key] = Incoming(key, parts)
+            incoming = self.incoming[key] = Incoming(key, parts)
         return incoming
 
     def expect_into(
@@ -483,7 +489,7 @@ class Transfers:
     ) -> Incoming:
         """Begin to fetch a record into memory of its own, which the daemon maps."""
         incoming = Incoming(key, parts, storage, is_demanded=is_demanded)
-        self._incoming[key] = incoming
+        self.incoming[key] = incoming
         self._count_early(incoming)
         return incoming
 
@@ -572,7 +578,7 @@ class Transfers:
 
     def forget(self, key: int) -> None:
         """Give up what is left of a record's way back."""
-        incoming = self._incoming.pop(key, None)
+        incoming = self.incoming.pop(key, None)
         if incoming is not None:
             for index in list(incoming.transfers):
                 self.take(incoming, index)
@@ -581,7 +587,7 @@ class Transfers:
 
     def forget_early(self) -> None:
         """Give up all memory that was taken early: there is none left."""
-        for key in [key for key, one in self._incoming.items() if one.is_early]:
+        for key in [key for key, one in self.incoming.items() if one.is_early]:
             self.forget(key)
 
     def writes_to_memory(self) -> bool:
@@ -592,7 +598,7 @@ class Transfers:
     def end(self) -> None:
         """Let all memory go: no answer will come any more."""
         self._pending.clear()
-        self._incoming.clear()
+        self.incoming.clear()
         self._held.clear()
         self._kept.clear()
         self._runs.clear()
@@ -795,7 +801,7 @@ class Transfers:
     def _drop_newest_fetched(self) -> bool:
         if self._ahead_parts == len(self._kept):
             return False
-        for incoming in reversed(self._incoming.values()):
+        for incoming in reversed(self.incoming.values()):
             if incoming.is_demanded or incoming.storage is not None:
                 continue
             for transfer in reversed(incoming.transfers.values()):
@@ -814,7 +820,7 @@ class Transfers:
     def _count_early(self, incoming: Incoming) -> None:
         """Count a storage as early while nobody waits for it and it is wanted, or written to."""
         is_early = incoming.storage is not None and not incoming.is_demanded
-        if is_early and self._incoming.get(incoming.key) is not incoming:
+        if is_early and self.incoming.get(incoming.key) is not incoming:
             is_early = any(one.of is incoming for one in self._pending.values())
         if is_early != incoming.is_early:
             more = incoming.nbytes if is_early else -incoming.nbytes
@@ -835,19 +841,19 @@ class Transfers:
         for number, transfer in self._pending.items():
             assert transfer.number == number
             assert transfer.phase in _PENDING, transfer
-        for key, incoming in self._incoming.items():
+        for key, incoming in self.incoming.items():
             assert incoming.key == key
             for transfer in incoming.transfers.values():
                 assert transfer.of is incoming
                 assert transfer.phase is Phase.REQUESTED or transfer.phase in _ANSWERED, transfer
                 assert (transfer.phase is Phase.REQUESTED) == (transfer.number in self._pending)
-        back = {one for way in self._incoming.values() for one in way.transfers.values()}
+        back = {one for way in self.incoming.values() for one in way.transfers.values()}
         back |= {one for one in self._pending.values() if isinstance(one.of, Incoming)}
         slots = [one.slot for one in back if one.slot is not None]
         assert self._ahead_bytes == sum(slot.nbytes for slot in slots)
         assert self._ahead_parts == len(slots)
         early = {one.of for one in back if isinstance(one.of, Incoming) and one.of.is_early}
-        early |= {one for one in self._incoming.values() if one.is_early}
+        early |= {one for one in self.incoming.values() if one.is_early}
         assert self.early_bytes == sum(one.nbytes for one in early)
         assert self.held_bytes == sum(out.nbytes for out in self._held.values())
         for kept, incoming in self._kept.items():

@@ -62,7 +62,7 @@ def session(daemon: DaemonProcess, lane: CpuLane) -> Iterator[CacheSession]:
     wait_until(lambda: space.free_bytes == STAGING, 10.0, lambda: space.free_bytes)
     transfers.assert_invariants()
     assert not transfers._pending
-    assert not transfers._incoming
+    assert not transfers.incoming
     assert session.ask(CacheCancel()) == CacheFound(found=False)
     session.close()
 

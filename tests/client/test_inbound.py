@@ -217,7 +217,7 @@ def knows_nothing(session: Session) -> bool:
             not len(session.saved)
             and not session.saved._latest
             and not session.transfers._pending
-            and not session.transfers._incoming
+            and not session.transfers.incoming
             and session.transfers._space.free_bytes == session.transfers._space.capacity
         )
 

@@ -93,7 +93,7 @@ def test_as_much_comes_early_as_there_is_memory(
     thread, loss = paused(client.offload(min_bytes=1), x)
     transfers = session.transfers
     wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
-    assert len(transfers._incoming) == ahead
+    assert len(transfers.incoming) == ahead
     Pause.go_on.set()
     thread.join(30)
     assert x.grad is not None
@@ -161,7 +161,7 @@ def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInP
     thread.join(30)
     assert x.grad is not None
     del loss
-    assert not transfers._incoming
+    assert not transfers.incoming
 
 
 def test_a_damaged_blob_is_an_error(

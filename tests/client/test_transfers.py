@@ -246,11 +246,11 @@ def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
         for index in range(2):
             transfers.restore(incoming, index, Mapped(1, 0), 1)
     assert transfers.early_bytes == 4 * PART
-    transfers.demand(one.key, one.parts)
+    transfers.demand(one.key, one.parts, 0)
     assert transfers.early_bytes == 2 * PART
     transfers.forget_early()
     assert transfers.early_bytes == 2 * PART, "the daemon may be writing to it"
-    assert transfers.fetching(other.key) is None
+    assert transfers.incoming.get(other.key) is None
     for number in list(transfers._pending):
         transfers.reply(0, Restored(number))
     assert transfers.early_bytes == 0
@@ -259,14 +259,14 @@ def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
 def test_what_was_stored_may_stay_in_its_slot_and_gives_way() -> None:
     transfers = transfers_of(keeps_stored=True)
     one, other = away(transfers, PART), away(transfers, PART)
-    kept = transfers.fetching(one.key)
+    kept = transfers.incoming.get(one.key)
     assert kept is not None
     assert [transfer.phase for transfer in kept.transfers.values()] == [Phase.ARRIVED]
     slots = [transfers.reserve(PART) for _ in range(3)]
     assert None not in slots
-    assert transfers.fetching(one.key) is kept
+    assert transfers.incoming.get(one.key) is kept
     assert not kept.transfers, "the oldest goes first"
-    assert transfers.fetching(other.key) is not None
+    assert transfers.incoming.get(other.key) is not None
     transfers.assert_invariants()
 
 
@@ -408,7 +408,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     def demanded(self) -> list[tuple[Incoming, Transfer]]:
         """Return the parts that threads wait for and have not used."""
-        ways = [one for one in self.transfers._incoming.values() if one.is_demanded]
+        ways = [one for one in self.transfers.incoming.values() if one.is_demanded]
         return [(way, part) for way in ways for part in way.transfers.values()]
 
     @rule(target=records, nbytes=st.integers(1, 3 * PART))
@@ -566,10 +566,13 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records)
     def fetches(self, one: StoredRange) -> None:
-        incoming = self.transfers.fetching(one.key)
+        incoming = self.transfers.incoming.get(one.key)
         if one.phase is not RangePhase.AWAY or (incoming and incoming.storage is not None):
             return
-        incoming = self.transfers.demand(one.key, one.parts)
+        incoming = self.transfers.demand(one.key, one.parts, 0)
+        for transfer in incoming.transfers.values():
+            if transfer.phase is Phase.REQUESTED:
+                self.asked[transfer.number] = transfer
         for index in list(self.transfers.missing(incoming)):
             slot = self.transfers.reserve_for(incoming, one.parts[index].nbytes)
             if slot is not None:
@@ -577,7 +580,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records)
     def fetches_ahead(self, one: StoredRange) -> None:
-        if one.phase is not RangePhase.AWAY or self.transfers.fetching(one.key):
+        if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
             return
         incoming = self.transfers.expect(one.key, one.parts)
         for index in list(self.transfers.missing(incoming)):
@@ -587,7 +590,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records, is_demanded=st.booleans())
     def fetches_into_memory(self, one: StoredRange, is_demanded: bool) -> None:
-        if one.phase is not RangePhase.AWAY or self.transfers.fetching(one.key):
+        if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
             return
         storage = torch.UntypedStorage(one.nbytes)
         incoming = self.transfers.expect_into(one.key, one.parts, storage, is_demanded=is_demanded)
@@ -596,7 +599,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records)
     def comes_back(self, one: StoredRange) -> None:
-        incoming = self.transfers.fetching(one.key)
+        incoming = self.transfers.incoming.get(one.key)
         for transfer in list(incoming.transfers.values()) if incoming is not None else ():
             if transfer.phase is Phase.REQUESTED:
                 self._restored(transfer, is_there=True)
@@ -607,7 +610,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     @rule(one=records, index=st.integers(0, 2))
     def uses_a_part(self, one: StoredRange, index: int) -> None:
-        incoming = self.transfers.fetching(one.key)
+        incoming = self.transfers.incoming.get(one.key)
         part = None if incoming is None else incoming.transfers.get(index)
         if incoming is not None and part is not None and part.phase is Phase.ARRIVED:
             self.transfers.take(incoming, index)
@@ -650,7 +653,7 @@ class TransfersMachine(RuleBasedStateMachine):
             else:
                 self.transfers.reply(0, Admitted(transfer.number))
                 self.transfers.reply(0, stored(transfer))
-        for key in list(self.transfers._incoming):  # what was kept when it was stored
+        for key in list(self.transfers.incoming):  # what was kept when it was stored
             self.transfers.forget(key)
         self.transfers.assert_invariants()
         assert not self.transfers._pending
