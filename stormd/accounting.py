@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from stormd.arena import Space, granules
-from stormd.lanes import blob_bound
-from stormd.plans import MAX_PLAN_PARTS_HELD, MAX_PLANS, MAX_RUNS, Run
+from stormd.parts import blob_bound
+from stormd.plans import MAX_PLAN_PARTS_HELD, MAX_PLANS, MAX_RUNS, Plan, Run, Spares
 from stormd.protocol import MapSegment, RegisterPlan, RunPlan, Store
 from stormd.protocol.limits import FIRST_LEASED
 from stormd.protocol.timeline import RESULTS
-from stormd.sessions import Destination, Entry, Limits, Phase, Session
+from stormd.sessions import Entry, Limits, Phase, Session
 from stormd.sizes import format_size
 
 __all__ = [
@@ -106,67 +106,107 @@ class Shares:
 class Holdings:
     """Counts `entries`, the `raw_bytes` before encoding of those in the pool, and `shares`.
 
-    What a session has in the cache's space counts for none of the last two.
+    What a session has in the cache's space counts for none of the last two. `keeping` are the plans
+    for which something is kept, and whose they are, in the order in which that began.
     """
 
     def __init__(self) -> None:
         self.shares = Shares()
         self.entries = 0
         self.raw_bytes = 0
+        self.keeping: dict[Plan, Session] = {}
 
-    def add(
-        self, record: Session, entry_id: int, entry: Entry, *, is_reserved: bool = False
-    ) -> None:
-        """Give a session an entry, which a run of its `is_reserved` for, and was charged."""
+    def add(self, record: Session, entry_id: int, entry: Entry) -> None:
+        """Give a session an entry, for which it is charged."""
         record.entries[entry_id] = entry
-        if not is_reserved:
-            self._move(record, entry.charge)
+        self.charge(record, entry.charge)
         self._count(record, entry.raw_bytes)
         self.entries += 1
 
-    def reserve(self, record: Session, nbytes: int) -> None:
-        """Charge a session for what a run was promised; with fewer than 0, no longer."""
-        self._move(record, nbytes)
+    def charge(self, record: Session, nbytes: int) -> None:
+        """Charge a session for so many bytes more; with fewer than 0, for fewer."""
+        before = record.used_bytes
+        record.used_bytes += nbytes
+        if record.cache is None:
+            self.shares.moved(record.info.uid, before, record.used_bytes)
 
     def remove(self, record: Session, entry_id: int) -> Entry:
         """Take an entry from a session; its promise, block or loan is the caller's business."""
         entry = record.entries.pop(entry_id)
-        self._move(record, -entry.charge)
+        self.charge(record, -entry.charge)
         self._count(record, -entry.raw_bytes)
         self.entries -= 1
         return entry
 
-    def charge(self, record: Session, entry: Entry, charge: int) -> None:
-        """Count the entry for another number of bytes from now on."""
-        self._move(record, charge - entry.charge)
-        entry.charge = charge
-
     def give_up(self, record: Session, entry_id: int) -> None:
         """Make an entry invisible to its client, and free it unless a lane uses it."""
-        record.entries[entry_id].released = True
-        self.free_unused(record, entry_id)
+        entry = record.entries[entry_id]
+        entry.released = True
+        if not entry.in_use:
+            self._free(record, entry_id, entry)
 
     def free_unused(self, record: Session, entry_id: int) -> None:
         """Free the entry if its owner has given it up and no lane uses it."""
         entry = record.entries[entry_id]
-        if not entry.released or entry.in_use:
-            return
+        if entry.released and not entry.in_use:
+            self._free(record, entry_id, entry)
+
+    def _free(self, record: Session, entry_id: int, entry: Entry) -> None:
+        """Give an entry's block back, or leave it, and what it is charged, with its plan."""
         assert entry.block is not None
+        plan = entry.plan
+        if plan is not None and plan.keeps(entry):
+            del record.entries[entry_id]
+            record.kept_bytes += entry.charge
+            self.entries -= 1
+            self.raw_bytes -= entry.raw_bytes
+            if plan not in self.keeping:
+                self.keeping[plan] = record
+            return
         self.remove(record, entry_id)
         if entry.loan is None:
             entry.space.release(entry.block)
         else:
             entry.loan.end()
 
+    # --- what is kept for plans -------------------------------------------------------------
+
+    def lend(self, plan: Plan) -> Spares:
+        """Give a run what is kept for its plan; nobody else gets it until the run ends."""
+        self.keeping.pop(plan, None)
+        return plan.take_spares()
+
+    def return_spares(self, record: Session, run: Run) -> None:
+        """Take back what a run had and did not use."""
+        for entry in filter(None, run.spares.entries):
+            if run.plan.keeps(entry):
+                self.keeping.setdefault(run.plan, record)
+            else:
+                self.release_spare(record, entry)
+
+    def release_spare(self, record: Session, entry: Entry) -> None:
+        """Give the block of an entry that was kept back to the pool."""
+        assert entry.block is not None
+        entry.space.release(entry.block)
+        record.kept_bytes -= entry.charge
+        self.charge(record, -entry.charge)
+
+    def let_go(self, plan: Plan) -> None:
+        """Give all that is kept for a plan back to the pool."""
+        record = self.keeping.pop(plan, None)
+        if record is not None:
+            for entry in filter(None, plan.take_spares().entries):
+                self.release_spare(record, entry)
+
+    def forget(self, plan: Plan) -> list[Entry]:
+        """Keep nothing for a plan from now on; return what was kept, which is to be released."""
+        plan.is_registered = False
+        self.keeping.pop(plan, None)
+        return [entry for entry in plan.take_spares().entries if entry is not None]
+
     def _count(self, record: Session, raw_bytes: int) -> None:
         if record.cache is None:
             self.raw_bytes += raw_bytes
-
-    def _move(self, record: Session, delta: int) -> None:
-        before = record.used_bytes
-        record.used_bytes += delta
-        if record.cache is None:
-            self.shares.moved(record.info.uid, before, record.used_bytes)
 
 
 def assert_space(
@@ -188,31 +228,41 @@ def assert_space(
 def assert_session(record: Session) -> None:
     """Raise AssertionError where a session contradicts itself: for tests."""
     reserved, _ = record.reserved
-    assert record.used_bytes == reserved + sum(one.charge for one in record.entries.values())
+    charged = sum(entry.charge for entry in record.entries.values())
+    assert record.used_bytes == reserved + record.kept_bytes + charged
     assert record.plan_parts == sum(len(plan.parts) for plan in record.plans.values())
+    _assert_plans(record)
+    for entry_id, entry in record.entries.items():
+        assert entry.charge == _charge(entry)
+        assert not (entry.released and not entry.in_use), "a released entry was not freed"
+        tickets = [n for n, ticket in record.tickets.items() if ticket.entry == entry_id]
+        waiting = [number for number in tickets if number in record.waiting]
+        assert (entry.waits, entry.restores) == (len(waiting), len(tickets) - len(waiting))
+    assert record.waiting.keys() <= record.tickets.keys()
+    if record.waiting:
+        first = record.entries[record.tickets[next(iter(record.waiting))].entry]
+        assert first.block is None, "a restore whose turn it is was not started"
+
+
+def _assert_plans(record: Session) -> None:
+    for plan in record.plans.values():
+        assert plan.is_registered == (record.phase is not Phase.ENDING)
+        plan.spares.assert_invariants(plan.parts)
     for run in record.runs.values():
         run.assert_invariants()
         assert run.first + len(run.plan.parts) - 1 <= record.last_entry
     assert not (record.runs and record.phase is Phase.ENDING), "a run outlived its session"
-    for entry_id, entry in record.entries.items():
-        assert entry.charge == _charge(entry)
-        assert not (entry.released and not entry.in_use), "a released entry was not freed"
-        started = [t for t in record.tickets.values() if t.entry == entry_id and t.started]
-        assert entry.restores == len(started)
-    waiting = [number for number, ticket in record.tickets.items() if not ticket.started]
-    if record.phase is not Phase.ENDING:
-        assert list(record.waiting) == waiting, "restores wait in the order of asking"
-        assert sorted(waiting) == sorted(n for e in record.entries.values() for n in e.held)
-    if record.waiting:
-        first = record.entries[record.tickets[record.waiting[0]].entry]
-        assert first.block is None, "a restore whose turn it is was not started"
+    kept = sum(one.charge for one in record.spares)
+    kept += sum(plan.spares.nbytes for plan in record.plans.values())
+    kept += sum(run.spares.nbytes for run in record.runs.values())
+    assert record.kept_bytes == kept
 
 
 def _charge(entry: Entry) -> int:
     """Return what an entry must count for: what is lent counts for the cache."""
     if entry.loan is not None:
         return 0
-    return granules(entry.block.nbytes if entry.block else entry.promised)
+    return entry.block.room if entry.block else entry.promised
 
 
 # --- may it be carried out -------------------------------------------------------------------
@@ -228,20 +278,20 @@ def store_problem(
     """
     if detail := _invalid(session, message):
         return "invalid", detail
-    return limits_problem(session, message.nbytes, limits, user_bytes=user_bytes, draining=draining)
+    nbytes = granules(blob_bound(message.nbytes))
+    return limits_problem(session, nbytes, limits, user_bytes=user_bytes, draining=draining)
 
 
 def limits_problem(
-    session: Session, raw_bytes: int, limits: Limits, *, user_bytes: int, draining: bool
+    session: Session, nbytes: int, limits: Limits, *, user_bytes: int, draining: bool
 ) -> tuple[str, str] | None:
-    """Return the reason and detail of why no `raw_bytes` more are taken, as `store_problem`."""
+    """Return the reason and detail of why there is no room of `nbytes` more, as `store_problem`."""
     if draining:
         return "draining", "the daemon is shutting down"
     if detail := _count(session, limits):
         return "too_many_entries", detail
     if session.cache is not None:  # the cache limits itself, by its own size
         return None
-    nbytes = granules(blob_bound(raw_bytes))
     detail = _quota(session, limits, nbytes) or _user_quota(session, limits, user_bytes, nbytes)
     return ("quota", detail) if detail else None
 
@@ -264,8 +314,8 @@ def share_problem(
     )
 
 
-def restore_problem(
-    session: Session, ticket: int, number: int, into: Destination
+def restore_problem(  # noqa: PLR0917 - one call a part: by keyword it takes twice as long
+    session: Session, ticket: int, number: int, segment: int, offset: int, nbytes: int
 ) -> tuple[str, str] | None:
     """Return the kind (of Failed) and detail of why entry `number` is not restored, or None."""
     entry = session.entries.get(number)
@@ -273,14 +323,13 @@ def restore_problem(
         return "UsageError", _phase(session)
     if entry is None or entry.released:
         return "ActivationLost", f"entry {number} does not exist or was released"
-    if into.nbytes != entry.raw_bytes:
-        detail = f"entry {number} has {entry.raw_bytes} bytes, not {into.nbytes}"
-        return "UsageError", detail
+    if nbytes != entry.raw_bytes:
+        return "UsageError", f"entry {number} has {entry.raw_bytes} bytes, not {nbytes}"
     if ticket in session.tickets or not ticket:
         return "UsageError", f"ticket {ticket} is 0 or under way: choose a new one"
     if len(session.tickets) >= MAX_RESTORES:
         return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
-    problem = _range(session, into.segment, into.offset, into.nbytes)
+    problem = _range(session, segment, offset, nbytes)
     return ("UsageError", problem) if problem else None
 
 
@@ -320,13 +369,16 @@ def run_problem(session: Session, message: RunPlan) -> tuple[str, str] | None:
     return None
 
 
-def part_problem(session: Session, run: Run, index: int, segment: int, offset: int) -> str:
+def part_problem(session: Session, run: Run | None, index: int, segment: int, offset: int) -> str:
     """Return what is wrong with a part of StoreParts; of several faults the first."""
-    if index >= len(run.plan.parts):
-        return f"part {index} of a plan of {len(run.plan.parts)}: count from 0"
+    if run is None:
+        return "this run has ended or was refused: send RunPlan first"
+    parts = run.plan.parts
+    if index >= len(parts):
+        return f"part {index} of a plan of {len(parts)}: count from 0"
     if run.handed[index]:
         return f"part {index} of the run was handed over already"
-    return _range(session, segment, offset, run.plan.parts[index].nbytes)
+    return _range(session, segment, offset, parts[index].nbytes)
 
 
 def run_room(session: Session, limits: Limits, *, user_bytes: int, free: int) -> tuple[int, int]:
@@ -419,10 +471,9 @@ def _offered_bytes(message: Store) -> int:
 
 
 def _range(session: Session, segment: int, offset: int, nbytes: int) -> str:
-    size = session.segments.get(segment)
+    size, end = session.segments.get(segment), offset + nbytes
     if size is None:
         return f"segment {segment} is not mapped"
-    end = offset + nbytes
     if end <= size:
         return ""
     return f"bytes {offset} to {end} lie outside segment {segment} of {size} bytes"

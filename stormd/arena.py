@@ -22,6 +22,10 @@ GRANULE: Final = 256
 """Bytes that every extent starts at and is a multiple of: a blob's own section alignment, so
 that vector loads on a blob in the pool are aligned as the format promises."""
 
+AMPLE_PART: Final = 32
+"""Of a block that is to be used again, what it gets beside what it needs now: blobs of like data
+differ by less, and what differs by more is placed anew."""
+
 
 class Extent(NamedTuple):
     """A contiguous range of the space, in bytes; both numbers are multiples of GRANULE."""
@@ -38,19 +42,22 @@ class Block:
     nbytes: int
     offset: int | None = field(init=False)
     """The blob's offset where it is contiguous, else None."""
+    room: int = field(init=False)
+    """The bytes of the extents: those of the blob, in whole granules, or more."""
 
     def __post_init__(self) -> None:
         """Note where it lies."""
         whole = self.extents[0].offset if len(self.extents) == 1 else None
         object.__setattr__(self, "offset", whole)
+        object.__setattr__(self, "room", sum(nbytes for _, nbytes in self.extents))
 
     def pieces(self) -> list[Extent]:
-        """Return the ranges that hold the blob's bytes, the last one cut to the blob's end."""
+        """Return the ranges that hold the blob's bytes, cut to the blob's end; none is empty."""
         pieces, left = [], self.nbytes
         for offset, nbytes in self.extents:
             pieces.append(Extent(offset, min(nbytes, left)))
             left -= min(nbytes, left)
-        return pieces
+        return [piece for piece in pieces if piece.nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +123,14 @@ class Space:
         with self._lock:
             self._unpromise(promised)
 
-    def place(self, promised: int, nbytes: int) -> Block:
+    def place(
+        self, promised: int, nbytes: int, spare: Block | None = None, *, ample: bool = False
+    ) -> Block:
         """Turn a promise of `promised` bytes into a block of `nbytes`, which is at most that.
+
+        Of the promise the room of `spare` is taken already: the block lies there as far as it goes.
+        Without a spare an `ample` one gets a 32nd part more than it needs, within the promise: for
+        what will lie there next, which may be a little larger.
 
         Takes the smallest free extent that holds it, so that large ones stay large; where none
         does, the largest ones together, and for what is left over the smallest that holds it: in a
@@ -130,23 +143,28 @@ class Space:
         """
         if not 0 < nbytes <= promised:
             raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")
+        room = 0 if spare is None else spare.room
         with self._lock:
-            self._unpromise(promised)
+            self._unpromise(promised - room)
             wanted = granules(nbytes)
-            self._used += wanted
-            self._peak = max(self._peak, self._used)
-            return Block(tuple(self._take(wanted)), nbytes)
+            if spare is None:
+                more = nbytes // AMPLE_PART // GRANULE * GRANULE if ample else 0
+                return Block(self._fresh(min(wanted + more, granules(promised))), nbytes)
+            if wanted > room:
+                return Block((*spare.extents, *self._fresh(wanted - room)), nbytes)
+        return spare if spare.nbytes == nbytes else Block(spare.extents, nbytes)
 
     def release(self, block: Block) -> None:
         """Give a block back. Each block once."""
         with self._lock:
-            self._give_back(block)
+            self._give_back(block.extents)
 
-    def unplace(self, block: Block, promised: int) -> None:
-        """Undo `place`: the block is free again, and the promise stands again."""
+    def unplace(self, block: Block, promised: int, spare: Block | None = None) -> None:
+        """Undo `place`: what it took is free, and the promise beyond the spare stands again."""
+        kept, room = (0, 0) if spare is None else (len(spare.extents), spare.room)
         with self._lock:
-            self._give_back(block)
-            self._promised += granules(promised)
+            self._give_back(block.extents[kept:])
+            self._promised += granules(promised - room)
 
     def use(self) -> SpaceUse:
         """Return how full the space is."""
@@ -177,8 +195,13 @@ class Space:
         self._promised -= granules(promised)
         assert self._promised >= 0, "more promises ended than were given"
 
-    def _give_back(self, block: Block) -> None:
-        for offset, nbytes in block.extents:
+    def _fresh(self, wanted: int) -> tuple[Extent, ...]:
+        self._used += wanted
+        self._peak = max(self._peak, self._used)
+        return tuple(self._take(wanted))
+
+    def _give_back(self, extents: tuple[Extent, ...]) -> None:
+        for offset, nbytes in extents:
             self._used -= nbytes
             self._free(offset, nbytes)
 

@@ -3,16 +3,16 @@
 All of it is plain data with named fields, made by keyword: a record of ten numbers in a row hides a
 swapped pair. Carrying an instruction out cannot fail in a way that the ledger would not be told of
 by a later event. None is changed once it is made; those that a part has one of each are not frozen,
-which would take three times as long to make.
+which would take three times as long to make, and the ledger makes jobs by position, in one place
+each: by keyword it takes twice as long.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from storm_kernels.ancf import DType
-
 from stormd.arena import Block, Space
+from stormd.parts import Part
 from stormd.protocol import MapSegment, Message
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Detached",
     "Ended",
     "Instruction",
+    "Jobs",
     "Map",
     "Probe",
     "Reply",
@@ -39,30 +40,45 @@ __all__ = [
 # --- jobs for lanes -------------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class StoreJob:
-    """Encode `nbytes` at `offset` of `segment`; place the blob on `space`'s promise of `promised`.
+    """Encode the bytes of `part` at `offset` of `segment`, and `place` the blob in `space`.
 
     `ready` is the value of the session's `published` counter to wait for, `sequence` the one that
     its `stored` is raised to then (cuda lane). With a `result` other than 0 the client has encoded
     them: the blob is there, as long as that result in the timeline page says.
+
+    The blob goes to `spare` where there is one, and from there on to what the space has promised
+    beyond it. `is_planned` is a part whose block is kept for the next run: it gets some more room.
     """
 
     session: int
     entry: int
+    part: Part
     segment: int
     offset: int
-    nbytes: int
-    dtype: DType
-    codec: str
     ready: int
     sequence: int
-    promised: int
     space: Space
+    spare: Block | None = None
+    is_planned: bool = False
     result: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Of the bytes to be encoded."""
+        return self.part.nbytes
 
-@dataclass(slots=True, kw_only=True)
+    def place(self, nbytes: int) -> Block:
+        """Return where its blob of `nbytes` goes; the promise to it is used up by that."""
+        return self.space.place(self.part.charge, nbytes, self.spare, ample=self.is_planned)
+
+    def unplace(self, block: Block) -> None:
+        """Undo `place`: the promise stands again, and the spare is as it was."""
+        self.space.unplace(block, self.part.charge, self.spare)
+
+
+@dataclass(slots=True)
 class RestoreJob:
     """Decode the blob in `block` to `nbytes` at `offset` of `segment`."""
 
@@ -165,6 +181,14 @@ class Reply:
     message: Message
 
 
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """Have the session's lane begin these, of which there is at least one, in their order."""
+
+    session: int
+    jobs: list[StoreJob | RestoreJob]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
     """Tell the session's lane that no job will follow for this sequence number."""
@@ -211,4 +235,4 @@ class Ended:
     cause: str
 
 
-Instruction = Reply | StoreJob | RestoreJob | Skip | Map | Unmap | Probe | Detach | Ended
+Instruction = Reply | Jobs | Skip | Map | Unmap | Probe | Detach | Ended

@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import zmq
@@ -33,13 +35,12 @@ from stormd.events import (
     Detach,
     Ended,
     Instruction,
+    Jobs,
     Map,
     Probe,
     Reply,
-    RestoreJob,
     Result,
     Skip,
-    StoreJob,
     Unmap,
 )
 from stormd.lanes import Attachment, Lane
@@ -106,6 +107,8 @@ LARGE_BYTES: Final = 8 << 20
 NAME_SHOWN: Final = 64
 """Characters of a client's name that are kept: a status of 1,024 sessions must fit into a frame,
 or nobody would get one."""
+
+_session_of = attrgetter("session")
 
 
 class Credentials(NamedTuple):
@@ -283,14 +286,14 @@ class Gateway:
     def take_results(self, results: list[Result]) -> None:
         """Take what lanes have done."""
         now = time.monotonic()
-        for result in results:
+        for session, of_one in groupby(results, _session_of):
             try:
-                self._perform(self._ledger.result(result, now))
+                self._perform(self._ledger.results(session, of_one, now))
             except Exception:
-                # Our bug, as above. The session's end waits for this result in vain.
-                log.exception("a result could not be handled: %s", type(result).__name__)
-                if result.session in self._ledger.sessions:
-                    self.end(result.session, "failed")
+                # Our bug, as above. The session's end waits for these results in vain.
+                log.exception("results of session %s could not be handled", session_name(session))
+                if session in self._ledger.sessions:
+                    self.end(session, "failed")
         self._perform(self._ledger.told())
         self.flush()
 
@@ -362,8 +365,7 @@ class Gateway:
 
         return {
             Reply: self._reply,
-            StoreJob: lambda job: lane(job).store(job),
-            RestoreJob: lambda job: lane(job).restore(job),
+            Jobs: lambda begun: lane(begun).begin(begun.session, begun.jobs),
             Skip: lambda skip: lane(skip).skip(skip.session, skip.sequence),
             Map: lambda made: lane(made).map_segment(made.session, made.segment),
             Unmap: lambda made: lane(made).unmap_segment(made.session, made.segment),

@@ -13,6 +13,8 @@ Sessions:  opened -> attached -> ending -> gone; `Detached` of the lane is what 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Any, Final
 
 from stormd.accounting import (
@@ -29,7 +31,7 @@ from stormd.accounting import (
     share_problem,
     store_problem,
 )
-from stormd.arena import Space, granules
+from stormd.arena import Block, Space
 from stormd.cache.items import Cache, Caller
 from stormd.cache.requests import CacheRequests
 from stormd.counters import Counters
@@ -38,6 +40,7 @@ from stormd.events import (
     Detached,
     Ended,
     Instruction,
+    Jobs,
     Map,
     Probe,
     Reply,
@@ -53,7 +56,8 @@ from stormd.events import (
     StoreJob,
     Unmap,
 )
-from stormd.plans import News, Part, Place, Plan, Run
+from stormd.parts import Part
+from stormd.plans import News, Plan, Run
 from stormd.protocol import (
     RESTORE_FIELDS,
     STORE_FIELDS,
@@ -123,9 +127,9 @@ class Ledger:
         self._told: dict[int, News] = {}  # by session: answers that leave together
         self._freeing: deque[Session] = deque()  # those that end and have entries to be freed
         self._events = {
-            StoreDone: self._store_done,
+            StoreDone: self._stores_done,
             StoreFailed: self._store_failed,
-            RestoreDone: self._restore_done,
+            RestoreDone: self._restores_done,
             RestoreFailed: self._restore_failed,
             SegmentMapped: self._segment_mapped,
             SegmentRefused: self._segment_refused,
@@ -221,11 +225,15 @@ class Ledger:
         self._counters.ended[cause] += 1
         if self._cache is not None:
             self._cache.withdraw_put(record)
+        for number in record.waiting:
+            record.entries[record.tickets.pop(number).entry].waits -= 1
         record.waiting.clear()
         for run in list(record.runs):
             self._end_run(record, run)
         record.to_free = list(record.entries)
-        if record.to_free:  # else it is gone once its lane has let go of it
+        for plan in record.plans.values():
+            record.spares += self._holdings.forget(plan)
+        if record.to_free or record.spares:  # else it is gone once its lane has let go of it
             self._freeing.append(record)
         return [Detach(session), *self.free_some()]
 
@@ -244,7 +252,7 @@ class Ledger:
         while self._freeing and left:
             record = self._freeing[0]
             left -= self._free_some_of(record, left)
-            if not record.to_free:
+            if not record.to_free and not record.spares:
                 self._freeing.popleft()
                 gone += self._gone(record)
         return gone
@@ -259,27 +267,20 @@ class Ledger:
         """Admit an entry, or say why not."""
         record = self._sessions[session]
         try:
-            part = Part.of(message.nbytes, message.dtype)
+            part = Part.of(message.nbytes, message.dtype, message.codec)
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
-        problem = store_problem(
-            record,
-            message,
-            self._limits,
-            user_bytes=self._holdings.shares.of_user(record.info.uid),
-            draining=self._draining,
-        )
+        problem = self._store_problem(record, message, part)
+        while problem is not None and self._make_room(record, problem[0], part.charge):
+            problem = self._store_problem(record, message, part)
         if problem is not None:
             return self._rejected(record, request, message, *problem)
         space = self._space if record.cache is None else self._cache_of(record).space
-        shortage = self._promise(record, part.bound)
-        if shortage is not None:
-            return self._rejected(record, request, message, "pool_full", shortage)
         entry = Entry(
             raw_bytes=part.nbytes,
-            codec=message.codec,
+            codec=part.codec,
             since=now,
-            promised=part.bound,
+            promised=part.charge,
             charge=part.charge,
             space=space,
         )
@@ -288,18 +289,19 @@ class Ledger:
         job = StoreJob(
             session=session,
             entry=message.entry,
+            part=part,
             segment=message.segment,
             offset=message.offset,
-            nbytes=part.nbytes,
-            dtype=part.dtype,
-            codec=message.codec,
             ready=message.ready or message.sequence,
             sequence=message.sequence,
-            promised=part.bound,
             space=space,
             result=message.result,
         )
-        return [Reply(session=session, request=request, message=Admitted(message.entry)), job]
+        admitted = Admitted(message.entry)
+        return [
+            Reply(session=session, request=request, message=admitted),
+            Jobs(session, [job]),
+        ]
 
     def restore(
         self, session: int, request: int, message: Restore, now: float
@@ -309,27 +311,19 @@ class Ledger:
         Clients ask in the order of their needs: what is needed last must not take the link first
         because it was encoded first.
         """
-        record = self._sessions[session]
-        into = Destination(message.segment, message.offset, message.nbytes, message.sequence)
-        ticket = Ticket(entry=message.entry, request=request, into=into, since=now)
-        failed = self._ask(record, message.ticket, ticket)
-        return self._start_waiting(record) if failed is None else [failed]
+        asked = (
+            message.ticket, message.entry,
+            message.segment, message.offset, message.nbytes, message.sequence,
+        )  # fmt: skip
+        return self._ask(session, request, [asked], now, together=False)
 
     def restore_parts(
         self, session: int, request: int, message: RestoreParts, now: float
     ) -> list[Instruction]:
         """Start several restores, or hold them back, as `restore` does each."""
-        record, places = self._sessions[session], message.places
-        failed: list[Instruction] = []
-        for begin in range(0, len(places), RESTORE_FIELDS):
-            number, entry, *into = places[begin : begin + RESTORE_FIELDS]
-            ticket = Ticket(
-                entry=entry, request=request, into=Destination(*into), since=now, together=True
-            )
-            problem = self._ask(record, number, ticket)
-            if problem is not None:
-                failed.append(problem)
-        return [*failed, *self._start_waiting(record)]
+        numbers = iter(message.places)
+        asked = zip(*[numbers] * RESTORE_FIELDS, strict=True)
+        return self._ask(session, request, asked, now, together=True)
 
     def release(self, session: int, message: Release) -> list[Instruction]:
         """Give entries up; those in use are freed when they no longer are."""
@@ -411,11 +405,13 @@ class Ledger:
         return [Reply(session=session, request=request, message=answer)]
 
     def forget_plan(self, session: int, message: ForgetPlan) -> list[Instruction]:
-        """Forget a plan; its runs go on."""
+        """Forget a plan, and keep nothing for it; its runs go on."""
         record = self._sessions[session]
         plan = record.plans.pop(message.plan, None)
         if plan is not None:
             record.plan_parts -= len(plan.parts)
+            for entry in self._holdings.forget(plan):
+                self._holdings.release_spare(record, entry)
         return []
 
     def run_plan(self, session: int, request: int, message: RunPlan) -> list[Instruction]:
@@ -425,8 +421,8 @@ class Ledger:
         if problem is not None:
             return [Reply(session=session, request=request, message=Refused(*problem))]
         plan = record.plans[message.plan]
-        run = Run(message.run, plan, self._promise_parts(record, plan))
-        self._holdings.reserve(record, run.reserved)
+        run = Run(message.run, plan, self._holdings.lend(plan))
+        self._promise_parts(record, run)
         record.runs[run.first] = run
         record.last_entry = run.first + len(plan.parts) - 1
         answer = RunAdmitted(run.first, run.count)
@@ -436,23 +432,29 @@ class Ledger:
         self, session: int, request: int, message: StoreParts, now: float
     ) -> list[Instruction]:
         """Take parts of a run in; those that were not promised are admitted, or not, as a Store."""
-        record, places = self._sessions[session], message.places
+        record, numbers = self._sessions[session], iter(message.places)
         run = record.runs.get(message.run)
         done: list[Instruction] = []
-        for begin in range(0, len(places), STORE_FIELDS):
-            place = Place(*places[begin : begin + STORE_FIELDS])
-            if run is None:
-                problem = "this run has ended or was refused: send RunPlan first"
+        jobs: list[StoreJob | RestoreJob] = []
+        for place in zip(*[numbers] * STORE_FIELDS, strict=True):
+            index, segment, offset, sequence, _ = place
+            problem = part_problem(record, run, index, segment, offset)
+            answer: Message | None = None
+            if run is None or problem:
+                answer = _part_refusal(message.run, run, index, problem)
+            elif index >= run.count:
+                answer = self._part_rejection(record, run, index)
+                if answer is None:
+                    admitted = Admitted(run.first + index)
+                    done.append(Reply(session=session, request=request, message=admitted))
+            if run is not None and answer is None:
+                jobs.append(self._part_taken(record, run, place, now))
             else:
-                problem = part_problem(record, run, place.part, place.segment, place.offset)
-            if problem or run is None:
-                answer = _part_refusal(message.run, run, place.part, problem)
-                done += self._not_stored(record, request, answer, place.sequence)
-            elif run.take(place.part):
-                done.append(self._part_taken(record, run, place, now, is_reserved=True))
-            else:
-                done += self._part_admitted(record, request, run, place, now)
-        return done
+                assert answer is not None
+                done += _begun(session, jobs)  # before what is said of a later number
+                done += self._not_stored(record, request, answer, sequence)
+                jobs = []
+        return done + _begun(session, jobs)
 
     def end_run(self, session: int, message: EndRun) -> list[Instruction]:
         """Give back what a run was promised and did not use."""
@@ -461,11 +463,13 @@ class Ledger:
 
     # --- results of lanes -------------------------------------------------------------------
 
-    def result(self, result: Result, now: float) -> list[Instruction]:
-        """Take in what a lane has done."""
-        handler: Any = self._events[type(result)]
-        record = self._sessions[result.session]
-        instructions: list[Instruction] = handler(record, result, now)
+    def results(self, session: int, results: Iterable[Result], now: float) -> list[Instruction]:
+        """Take in what lanes have done for a session."""
+        record = self._sessions[session]
+        instructions: list[Instruction] = []
+        for kind, alike in groupby(results, type):
+            handler: Any = self._events[kind]
+            instructions += handler(record, alike, now)
         return instructions
 
     def told(self) -> list[Instruction]:
@@ -484,86 +488,132 @@ class Ledger:
         """Return what a session is to be told together."""
         return self._told.setdefault(record.info.session, News())
 
-    def _store_done(self, record: Session, result: StoreDone, now: float) -> list[Instruction]:
-        entry = record.entries[result.entry]
-        entry.block = result.block
-        self._holdings.charge(record, entry, granules(result.block.nbytes))
-        flow = self._counters.stores[entry.codec]
-        flow.add(entry.raw_bytes, result.block.nbytes, result.seconds, now - entry.since)
-        if record.phase is Phase.ENDING:
-            self._holdings.free_unused(record, result.entry)
-            return []
+    def _stores_done(
+        self, record: Session, results: Iterable[StoreDone], now: float
+    ) -> list[Instruction]:
         instructions: list[Instruction] = []
-        if entry.together:
-            self._news(record).stored(result.entry, result.block.nbytes, result.mode)
-        else:
-            stored = Stored(result.entry, result.block.nbytes, result.mode)
-            reply = Reply(session=record.info.session, request=0, message=stored)
-            instructions.append(reply)
-        if record.waiting:
+        entries, flows, news = record.entries, self._counters.stores, self._news(record)
+        freed, charged = [], 0
+        for result in results:
+            number, block = result.entry, result.block
+            entry = entries[number]
+            entry.block, room = block, block.room
+            charged += room - entry.charge
+            entry.charge = room
+            flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
+            if entry.plan is None:
+                stored = Stored(number, block.nbytes, result.mode)
+                instructions.append(Reply(session=record.info.session, request=0, message=stored))
+            else:
+                self._count_placed(entry, block)
+                news.stored(number, block.nbytes, result.mode)
+            if entry.released:
+                freed.append(number)
+        self._holdings.charge(record, charged)
+        if record.phase is Phase.ENDING:
+            instructions = []
+        elif record.waiting:
             instructions += self._start_waiting(record)
-        if entry.released:
-            self._holdings.free_unused(record, result.entry)
+        for number in freed:
+            self._holdings.free_unused(record, number)
         return instructions
 
-    def _store_failed(self, record: Session, result: StoreFailed, _now: float) -> list[Instruction]:
-        entry = self._holdings.remove(record, result.entry)
-        self._counters.stores[entry.codec].failures += 1
-        entry.space.withdraw(entry.promised)
-        if record.phase is Phase.ENDING:
-            return []
-        kind, detail = "ActivationLost", result.detail
-        failed = Failed(0, result.entry, kind, detail)
-        replies: list[Instruction] = [Reply(session=record.info.session, request=0, message=failed)]
-        replies += [self._fail_waiting(record, number, kind, detail) for number in entry.held]
+    def _count_placed(self, entry: Entry, block: Block) -> None:
+        """Count where the blob of a part lies, and forget its spare: the block is what it has."""
+        spare, entry.spare = entry.spare, None
+        if spare is None:
+            self._counters.placed_anew += 1
+        elif block.room == spare.room:
+            self._counters.placed_again += 1
+        else:
+            self._counters.placed_larger += 1
+
+    def _store_failed(
+        self, record: Session, results: Iterable[StoreFailed], _now: float
+    ) -> list[Instruction]:
+        replies: list[Instruction] = []
+        session = record.info.session
+        for result in results:
+            entry = self._holdings.remove(record, result.entry)
+            self._counters.stores[entry.codec].failures += 1
+            entry.space.withdraw(entry.unplaced)
+            if entry.spare is not None:
+                entry.space.release(entry.spare)
+            if record.phase is Phase.ENDING:
+                continue
+            kind, detail = "ActivationLost", result.detail
+            failed = Failed(0, result.entry, kind, detail)
+            replies.append(Reply(session=session, request=0, message=failed))
+            if entry.waits:
+                waiting = [n for n in record.waiting if record.tickets[n].entry == result.entry]
+                replies += [self._fail_waiting(record, n, kind, detail) for n in waiting]
         return replies + self._start_waiting(record)
 
-    def _restore_done(self, record: Session, result: RestoreDone, now: float) -> list[Instruction]:
-        ticket, entry = self._end_restore(record, result.ticket)
-        assert entry.block is not None
-        flow = self._counters.restores[entry.codec]
-        flow.add(entry.raw_bytes, entry.block.nbytes, result.seconds, now - ticket.since)
-        if ticket.together:
-            self._news(record).tickets.append(result.ticket)
-            return []
-        return self._answer(record, ticket, Restored(result.ticket))
+    def _restores_done(
+        self, record: Session, results: Iterable[RestoreDone], now: float
+    ) -> list[Instruction]:
+        replies: list[Instruction] = []
+        entries, flows, told = record.entries, self._counters.restores, self._news(record).tickets
+        for result in results:
+            ticket = record.tickets.pop(result.ticket)
+            entry = entries[ticket.entry]
+            assert entry.block is not None
+            entry.restores -= 1
+            flows[entry.codec].add(
+                entry.raw_bytes, entry.block.nbytes, result.seconds, now - ticket.since
+            )
+            if ticket.together:
+                told.append(result.ticket)
+            else:
+                replies += self._answer(record, ticket, Restored(result.ticket))
+            if entry.released:
+                self._holdings.free_unused(record, ticket.entry)
+        return replies
 
     def _restore_failed(
-        self, record: Session, result: RestoreFailed, _now: float
+        self, record: Session, results: Iterable[RestoreFailed], _now: float
     ) -> list[Instruction]:
-        ticket, entry = self._end_restore(record, result.ticket)
-        self._counters.restores[entry.codec].failures += 1
-        if result.kind == "CorruptBlob":
-            self._counters.corrupt += 1
-            if entry.loan is not None:
-                entry.loan.spoil()
-        failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
-        return self._answer(record, ticket, failed)
+        replies: list[Instruction] = []
+        for result in results:
+            ticket = record.tickets.pop(result.ticket)
+            entry = record.entries[ticket.entry]
+            entry.restores -= 1
+            self._counters.restores[entry.codec].failures += 1
+            if result.kind == "CorruptBlob":
+                self._counters.corrupt += 1
+                if entry.loan is not None:
+                    entry.loan.spoil()
+            self._holdings.free_unused(record, ticket.entry)
+            failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
+            replies += self._answer(record, ticket, failed)
+        return replies
 
     def _segment_mapped(
-        self, record: Session, result: SegmentMapped, _now: float
+        self, record: Session, results: Iterable[SegmentMapped], _now: float
     ) -> list[Instruction]:
-        request, nbytes = record.mapping.pop(result.segment)
-        if record.phase is Phase.ENDING:
-            return []
-        record.segments[result.segment] = nbytes
-        return [Reply(session=record.info.session, request=request, message=Mapped(result.segment))]
+        replies: list[Instruction] = []
+        for result in results:
+            request, nbytes = record.mapping.pop(result.segment)
+            if record.phase is not Phase.ENDING:
+                record.segments[result.segment] = nbytes
+                answer = Mapped(result.segment)
+                replies.append(Reply(session=record.info.session, request=request, message=answer))
+        return replies
 
     def _segment_refused(
-        self, record: Session, result: SegmentRefused, _now: float
+        self, record: Session, results: Iterable[SegmentRefused], _now: float
     ) -> list[Instruction]:
-        request, _ = record.mapping.pop(result.segment)
-        if record.phase is Phase.ENDING:
-            return []
-        return [
-            Reply(
-                session=record.info.session,
-                request=request,
-                message=Refused("UsageError", result.detail),
-            )
-        ]
+        replies: list[Instruction] = []
+        for result in results:
+            request, _ = record.mapping.pop(result.segment)
+            if record.phase is not Phase.ENDING:
+                answer = Refused("UsageError", result.detail)
+                replies.append(Reply(session=record.info.session, request=request, message=answer))
+        return replies
 
-    def _detached(self, record: Session, _result: Detached, _now: float) -> list[Instruction]:
+    def _detached(
+        self, record: Session, _results: Iterable[Detached], _now: float
+    ) -> list[Instruction]:
         assert record.phase is Phase.ENDING, "a lane let go of a living session"
         record.detached = True
         return self._gone(record)
@@ -574,6 +624,11 @@ class Ledger:
     def entries(self) -> int:
         """Entries of all sessions."""
         return self._holdings.entries
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the pool that hold nothing, and are kept for the next runs of plans."""
+        return sum(record.kept_bytes for record in self._sessions.values())
 
     @property
     def raw_bytes(self) -> int:
@@ -597,6 +652,7 @@ class Ledger:
         assert_space(
             self._space,
             [entry for entry in entries if entry.space is self._space],
+            held=sum(record.kept_bytes for record in records),
             promised=sum(record.reserved[0] for record in records),
         )
         if self._cache is not None:
@@ -609,6 +665,8 @@ class Ledger:
         self._holdings.shares.assert_invariants(
             [(record.info.uid, record.used_bytes) for record in pool_users]
         )
+        kept = {plan for record in records for plan in record.plans.values() if plan.spares.nbytes}
+        assert kept == {one for one in self._holdings.keeping if one.spares.nbytes}
 
     # --- parts of the above -----------------------------------------------------------------
 
@@ -622,7 +680,7 @@ class Ledger:
         if record.cache is not None:
             return self._cache_of(record).spend(record.cache, nbytes)
         shares, capacity = self._holdings.shares, self._space.capacity
-        shortage = share_problem(record, shares, self._limits, capacity, granules(nbytes))
+        shortage = share_problem(record, shares, self._limits, capacity, nbytes)
         if shortage is not None or self._space.promise(nbytes):
             return shortage
         use = self._space.use()
@@ -631,10 +689,10 @@ class Ledger:
             f"{format_size(nbytes)} more are asked for: raise pool_bytes"
         )
 
-    def _promise_parts(self, record: Session, plan: Plan) -> int:
-        """Have the pool promise room for first parts of a plan; return how many."""
+    def _promise_parts(self, record: Session, run: Run) -> None:
+        """Have the pool promise room for first parts of a run, as many as others can spare."""
         if self._draining:
-            return 0
+            return
         use, shares = self._space.use(), self._holdings.shares
         room, parts = run_room(
             record,
@@ -642,91 +700,127 @@ class Ledger:
             user_bytes=shares.of_user(record.info.uid),
             free=use.capacity - use.used - use.promised,
         )
-        count = min(plan.fitting(room), parts)
-        nbytes = plan.totals[count]
+        count, nbytes = run.fitting(room, parts)
         if share_problem(record, shares, self._limits, use.capacity, nbytes):
-            return 0
-        return count if self._space.promise(nbytes) else 0
+            return
+        if self._space.promise(nbytes):
+            run.promised(count, nbytes)
+            self._holdings.charge(record, nbytes)
 
-    def _part_admitted(
-        self, record: Session, request: int, run: Run, place: Place, now: float
-    ) -> list[Instruction]:
-        """Take in a part that was not promised, or reject it: then it stays with its client."""
-        number = run.first + place.part
-        rejection = self._rejection(record, run.plan.parts[place.part])
-        if rejection is not None:
-            rejected = Rejected(number, *rejection)
-            return self._not_stored(record, request, rejected, place.sequence)
-        session = record.info.session
-        return [
-            Reply(session=session, request=request, message=Admitted(number)),
-            self._part_taken(record, run, place, now, is_reserved=False),
-        ]
-
-    def _part_taken(
-        self, record: Session, run: Run, place: Place, now: float, *, is_reserved: bool
-    ) -> StoreJob:
-        """Make an entry of a part for which there is room."""
-        index, segment, offset, sequence, ready = place
-        part, number = run.plan.parts[index], run.first + index
-        entry = Entry(
-            raw_bytes=part.nbytes,
-            codec=run.plan.codec,
-            since=now,
-            promised=part.bound,
-            charge=part.charge,
-            space=self._space,
-            together=True,
-        )
-        self._holdings.add(record, number, entry, is_reserved=is_reserved)
-        return StoreJob(
-            session=record.info.session,
-            entry=number,
-            segment=segment,
-            offset=offset,
-            nbytes=part.nbytes,
-            dtype=part.dtype,
-            codec=run.plan.codec,
-            ready=ready or sequence,
-            sequence=sequence,
-            promised=part.bound,
-            space=self._space,
-        )
-
-    def _rejection(self, record: Session, part: Part) -> tuple[str, str] | None:
-        """Return why a part that was not promised is not admitted; None, and it is promised now."""
-        problem = limits_problem(
+    def _store_problem(self, record: Session, message: Store, part: Part) -> tuple[str, str] | None:
+        """Return why an entry is not admitted; None, and its room is promised now."""
+        problem = store_problem(
             record,
-            part.nbytes,
+            message,
             self._limits,
             user_bytes=self._holdings.shares.of_user(record.info.uid),
             draining=self._draining,
         )
+        return problem or self._shortage(record, part.charge)
+
+    def _part_rejection(self, record: Session, run: Run, index: int) -> Rejected | None:
+        """Return the answer to a part that was not promised and is not admitted.
+
+        None where it is: then what it needs beside its spare is promised now, and charged.
+        """
+        needed = run.spares.needs[index]
+        problem = self._part_problem(record, needed)
+        while problem is not None and self._make_room(record, problem[0], needed):
+            problem = self._part_problem(record, needed)
         if problem is not None:
-            return problem
-        shortage = self._promise(record, part.bound)
+            run.handed[index] = 1
+            return Rejected(run.first + index, *problem)
+        self._holdings.charge(record, needed)
+        return None
+
+    def _part_problem(self, record: Session, needed: int) -> tuple[str, str] | None:
+        """Return why a part is not admitted; None, and the bytes it needs are promised now."""
+        problem = limits_problem(
+            record,
+            needed,
+            self._limits,
+            user_bytes=self._holdings.shares.of_user(record.info.uid),
+            draining=self._draining,
+        )
+        return problem or self._shortage(record, needed)
+
+    def _shortage(self, record: Session, nbytes: int) -> tuple[str, str] | None:
+        shortage = self._promise(record, nbytes)
         return None if shortage is None else ("pool_full", shortage)
+
+    def _make_room(self, record: Session, reason: str, nbytes: int) -> bool:
+        """Let go of what is kept for one plan, where that may help a session that was refused.
+
+        The one whose last run is longest ago goes first; False where there is none.
+        """
+        if record.cache is not None or reason not in ("pool_full", "quota"):
+            return False
+        quota, keeping = self._limits.quota_bytes, self._holdings.keeping
+        is_own = reason == "quota" and quota and record.used_bytes + nbytes > quota
+        for plan, owner in keeping.items():
+            is_users = owner.info.uid == record.info.uid
+            if owner is record or (not is_own and (is_users or reason == "pool_full")):
+                self._holdings.let_go(plan)
+                return True
+        return False
+
+    def _part_taken(
+        self, record: Session, run: Run, place: tuple[int, ...], now: float
+    ) -> StoreJob:
+        """Make an entry of a part for which there is room, or use the one that was kept for it."""
+        index, segment, offset, sequence, ready = place
+        plan, number = run.plan, run.first + index
+        part = plan.parts[index]
+        entry = run.take(index)
+        if entry is None:
+            entry = Entry(
+                raw_bytes=part.nbytes,
+                codec=part.codec,
+                since=now,
+                promised=part.charge,
+                charge=part.charge,
+                space=self._space,
+                plan=plan,
+                index=index,
+            )
+        else:
+            record.kept_bytes -= entry.charge
+            entry.since, entry.charge, entry.released = now, part.charge, False
+            entry.spare, entry.block = entry.block, None
+        record.entries[number] = entry
+        self._holdings.entries += 1
+        self._holdings.raw_bytes += part.nbytes
+        return StoreJob(
+            record.info.session, number, part, segment, offset, ready or sequence, sequence,
+            self._space, entry.spare, True,
+        )  # fmt: skip
 
     def _end_run(self, record: Session, number: int) -> None:
         run = record.runs.pop(number, None)
-        if run is not None and run.reserved:
+        if run is None:
+            return
+        if run.reserved:
             self._space.withdraw(run.reserved)
-            self._holdings.reserve(record, -run.reserved)
+            self._holdings.charge(record, -run.reserved)
+        if run.spares.nbytes:
+            self._holdings.return_spares(record, run)
 
     def _free_some_of(self, record: Session, most: int) -> int:
-        """Give up to `most` entries of an ending session up; return how many."""
+        """Give up to `most` entries and spares of an ending session up; return how many."""
         count = min(most, len(record.to_free))
         for _ in range(count):
             number = record.to_free.pop()
             entry = record.entries.get(number)  # a lane may have answered it away meanwhile
             if entry is not None:
-                entry.held.clear()
                 self._holdings.give_up(record, number)
-        return count
+        spares = min(most - count, len(record.spares))
+        for _ in range(spares):
+            self._holdings.release_spare(record, record.spares.pop())
+        return count + spares
 
     def _gone(self, record: Session) -> list[Instruction]:
         """Forget an ending session if it holds nothing and its lane has let go of it."""
-        if not record.detached or record.to_free:
+        if not record.detached or record.to_free or record.spares:
             return []
         assert not record.entries, "a lane let go of a session without answering its jobs"
         del self._sessions[record.info.session]
@@ -750,16 +844,36 @@ class Ledger:
             Skip(session=session, sequence=sequence),
         ]
 
-    def _ask(self, record: Session, number: int, ticket: Ticket) -> Reply | None:
-        """Have a restore wait for its turn; return the answer where there will be none."""
-        problem = restore_problem(record, number, ticket.entry, ticket.into)
-        if problem is not None:
-            failed = Failed(number, ticket.entry, *problem)
-            return Reply(session=record.info.session, request=ticket.request, message=failed)
-        record.tickets[number] = ticket
-        record.entries[ticket.entry].held.append(number)
-        record.waiting.append(number)
-        return None
+    def _ask(
+        self,
+        session: int,
+        request: int,
+        asked: Iterable[tuple[int, ...]],
+        now: float,
+        *,
+        together: bool,
+    ) -> list[Instruction]:
+        """Have restores begin, or wait for their turns; `asked` has the numbers of each Restore."""
+        record = self._sessions[session]
+        done: list[Instruction] = []
+        jobs: list[StoreJob | RestoreJob] = []
+        for number, entry_id, segment, offset, nbytes, sequence in asked:
+            problem = restore_problem(record, number, entry_id, segment, offset, nbytes)
+            if problem is not None:
+                failed = Failed(number, entry_id, *problem)
+                done.append(Reply(session=session, request=request, message=failed))
+                continue
+            entry = record.entries[entry_id]
+            record.tickets[number] = Ticket(entry_id, request, now, together)
+            if record.waiting or entry.block is None:
+                record.waiting[number] = Destination(segment, offset, nbytes, sequence)
+                entry.waits += 1
+            else:
+                entry.restores += 1
+                jobs.append(RestoreJob(
+                    session, number, entry_id, entry.block, segment, offset, nbytes, sequence
+                ))  # fmt: skip
+        return done + _begun(session, jobs)
 
     def _answer(
         self, record: Session, ticket: Ticket, message: Restored | Failed
@@ -770,60 +884,42 @@ class Ledger:
 
     def _start_waiting(self, record: Session) -> list[Instruction]:
         """Start the restores whose turn it is and whose entries are encoded."""
-        started: list[Instruction] = []
+        jobs: list[StoreJob | RestoreJob] = []
+        session = record.info.session
         while record.waiting:
-            number = record.waiting[0]
-            entry = record.entries[record.tickets[number].entry]
+            number = next(iter(record.waiting))
+            entry_id = record.tickets[number].entry
+            entry = record.entries[entry_id]
             if entry.block is None:
                 break
-            record.waiting.popleft()
-            entry.held.remove(number)
-            started.append(self._start_restore(record, number))
-        return started
+            into = record.waiting.pop(number)
+            entry.waits -= 1
+            entry.restores += 1
+            jobs.append(RestoreJob(session, number, entry_id, entry.block, *into))
+        return _begun(session, jobs)
 
     def _fail_into(self, record: Session, segment: int) -> list[Instruction]:
         """Answer the restores into a segment that have not begun."""
         detail = f"segment {segment} was unmapped before the restore began: wait for its answer"
-        named = [n for n in record.waiting if record.tickets[n].into.segment == segment]
+        named = [number for number, into in record.waiting.items() if into.segment == segment]
         failed: list[Instruction] = []
         for number in named:
-            entry = record.tickets[number].entry
+            entry_id = record.tickets[number].entry
             failed.append(self._fail_waiting(record, number, "UsageError", detail))
-            record.entries[entry].held.remove(number)
-            self._holdings.free_unused(record, entry)
+            record.entries[entry_id].waits -= 1
+            self._holdings.free_unused(record, entry_id)
         return failed
 
     def _fail_waiting(self, record: Session, number: int, kind: str, detail: str) -> Reply:
         """Answer a restore that waits, and forget it; its entry is the caller's business."""
-        record.waiting.remove(number)
+        del record.waiting[number]
         ticket = record.tickets.pop(number)
         failed = Failed(number, ticket.entry, kind, detail)
         return Reply(session=record.info.session, request=ticket.request, message=failed)
 
-    def _start_restore(self, record: Session, number: int) -> RestoreJob:
-        ticket = record.tickets[number]
-        entry = record.entries[ticket.entry]
-        assert entry.block is not None
-        ticket.started = True
-        entry.restores += 1
-        into = ticket.into
-        return RestoreJob(
-            session=record.info.session,
-            ticket=number,
-            entry=ticket.entry,
-            block=entry.block,
-            segment=into.segment,
-            offset=into.offset,
-            nbytes=into.nbytes,
-            sequence=into.sequence,
-        )
 
-    def _end_restore(self, record: Session, number: int) -> tuple[Ticket, Entry]:
-        ticket = record.tickets.pop(number)
-        entry = record.entries[ticket.entry]
-        entry.restores -= 1
-        self._holdings.free_unused(record, ticket.entry)
-        return ticket, entry
+def _begun(session: int, jobs: list[StoreJob | RestoreJob]) -> list[Instruction]:
+    return [Jobs(session, jobs)] if jobs else []
 
 
 def _part_refusal(first: int, run: Run | None, index: int, problem: str) -> Rejected | Failed:

@@ -167,9 +167,10 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only."""
-        use = self._space.use()
+        use, kept = self._space.use(), self._ledger.kept_bytes
         sessions = self._ledger.sessions_status()
-        ratio = self._ledger.raw_bytes / (use.used + use.promised) if use.used else None
+        held = use.used - kept
+        ratio = self._ledger.raw_bytes / (held + use.promised) if held else None
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -178,7 +179,8 @@ class Server:
             "lanes": list(self._lanes),
             "pool": {
                 "capacity_bytes": use.capacity,
-                "used_bytes": use.used,
+                "used_bytes": held,
+                "planned_bytes": kept,
                 "promised_bytes": use.promised,
                 "peak_used_bytes": use.peak_used,
                 "largest_free_bytes": use.largest_free,

@@ -5,7 +5,7 @@ These hold state only; every change to them is made by the ledger and its accoun
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -87,29 +87,29 @@ class Destination(NamedTuple):
     sequence: int
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Ticket:
-    """One restore, asked for at `since`. `started` once the lane has its job: it is held back
-    while the entry, or that of an earlier one, is encoded. One that was asked for `together` with
-    others may be answered so.
+    """One restore of an entry, asked for at `since`; one that was asked for `together` with others
+    may be answered so.
     """
 
     entry: int
     request: int
-    into: Destination
     since: float
-    started: bool = False
-    together: bool = False
+    together: bool
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """One stored range of `space`. `block` is None while it is encoded; `charge` is what it counts
-    for. An entry with a `loan` is the cache's: its session may read it and is not charged for it.
+    for, `promised` its most. An entry with a `loan` is the cache's: its session may read it and is
+    not charged for it.
 
-    `since` is when it was asked for. `restores` counts the lane's jobs that read the block,
-    `held` the tickets that wait for it. `released` entries are invisible to the client and freed
-    once nothing uses them. Those of a run were handed over `together`, and are answered so.
+    `since` is when it was asked for. `restores` counts the lane's jobs that read the block, `waits`
+    the tickets that wait for it. `released` entries are invisible to the client and freed once
+    nothing uses them. Those of a run have its `plan`, and the part's `index` in it: they are
+    answered together, and when they are freed the plan may keep them, and their block, for the next
+    run. While that encodes, the block is `spare`.
     """
 
     raw_bytes: int
@@ -119,16 +119,23 @@ class Entry:
     charge: int
     space: Space
     block: Block | None = None
+    spare: Block | None = None
     restores: int = 0
-    held: list[int] = field(default_factory=list)
+    waits: int = 0
     released: bool = False
     loan: Loan | None = None
-    together: bool = False
+    plan: Plan | None = None
+    index: int = 0
 
     @property
     def in_use(self) -> bool:
         """Whether the lane reads or writes for this entry, or is about to."""
-        return self.block is None or self.restores > 0 or bool(self.held)
+        return self.block is None or self.restores > 0 or self.waits > 0
+
+    @property
+    def unplaced(self) -> int:
+        """What of the promise is beside the spare, in bytes."""
+        return self.promised if self.spare is None else self.promised - self.spare.room
 
 
 @dataclass(slots=True)
@@ -150,15 +157,18 @@ class CacheAccess:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One client. `used_bytes` is what its entries are charged and what its runs were promised, in
-    sum, `seen` a time of the caller's.
+    """One client. `used_bytes` is what its entries are charged, what its runs were promised and
+    what is kept for its plans, in sum, `kept_bytes` the last of these, `seen` a time of the
+    caller's.
 
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
-    number and size. `waiting` are the tickets that have not been started, in the order of asking.
-    While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are the entries
-    not yet given up; `detached` once its lane has let go of it. `plan` is what its trainer said of
-    its steps last. `plans` are those that it has registered, of `plan_parts` parts in all, by its
-    numbers, `runs` those that go on, by the numbers of their first entries.
+    number and size. `waiting` are the tickets that have not been started, in the order of asking,
+    and where each wants its bytes: they are held back while their entry, or that of an earlier one,
+    is encoded. While the session ends, `cause` is why, one of counters.ENDINGS, `to_free` are the
+    entries not yet given up and `spares` those that were kept for plans; `detached` once its lane
+    has let go of it. `plan` is what its trainer said of its steps last. `plans` are those that it
+    has registered, of `plan_parts` parts in all, by its numbers, `runs` those that go on, by the
+    numbers of their first entries.
     """
 
     info: SessionInfo
@@ -169,11 +179,13 @@ class Session:
     mapping: dict[int, tuple[int, int]] = field(default_factory=dict)
     entries: dict[int, Entry] = field(default_factory=dict)
     tickets: dict[int, Ticket] = field(default_factory=dict)
-    waiting: deque[int] = field(default_factory=deque)
+    waiting: OrderedDict[int, Destination] = field(default_factory=OrderedDict)
     last_entry: int = 0
     used_bytes: int = 0
+    kept_bytes: int = 0
     cache: CacheAccess | None = None
     to_free: list[int] = field(default_factory=list)
+    spares: list[Entry] = field(default_factory=list)
     detached: bool = False
     cause: str = ""
     plan: PlanLearned | None = None
@@ -199,7 +211,8 @@ class Session:
             "device": self.info.device,
             "name": self.info.name,
             "entries": len(self.entries),
-            "used_bytes": self.used_bytes,
+            "used_bytes": self.used_bytes - self.kept_bytes,
+            "planned_bytes": self.kept_bytes,
             "plan": None if self.plan is None else _plan_status(self.plan),
             "static_plans": len(self.plans),
         }

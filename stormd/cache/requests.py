@@ -14,7 +14,7 @@ from typing import Any
 from stormd.accounting import Holdings, assert_space
 from stormd.arena import Space, granules
 from stormd.cache.items import Cache, CachePart, Caller, Label
-from stormd.lanes import blob_bound
+from stormd.parts import blob_bound
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheCancel,

@@ -11,12 +11,9 @@ checked before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-
-from storm_kernels import ancf
-from storm_kernels.ancf import DType
 
 from stormd.events import RestoreJob, Result, StoreJob
 from stormd.health import Heartbeat
@@ -27,8 +24,6 @@ __all__ = [
     "Attachment",
     "Lane",
     "Post",
-    "blob_bound",
-    "parse_dtype",
 ]
 
 
@@ -77,8 +72,12 @@ class Lane(Protocol):
             LaneUnavailable: this session cannot be served; nothing of it is left.
         """
 
-    def store(self, job: StoreJob) -> None:
-        """Begin a store; answered by StoreDone or StoreFailed."""
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+        """Begin a session's jobs, in their order.
+
+        Each store is answered by StoreDone or StoreFailed, each restore by RestoreDone or
+        RestoreFailed.
+        """
 
     def skip(self, session: int, sequence: int) -> None:
         """Note that the store of this sequence number was rejected. No answer.
@@ -86,9 +85,6 @@ class Lane(Protocol):
         Called in the order of the session's stores: a lane that counts them on the session's
         timeline passes it over, so that nobody waits for it.
         """
-
-    def restore(self, job: RestoreJob) -> None:
-        """Begin a restore; answered by RestoreDone or RestoreFailed."""
 
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Begin to map a segment; answered by SegmentMapped or SegmentRefused."""
@@ -101,25 +97,3 @@ class Lane(Protocol):
 
     def close(self, seconds: float) -> bool:
         """End the workers; False where one still runs after `seconds`. Sessions are detached."""
-
-
-def parse_dtype(name: str, nbytes: int) -> DType:
-    """Return the element type of that name.
-
-    Raises:
-        ValueError: no such type, or `nbytes` is no whole number of its elements.
-    """
-    dtype = DType.__members__.get(name.upper())
-    if dtype is None:
-        known = ", ".join(member.name.lower() for member in DType)
-        raise ValueError(f"dtype {name!r:.60} is unknown: send one of {known}")
-    if nbytes % dtype.element_bytes:
-        raise ValueError(
-            f"{nbytes} bytes are no whole number of {name} elements of {dtype.element_bytes}"
-        )
-    return dtype
-
-
-def blob_bound(nbytes: int) -> int:
-    """Return the most bytes that a blob of `nbytes` takes; in mode raw, exactly what it takes."""
-    return ancf.max_encoded_bytes(nbytes, DType.BYTES)  # the same for all element types

@@ -10,6 +10,8 @@ import logging
 import mmap
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -138,16 +140,12 @@ class CpuLane:
             segment_bytes=staging,
         )
 
-    def store(self, job: StoreJob) -> None:
-        """Queue a store."""
-        self._queue.put(job.session, job, job.nbytes)
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+        """Queue jobs."""
+        self._queue.put(session, [(job, job.nbytes) for job in jobs])
 
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: this lane answers by message and counts no sequence."""
-
-    def restore(self, job: RestoreJob) -> None:
-        """Queue a restore."""
-        self._queue.put(job.session, job, job.nbytes)
 
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse: on this lane all bytes pass through the staging area."""
@@ -212,8 +210,8 @@ class CpuLane:
         held.sessions, held.results = [], []
         if results:
             self._post(*results)
-        for session in sessions:
-            self._queue.done(session)
+        for session, count in Counter(sessions).items():
+            self._queue.done(session, count)
 
     def _perform(self, codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Generic, TypeVar
 
 from stormd.lanes.fair_shares import FairShares
@@ -34,15 +35,15 @@ class FairQueue(Generic[Job]):
         self._retired: deque[int] = deque()
         self._closed = False
 
-    def put(self, session: int, job: Job, nbytes: int) -> None:
-        """Add a job of so many bytes. The session has not been retired."""
+    def put(self, session: int, jobs: Sequence[tuple[Job, int]]) -> None:
+        """Add jobs with the bytes of each. The session has not been retired."""
         with self._changed:
             queue = self._waiting.get(session)
             if queue is None:
                 queue = self._waiting[session] = deque()
                 self._shares.enter(session)
-            queue.append((job, nbytes))
-            self._changed.notify()
+            queue.extend(jobs)
+            self._changed.notify(len(jobs))
 
     def take(self) -> tuple[int, Job | None] | None:
         """Wait for a job and return it with its session; `done` must follow.
@@ -64,10 +65,10 @@ class FairQueue(Generic[Job]):
         with self._changed:
             return self._next() if self._waiting else None
 
-    def done(self, session: int) -> None:
-        """Note that a job that was taken has ended and its result was posted."""
+    def done(self, session: int, count: int = 1) -> None:
+        """Note that so many jobs that were taken have ended and their results were posted."""
         with self._changed:
-            self._running[session] -= 1
+            self._running[session] -= count
             if not self._running[session]:
                 del self._running[session]
                 self._retire_if_idle(session)

@@ -17,7 +17,7 @@ from stormd.arena import Block
 from stormd.events import StoreJob
 from stormd.host_pool import HostPool
 from stormd.huge_pages import advise_huge_pages
-from stormd.lanes import blob_bound
+from stormd.parts import blob_bound
 
 __all__ = ["Buffer", "HostCodec"]
 
@@ -55,12 +55,13 @@ class HostCodec:
 
         On an error nothing is placed: the job's promise still stands.
         """
-        if job.codec == "raw":
+        if job.part.codec == "raw":
             return self._store_raw(source, job), "raw"
+        part = job.part
         size = self._codec.encode_into(
-            source, job.nbytes, job.dtype, self._blob.address, job.promised
+            source, part.nbytes, part.dtype, self._blob.address, part.bound
         )
-        block = job.space.place(job.promised, size)
+        block = job.place(size)
         self._scatter(block)
         return block, _mode(self._blob.address)
 
@@ -80,17 +81,17 @@ class HostCodec:
 
     def _store_raw(self, source: int, job: StoreJob) -> Block:
         """Encode straight into the arena, where it has room in one piece: the size is known."""
-        block = job.space.place(job.promised, blob_bound(job.nbytes))
+        block = job.place(job.part.bound)
         try:
             self._encode_raw(source, job, block)
         except BaseException:
-            job.space.unplace(block, job.promised)
+            job.unplace(block)
             raise
         return block
 
     def _encode_raw(self, source: int, job: StoreJob, block: Block) -> None:
-        target = self._address(block)
-        self._codec.encode_into(source, job.nbytes, job.dtype, target, block.nbytes, mode="raw")
+        part, target = job.part, self._address(block)
+        self._codec.encode_into(source, part.nbytes, part.dtype, target, block.nbytes, mode="raw")
         if block.offset is None:
             self._scatter(block)
 

@@ -6,6 +6,7 @@ and its end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from stormd.events import Detached, RestoreJob, SegmentRefused, StoreJob
@@ -29,14 +30,11 @@ class NoLane:
         """Share nothing."""
         return Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
 
-    def store(self, job: StoreJob) -> None:
-        """Do nothing: there is no such job."""
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+        """Do nothing: there are no jobs."""
 
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: nobody waits for a sequence number."""
-
-    def restore(self, job: RestoreJob) -> None:
-        """Do nothing: there is no such job."""
 
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Refuse."""

@@ -31,7 +31,7 @@ from bench.lane_cost import Meter
 from storm_bench.child_daemon import ChildDaemon
 from torch import Tensor
 
-from stormd.arena import Block, Space
+from stormd.arena import Space
 from stormd.control import Delivery
 from stormd.counters import Counters
 from stormd.events import RestoreDone, RestoreJob, StoreDone, StoreJob
@@ -79,7 +79,7 @@ class Core:
             descriptors=(), staging_bytes=1 << 30, part_bytes=part_bytes, segment_bytes=1 << 30
         )
         lane = SimpleNamespace(
-            store=self.jobs.append, restore=self.jobs.append, attach=lambda *_: attachment
+            begin=lambda _session, jobs: self.jobs.extend(jobs), attach=lambda *_: attachment
         )
         control = SimpleNamespace(
             send=lambda _route, frame: self.frames.append(frame) or Delivery.SENT,
@@ -125,7 +125,7 @@ class Core:
         self.jobs.clear()
         for job in jobs:
             if isinstance(job, StoreJob):
-                block: Block = job.space.place(job.promised, self._part_bytes * 3 // 4)
+                block = job.place(self._part_bytes * 3 // 4)
                 results.append(
                     StoreDone(
                         session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.0

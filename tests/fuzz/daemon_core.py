@@ -8,6 +8,7 @@ what the other holds.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -103,11 +104,18 @@ class _Lane:
             segment_bytes=STAGING_BYTES,
         )
 
-    def store(self, job: StoreJob) -> None:
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+        for job in jobs:
+            if isinstance(job, StoreJob):
+                self._store(job)
+            else:
+                self._restore(job)
+
+    def _store(self, job: StoreJob) -> None:
         if job.sequence:  # a client's own number decides, so that failures are reached as well
             self.results.append(StoreFailed(session=job.session, entry=job.entry, detail="broken"))
             return
-        block = job.space.place(job.promised, max(1, job.nbytes // 2))
+        block = job.place(max(1, job.nbytes // 2))
         self.results.append(
             StoreDone(session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.0)
         )
@@ -115,7 +123,7 @@ class _Lane:
     def skip(self, session: int, sequence: int) -> None:
         pass
 
-    def restore(self, job: RestoreJob) -> None:
+    def _restore(self, job: RestoreJob) -> None:
         if job.sequence:
             self.results.append(
                 RestoreFailed(

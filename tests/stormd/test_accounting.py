@@ -32,7 +32,7 @@ def stored(space: Space) -> Entry:
         raw_bytes=1000,
         codec="raw",
         since=0.0,
-        promised=NBYTES,
+        promised=granules(NBYTES),
         charge=granules(NBYTES),
         space=space,
     )
@@ -65,7 +65,7 @@ def test_what_is_used_is_freed_when_it_no_longer_is(record: Session, space: Spac
 def test_another_charge_counts_from_then_on(record: Session, space: Space) -> None:
     holdings = Holdings()
     holdings.add(record, 1, stored(space))
-    holdings.charge(record, record.entries[1], 256)
+    holdings.charge(record, -256)
     assert record.used_bytes == 256
     with pytest.raises(AssertionError):
         assert_session(record)

@@ -15,14 +15,14 @@ from stormd.accounting import (
     store_problem,
 )
 from stormd.arena import Space
-from stormd.lanes import blob_bound
+from stormd.parts import blob_bound
 from stormd.protocol import MapSegment, Store
 from stormd.protocol.timeline import RESULTS
-from stormd.sessions import Destination, Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.sessions import Entry, Limits, Phase, Session, SessionInfo, Ticket
 
 LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
 STORE = Store(entry=5, segment=0, offset=0, nbytes=100, dtype="uint8", codec="raw", sequence=0)
-INTO = Destination(segment=0, offset=0, nbytes=100, sequence=0)
+INTO = (0, 0, 100)
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def session() -> Session:
     info = SessionInfo(session=1, device="cpu", uid=0, pid=1, name="test")
     record = Session(info=info, part_bytes=4096, seen=0.0, segments={0: 8192}, phase=Phase.ATTACHED)
     record.entries[3] = Entry(
-        raw_bytes=100, codec="raw", since=0.0, promised=356, charge=512, space=Space(0)
+        raw_bytes=100, codec="raw", since=0.0, promised=512, charge=512, space=Space(0)
     )
     record.last_entry = 3
     record.used_bytes = 512
@@ -39,7 +39,7 @@ def session() -> Session:
 
 def test_what_is_right_passes(session: Session) -> None:
     assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is None
-    assert restore_problem(session, 1, 3, INTO) is None
+    assert restore_problem(session, 1, 3, *INTO) is None
     assert segment_problem(session, MapSegment(segment=1, handle=b"", nbytes=1)) is None
 
 
@@ -91,15 +91,15 @@ def test_limits_are_told_apart(session: Session) -> None:
 
 def test_restores_are_limited(session: Session) -> None:
     for number in range(2, MAX_RESTORES + 2):
-        session.tickets[number] = Ticket(entry=3, request=0, into=INTO, since=0.0)
-    problem = restore_problem(session, 1, 3, INTO)
+        session.tickets[number] = Ticket(entry=3, request=0, since=0.0, together=False)
+    problem = restore_problem(session, 1, 3, *INTO)
     assert problem is not None
     assert problem[0] == "QuotaExceeded"
 
 
 def test_a_ticket_under_way_is_taken(session: Session) -> None:
-    session.tickets[1] = Ticket(entry=3, request=0, into=INTO, since=0.0)
-    problem = restore_problem(session, 1, 3, INTO)
+    session.tickets[1] = Ticket(entry=3, request=0, since=0.0, together=False)
+    problem = restore_problem(session, 1, 3, *INTO)
     assert problem is not None
     assert "under way" in problem[1]
 
@@ -107,7 +107,7 @@ def test_a_ticket_under_way_is_taken(session: Session) -> None:
 def test_nothing_goes_without_a_lifeline(session: Session) -> None:
     session.phase = Phase.OPENED
     assert store_problem(session, STORE, LIMITS, user_bytes=0, draining=False) is not None
-    assert restore_problem(session, 1, 3, INTO) is not None
+    assert restore_problem(session, 1, 3, *INTO) is not None
     assert segment_problem(session, MapSegment(segment=1, handle=b"", nbytes=1)) is not None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import Mock
 
@@ -87,8 +87,8 @@ class Core:
         self.timers.append(Timer(seconds, call))
         return self.timers[-1]
 
-    def store(self, job: StoreJob) -> None:
-        self.jobs.append(job)
+    def begin(self, session: int, jobs: Sequence[StoreJob]) -> None:
+        self.jobs += jobs
 
     def skip(self, session: int, sequence: int) -> None:
         pass
@@ -105,7 +105,7 @@ class Core:
         return StoreDone(
             session=job.session,
             entry=job.entry,
-            block=self.space.place(job.promised, 100),
+            block=job.place(100),
             mode="raw",
             seconds=0.0,
         )

@@ -11,7 +11,8 @@ from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, STAGING, LedgerBe
 
 from stormd import ledger
 from stormd.arena import granules
-from stormd.lanes import blob_bound
+from stormd.events import StoreJob
+from stormd.parts import blob_bound
 from stormd.protocol import Admitted, Failed, Rejected
 
 
@@ -45,7 +46,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def store(self, data: st.DataObject, nbytes: int) -> None:
         session = data.draw(st.sampled_from(self.living))
         self.made.store(self.next_entry, nbytes, session=session)
-        assert isinstance(self.made.lane.last(), Admitted | Rejected)
+        answer = self.made.lane.last()
+        assert isinstance(answer, Admitted | Rejected)
+        if isinstance(answer, Rejected) and answer.reason == "pool_full":
+            runs = [run for one in self.made.ledger._sessions.values() for run in one.runs.values()]
+            ending = [one for r in self.made.ledger._sessions.values() for one in r.spares]
+            lent = sum(run.spares.nbytes for run in runs) + sum(one.charge for one in ending)
+            assert self.made.ledger.kept_bytes == lent, "refused for what nobody uses"
         self.next_entry += data.draw(st.integers(0, 1))
 
     @precondition(lambda self: self.living)
@@ -95,6 +102,29 @@ class LedgerMachine(RuleBasedStateMachine):
             if in_range and parts.count(part) == 1:
                 assert run.first + part not in refused
                 assert run.first + part in record.entries
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data(), share=st.floats(0.3, 1.0))
+    def step(self, data: st.DataObject, share: float) -> None:
+        """Run a plan from its beginning to the release of all, and keep what was not used."""
+        session = data.draw(st.sampled_from(self.living))
+        record, run = self.made.ledger._sessions[session], self.next_entry
+        plan = data.draw(st.sampled_from([*record.plans, 999]))
+        self.made.run(plan, run, session=session)
+        if run in record.runs:
+            count = record.runs[run].count
+            self.made.hand(run, *range(count), session=session)
+            self.made.end_run(run, session=session)
+            handed = range(run, run + count)
+            jobs = self.made.lane.jobs
+            while found := [n for n, one in enumerate(jobs) if self._is_of(one, handed)]:
+                self.made.lane.finish(found[0], share=share)
+            self.made.release(*handed, session=session)
+        self.next_entry += 4
+
+    @staticmethod
+    def _is_of(job: object, entries: range) -> bool:
+        return isinstance(job, StoreJob) and job.entry in entries
 
     @precondition(lambda self: self.living)
     @rule(data=st.data())

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
-from stormd.arena import granules
-from stormd.lanes import blob_bound
+from stormd.arena import Extent, granules
+from stormd.parts import blob_bound
 from stormd.plans import MAX_PLAN_PARTS_HELD, MAX_PLANS, MAX_RUNS, News
 from stormd.protocol import (
     NO_LANE,
@@ -25,6 +25,7 @@ from stormd.protocol import (
     StoredParts,
 )
 from stormd.protocol.limits import FIRST_LEASED, MAX_BATCH, MAX_ID, MAX_PLAN_PARTS
+from stormd.sessions import Limits
 
 BOUND = granules(blob_bound(KIB))
 AMPLE = replace(LIMITS, max_entries=60_000, quota_bytes=0)
@@ -116,7 +117,7 @@ def test_results_that_come_together_are_told_together(made: LedgerBench) -> None
     answers(made)
     for index in (0, 0):
         job = made.lane.jobs.pop(index)
-        assert made.ledger.result(made.lane._done(job, 1.0), 0.0) == []
+        assert made.ledger.results(1, [made.lane._done(job, 1.0)], 0.0) == []
     made.lane.take(made.ledger.told())
     assert answers(made) == [StoredParts([10, 11], [1280, 1280], "raw")]
     made.restore_together((5, 11, KIB), (6, 10, KIB))
@@ -140,7 +141,7 @@ def test_restores_are_answered_together_and_those_in_vain_alone(made: LedgerBenc
 def test_what_a_session_that_ends_would_have_been_told_is_not_said(made: LedgerBench) -> None:
     made.run(1, 10)
     made.hand(10, 0)
-    made.ledger.result(made.lane._done(made.lane.jobs.pop(), 1.0), 0.0)
+    made.ledger.results(1, [made.lane._done(made.lane.jobs.pop(), 1.0)], 0.0)
     made.end()
     assert made.ledger.told() == []
 
@@ -359,3 +360,222 @@ def test_more_than_a_message_holds_is_told_in_several() -> None:
         news.stored(entry, 1, "raw" if entry else "window")
     sizes = [len(one.to_wire()[0]) for one in news.messages()]
     assert sizes == [1, MAX_BATCH, MAX_BATCH, 1]
+
+
+# --- what is kept for the next run --------------------------------------------------------------
+
+
+def placed(made: LedgerBench) -> tuple[int, int, int]:
+    """Return how many parts lie where they lay before, there and elsewhere, and anew."""
+    counters = made.counters
+    return counters.placed_again, counters.placed_larger, counters.placed_anew
+
+
+def step(made: LedgerBench, run: int, *shares: float, plan: int = 1) -> list[tuple[Extent, ...]]:
+    """Store in a run what takes these shares of its bounds; return where the blobs lie."""
+    made.run(plan, run)
+    made.hand(run, *range(len(shares)))
+    made.end_run(run)
+    for share in shares:
+        made.lane.finish(share=share)
+    entries = made.ledger._sessions[1].entries
+    blocks = [entries[run + index].block for index in range(len(shares))]
+    made.ledger.assert_invariants()
+    return [block.extents for block in blocks if block is not None]
+
+
+def release(made: LedgerBench, run: int, count: int = 3) -> None:
+    made.release(*range(run, run + count))
+    made.ledger.assert_invariants()
+
+
+def test_a_run_stores_where_the_last_one_did(made: LedgerBench) -> None:
+    places = step(made, 10, 0.6, 0.6, 0.6)
+    held = made.used
+    release(made, 10)
+    assert (made.used, made.ledger.kept_bytes, made.ledger.entries) == (held, held, 0)
+    made.run(1, 20)
+    assert made.promised == 3 * BOUND - held, "what lies there need not be promised again"
+    made.end_run(20)
+    assert step(made, 30, 0.6, 0.55, 0.6) == places
+    assert made.used == held
+    assert placed(made) == (3, 0, 3)
+
+
+def test_a_blob_that_has_grown_lies_elsewhere_as_well_and_has_another_place_then(
+    made: LedgerBench,
+) -> None:
+    [place, *_] = step(made, 10, 0.5, 0.5, 0.5)
+    release(made, 10)
+    [grown, *_] = step(made, 20, 1.0, 0.5, 0.5)
+    assert grown[:1] == place
+    assert sum(nbytes for _, nbytes in grown) == BOUND
+    assert placed(made) == (2, 1, 3)
+    release(made, 20)
+    [whole, *_] = step(made, 30, 1.0, 0.5, 0.5)
+    assert len(whole) == 1, "what lies in pieces is not kept"
+    release(made, 30)
+    assert step(made, 40, 1.0, 0.5, 0.5)[0] == whole
+
+
+def test_what_has_become_much_smaller_does_not_keep_its_room(made: LedgerBench) -> None:
+    step(made, 10, 1.0, 1.0, 1.0)
+    release(made, 10)
+    step(made, 20, 0.5, 1.0, 1.0)
+    release(made, 20)
+    assert made.ledger.kept_bytes == 2 * BOUND
+
+
+def test_of_two_runs_at_once_one_has_what_is_kept(made: LedgerBench) -> None:
+    first = step(made, 10, 0.6, 0.6)
+    second = step(made, 20, 0.6, 0.6)
+    assert not set(first) & set(second)
+    release(made, 20)
+    release(made, 10)
+    kept = made.ledger.kept_bytes
+    assert kept == made.used
+    made.run(1, 30)
+    made.run(1, 40)
+    assert made.promised == 2 * 3 * BOUND - kept
+    made.end_run(30)
+    assert step(made, 50, 0.6, 0.6) == second
+
+
+def test_an_abandoned_run_leaves_what_was_kept(made: LedgerBench) -> None:
+    places = step(made, 10, 0.6, 0.6, 0.6)
+    release(made, 10)
+    kept = made.ledger.kept_bytes
+    made.run(1, 20)
+    made.hand(20, 1)
+    made.end_run(20)
+    made.lane.finish(share=0.6)
+    assert made.ledger.kept_bytes < kept
+    made.release(21)
+    assert (made.used, made.ledger.kept_bytes, made.promised) == (kept, kept, 0)
+    assert step(made, 30, 0.6, 0.6, 0.6) == places
+
+
+def test_nothing_is_kept_for_a_plan_that_is_forgotten(made: LedgerBench) -> None:
+    step(made, 10, 0.6, 0.6, 0.6)
+    release(made, 10)
+    made.run(1, 20)
+    made.hand(20, 0)
+    made.forget(1)
+    made.lane.finish(share=0.6)
+    made.release(20)
+    made.ledger.assert_invariants()
+    made.end_run(20)
+    assert (made.used, made.promised, made.ledger.kept_bytes) == (0, 0, 0)
+
+
+def test_what_is_kept_goes_back_when_its_plan_is_forgotten(made: LedgerBench) -> None:
+    step(made, 10, 0.6, 0.6, 0.6)
+    release(made, 10)
+    made.forget(1)
+    assert (made.used, made.ledger.kept_bytes) == (0, 0)
+    made.ledger.assert_invariants()
+
+
+def test_a_death_gives_back_what_was_kept_a_few_at_a_time(
+    made: LedgerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormd.ledger.FREED_A_TURN", 2)
+    step(made, 10, 0.6, 0.6, 0.6)
+    release(made, 10)
+    made.run(1, 20)
+    made.hand(20, 0)
+    made.end()
+    made.ledger.assert_invariants()
+    made.lane.detach(1)
+    while made.ledger.is_freeing:
+        made.lane.take(made.ledger.free_some())
+        made.ledger.assert_invariants()
+    assert (made.used, made.promised, made.ledger.sessions) == (0, 0, [])
+
+
+def test_a_store_that_fails_gives_back_the_place_it_would_have_had(made: LedgerBench) -> None:
+    step(made, 10, 0.6, 0.6, 0.6)
+    release(made, 10)
+    made.run(1, 20)
+    made.hand(20, 0, 1, 2)
+    made.end_run(20)
+    for _ in range(3):
+        made.lane.finish(fail=True)
+    assert (made.used, made.promised, made.ledger.kept_bytes) == (0, 0, 0)
+    made.ledger.assert_invariants()
+
+
+@pytest.mark.parametrize("session", [1, 2])
+def test_what_is_kept_is_nobody_s_hindrance(session: int) -> None:
+    """Whoever finds the pool full, its owner or another, gets what lies idle in it."""
+    made = LedgerBench(AMPLE, capacity=16 * BOUND)
+    made.open()
+    made.open(2)
+    made.register(1, *[KIB] * 3)
+    step(made, 10, 1.0, 1.0, 1.0)
+    release(made, 10)
+    for entry in range(20, 36):
+        made.store(entry, session=session)
+    assert not any(isinstance(one, Rejected) for one in answers(made))
+    assert made.ledger.kept_bytes == 0
+    made.store(36, session=session)
+    assert isinstance(made.lane.last(), Rejected)
+
+
+def test_what_was_used_longest_ago_goes_first() -> None:
+    made = LedgerBench(AMPLE, capacity=16 * BOUND)
+    made.open()
+    for plan in (1, 2, 1):
+        if plan not in made.ledger._sessions[1].plans:
+            made.register(plan, *[KIB] * 3)
+        first = 10 * (made.ledger._sessions[1].last_entry + 1)
+        step(made, first, 1.0, 1.0, 1.0, plan=plan)
+        release(made, first)
+    for entry in range(10_000, 10_011):
+        made.store(entry)
+    plans = made.ledger._sessions[1].plans
+    assert [plans[number].spares.nbytes for number in (1, 2)] == [3 * BOUND, 0]
+
+
+@pytest.mark.parametrize(
+    "limits", [replace(AMPLE, quota_bytes=4 * BOUND), replace(AMPLE, user_quota_bytes=4 * BOUND)]
+)
+def test_what_is_kept_counts_in_a_quota_and_gives_way_to_what_its_owner_stores(
+    limits: Limits,
+) -> None:
+    made = LedgerBench(limits)
+    for session in (1, 2, 3):  # the first and the last are of one user
+        made.open(session)
+    made.register(1, *[KIB] * 3)
+    step(made, 10, 1.0, 1.0, 1.0)
+    release(made, 10)
+    record = made.ledger._sessions[1]
+    assert record.used_bytes == record.kept_bytes == 3 * BOUND
+    assert record.as_status()["used_bytes"] == 0
+    assert record.as_status()["planned_bytes"] == 3 * BOUND
+    for entry in range(20, 25):
+        made.store(entry, session=2)
+    assert record.kept_bytes == 3 * BOUND, "another user's quota is no reason"
+    storing = 1 if limits.quota_bytes else 3
+    for entry in range(30, 34):
+        made.store(entry, session=storing)
+        assert isinstance(made.lane.last(), Admitted)
+    assert record.kept_bytes == 0
+    made.store(34, session=storing)
+    assert isinstance(made.lane.last(), Rejected)
+    made.ledger.assert_invariants()
+
+
+def test_a_part_that_was_not_promised_lies_where_it_did(made: LedgerBench) -> None:
+    places = step(made, 10, 0.6, 0.6, 0.6)
+    release(made, 10)
+    made.ledger.limit(replace(LIMITS, quota_bytes=made.used))
+    made.run(1, 20)
+    answers(made)
+    made.ledger.limit(LIMITS)
+    made.hand(20, 0, 1, 2)
+    assert answers(made) == [Admitted(20), Admitted(21), Admitted(22)]
+    for _ in range(3):
+        made.lane.finish(share=0.6)
+    entries = made.ledger._sessions[1].entries.values()
+    assert [one.block.extents for one in entries if one.block] == places

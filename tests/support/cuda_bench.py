@@ -16,7 +16,7 @@ from support.waiting import wait_until
 from stormd.arena import Space
 from stormd.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
 from stormd.host_pool import HostPool
-from stormd.lanes import blob_bound, parse_dtype
+from stormd.parts import Part, blob_bound
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines, result_offset
 
@@ -84,46 +84,36 @@ class Bench:
         ready: int | None = None,
     ) -> None:
         """Hand over the range as a store whose sequence number is its entry."""
-        promised = blob_bound(nbytes)
-        assert self.space.promise(promised)
-        dtype = parse_dtype("bfloat16", nbytes)
-        self.lane.store(
-            StoreJob(
-                session=self.session,
-                entry=entry,
-                segment=segment,
-                offset=offset,
-                nbytes=nbytes,
-                dtype=dtype,
-                codec=codec,
-                ready=entry if ready is None else ready,
-                sequence=entry,
-                promised=promised,
-                space=self.space,
-            )
+        part = Part.of(nbytes, "bfloat16", codec)
+        assert self.space.promise(part.bound)
+        job = StoreJob(
+            session=self.session,
+            entry=entry,
+            part=part,
+            segment=segment,
+            offset=offset,
+            ready=entry if ready is None else ready,
+            sequence=entry,
+            space=self.space,
         )
+        self.lane.begin(self.session, [job])
 
     def encode(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
         """Encode random bytes into the range, and hand that blob over; return the bytes."""
-        promised = blob_bound(nbytes)
-        assert self.space.promise(promised)
-        dtype = parse_dtype("bfloat16", nbytes)
-        self.lane.store(
-            StoreJob(
-                session=self.session,
-                entry=entry,
-                segment=0,
-                offset=offset,
-                nbytes=nbytes,
-                dtype=dtype,
-                codec="ancf",
-                ready=entry,
-                sequence=entry,
-                promised=promised,
-                space=self.space,
-                result=result,
-            )
+        part = Part.of(nbytes, "bfloat16", "ancf")
+        assert self.space.promise(part.bound)
+        job = StoreJob(
+            session=self.session,
+            entry=entry,
+            part=part,
+            segment=0,
+            offset=offset,
+            ready=entry,
+            sequence=entry,
+            space=self.space,
+            result=result,
         )
+        self.lane.begin(self.session, [job])
         return self.encode_again(entry, offset, nbytes, result)
 
     def encode_again(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
@@ -144,18 +134,17 @@ class Bench:
     def restore(
         self, ticket: int, block: Any, offset: int, nbytes: int, *, segment: int = 0
     ) -> None:
-        self.lane.restore(
-            RestoreJob(
-                session=self.session,
-                ticket=ticket,
-                entry=1,
-                block=block,
-                segment=segment,
-                offset=offset,
-                nbytes=nbytes,
-                sequence=ticket,
-            )
+        job = RestoreJob(
+            session=self.session,
+            ticket=ticket,
+            entry=1,
+            block=block,
+            segment=segment,
+            offset=offset,
+            nbytes=nbytes,
+            sequence=ticket,
         )
+        self.lane.begin(self.session, [job])
 
     def publish(self, value: int) -> None:
         self.counters.store(PUBLISHED, value)

@@ -7,6 +7,7 @@ from stormd.events import (
     Detached,
     Ended,
     Instruction,
+    Jobs,
     Map,
     Reply,
     RestoreDone,
@@ -43,10 +44,12 @@ class FakeLane:
     def take(self, instructions: list[Instruction]) -> None:
         """Perform instructions."""
         for instruction in instructions:
-            if isinstance(instruction, StoreJob | RestoreJob | Map):
-                self._check_range(instruction)
+            if isinstance(instruction, Jobs | Map):
                 assert instruction.session not in self.detaching, "a job for an ending session"
-                self.jobs.append(instruction)
+                jobs = instruction.jobs if isinstance(instruction, Jobs) else [instruction]
+                for job in jobs:
+                    self._check_range(job)
+                self.jobs += jobs
             elif isinstance(instruction, Reply):
                 assert instruction.session not in self.detaching, "an answer after the end"
                 reply = (instruction.session, instruction.request, instruction.message)
@@ -65,14 +68,14 @@ class FakeLane:
         """Answer a job: a blob of `share` of what was promised, or a failure."""
         job = self.jobs.pop(index)
         result = self._failed(job) if fail else self._done(job, share)
-        self.take(self.ledger.result(result, 0.0))
+        self.take(self.ledger.results(result.session, [result], 0.0))
         self.take(self.ledger.told())
 
     def detach(self, session: int) -> None:
         """Answer what is left of an ending session, then let go of it."""
         while indices := [i for i, job in enumerate(self.jobs) if job.session == session]:
             self.finish(indices[0], fail=True)
-        self.take(self.ledger.result(Detached(session), 0.0))
+        self.take(self.ledger.results(session, [Detached(session)], 0.0))
 
     def last(self) -> Message:
         """Return the last message sent to a client."""
@@ -80,7 +83,7 @@ class FakeLane:
 
     def _done(self, job: StoreJob | RestoreJob | Map, share: float) -> Result:
         if isinstance(job, StoreJob):
-            block = job.space.place(job.promised, max(1, int(job.promised * share)))
+            block = job.place(max(1, int(job.part.bound * share)))
             return StoreDone(
                 session=job.session, entry=job.entry, block=block, mode="raw", seconds=0.001
             )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from stormd.lanes import StoreJob
+from stormd.events import RestoreJob, StoreJob
 from stormd.lanes.cpu import CpuLane
 from stormd.protocol.timeline import PUBLISHED, Timelines
 
@@ -30,15 +30,20 @@ class LateCpuLane(CpuLane):
     _latest = 0.0
     _looks = False
 
-    def store(self, job: StoreJob) -> None:
-        self._late += (job,)
-        self._latest = time.monotonic()
-        self._begin_what_is_there()
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+        stores = tuple(job for job in jobs if isinstance(job, StoreJob))
+        restores = [job for job in jobs if not isinstance(job, StoreJob)]
+        if restores:
+            super().begin(session, restores)
+        if stores:
+            self._late += stores
+            self._latest = time.monotonic()
+            self._begin_what_is_there()
 
     def detach(self, session: int) -> None:
         for job in self._late:
             if job.session == session:
-                super().store(job)  # to be skipped
+                super().begin(job.session, [job])  # to be skipped
         self._late = tuple(job for job in self._late if job.session != session)
         super().detach(session)
 
@@ -46,7 +51,7 @@ class LateCpuLane(CpuLane):
         waiting = []
         for job in self._late:
             if self._is_published(job):
-                super().store(job)
+                super().begin(job.session, [job])
             else:
                 waiting.append(job)
         self._late = tuple(waiting)

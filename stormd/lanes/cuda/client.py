@@ -19,9 +19,10 @@ from storm_kernels.errors import CudaDriverError, KernelsError
 
 from stormd.errors import LaneUnavailable
 from stormd.events import RestoreJob, StoreJob
-from stormd.lanes import Post, blob_bound
+from stormd.lanes import Post
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.scratch import SessionScratch, session_parts
+from stormd.parts import blob_bound
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
 from stormd.shared_memory import SharedMemory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Final
 
@@ -94,17 +95,18 @@ class CudaLane:
             segment_bytes=0,
         )
 
-    def store(self, job: StoreJob) -> None:
-        """Hand a store to its session's pipeline."""
-        self._sessions[job.session].store(job)
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+        """Hand jobs to their session's pipelines."""
+        served = self._sessions[session]
+        for job in jobs:
+            if isinstance(job, StoreJob):
+                served.store(job)
+            else:
+                served.restores.put(job)
 
     def skip(self, session: int, sequence: int) -> None:
         """Pass a rejected store over, once those before it have been read."""
         self._sessions[session].pass_over(sequence)
-
-    def restore(self, job: RestoreJob) -> None:
-        """Hand a restore to its session's pipeline."""
-        self._sessions[job.session].restores.put(job)
 
     def map_segment(self, session: int, request: MapSegment) -> None:
         """Map a client's allocation by its CUDA IPC handle."""

@@ -18,9 +18,9 @@ from storm_kernels.cuda_driver import DeviceBuffer, Event, MappedHost, elapsed_s
 
 from stormd.arena import GRANULE, Block, granules
 from stormd.events import RestoreJob, StoreJob
-from stormd.lanes import blob_bound
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.ring import RingPair, Side
+from stormd.parts import blob_bound
 
 __all__ = [
     "RESULT_WORDS",

@@ -17,7 +17,6 @@ from storm_kernels.ancf.layout import Mode
 from storm_kernels.cuda_driver import write_value
 
 from stormd.events import StoreDone, StoreFailed, StoreJob
-from stormd.lanes import blob_bound
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
 from stormd.lanes.cuda.turns import Turns
@@ -96,7 +95,7 @@ class Stores:
     def fail(self, batch: list[StoreJob], scratch: Scratch, error: Exception) -> None:
         """Answer stores that failed; their sources are free, and later ones may still succeed."""
         for job, block in zip(batch, scratch.placed, strict=False):  # of some, where one failed
-            job.space.unplace(block, job.promised)
+            job.unplace(block)
         for job in batch:
             self._fail(job, error)
 
@@ -110,9 +109,9 @@ class Stores:
         with nvtx_range("encode", job.nbytes, job.entry):
             self._client.device.codec.encode(
                 (self._client.address(job), job.nbytes),
-                job.dtype,
-                (room, blob_bound(job.nbytes)),
-                raw=job.codec == "raw",
+                job.part.dtype,
+                (room, job.part.bound),
+                raw=job.part.codec == "raw",
                 scratch=scratch.work.address,
                 result=scratch.result.device_address + 8 * first,
                 stream=self._client.opened.store_stream.handle,
@@ -150,7 +149,7 @@ class Stores:
         scratch.copy_began.record(device.down.handle)
         for index, (job, (source, result)) in enumerate(zip(batch, sources, strict=True)):
             scratch.words[index * RESULT_WORDS + 2] = result.mode
-            block = job.space.place(job.promised, result.nbytes)
+            block = job.place(result.nbytes)
             scratch.placed.append(block)
             with nvtx_range("copy down", block.nbytes, job.entry):
                 device.copy_down(source, block)
@@ -191,7 +190,7 @@ def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:
         RuntimeError: it failed, or left what is no size of a blob.
     """
     result = EncoderResult(*scratch.words[index * RESULT_WORDS : index * RESULT_WORDS + 3])
-    if result.status or not 0 < result.nbytes <= blob_bound(job.nbytes):
+    if result.status or not 0 < result.nbytes <= job.part.bound:
         raise RuntimeError(
             f"the encoder left status {result.status:#x} and {result.nbytes} bytes for {job.nbytes}"
         )

@@ -8,7 +8,6 @@ import queue
 from collections.abc import Iterator
 
 import pytest
-from storm_kernels.ancf import DType
 from support.waiting import wait_until
 
 from stormd.arena import Block, Space
@@ -25,8 +24,9 @@ from stormd.events import (
     StoreJob,
 )
 from stormd.host_pool import HostPool
-from stormd.lanes import Attachment, blob_bound
+from stormd.lanes import Attachment
 from stormd.lanes.cpu import CpuLane
+from stormd.parts import Part
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
 
 KIB = 1 << 10
@@ -73,22 +73,19 @@ class Bench:
 
     def store(self, session: int, entry: int, data: bytes, codec: str = "raw") -> None:
         self.memories[session][: len(data)] = data
-        assert self.space.promise(blob_bound(len(data)))
-        self.lane.store(
-            StoreJob(
-                session=session,
-                entry=entry,
-                segment=0,
-                offset=0,
-                nbytes=len(data),
-                dtype=DType.UINT8,
-                codec=codec,
-                ready=0,
-                sequence=0,
-                promised=blob_bound(len(data)),
-                space=self.space,
-            )
+        part = Part.of(len(data), "uint8", codec)
+        assert self.space.promise(part.bound)
+        job = StoreJob(
+            session=session,
+            entry=entry,
+            part=part,
+            segment=0,
+            offset=0,
+            ready=0,
+            sequence=0,
+            space=self.space,
         )
+        self.lane.begin(session, [job])
 
     def next(self) -> Result:
         return self.results.get(timeout=10)
@@ -128,18 +125,17 @@ def test_a_part_goes_in_and_comes_back(bench: Bench, codec: str) -> None:
     bench.attach(1)
     data = os.urandom(300 * KIB)
     block = stored(bench, 1, data, codec)
-    bench.lane.restore(
-        RestoreJob(
-            session=1,
-            ticket=9,
-            entry=1,
-            block=block,
-            segment=0,
-            offset=MIB,
-            nbytes=len(data),
-            sequence=0,
-        )
+    job = RestoreJob(
+        session=1,
+        ticket=9,
+        entry=1,
+        block=block,
+        segment=0,
+        offset=MIB,
+        nbytes=len(data),
+        sequence=0,
     )
+    bench.lane.begin(1, [job])
     restored = bench.next()
     assert isinstance(restored, RestoreDone)
     assert restored.ticket == 9
@@ -178,11 +174,10 @@ def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
 def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
     bench.attach(1)
     block = stored(bench, 1, os.urandom(1000), "raw")
-    bench.lane.restore(
-        RestoreJob(
-            session=1, ticket=9, entry=1, block=block, segment=0, offset=0, nbytes=999, sequence=0
-        )
+    job = RestoreJob(
+        session=1, ticket=9, entry=1, block=block, segment=0, offset=0, nbytes=999, sequence=0
     )
+    bench.lane.begin(1, [job])
     failed = bench.next()
     assert isinstance(failed, RestoreFailed)
     assert failed.kind == "CorruptBlob"
@@ -191,21 +186,17 @@ def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
 
 def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
     bench.attach(1)
-    bench.lane.store(
-        StoreJob(
-            session=1,
-            entry=4,
-            segment=0,
-            offset=2 * MIB,
-            nbytes=10,
-            dtype=DType.UINT8,
-            codec="raw",
-            ready=0,
-            sequence=0,
-            promised=266,
-            space=bench.space,
-        )
+    job = StoreJob(
+        session=1,
+        entry=4,
+        part=Part.of(10, "uint8", "raw"),
+        segment=0,
+        offset=2 * MIB,
+        ready=0,
+        sequence=0,
+        space=bench.space,
     )
+    bench.lane.begin(1, [job])
     failed = bench.next()
     assert isinstance(failed, StoreFailed)
     assert failed.entry == 4

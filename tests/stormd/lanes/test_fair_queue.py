@@ -26,9 +26,9 @@ def take_all(queue: FairQueue[Job], count: int) -> list[tuple[int, Job]]:
 def test_sessions_take_turns_and_keep_their_order() -> None:
     queue: FairQueue[str] = FairQueue()
     for job in ("a1", "a2", "a3"):
-        queue.put(1, job, 1)
-    queue.put(2, "b1", 1)
-    queue.put(3, "c1", 1)
+        queue.put(1, [(job, 1)])
+    queue.put(2, [("b1", 1)])
+    queue.put(3, [("c1", 1)])
     assert [job for _, job in take_all(queue, 5)] == ["a1", "b1", "c1", "a2", "a3"]
 
 
@@ -36,8 +36,8 @@ def test_sessions_move_as_many_bytes_whatever_their_jobs_are() -> None:
     queue: FairQueue[int] = FairQueue()
     large, small = 4 << 20, 256 << 10
     for _ in range(100):
-        queue.put(1, large, large)
-        queue.put(2, small, small)
+        queue.put(1, [(large, large)])
+        queue.put(2, [(small, small)])
     moved = {1: 0, 2: 0}
     for session, nbytes in take_all(queue, 60):
         moved[session] += nbytes
@@ -48,15 +48,15 @@ def test_what_a_job_costs_beside_its_bytes_counts() -> None:
     """Else a session with the smallest tensors would have nearly all of the workers' time."""
     queue: FairQueue[str] = FairQueue()
     for _ in range(1000):
-        queue.put(1, "small", 100)
-        queue.put(2, "large", 15 * JOB_BYTES)
+        queue.put(1, [("small", 100)])
+        queue.put(2, [("large", 15 * JOB_BYTES)])
     taken = [job for _, job in take_all(queue, 170)]
     assert taken.count("large") == 10
 
 
 def test_nothing_is_kept_of_a_session_that_has_retired() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.put(1, "a", 1)
+    queue.put(1, [("a", 1)])
     assert queue.take() == (1, "a")
     queue.retire(1)
     queue.done(1)
@@ -66,12 +66,12 @@ def test_nothing_is_kept_of_a_session_that_has_retired() -> None:
 
 def test_a_session_retires_after_its_last_job() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.put(1, "runs", 1)
-    queue.put(1, "waits", 1)
+    queue.put(1, [("runs", 1)])
+    queue.put(1, [("waits", 1)])
     assert queue.take() == (1, "runs")
     assert queue.remove(1) == ["waits"]
     queue.retire(1)
-    queue.put(2, "another", 1)
+    queue.put(2, [("another", 1)])
     assert queue.take() == (2, "another")
     queue.done(1)
     assert queue.take() == (1, None)
@@ -86,7 +86,7 @@ def test_an_idle_session_retires_at_once() -> None:
 
 def test_close_ends_every_worker_after_what_waits() -> None:
     queue: FairQueue[str] = FairQueue()
-    queue.put(1, "last", 1)
+    queue.put(1, [("last", 1)])
     taken: list[object] = []
 
     def work() -> None:
@@ -121,7 +121,7 @@ def test_many_workers_take_each_job_once() -> None:
     for worker in workers:
         worker.start()
     for job in range(500):
-        queue.put(job % 7, job, 1)
+        queue.put(job % 7, [(job, 1)])
     wait_until(lambda: len(taken) == 500)
     for session in range(7):
         queue.retire(session)
@@ -135,7 +135,7 @@ def test_many_workers_take_each_job_once() -> None:
 def test_what_waits_can_be_had_without_waiting() -> None:
     queue: FairQueue[str] = FairQueue()
     assert queue.take_now() is None
-    queue.put(1, "a", 1)
+    queue.put(1, [("a", 1)])
     assert queue.take_now() == (1, "a")
     assert queue.take_now() is None
     queue.retire(1)

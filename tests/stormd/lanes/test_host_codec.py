@@ -14,8 +14,8 @@ from storm_kernels.errors import CorruptBlob
 from stormd.arena import GRANULE, Block, Space
 from stormd.events import StoreJob
 from stormd.host_pool import HostPool
-from stormd.lanes import blob_bound
 from stormd.lanes.host_codec import Buffer, HostCodec
+from stormd.parts import Part, blob_bound
 
 PART = 64 << 10
 POOL = 256 << 10
@@ -28,22 +28,23 @@ class Made:
     codec: HostCodec
     memory: Buffer
 
-    def store(self, data: bytes, codec: str, dtype: DType = DType.BYTES) -> tuple[Block, str]:
+    def store(
+        self, data: bytes, codec: str, dtype: DType = DType.BYTES, spare: Block | None = None
+    ) -> tuple[Block, str]:
         ctypes.memmove(self.memory.address, data, len(data))
-        promised = blob_bound(len(data))
-        assert self.space.promise(promised)
+        part = Part.of(len(data), dtype.name, codec)
+        assert self.space.promise(part.charge - (0 if spare is None else spare.room))
         job = StoreJob(
             session=1,
             entry=1,
+            part=part,
             segment=0,
             offset=0,
-            nbytes=len(data),
-            dtype=dtype,
-            codec=codec,
             ready=0,
             sequence=0,
-            promised=promised,
             space=self.space,
+            spare=spare,
+            is_planned=True,
         )
         return self.codec.store(self.memory.address, job)
 
@@ -124,4 +125,40 @@ def test_a_store_that_fails_leaves_its_promise(
     with pytest.raises(MemoryError):
         made.store(bytes(1000), codec)
     assert (made.space.use().used, made.space.use().promised) == (0, 1280)
+    made.space.assert_invariants()
+
+
+@pytest.mark.parametrize("codec", ["raw", "ancf"])
+def test_a_blob_goes_where_another_lay(made: Made, codec: str) -> None:
+    data = os.urandom(10_000)
+    before, _ = made.store(bytes(reversed(data)), codec)
+    block, _ = made.store(data, codec, spare=before)
+    assert block.extents == before.extents
+    assert made.restore(block, len(data)) == data
+
+
+@pytest.mark.parametrize("codec", ["raw", "ancf"])
+def test_a_blob_that_has_grown_comes_back_from_two_places(made: Made, codec: str) -> None:
+    data = os.urandom(30_000)
+    before, _ = made.store(data[:10_000], codec)
+    made.store(b"between", codec)
+    block, _ = made.store(data, codec, spare=before)
+    assert (block.extents[:1], block.offset) == (before.extents, None)
+    assert made.restore(block, len(data)) == data
+
+
+@pytest.mark.parametrize("codec", ["raw", "ancf"])
+def test_a_store_that_fails_leaves_what_lay_there(
+    made: Made, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def encode_into(self, *_: object, **__: object) -> int:
+            raise MemoryError("no scratch")
+
+    before, _ = made.store(bytes(100), "raw")
+    used = made.space.use().used
+    monkeypatch.setattr(made.codec, "_codec", Broken())
+    with pytest.raises(MemoryError):
+        made.store(bytes(1000), codec, spare=before)
+    assert (made.space.use().used, made.space.use().promised) == (used, 1280 - before.room)
     made.space.assert_invariants()

@@ -20,7 +20,7 @@ from stormd.events import (
     StoreFailed,
 )
 from stormd.health import stuck_workers
-from stormd.lanes import blob_bound
+from stormd.parts import blob_bound
 from stormd.protocol import MapSegment
 
 

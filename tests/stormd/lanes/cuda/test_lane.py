@@ -24,7 +24,7 @@ from stormd.events import (
     StoreDone,
     StoreFailed,
 )
-from stormd.lanes import blob_bound
+from stormd.parts import blob_bound
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import RESULTS, STORED, EncoderResult
 
