@@ -138,31 +138,46 @@ class Holdings:
         self.entries -= 1
         return entry
 
+    def give_up_all(self, record: Session, entry_ids: Iterable[int]) -> None:
+        """Make entries, of those that there are, invisible to their client.
+
+        Those that no lane uses are freed, or left to their plan with what they are charged.
+        """
+        entries = record.entries
+        kept_bytes = kept = raw_bytes = 0
+        for entry_id in entry_ids:
+            entry = entries.get(entry_id)
+            if entry is None:
+                continue
+            entry.released = True
+            if entry.restores or entry.waits or entry.block is None:
+                continue
+            plan = entry.plan
+            if plan is None or not plan.keeps(entry):
+                self._free(record, entry_id, entry)
+                continue
+            del entries[entry_id]
+            kept_bytes += entry.charge
+            raw_bytes += entry.raw_bytes
+            kept += 1
+            if plan not in self.keeping:
+                self.keeping[plan] = record
+        record.kept_bytes += kept_bytes
+        self.entries -= kept
+        self.raw_bytes -= raw_bytes
+
     def give_up(self, record: Session, entry_id: int) -> None:
         """Make an entry invisible to its client, and free it unless a lane uses it."""
-        entry = record.entries[entry_id]
-        entry.released = True
-        if not entry.in_use:
-            self._free(record, entry_id, entry)
+        self.give_up_all(record, (entry_id,))
 
     def free_unused(self, record: Session, entry_id: int) -> None:
         """Free the entry if its owner has given it up and no lane uses it."""
-        entry = record.entries[entry_id]
-        if entry.released and not entry.in_use:
-            self._free(record, entry_id, entry)
+        if record.entries[entry_id].released:
+            self.give_up_all(record, (entry_id,))
 
     def _free(self, record: Session, entry_id: int, entry: Entry) -> None:
-        """Give an entry's block back, or leave it, and what it is charged, with its plan."""
+        """Give an entry's block back, for which it is charged no longer."""
         assert entry.block is not None
-        plan = entry.plan
-        if plan is not None and plan.keeps(entry):
-            del record.entries[entry_id]
-            record.kept_bytes += entry.charge
-            self.entries -= 1
-            self.raw_bytes -= entry.raw_bytes
-            if plan not in self.keeping:
-                self.keeping[plan] = record
-            return
         self.remove(record, entry_id)
         if entry.loan is None:
             entry.space.release(entry.block)
@@ -314,7 +329,7 @@ def share_problem(
     )
 
 
-def restore_problem(  # noqa: PLR0917 - one call a part: by keyword it takes twice as long
+def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords take twice as long
     session: Session, ticket: int, number: int, segment: int, offset: int, nbytes: int
 ) -> tuple[str, str] | None:
     """Return the kind (of Failed) and detail of why entry `number` is not restored, or None."""
@@ -329,8 +344,9 @@ def restore_problem(  # noqa: PLR0917 - one call a part: by keyword it takes twi
         return "UsageError", f"ticket {ticket} is 0 or under way: choose a new one"
     if len(session.tickets) >= MAX_RESTORES:
         return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
-    problem = _range(session, segment, offset, nbytes)
-    return ("UsageError", problem) if problem else None
+    if offset + nbytes <= session.segments.get(segment, -1):
+        return None
+    return "UsageError", _range(session, segment, offset, nbytes)
 
 
 def plan_problem(session: Session, message: RegisterPlan) -> tuple[str, str] | None:
@@ -378,7 +394,10 @@ def part_problem(session: Session, run: Run | None, index: int, segment: int, of
         return f"part {index} of a plan of {len(parts)}: count from 0"
     if run.handed[index]:
         return f"part {index} of the run was handed over already"
-    return _range(session, segment, offset, parts[index].nbytes)
+    nbytes = parts[index].nbytes
+    if offset + nbytes <= session.segments.get(segment, -1):
+        return ""
+    return _range(session, segment, offset, nbytes)
 
 
 def run_room(session: Session, limits: Limits, *, user_bytes: int, free: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from stormd.accounting import (
     share_problem,
     store_problem,
 )
-from stormd.arena import Block, Space
+from stormd.arena import Space
 from stormd.cache.items import Cache, Caller
 from stormd.cache.requests import CacheRequests
 from stormd.counters import Counters
@@ -83,6 +83,7 @@ from stormd.protocol import (
     Stored,
     StoreParts,
     UnmapSegment,
+    unpack,
 )
 from stormd.protocol.limits import MAX_ID
 from stormd.sessions import (
@@ -321,16 +322,12 @@ class Ledger:
         self, session: int, request: int, message: RestoreParts, now: float
     ) -> list[Instruction]:
         """Start several restores, or hold them back, as `restore` does each."""
-        numbers = iter(message.places)
-        asked = zip(*[numbers] * RESTORE_FIELDS, strict=True)
+        asked = unpack(message.places, RESTORE_FIELDS)
         return self._ask(session, request, asked, now, together=True)
 
     def release(self, session: int, message: Release) -> list[Instruction]:
         """Give entries up; those in use are freed when they no longer are."""
-        record = self._sessions[session]
-        for entry_id in message.entries:
-            if entry_id in record.entries:
-                self._holdings.give_up(record, entry_id)
+        self._holdings.give_up_all(self._sessions[session], message.entries)
         return []
 
     def learned(self, session: int, request: int, message: PlanLearned) -> list[Instruction]:
@@ -432,11 +429,11 @@ class Ledger:
         self, session: int, request: int, message: StoreParts, now: float
     ) -> list[Instruction]:
         """Take parts of a run in; those that were not promised are admitted, or not, as a Store."""
-        record, numbers = self._sessions[session], iter(message.places)
+        record = self._sessions[session]
         run = record.runs.get(message.run)
         done: list[Instruction] = []
         jobs: list[StoreJob | RestoreJob] = []
-        for place in zip(*[numbers] * STORE_FIELDS, strict=True):
+        for place in unpack(message.places, STORE_FIELDS):
             index, segment, offset, sequence, _ = place
             problem = part_problem(record, run, index, segment, offset)
             answer: Message | None = None
@@ -492,7 +489,7 @@ class Ledger:
         self, record: Session, results: Iterable[StoreDone], now: float
     ) -> list[Instruction]:
         instructions: list[Instruction] = []
-        entries, flows, news = record.entries, self._counters.stores, self._news(record)
+        entries, counters, news = record.entries, self._counters, self._news(record)
         freed, charged = [], 0
         for result in results:
             number, block = result.entry, result.block
@@ -500,13 +497,20 @@ class Ledger:
             entry.block, room = block, block.room
             charged += room - entry.charge
             entry.charge = room
-            flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
+            flow = counters.stores[entry.codec]
+            flow.add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
             if entry.plan is None:
                 stored = Stored(number, block.nbytes, result.mode)
                 instructions.append(Reply(session=record.info.session, request=0, message=stored))
             else:
-                self._count_placed(entry, block)
-                news.stored(number, block.nbytes, result.mode)
+                spare, entry.spare = entry.spare, None
+                if spare is None:
+                    counters.placed_anew += 1
+                elif room == spare.room:
+                    counters.placed_again += 1
+                else:
+                    counters.placed_larger += 1
+                news.stored[result.mode] += number, block.nbytes
             if entry.released:
                 freed.append(number)
         self._holdings.charge(record, charged)
@@ -517,16 +521,6 @@ class Ledger:
         for number in freed:
             self._holdings.free_unused(record, number)
         return instructions
-
-    def _count_placed(self, entry: Entry, block: Block) -> None:
-        """Count where the blob of a part lies, and forget its spare: the block is what it has."""
-        spare, entry.spare = entry.spare, None
-        if spare is None:
-            self._counters.placed_anew += 1
-        elif block.room == spare.room:
-            self._counters.placed_again += 1
-        else:
-            self._counters.placed_larger += 1
 
     def _store_failed(
         self, record: Session, results: Iterable[StoreFailed], _now: float

@@ -13,13 +13,23 @@ else has no room, or when the plan is forgotten.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from stormd.arena import granules
 from stormd.parts import Part
-from stormd.protocol import Message, RegisterPlan, RestoredParts, StoredParts
+from stormd.protocol import (
+    RESTORED_FIELDS,
+    STORED_FIELDS,
+    Message,
+    RegisterPlan,
+    RestoredParts,
+    StoredParts,
+    pack,
+)
 from stormd.protocol.limits import MAX_BATCH
 
 if TYPE_CHECKING:
@@ -61,13 +71,13 @@ class Spares:
         self.needs[index] -= room
         self.nbytes += room
 
-    def take(self, index: int, charge: int) -> Entry | None:
-        """Return the entry that was kept for a part of that charge, if one was: it is no more."""
+    def take(self, index: int) -> Entry | None:
+        """Return the entry that was kept for a part, if one was: it is no more."""
         entry = self.entries[index]
         if entry is not None:
             self.entries[index] = None
-            self.nbytes -= charge - self.needs[index]
-            self.needs[index] = charge
+            self.nbytes -= entry.charge
+            self.needs[index] += entry.charge
         return entry
 
     def assert_invariants(self, parts: tuple[Part, ...]) -> None:
@@ -163,7 +173,7 @@ class Run:
         if index < self.count:
             self.reserved -= self.spares.needs[index]
             self.waiting -= 1
-        return self.spares.take(index, self.plan.parts[index].charge)
+        return self.spares.take(index)
 
     def promised(self, count: int, nbytes: int) -> None:
         """Note what was promised, before anything is handed over."""
@@ -187,26 +197,18 @@ class News:
 
     tickets: list[int] = field(default_factory=list)
     """Restores whose bytes are there."""
-    _stored: dict[str, tuple[list[int], list[int]]] = field(default_factory=dict)
-    """By the mode: entries, and what each takes."""
-
-    def stored(self, entry: int, nbytes: int, mode: str) -> None:
-        """Say that an entry is in the arena."""
-        known = self._stored.get(mode)
-        if known is None:
-            known = self._stored[mode] = [], []
-        known[0].append(entry)
-        known[1].append(nbytes)
+    stored: defaultdict[str, list[int]] = field(default_factory=partial(defaultdict, list))
+    """Of entries that are in the arena, by the mode: entry and stored bytes of each."""
 
     def messages(self) -> list[Message]:
         """Return what is to be said."""
         made: list[Message] = []
-        for mode, (entries, sizes) in self._stored.items():
-            for begin in range(0, len(entries), MAX_BATCH):
-                end = begin + MAX_BATCH
-                made.append(StoredParts(entries[begin:end], sizes[begin:end], mode))
-        made += [
-            RestoredParts(self.tickets[begin : begin + MAX_BATCH])
-            for begin in range(0, len(self.tickets), MAX_BATCH)
-        ]
-        return made
+        for mode, stored in self.stored.items():
+            made += [StoredParts(places, mode) for places in _packed(stored, STORED_FIELDS)]
+        return made + [RestoredParts(places) for places in _packed(self.tickets, RESTORED_FIELDS)]
+
+
+def _packed(values: list[int], fields: int) -> list[bytes]:
+    """Return numbers of some parts, so many for each, as messages have room for them."""
+    most = MAX_BATCH * fields
+    return [pack(values[begin : begin + most]) for begin in range(0, len(values), most)]

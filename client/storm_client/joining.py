@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from stormd.protocol import Envelope, Message, Restore, RestoreParts, StoreParts
+from stormd.protocol import Envelope, Message, Restore, RestoreParts, StoreParts, pack
 
 __all__ = ["joined"]
 
@@ -43,10 +43,10 @@ def _join(same: Sequence[Envelope]) -> Envelope:
     joint: Message
     match first:
         case Restore():
-            joint = RestoreParts([n for one in messages for n in one.to_wire()])
+            joint = RestoreParts(pack([n for one in messages for n in one.to_wire()]))
         case StoreParts():
-            places = [n for one in messages if isinstance(one, StoreParts) for n in one.places]
-            joint = StoreParts(run=first.run, places=places)
+            places = [one.places for one in messages if isinstance(one, StoreParts)]
+            joint = StoreParts(run=first.run, places=b"".join(places))
         case _:
             raise AssertionError(f"{type(first).__name__} is not joined")
     return Envelope(0, joint)

@@ -29,6 +29,8 @@ from storm_client.saved import Part, RangePhase, StoredRange
 from storm_client.staging import ALIGNMENT, StagingSpace
 from storm_client.stats import StatsRecorder
 from stormd.protocol import (
+    RESTORED_FIELDS,
+    STORED_FIELDS,
     Admitted,
     EndRun,
     Envelope,
@@ -49,6 +51,8 @@ from stormd.protocol import (
     Stored,
     StoredParts,
     StoreParts,
+    pack,
+    unpack,
 )
 
 __all__ = ["Incoming", "Outgoing", "Phase", "Transfer", "Transfers"]
@@ -347,7 +351,7 @@ class Transfers:
             )
         else:
             numbers = [index, route.segment, route.offset, sequence, ready]
-            message = StoreParts(run=place.run.first, places=numbers)
+            message = StoreParts(run=place.run.first, places=pack(numbers))
         self._outbox.append(Envelope(entry, message))
         self._pending[entry] = transfer
         if place is not None and index is not None and index < place.run.count:
@@ -611,10 +615,10 @@ class Transfers:
         """Handle the daemon's answer about a transfer; about anything else, do nothing."""
         match message:
             case StoredParts():
-                for entry, nbytes in zip(message.entries, message.stored_bytes, strict=True):
+                for entry, nbytes in unpack(message.places, STORED_FIELDS):
                     self._answered(entry, Stored(entry, nbytes, message.mode))
             case RestoredParts():
-                for ticket in message.tickets:
+                for (ticket,) in unpack(message.places, RESTORED_FIELDS):
                     self._answered(ticket, message)
             case PlanRegistered():
                 self._plan_registered(message.plan)

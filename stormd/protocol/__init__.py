@@ -58,7 +58,9 @@ from stormd.protocol.messages import (
 )
 from stormd.protocol.plan_messages import (
     RESTORE_FIELDS,
+    RESTORED_FIELDS,
     STORE_FIELDS,
+    STORED_FIELDS,
     EndRun,
     ForgetPlan,
     PlanRegistered,
@@ -69,6 +71,8 @@ from stormd.protocol.plan_messages import (
     RunPlan,
     StoredParts,
     StoreParts,
+    pack,
+    unpack,
 )
 from stormd.protocol.variables import unknown_variables
 
@@ -81,7 +85,9 @@ __all__ = [
     "NO_LANE",
     "PROTOCOL_VERSION",
     "REJECTIONS",
+    "RESTORED_FIELDS",
     "RESTORE_FIELDS",
+    "STORED_FIELDS",
     "STORE_FIELDS",
     "Admitted",
     "Budget",
@@ -136,8 +142,10 @@ __all__ = [
     "hello_version",
     "lifeline_path",
     "message_types",
+    "pack",
     "parse_address",
     "parse_budget",
     "part_count",
     "unknown_variables",
+    "unpack",
 ]

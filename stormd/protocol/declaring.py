@@ -37,6 +37,7 @@ __all__ = [
     "message",
     "message_types",
     "name",
+    "numbers",
     "one_of",
     "seconds",
     "text",
@@ -103,6 +104,19 @@ def one_of(*allowed: str) -> Rule:
 def binary(most: int) -> Rule:
     """Return the rule of at most `most` bytes."""
     return Rule(f"type({{0}}) is bytes and len({{0}}) <= {most}", f"not at most {most} bytes")
+
+
+def numbers(fields: int, most: int, plural: str) -> Rule:
+    """Return the rule of `fields` numbers in 0 .. 2^63-1 for each of 1 to `most` things, packed.
+
+    Each takes eight bytes, the lowest first, so all are checked at once: by the highest bits.
+    """
+    size = 8 * fields
+    test = (
+        f"type({{0}}) is bytes and 0 < len({{0}}) <= {size * most} and "
+        f"not len({{0}}) % {size} and max({{0}}[7::8]) < 128"
+    )
+    return Rule(test, f"not {fields} numbers of 8 bytes for each of 1 to {most} {plural}")
 
 
 def flag() -> Rule:

@@ -96,17 +96,17 @@ def _check_costs(batch: list[Envelope]) -> None:
         )
 
 
-_HARMLESS_BYTES = STORE_FIELDS * MAX_BATCH
-"""A frame of no more bytes has no more parts than it may have: each number takes one."""
+_HARMLESS_BYTES = 8 * STORE_FIELDS * MAX_BATCH
+"""A frame of no more bytes has no more parts than it may have: each number takes eight."""
 
 
 def _check_parts(batch: list[Envelope]) -> None:
     parts = 0
     for _, message in batch:
         if type(message) is StoreParts:
-            parts += len(message.places) // STORE_FIELDS
+            parts += len(message.places) // (8 * STORE_FIELDS)
         elif type(message) is RestoreParts:
-            parts += len(message.places) // RESTORE_FIELDS
+            parts += len(message.places) // (8 * RESTORE_FIELDS)
     if parts > MAX_BATCH:
         raise ProtocolError(
             f"a frame with {parts} parts to store or restore; the limit is {MAX_BATCH}: send the "

@@ -23,7 +23,7 @@ __all__ = [
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one is dropped by the socket itself."""

@@ -176,19 +176,19 @@ def one_by_one(core: Core, first: int, part_bytes: int) -> None:
 
 def by_plan(core: Core, first: int, part_bytes: int) -> None:
     """Do the same in a run of a plan."""
-    from stormd.protocol import EndRun, RestoreParts, RunPlan, StoreParts
+    from stormd.protocol import EndRun, RestoreParts, RunPlan, StoreParts, pack
 
     core.say(RunPlan(plan=1, run=first))
     for begin in range(0, TENSORS, TOGETHER):
         part = range(begin, begin + TOGETHER)
-        core.say(StoreParts(run=first, places=_flat((n, 0, n * part_bytes, 0, 0) for n in part)))
+        places = pack(_flat((n, 0, n * part_bytes, 0, 0) for n in part))
+        core.say(StoreParts(run=first, places=places))
         core.work()
     core.say(EndRun(first))
     for begin in range(0, TENSORS, TOGETHER):
         part = range(begin, begin + TOGETHER)
-        core.say(RestoreParts(_flat(
-            (first + n, first + n, 0, n * part_bytes, part_bytes, 0) for n in part
-        )))  # fmt: skip
+        asked = ((first + n, first + n, 0, n * part_bytes, part_bytes, 0) for n in part)
+        core.say(RestoreParts(pack(_flat(asked))))
         core.work()
         core.say(Release([first + n for n in part]))
 

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from storm_client.joining import joined
 
 from stormd.protocol import (
+    RESTORE_FIELDS,
+    STORE_FIELDS,
     Envelope,
     Ping,
     Release,
@@ -15,6 +17,8 @@ from stormd.protocol import (
     StoreParts,
     decode,
     encode,
+    pack,
+    unpack,
 )
 
 
@@ -24,15 +28,15 @@ def restore(number: int) -> Envelope:
 
 
 def part(run: int, index: int) -> Envelope:
-    return Envelope(run + index, StoreParts(run=run, places=[index, 0, 1, 2, 3]))
+    return Envelope(run + index, StoreParts(run=run, places=pack([index, 0, 1, 2, 3])))
 
 
 def test_neighbours_of_a_kind_are_joined() -> None:
     batch = [part(8, 0), part(8, 1), part(9, 0), restore(1), restore(2), Envelope(0, Ping())]
     assert list(joined(batch)) == [
-        Envelope(0, StoreParts(run=8, places=[0, 0, 1, 2, 3, 1, 0, 1, 2, 3])),
+        Envelope(0, StoreParts(run=8, places=pack([0, 0, 1, 2, 3, 1, 0, 1, 2, 3]))),
         part(9, 0),
-        Envelope(0, RestoreParts([1, 2, 3, 4, 5, 6, 2, 2, 3, 4, 5, 6])),
+        Envelope(0, RestoreParts(pack([1, 2, 3, 4, 5, 6, 2, 2, 3, 4, 5, 6]))),
         Envelope(0, Ping()),
     ]
 
@@ -43,10 +47,9 @@ def flat(batch: list[Envelope]) -> list[tuple[object, ...]]:
     for _, message in batch:
         match message:
             case StoreParts():
-                numbers = [iter(message.places)] * 5
-                said += [(message.run, *one) for one in zip(*numbers, strict=True)]
+                said += [(message.run, *one) for one in unpack(message.places, STORE_FIELDS)]
             case RestoreParts():
-                said += zip(*[iter(message.places)] * 6, strict=True)
+                said += unpack(message.places, RESTORE_FIELDS)
             case Restore():
                 said.append(message.to_wire())
             case _:

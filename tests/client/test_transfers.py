@@ -34,6 +34,7 @@ from storm_client.transfers import (
 from support.records import record_of
 
 from stormd.protocol import (
+    STORE_FIELDS,
     Admitted,
     EndRun,
     Envelope,
@@ -53,6 +54,8 @@ from stormd.protocol import (
     Stored,
     StoredParts,
     StoreParts,
+    pack,
+    unpack,
 )
 
 STAGING = 1024
@@ -338,7 +341,7 @@ def test_what_was_promised_is_let_go_of_when_it_is_sent() -> None:
     assert before.phase is RangePhase.AWAY
     after = send_planned(transfers, run, 0, 2 * PART)
     assert (after.phase, after.source) == (RangePhase.AWAY, None)
-    transfers.reply(0, StoredParts([run.first, run.first + 1], [10, 20], "window"))
+    transfers.reply(0, StoredParts(pack([run.first, 10, run.first + 1, 20]), "window"))
     assert after.stats.snapshot().stored_bytes == 30
 
 
@@ -496,7 +499,8 @@ class TransfersMachine(RuleBasedStateMachine):
                 transfer = self.transfers.store(out, part, route, 0, slot)
                 message = self.transfers._outbox[-1].message
                 assert isinstance(message, StoreParts)
-                assert (message.run, message.places[0]) == (run.first, index)
+                [said] = unpack(message.places, STORE_FIELDS)
+                assert (message.run, said[0]) == (run.first, index)
                 assert transfer.number == run.first + index
                 assert (transfer.phase is Phase.ADMITTED) == (index < run.count)
                 self.planned[transfer.number] = run
@@ -535,7 +539,7 @@ class TransfersMachine(RuleBasedStateMachine):
 
     def _restored(self, transfer: Transfer, is_there: bool) -> None:
         number = transfer.number
-        there = RestoredParts([number]) if number % 2 else Restored(number)
+        there = RestoredParts(pack([number])) if number % 2 else Restored(number)
         failed = Failed(number, 1, "CorruptBlob", "damaged")
         self.transfers.reply(0, there if is_there else failed)
         del self.asked[transfer.number]
@@ -548,7 +552,7 @@ class TransfersMachine(RuleBasedStateMachine):
         if run is not None and number - run.first < run.count:
             assert transfer.phase is not Phase.SENT, "what was promised is admitted"
         if run is not None and how == "next" and transfer.phase is Phase.ADMITTED:
-            self.transfers.reply(0, StoredParts([number], [10], "window"))
+            self.transfers.reply(0, StoredParts(pack([number, 10]), "window"))
             del self.asked[number], self.planned[number]
             return
         if how == "next" and transfer.phase is Phase.SENT:

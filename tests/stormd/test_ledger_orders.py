@@ -111,8 +111,8 @@ class LedgerMachine(RuleBasedStateMachine):
         record, run = self.made.ledger._sessions[session], self.next_entry
         plan = data.draw(st.sampled_from([*record.plans, 999]))
         self.made.run(plan, run, session=session)
-        if run in record.runs:
-            count = record.runs[run].count
+        count = record.runs[run].count if run in record.runs else 0
+        if count:
             self.made.hand(run, *range(count), session=session)
             self.made.end_run(run, session=session)
             handed = range(run, run + count)

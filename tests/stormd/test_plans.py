@@ -23,6 +23,7 @@ from stormd.protocol import (
     RunAdmitted,
     Stored,
     StoredParts,
+    pack,
 )
 from stormd.protocol.limits import FIRST_LEASED, MAX_BATCH, MAX_ID, MAX_PLAN_PARTS
 from stormd.sessions import Limits
@@ -67,12 +68,12 @@ def test_a_run_is_promised_at_once_and_its_parts_need_no_answer(made: LedgerBenc
     assert answers(made) == []
     assert [job.entry for job in made.lane.jobs] == [10, 11]
     made.lane.finish(share=0.5)
-    assert answers(made) == [StoredParts([10], [640], "raw")]
+    assert answers(made) == [StoredParts(pack([10, 640]), "raw")]
     assert (made.used, made.promised) == (768, 2 * BOUND)
     made.end_run(10)
     assert made.promised == BOUND, "what is still encoded keeps its promise"
     made.lane.finish()
-    assert answers(made) == [StoredParts([11], [1280], "raw")]
+    assert answers(made) == [StoredParts(pack([11, 1280]), "raw")]
     assert made.promised == 0
 
 
@@ -119,7 +120,7 @@ def test_results_that_come_together_are_told_together(made: LedgerBench) -> None
         job = made.lane.jobs.pop(index)
         assert made.ledger.results(1, [made.lane._done(job, 1.0)], 0.0) == []
     made.lane.take(made.ledger.told())
-    assert answers(made) == [StoredParts([10, 11], [1280, 1280], "raw")]
+    assert answers(made) == [StoredParts(pack([10, 1280, 11, 1280]), "raw")]
     made.restore_together((5, 11, KIB), (6, 10, KIB))
     assert made.ledger.told() == []
 
@@ -134,7 +135,7 @@ def test_restores_are_answered_together_and_those_in_vain_alone(made: LedgerBenc
     made.lane.finish()
     made.lane.finish(fail=True)
     told = answers(made)
-    assert told[0] == RestoredParts([1])
+    assert told[0] == RestoredParts(pack([1]))
     assert isinstance(told[1], Failed)
 
 
@@ -357,9 +358,9 @@ def test_stores_without_a_plan_are_told_as_before(made: LedgerBench) -> None:
 def test_more_than_a_message_holds_is_told_in_several() -> None:
     news = News(tickets=list(range(MAX_BATCH + 1)))
     for entry in range(MAX_BATCH + 1):
-        news.stored(entry, 1, "raw" if entry else "window")
+        news.stored["raw" if entry else "window"] += entry, 1
     sizes = [len(one.to_wire()[0]) for one in news.messages()]
-    assert sizes == [1, MAX_BATCH, MAX_BATCH, 1]
+    assert sizes == [16, 16 * MAX_BATCH, 8 * MAX_BATCH, 8]
 
 
 # --- what is kept for the next run --------------------------------------------------------------

@@ -42,6 +42,7 @@ from stormd.protocol import (
     StoreParts,
     UnmapSegment,
     encode,
+    pack,
 )
 from stormd.protocol.limits import FIRST_LEASED, MAX_ENTRY_BYTES, MAX_FRAME_BYTES, MAX_ID
 
@@ -242,9 +243,9 @@ class FrameFuzzer:
         ]
         if kind < 9:
             run = choice.choice((self._run,) * 9 + (MAX_ID,))
-            return StoreParts(run=run, places=places)
+            return StoreParts(run=run, places=pack(places))
         messages: tuple[Callable[[], Message], ...] = (
-            lambda: RestoreParts(tickets),
+            lambda: RestoreParts(pack(tickets)),
             lambda: EndRun(self._run),
             lambda: ForgetPlan(plan),
         )

@@ -20,6 +20,7 @@ from stormd.protocol import (
     Store,
     StoreParts,
     UnmapSegment,
+    pack,
 )
 from stormd.sessions import Limits, SessionInfo
 
@@ -91,7 +92,7 @@ class LedgerBench:
         self, run: int, *parts: int, session: int = 1, segment: int = 0, offset: int = 0
     ) -> None:
         places = [n for part in parts for n in (part, segment, offset, 0, 0)]
-        message = StoreParts(run=run, places=places)
+        message = StoreParts(run=run, places=pack(places))
         self.lane.take(self.ledger.store_parts(session, 6, message, 0.0))
 
     def end_run(self, run: int, *, session: int = 1) -> None:
@@ -102,7 +103,7 @@ class LedgerBench:
     ) -> None:
         """Ask for several by ticket, entry and bytes."""
         places = [n for t, entry, nbytes in asked for n in (t, entry, segment, 0, nbytes, 0)]
-        message = RestoreParts(places)
+        message = RestoreParts(pack(places))
         self.lane.take(self.ledger.restore_parts(session, 9, message, 0.0))
 
     def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:

@@ -140,7 +140,7 @@ def test_what_two_runs_store_alike_is_planned_and_the_next_says_places(
         driven.step(device, seed)
     stores = [one for one in said if isinstance(one, Store | StoreParts)]
     assert all(isinstance(one, StoreParts) for one in stores)
-    assert sum(len(one.places) // 5 for one in stores if isinstance(one, StoreParts)) == 2 * VALUES
+    assert sum(len(one.places) // 40 for one in stores if isinstance(one, StoreParts)) == 2 * VALUES
     assert kinds(said, RegisterPlan, RunPlan, EndRun, ForgetPlan) == [RunPlan, EndRun] * 2
 
 
@@ -153,7 +153,7 @@ def test_all_that_a_staging_area_has_room_for_is_asked_for_at_once(
     said.clear()
     driven.backward("cpu", 1, tokens)
     [asked] = [one for one in said if isinstance(one, RestoreParts)]
-    assert len(asked.places) == 6 * VALUES
+    assert len(asked.places) == 48 * VALUES
 
 
 def test_other_sizes_are_stored_without_a_plan_and_then_planned(

@@ -16,7 +16,9 @@ from stormd.protocol import (
     PROTOCOL_VERSION,
     REJECTIONS,
     RESTORE_FIELDS,
+    RESTORED_FIELDS,
     STORE_FIELDS,
+    STORED_FIELDS,
     CacheGet,
     CacheList,
     CachePut,
@@ -26,6 +28,7 @@ from stormd.protocol import (
     ProtocolError,
     RegisterPlan,
     Release,
+    RestoredParts,
     RestoreParts,
     Status,
     StatusRequest,
@@ -35,6 +38,8 @@ from stormd.protocol import (
     encode,
     hello_version,
     message_types,
+    pack,
+    unpack,
 )
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
 
@@ -62,10 +67,11 @@ BY_NAME: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def numbers(fields_: int) -> st.SearchStrategy[list[int]]:
+def numbers(fields_: int) -> st.SearchStrategy[bytes]:
     """Return numbers of some parts, so many for each."""
     part = st.lists(IDS, min_size=fields_, max_size=fields_)
-    return st.lists(part, min_size=1, max_size=3).map(lambda parts: [n for p in parts for n in p])
+    parts = st.lists(part, min_size=1, max_size=3)
+    return parts.map(lambda parts: pack([n for p in parts for n in p]))
 
 
 PLAN_PARTS = st.lists(st.tuples(st.integers(1, 1 << 30), st.integers(0, 1)), min_size=1, max_size=4)
@@ -84,11 +90,8 @@ ABOUT_PARTS: dict[type[Message], st.SearchStrategy[Message]] = {
     ),
     StoreParts: st.builds(StoreParts, run=IDS, places=numbers(STORE_FIELDS)),
     RestoreParts: st.builds(RestoreParts, numbers(RESTORE_FIELDS)),
-    StoredParts: st.builds(
-        lambda parts, mode: StoredParts([a for a, _ in parts], [b for _, b in parts], mode),
-        st.lists(st.tuples(IDS, IDS), max_size=4),
-        TEXTS,
-    ),
+    StoredParts: st.builds(StoredParts, numbers(STORED_FIELDS), TEXTS),
+    RestoredParts: st.builds(RestoredParts, numbers(RESTORED_FIELDS)),
 }
 
 
@@ -235,13 +238,38 @@ def test_parts_in_one_frame_are_as_many_as_messages_at_the_most(count: int) -> N
     """What a part costs the daemon does not depend on how many share a message."""
     half = MAX_BATCH // 2
     batch = [
-        Envelope(0, StoreParts(run=1, places=[0] * STORE_FIELDS * half)),
-        Envelope(0, RestoreParts([0] * RESTORE_FIELDS * half)),
-        *[Envelope(0, StoreParts(run=1, places=[0] * STORE_FIELDS))] * count,
+        Envelope(0, StoreParts(run=1, places=bytes(8 * STORE_FIELDS * half))),
+        Envelope(0, RestoreParts(bytes(8 * RESTORE_FIELDS * half))),
+        *[Envelope(0, StoreParts(run=1, places=bytes(8 * STORE_FIELDS)))] * count,
     ]
     frame = encode(batch)
     if not count:
         assert decode(frame) == batch
         return
     with pytest.raises(ProtocolError, match=f"{MAX_BATCH + 1} parts"):
+        decode(frame)
+
+
+@given(st.lists(st.tuples(IDS, IDS), max_size=20))
+def test_packed_numbers_come_back(pairs: list[tuple[int, int]]) -> None:
+    assert list(unpack(pack([n for pair in pairs for n in pair]), 2)) == pairs
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        b"",
+        bytes(8),
+        bytes(8 * STORE_FIELDS + 1),
+        bytes(8 * STORE_FIELDS * (MAX_BATCH + 1)),
+        pack([0, 0, -1, 0, 0]),
+        pack([0, 0, 0, 0, -(1 << 63)]),
+        [0] * STORE_FIELDS,
+    ],
+)
+def test_packed_numbers_are_of_whole_parts_and_not_negative(places: Any) -> None:
+    with pytest.raises(ProtocolError, match=f"StoreParts.places is .*not {STORE_FIELDS} numbers"):
+        StoreParts(run=1, places=places)
+    frame = msgpack.packb([[StoreParts.OP, 0, 1, places]])
+    with pytest.raises(ProtocolError, match="numbers of 8 bytes"):
         decode(frame)

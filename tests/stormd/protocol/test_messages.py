@@ -24,6 +24,7 @@ from stormd.protocol import (
     StoreParts,
     Welcome,
     message_types,
+    pack,
 )
 from stormd.protocol.declaring import message
 from stormd.protocol.limits import (
@@ -198,12 +199,12 @@ def test_a_size_is_within_bounds(value: Any) -> None:
             RegisterPlan,
             {**PARTS, "sizes": [1] * (MAX_PLAN_PARTS + 1), "kinds": [0] * (MAX_PLAN_PARTS + 1)},
         ),
-        (StoreParts, {"run": 1, "places": []}),
-        (StoreParts, {"run": 1, "places": [1] * 6}),
-        (StoreParts, {"run": 1, "places": [0, 0, 0, 0, -1]}),
-        (RestoreParts, {"places": [1] * 5}),
-        (StoredParts, {"entries": [1], "stored_bytes": [], "mode": "raw"}),
-        (RestoredParts, {"tickets": [MAX_ID + 1]}),
+        (StoreParts, {"run": 1, "places": b""}),
+        (StoreParts, {"run": 1, "places": pack([1] * 6)}),
+        (StoreParts, {"run": 1, "places": pack([0, 0, 0, 0, -1])}),
+        (RestoreParts, {"places": pack([1] * 5)}),
+        (StoredParts, {"places": pack([1]), "mode": "raw"}),
+        (RestoredParts, {"places": pack([-MAX_ID])}),
     ],
 )
 def test_what_is_not_valid_does_not_exist(make: type[Message], changes: dict[str, Any]) -> None:
