@@ -54,8 +54,8 @@ from stormd.sessions import Limits
 
 KIB, MIB = 1 << 10, 1 << 20
 TENSORS = 128
-TOGETHER = 16
-"""Parts in a frame: what 64 KiB each come to when a MiB travels together."""
+TOGETHER = (16, 128)
+"""Parts in a frame: what 64 KiB each come to when a MiB travels together, and all of a step."""
 
 WARM_UPS = 5
 
@@ -151,42 +151,42 @@ class _Frame:
 _ROUTE = b"\0bench"
 
 
-def one_by_one(core: Core, first: int, part_bytes: int) -> None:
+def one_by_one(core: Core, first: int, part_bytes: int, together: int) -> None:
     """Store, restore and release a step's tensors, a message for each."""
-    for begin in range(0, TENSORS, TOGETHER):
+    for begin in range(0, TENSORS, together):
         core.say(*(
             Store(
                 entry=first + n, segment=0, offset=n * part_bytes, nbytes=part_bytes,
                 dtype="bfloat16", codec="ancf", sequence=0,
             )
-            for n in range(begin, begin + TOGETHER)
+            for n in range(begin, begin + together)
         ))  # fmt: skip
         core.work()
-    for begin in range(0, TENSORS, TOGETHER):
+    for begin in range(0, TENSORS, together):
         core.say(*(
             Restore(
                 ticket=first + n, entry=first + n, segment=0, offset=n * part_bytes,
                 nbytes=part_bytes, sequence=0,
             )
-            for n in range(begin, begin + TOGETHER)
+            for n in range(begin, begin + together)
         ))  # fmt: skip
         core.work()
-        core.say(Release(list(range(first + begin, first + begin + TOGETHER))))
+        core.say(Release(list(range(first + begin, first + begin + together))))
 
 
-def by_plan(core: Core, first: int, part_bytes: int) -> None:
+def by_plan(core: Core, first: int, part_bytes: int, together: int) -> None:
     """Do the same in a run of a plan."""
     from stormd.protocol import EndRun, RestoreParts, RunPlan, StoreParts, pack
 
     core.say(RunPlan(plan=1, run=first))
-    for begin in range(0, TENSORS, TOGETHER):
-        part = range(begin, begin + TOGETHER)
+    for begin in range(0, TENSORS, together):
+        part = range(begin, begin + together)
         places = pack(_flat((n, 0, n * part_bytes, 0, 0) for n in part))
         core.say(StoreParts(run=first, places=places))
         core.work()
     core.say(EndRun(first))
-    for begin in range(0, TENSORS, TOGETHER):
-        part = range(begin, begin + TOGETHER)
+    for begin in range(0, TENSORS, together):
+        part = range(begin, begin + together)
         asked = ((first + n, first + n, 0, n * part_bytes, part_bytes, 0) for n in part)
         core.say(RestoreParts(pack(_flat(asked))))
         core.work()
@@ -197,7 +197,7 @@ def _flat(numbers: Any) -> list[int]:
     return [number for part in numbers for number in part]
 
 
-def messages_alone(steps: int, part_bytes: int = 64 * KIB) -> dict[str, float]:
+def messages_alone(steps: int, together: int, part_bytes: int = 64 * KIB) -> dict[str, float]:
     """Return microseconds a tensor, the least of several turns of each way."""
     from stormd.protocol import RegisterPlan
 
@@ -211,7 +211,7 @@ def messages_alone(steps: int, part_bytes: int = 64 * KIB) -> dict[str, float]:
         for name, way in zip(found, (one_by_one, by_plan), strict=True):
             core.seconds = 0.0
             for _ in range(steps):
-                way(core, first, part_bytes)
+                way(core, first, part_bytes, together)
                 first += TENSORS
                 core.frames.clear()
             found[name].append(1e6 * core.seconds / steps / TENSORS)
@@ -280,7 +280,10 @@ def main() -> None:
         "versions": package_versions(("torch", "pyzmq", "uvloop", "msgpack")),
     }
     if PROTOCOL_VERSION >= 5:  # from here on there are plans
-        found["messages_us_a_tensor"] = messages_alone(options.steps * 5)
+        found["messages_us_a_tensor"] = {
+            f"{together} in a frame": messages_alone(options.steps * 5, together)
+            for together in TOGETHER
+        }
         print(json.dumps(found["messages_us_a_tensor"]), flush=True)
     found["daemon"] = []
     for part_bytes in (16 * KIB, 64 * KIB):
