@@ -5,18 +5,20 @@ admitted in one message: what it promised may be let go of as soon as it was sen
 said by their places. What is not in the plan, or has other sizes, goes as any other part does, and
 so does what leaves when its run has ended.
 
-The session's lock protects all of this; `transfers` is who changes it.
+The session's lock protects all of this; what the daemon is told of it goes to the outbox.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from stormd.protocol import EndRun, Envelope, ForgetPlan, RegisterPlan, RunPlan
 from stormd.protocol.limits import MAX_PLAN_PARTS
 
-__all__ = ["KnownPlan", "OpenRun", "Place", "PlannedValue", "Run", "StaticPlan"]
+__all__ = ["Place", "PlannedValue", "Run", "Runs", "StaticPlan"]
 
 
 class PlannedValue(NamedTuple):
@@ -109,12 +111,12 @@ class Place(NamedTuple):
         return index if run.plan.sizes[index] == nbytes else None
 
 
-class OpenRun(weakref.ref[Any]):
+class _OpenRun(weakref.ref[Any]):
     """Tells, when its owner dies, that a run is over, by being appended to a deque."""
 
     __slots__ = ("run",)
 
-    def __new__(cls, owner: object, run: Run, tell: Callable[[Any], None]) -> OpenRun:  # noqa: ARG004 - weakref.ref takes it in __new__ too
+    def __new__(cls, owner: object, run: Run, tell: Callable[[Any], None]) -> _OpenRun:  # noqa: ARG004 - weakref.ref takes it in __new__ too
         return super().__new__(cls, owner, tell)
 
     def __init__(self, owner: object, run: Run, tell: Callable[[Any], None]) -> None:
@@ -123,15 +125,132 @@ class OpenRun(weakref.ref[Any]):
         self.run = run
 
 
-class KnownPlan(weakref.ref[StaticPlan]):
+class _KnownPlan(weakref.ref[StaticPlan]):
     """Tells of a plan's death, by being appended to a deque."""
 
     __slots__ = ("number",)
 
-    def __new__(cls, plan: StaticPlan, tell: Callable[[Any], None]) -> KnownPlan:
+    def __new__(cls, plan: StaticPlan, tell: Callable[[Any], None]) -> _KnownPlan:
         return super().__new__(cls, plan, tell)
 
     def __init__(self, plan: StaticPlan, tell: Callable[[Any], None]) -> None:
         """Watch `plan`, whose number outlives it."""
         super().__init__(plan, tell)  # type: ignore[call-arg]  # typeshed omits it
         self.number = plan.number
+
+
+class Runs:
+    """The static plans of one session, and their runs.
+
+    A call that an interrupt ended may be made again.
+    """
+
+    def __init__(self, numbers: Iterator[int], outbox: list[Envelope], part_bytes: int) -> None:
+        """Number plans and entries by `numbers`; values travel in parts of `part_bytes`."""
+        self._numbers = numbers
+        self._outbox = outbox
+        self._part_bytes = part_bytes
+        self._plans: dict[int, _KnownPlan] = {}
+        """By their numbers: those that the daemon was told of, until it was told to forget them."""
+        self._runs: dict[int, Run] = {}
+        """By their first entries: those that are open, or that the daemon has yet to answer."""
+        self._owned: dict[int, _OpenRun] = {}
+        """By their first entries: those that are open, and for whom."""
+        self._over: deque[_KnownPlan | _OpenRun] = deque()
+        """Plans nobody holds any more, and runs whose owners died."""
+
+    def register(self, values: Sequence[PlannedValue], codec: str) -> StaticPlan:
+        """Tell the daemon what a step stores; the plan may be run once it has answered."""
+        plan = StaticPlan(next(self._numbers), values, codec, self._part_bytes)
+        dtypes = list(dict.fromkeys(plan.kinds))
+        message = RegisterPlan(
+            plan=plan.number,
+            sizes=plan.sizes,
+            kinds=[dtypes.index(kind) for kind in plan.kinds],
+            dtypes=dtypes,
+            codec=codec,
+        )
+        self._plans[plan.number] = _KnownPlan(plan, self._over.append)
+        self._outbox.append(Envelope(plan.number, message))
+        return plan
+
+    def begin(self, plan: StaticPlan, owner: object) -> Run | None:
+        """Begin a run that ends with `owner` at the latest; None where the plan may not be run."""
+        if not plan.is_registered:
+            return None
+        first = next(self._numbers)
+        for _ in plan.sizes[1:]:
+            next(self._numbers)
+        run = Run(first, plan)
+        self._owned[first] = _OpenRun(owner, run, self._over.append)
+        self._runs[first] = run
+        self._outbox.append(Envelope(first, RunPlan(plan=plan.number, run=first)))
+        return run
+
+    def close(self, run: Run) -> None:
+        """Store nothing more in a run; doing so again is fine."""
+        if self._owned.pop(run.first, None) is None:
+            return
+        run.is_open = False
+        self.forget_answered(run.first)
+        self._outbox.append(Envelope(0, EndRun(run.first)))
+
+    def forget_over(self) -> None:
+        """Tell the daemon of the plans and runs that nobody holds any more."""
+        while self._over:
+            one = self._over[0]
+            if isinstance(one, _OpenRun):
+                self.close(one.run)
+            elif self._plans.pop(one.number, None) is not None:
+                self._outbox.append(Envelope(0, ForgetPlan(one.number)))
+            self._over.popleft()
+
+    def end(self) -> None:
+        """Forget all: no answer will come any more."""
+        self._runs.clear()
+        self._owned.clear()
+        self._plans.clear()
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def registered(self, number: int) -> None:
+        """Note that a plan may be run."""
+        known = self._plans.get(number)
+        plan = None if known is None else known()
+        if plan is not None:
+            plan.is_registered = True
+
+    def admitted(self, first: int, count: int) -> list[int]:
+        """Note that room for the first `count` parts of a run is promised.
+
+        Returns the entries of those that were sent already. `forget_answered` comes behind it.
+        """
+        run = self._runs.get(first)
+        if run is None:
+            return []
+        run.is_answered, run.count = True, min(count, len(run.plan.sizes))
+        return [first + index for index in sorted(run.handed) if index < run.count]
+
+    def refused(self, first: int) -> bool:
+        """Send no more in a run that does not exist; False where there is none of that number."""
+        run = self._runs.pop(first, None)
+        if run is None:
+            return False
+        run.is_answered, run.is_open = True, False
+        self._owned.pop(first, None)
+        return True
+
+    def forget_answered(self, first: int) -> None:
+        """Forget a run that is over, and that the daemon has answered."""
+        run = self._runs.get(first)
+        if run is not None and run.is_answered and not run.is_open:
+            del self._runs[first]
+
+    def assert_invariants(self) -> None:
+        """Check the tables against each other."""
+        for first, run in self._runs.items():
+            assert run.first == first
+            assert run.is_open == (first in self._owned)
+            assert run.is_open or not run.is_answered, "a run that is over was not forgotten"
+            assert all(0 <= index < len(run.plan.sizes) for index in run.handed)
+        assert self._owned.keys() <= self._runs.keys()

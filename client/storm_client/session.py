@@ -197,7 +197,7 @@ class Session(Listener):
             return None
         with self.connection.lock, suppress(DaemonLost):
             self.connection.check()
-            plan = self.transfers.register(values, codec)
+            plan = self.transfers.runs.register(values, codec)
             self.connection.flush_soon()
             return plan
         return None
@@ -207,12 +207,12 @@ class Session(Listener):
         with self.connection.lock:
             if self.connection.error is not None:
                 return None
-            return self.transfers.begin_run(plan, owner)
+            return self.transfers.runs.begin(plan, owner)
 
     def end_run(self, run: Run) -> None:
         """Store nothing more in a run: what was promised for it and not used is for others."""
         with self.connection.lock, suppress(StormError):
-            self.transfers.end_run(run)
+            self.transfers.runs.close(run)
             self.connection.flush_soon()
 
     def publish_ready(self) -> int:
@@ -440,8 +440,8 @@ class Session(Listener):
 
         One that is interrupted is done again, which does no harm.
         """
-        if self._inbound is not None and self.transfers.has_over:  # all is built
-            self.transfers.forget_over()
+        if self._inbound is not None:  # all is built
+            self.transfers.runs.forget_over()
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
             self.transfers.forget(reference.key)

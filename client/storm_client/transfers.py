@@ -13,8 +13,7 @@ is given back once at the most.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -24,7 +23,7 @@ from storm_client.dtypes import codec_name
 from storm_client.errors import StormError, named
 from storm_client.lanes import Encoded, Mapped, Reader, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
-from storm_client.runs import KnownPlan, OpenRun, PlannedValue, Run, StaticPlan
+from storm_client.runs import Runs
 from storm_client.saved import Part, RangePhase, StoredRange
 from storm_client.staging import ALIGNMENT, StagingSpace
 from storm_client.stats import StatsRecorder
@@ -32,21 +31,17 @@ from stormd.protocol import (
     RESTORED_FIELDS,
     STORED_FIELDS,
     Admitted,
-    EndRun,
     Envelope,
     Failed,
-    ForgetPlan,
     Message,
     PlanRegistered,
     Refused,
-    RegisterPlan,
     Rejected,
     Release,
     Restore,
     Restored,
     RestoredParts,
     RunAdmitted,
-    RunPlan,
     Store,
     Stored,
     StoredParts,
@@ -262,14 +257,7 @@ class Transfers:
         """By the record's key: the ways back that have begun."""
         self._kept: dict[Transfer, Incoming] = {}
         """Parts that were stored and lie in their slots still, the oldest first."""
-        self._plans: dict[int, KnownPlan] = {}
-        """By their numbers: those that the daemon was told of, until it was told to forget them."""
-        self._runs: dict[int, Run] = {}
-        """By their first entries: those that are open, or that the daemon has yet to answer."""
-        self._owned: dict[int, OpenRun] = {}
-        """By their first entries: those that are open, and for whom."""
-        self._over: deque[KnownPlan | OpenRun] = deque()
-        """Plans nobody holds any more, and runs whose owners died."""
+        self.runs = Runs(numbers, outbox, self.part_bytes)
 
     @property
     def is_storing(self) -> bool:
@@ -379,60 +367,6 @@ class Transfers:
         for begin in range(0, len(entries), IDS_PER_RELEASE):
             message = Release(entries[begin : begin + IDS_PER_RELEASE])
             self._outbox.append(Envelope(0, message))
-
-    # --- static plans -----------------------------------------------------------------------
-
-    def register(self, values: Sequence[PlannedValue], codec: str) -> StaticPlan:
-        """Tell the daemon what a step stores; the plan may be run once it has answered."""
-        plan = StaticPlan(next(self._numbers), values, codec, self.part_bytes)
-        dtypes = list(dict.fromkeys(plan.kinds))
-        message = RegisterPlan(
-            plan=plan.number,
-            sizes=plan.sizes,
-            kinds=[dtypes.index(kind) for kind in plan.kinds],
-            dtypes=dtypes,
-            codec=codec,
-        )
-        self._plans[plan.number] = KnownPlan(plan, self._over.append)
-        self._outbox.append(Envelope(plan.number, message))
-        return plan
-
-    def begin_run(self, plan: StaticPlan, owner: object) -> Run | None:
-        """Begin a run that ends with `owner` at the latest; None where the plan may not be run."""
-        if not plan.is_registered:
-            return None
-        first = next(self._numbers)
-        for _ in plan.sizes[1:]:
-            next(self._numbers)
-        run = Run(first, plan)
-        self._owned[first] = OpenRun(owner, run, self._over.append)
-        self._runs[first] = run
-        self._outbox.append(Envelope(first, RunPlan(plan=plan.number, run=first)))
-        return run
-
-    def end_run(self, run: Run) -> None:
-        """Store nothing more in a run; doing so again is fine."""
-        if self._owned.pop(run.first, None) is None:
-            return
-        run.is_open = False
-        if run.is_answered:
-            self._runs.pop(run.first, None)
-        self._outbox.append(Envelope(0, EndRun(run.first)))
-
-    def forget_over(self) -> None:
-        """Tell the daemon of the plans and runs that nobody holds any more."""
-        while self._over:
-            one = self._over[0]
-            if isinstance(one, OpenRun):
-                self.end_run(one.run)
-            elif self._plans.pop(one.number, None) is not None:
-                self._outbox.append(Envelope(0, ForgetPlan(one.number)))
-            self._over.popleft()
-
-    @property
-    def has_over(self) -> bool:
-        """Whether `forget_over` has something to do."""
-        return bool(self._over)
 
     # --- sources that wait in their own memory ----------------------------------------------
 
@@ -605,9 +539,7 @@ class Transfers:
         self.incoming.clear()
         self._held.clear()
         self._kept.clear()
-        self._runs.clear()
-        self._owned.clear()
-        self._plans.clear()
+        self.runs.end()
 
     # --- answers ----------------------------------------------------------------------------
 
@@ -621,11 +553,11 @@ class Transfers:
                 for (ticket,) in unpack(message.places, RESTORED_FIELDS):
                     self._answered(ticket, message)
             case PlanRegistered():
-                self._plan_registered(message.plan)
+                self.runs.registered(message.plan)
             case RunAdmitted():
                 self._run_admitted(message.run, message.count)
-            case Refused() if request in self._runs:
-                self._run_refused(request)
+            case Refused() if self.runs.refused(request):
+                pass  # what was sent of it is rejected part by part
             case _:
                 self._answered(_number_of(request, message), message)
 
@@ -638,30 +570,13 @@ class Transfers:
         else:
             self._went(transfer, transfer.of, message)
 
-    def _plan_registered(self, number: int) -> None:
-        known = self._plans.get(number)
-        plan = None if known is None else known()
-        if plan is not None:
-            plan.is_registered = True
-
     def _run_admitted(self, first: int, count: int) -> None:
         """Count the first parts of a run as admitted, those sent already and those to come."""
-        run = self._runs.get(first)
-        if run is None:
-            return
-        run.is_answered, run.count = True, min(count, len(run.plan.sizes))
-        for index in sorted(run.handed):
-            transfer = self._pending.get(first + index)
-            if index < run.count and transfer is not None and isinstance(transfer.of, Outgoing):
+        for entry in self.runs.admitted(first, count):
+            transfer = self._pending.get(entry)
+            if transfer is not None and isinstance(transfer.of, Outgoing):
                 self._admitted(transfer, transfer.of)
-        if not run.is_open:
-            del self._runs[first]
-
-    def _run_refused(self, first: int) -> None:
-        """Send no more in a run that does not exist; what was sent is rejected part by part."""
-        run = self._runs.pop(first)
-        run.is_answered, run.is_open = True, False
-        self._owned.pop(first, None)
+        self.runs.forget_answered(first)
 
     def _went(self, transfer: Transfer, out: Outgoing, message: Message) -> None:
         """Handle an answer about a part on its way out."""
@@ -836,12 +751,7 @@ class Transfers:
     def assert_invariants(self) -> None:
         """Check the tables against each other, and every count against what it counts."""
         self._space.assert_invariants()
-        for first, run in self._runs.items():
-            assert run.first == first
-            assert run.is_open == (first in self._owned)
-            assert run.is_open or not run.is_answered, "a run that is over was not forgotten"
-            assert all(0 <= index < len(run.plan.sizes) for index in run.handed)
-        assert self._owned.keys() <= self._runs.keys()
+        self.runs.assert_invariants()
         for number, transfer in self._pending.items():
             assert transfer.number == number
             assert transfer.phase in _PENDING, transfer

@@ -289,7 +289,7 @@ def test_only_a_share_of_the_area_is_fetched_ahead() -> None:
 def planned(transfers: Transfers, *sizes: int) -> StaticPlan:
     """Return a plan that the daemon knows."""
     values = [PlannedValue(n, nbytes, "uint8") for n, nbytes in enumerate(sizes)]
-    plan = transfers.register(values, "raw")
+    plan = transfers.runs.register(values, "raw")
     transfers.reply(plan.number, PlanRegistered(plan.number))
     transfers._outbox.clear()
     return plan
@@ -308,7 +308,7 @@ def send_planned(transfers: Transfers, run: Run, number: int, nbytes: int) -> St
 def test_a_plan_is_told_by_the_parts_of_its_values() -> None:
     transfers = transfers_of()
     values = [PlannedValue(7, 2 * PART + 1, "float32"), PlannedValue(3, 1, "uint8")]
-    plan = transfers.register(values, "ancf")
+    plan = transfers.runs.register(values, "ancf")
     [(number, message)] = transfers._outbox
     assert message == RegisterPlan(
         plan=plan.number,
@@ -318,7 +318,7 @@ def test_a_plan_is_told_by_the_parts_of_its_values() -> None:
         codec="ancf",
     )
     assert number == plan.number
-    assert transfers.begin_run(plan, Owner()) is None, "it may be refused yet"
+    assert transfers.runs.begin(plan, Owner()) is None, "it may be refused yet"
 
 
 def test_a_plan_that_nobody_holds_is_forgotten() -> None:
@@ -326,14 +326,13 @@ def test_a_plan_that_nobody_holds_is_forgotten() -> None:
     plan = planned(transfers, PART)
     number = plan.number
     del plan
-    assert transfers.has_over
-    transfers.forget_over()
+    transfers.runs.forget_over()
     assert [one.message for one in transfers._outbox] == [ForgetPlan(number)]
 
 
 def test_what_was_promised_is_let_go_of_when_it_is_sent() -> None:
     transfers, owner = transfers_of(), Owner()
-    run = transfers.begin_run(planned(transfers, 2 * PART, PART), owner)
+    run = transfers.runs.begin(planned(transfers, 2 * PART, PART), owner)
     assert run is not None
     before = send_planned(transfers, run, 1, PART)
     assert before.phase is RangePhase.LEAVING, "the daemon has not said what it promises"
@@ -347,7 +346,7 @@ def test_what_was_promised_is_let_go_of_when_it_is_sent() -> None:
 
 def test_what_was_not_promised_is_kept_until_it_is_admitted() -> None:
     transfers, owner = transfers_of(), Owner()
-    run = transfers.begin_run(planned(transfers, 2 * PART), owner)
+    run = transfers.runs.begin(planned(transfers, 2 * PART), owner)
     assert run is not None
     transfers.reply(run.first, RunAdmitted(run.first, 1))
     one = send_planned(transfers, run, 0, 2 * PART)
@@ -359,7 +358,7 @@ def test_what_was_not_promised_is_kept_until_it_is_admitted() -> None:
 
 def test_a_value_of_another_size_goes_as_without_a_plan() -> None:
     transfers, owner = transfers_of(), Owner()
-    run = transfers.begin_run(planned(transfers, PART), owner)
+    run = transfers.runs.begin(planned(transfers, PART), owner)
     assert run is not None
     send_planned(transfers, run, 0, PART - 1)
     assert isinstance(transfers._outbox[-1].message, Store)
@@ -371,11 +370,11 @@ def test_a_value_of_another_size_goes_as_without_a_plan() -> None:
 
 def test_a_run_whose_owner_died_is_ended() -> None:
     transfers, owner = transfers_of(), Owner()
-    run = transfers.begin_run(planned(transfers, PART), owner)
+    run = transfers.runs.begin(planned(transfers, PART), owner)
     assert run is not None
     del owner
-    transfers.forget_over()
-    transfers.end_run(run)
+    transfers.runs.forget_over()
+    transfers.runs.close(run)
     assert [one.message for one in transfers._outbox][1:] == [EndRun(run.first)]
     one = send_planned(transfers, run, 0, PART)
     assert isinstance(transfers._outbox[-1].message, Store)
@@ -456,7 +455,7 @@ class TransfersMachine(RuleBasedStateMachine):
     @rule(sizes=st.lists(st.integers(1, 3 * PART), min_size=1, max_size=4))
     def registers_a_plan(self, sizes: list[int]) -> None:
         values = [PlannedValue(n, nbytes, "uint8") for n, nbytes in enumerate(sizes)]
-        self.plans[self.transfers.register(values, "raw")] = values
+        self.plans[self.transfers.runs.register(values, "raw")] = values
 
     @precondition(lambda self: self.plans)
     @rule(data=st.data(), is_taken=st.booleans())
@@ -470,7 +469,7 @@ class TransfersMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def begins_a_run(self, data: st.DataObject) -> None:
         plan, owner = data.draw(st.sampled_from(list(self.plans))), Owner()
-        run = self.transfers.begin_run(plan, owner)
+        run = self.transfers.runs.begin(plan, owner)
         assert (run is not None) == plan.is_registered
         if run is not None:
             self.runs[run] = owner
@@ -507,10 +506,10 @@ class TransfersMachine(RuleBasedStateMachine):
             self.asked[transfer.number] = transfer
         return one
 
-    @precondition(lambda self: self.transfers._runs)
+    @precondition(lambda self: self.transfers.runs._runs)
     @rule(data=st.data(), count=st.integers(0, 12), is_taken=st.booleans())
     def a_run_is_answered(self, data: st.DataObject, count: int, is_taken: bool) -> None:
-        run = self.transfers._runs[data.draw(st.sampled_from(list(self.transfers._runs)))]
+        run = self.transfers.runs._runs[data.draw(st.sampled_from(list(self.transfers.runs._runs)))]
         if not run.is_answered:
             refused = Refused("QuotaExceeded", "too many")
             self.transfers.reply(run.first, RunAdmitted(run.first, count) if is_taken else refused)
@@ -521,10 +520,10 @@ class TransfersMachine(RuleBasedStateMachine):
     def a_run_ends(self, data: st.DataObject, is_dead: bool) -> None:
         run = data.draw(st.sampled_from(list(self.runs)))
         if not is_dead:
-            self.transfers.end_run(run)
+            self.transfers.runs.close(run)
         del self.runs[run]
         gc.collect()
-        self.transfers.forget_over()
+        self.transfers.runs.forget_over()
         assert not run.is_open
 
     @precondition(lambda self: self.asked)
@@ -644,10 +643,10 @@ class TransfersMachine(RuleBasedStateMachine):
         """When all is answered and nothing lives, nothing is left."""
         self.runs.clear()
         gc.collect()
-        self.transfers.forget_over()
-        for first in list(self.transfers._runs):
+        self.transfers.runs.forget_over()
+        for first in list(self.transfers.runs._runs):
             self.transfers.reply(first, RunAdmitted(first, 1))
-        assert not self.transfers._runs
+        assert not self.transfers.runs._runs
         for one in self.living:
             self.transfers.forget(one.key)
             self.transfers.let_go(one.key)

@@ -303,7 +303,7 @@ def test_a_daemon_that_refuses_a_plan_stores_as_without(
     driven.forward("cpu", 1)
     session = client._supply.sessions.of(torch.device("cpu"))
     assert session is not None
-    monkeypatch.setattr(session.transfers, "part_bytes", session_part)
+    monkeypatch.setattr(session.transfers.runs, "_part_bytes", session_part)
     plan = session.register([PlannedValue(0, 1 << 30, "float32")], "raw")
     assert plan is not None
     with session.connection.lock:
