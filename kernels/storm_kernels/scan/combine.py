@@ -80,25 +80,29 @@ def _complex_linear(a1r, a1i, b1r, b1i, a2r, a2i, b2r, b2i):
 
 
 @triton.jit
-def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr, REVERSE: tl.constexpr):
-    """Return the inclusive scan of a tuple of tensors along an axis, backwards if REVERSE."""
+def scan(maps, AXIS: tl.constexpr, OP: tl.constexpr):
+    """Return the inclusive scan of a tuple of tensors along an axis.
+
+    Always forwards: backwards, Triton turns the lanes round before and after. Kernels put what is
+    scanned first at the beginning.
+    """
     if OP == "add":
-        return tl.associative_scan(maps, AXIS, _add, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _add)
     elif OP == "mul":
-        return tl.associative_scan(maps, AXIS, _mul, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _mul)
     elif OP == "max":
-        return tl.associative_scan(maps, AXIS, _max, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _max)
     elif OP == "min":
-        return tl.associative_scan(maps, AXIS, _min, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _min)
     elif OP == "logaddexp":
-        return tl.associative_scan(maps, AXIS, _logaddexp, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _logaddexp)
     elif OP == "compensated":
-        return tl.associative_scan(maps, AXIS, _two_sum, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _two_sum)
     elif OP == "linear":
-        return tl.associative_scan(maps, AXIS, _linear, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _linear)
     else:
         tl.static_assert(OP == "complex_linear")
-        return tl.associative_scan(maps, AXIS, _complex_linear, reverse=REVERSE)
+        return tl.associative_scan(maps, AXIS, _complex_linear)
 
 
 @triton.jit

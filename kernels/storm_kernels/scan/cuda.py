@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..errors import BackendUnavailable
-from .launches import Columns, Rows, columns_for, cut, levels, rows_for
+from .launches import Columns, Rows, columns_for, cut, levels, rows_for, vector_for
 from .layout import Arrangement, Strides, arrange
 
 __all__ = ["fold", "linear", "linear_gradient", "load_kernels", "probe"]
@@ -114,6 +114,7 @@ def fold(
     kernel, strides = kernels.fold_columns, [*x_strides, *y_strides]
     if isinstance(tile, Rows):
         kernel, strides = kernels.fold_rows, [*x_strides[:2], *y_strides[:2]]
+        options["V"] = vector_for(tile, x.itemsize, y.itemsize) if reverse else tile.elements
     made = _Launch(kernel, space, tile, strides, options, y.device)
     made.launch(source, y)
     if source is x:
@@ -190,6 +191,7 @@ def _linear(
     kernel, used = kernels.linear_columns, 3
     if isinstance(tile, Rows):
         kernel, used = kernels.linear_rows, 2
+        options["V"] = 1 if is_complex else vector_for(tile, h.itemsize)  # halves lie two apart
     strides = [
         *(one for _, steps in arrays[:2] for one in steps[:used]),
         *state[1][: used - 1],
@@ -228,7 +230,10 @@ class _Launch:
         else:
             constants["N"] = tile.elements
         constants["STAGES"] = 1 if look_back else _PIPELINE_STAGES
-        self._kernel, self._warps, self._device = kernel, tile.warps, device
+        self._limits = {"num_warps": tile.warps}
+        if isinstance(tile, Columns) and tile.registers:
+            self._limits["maxnreg"] = tile.registers
+        self._kernel, self._device = kernel, device
         self._grid = (chains * (tiles if look_back else 1), 1, 1)
         self._words = 2 + chains * tiles * channels * options["MAPS"] if look_back else 0
         self._numbers = (*sizes, chains, tiles, *strides)
@@ -254,7 +259,7 @@ class _Launch:
             *map(_as_pointer, (*tensors, scratch)),
             *self._numbers,
             **self._constants,
-            num_warps=self._warps,
+            **self._limits,
         )
         if self._device.type == "cuda":
             names = self._kernel.arg_names

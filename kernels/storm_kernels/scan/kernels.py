@@ -3,7 +3,10 @@
 Columns (channels lie side by side, as in batch, length, channels): a tile is R * G rows of N
 channels, held as (G, R, N) so that a thread has R consecutive rows of its channels in registers
 and scans them without talking to others; only G sums a channel are exchanged. Rows (the length is
-contiguous): a tile is N consecutive elements of one sequence.
+contiguous): a tile is N consecutive elements of one sequence, in vectors of V.
+
+Tiles are held in the order in which they are scanned, so every scan of lanes goes forwards: of
+columns that are scanned backwards row numbers fall, rows are turned round by vectors.py.
 
 A tile reads its elements once and writes its results once. Who gives it the state that enters is
 the only difference between the two ways through a sequence: the tile before it in the same program
@@ -22,6 +25,7 @@ import triton.language as tl
 
 from .combine import apply, combine, edge, lift, read, scan, seed
 from .look_back import entering_state, take_ticket
+from .vectors import following, preceding, turned
 
 __all__ = ["fold_columns", "fold_rows", "linear_columns", "linear_rows"]
 
@@ -44,33 +48,50 @@ def _take_work(counter, chains, tiles, LOOK_BACK: tl.constexpr):
 
 @triton.jit
 def _tile_columns(tile, tiles, REVERSE: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
-    """Return the rows, as (G, R, 1), of the tile that is scanned as number `tile`."""
-    place = tile
+    """Return the rows, as (G, R, 1), of the tile that is scanned as number `tile`, in its order."""
+    stretch, within, place = tl.arange(0, G), tl.arange(0, R), tile
     if REVERSE:
-        place = tiles - 1 - tile
-    within = tl.arange(0, G)[:, None, None] * R + tl.arange(0, R)[None, :, None]
-    return place.to(tl.int64) * (R * G) + within
+        stretch, within, place = G - 1 - stretch, R - 1 - within, tiles - 1 - tile
+    return place.to(tl.int64) * (R * G) + (stretch[:, None, None] * R + within[None, :, None])
 
 
 @triton.jit
-def _tile_rows(tile, tiles, REVERSE: tl.constexpr, N: tl.constexpr):
-    """Return the elements, as (N,), of the tile that is scanned as number `tile`."""
-    place = tile
+def _tile_rows(tile, tiles, REVERSE: tl.constexpr, N: tl.constexpr, V: tl.constexpr):
+    """Return where the vectors (N / V) of the tile that is scanned as number `tile` begin."""
+    vector, place = tl.arange(0, N // V), tile
     if REVERSE:
-        place = tiles - 1 - tile
-    return place.to(tl.int64) * N + tl.arange(0, N)
+        vector, place = N // V - 1 - vector, tiles - 1 - tile
+    return place.to(tl.int64) * N + vector * V
 
 
 @triton.jit
-def _spread(state, before, OP: tl.constexpr, REVERSE: tl.constexpr, G: tl.constexpr):
+def _scanned(parts, REVERSE: tl.constexpr, N: tl.constexpr):
+    """Return numbers loaded as vectors as (N), in the order in which they are scanned."""
+    line = ()
+    for i in tl.static_range(len(parts)):
+        part = turned(parts[i]) if REVERSE else parts[i]
+        line = line + (tl.reshape(part, (N,)),)
+    return line
+
+
+@triton.jit
+def _stored(parts, REVERSE: tl.constexpr, N: tl.constexpr, V: tl.constexpr):
+    """Return numbers (N) as vectors again, as they are stored."""
+    vectors = ()
+    for i in tl.static_range(len(parts)):
+        part = tl.reshape(parts[i], (N // V, V))
+        vectors = vectors + (turned(part) if REVERSE else part,)
+    return vectors
+
+
+@triton.jit
+def _spread(state, before, OP: tl.constexpr, G: tl.constexpr):
     """Return the state (G, N) that enters each of a tile's G stretches.
 
     `before` (N) enters the tile; `state` are the maps (G, N) up to and including each stretch.
     """
     group = tl.arange(0, G)[:, None]
-    begin: tl.constexpr = G - 1 if REVERSE else 0
-    index = tl.minimum(group + 1, G - 1) if REVERSE else tl.maximum(group - 1, 0)
-    index = tl.broadcast_to(index, state[0].shape)
+    index = tl.broadcast_to(tl.maximum(group - 1, 0), state[0].shape)
     if len(state) == 1:
         maps = (tl.gather(state[0], index, 0),)
     elif len(state) == 2:
@@ -85,7 +106,7 @@ def _spread(state, before, OP: tl.constexpr, REVERSE: tl.constexpr, G: tl.conste
     if len(before) == 1:
         outer = (tl.broadcast_to(before[0][None, :], state[0].shape),)
         inner = apply(outer, maps, OP)
-        return (tl.where(group == begin, outer[0], inner[0]),)
+        return (tl.where(group == 0, outer[0], inner[0]),)
     else:
         outer = (
             tl.broadcast_to(before[0][None, :], state[0].shape),
@@ -93,19 +114,17 @@ def _spread(state, before, OP: tl.constexpr, REVERSE: tl.constexpr, G: tl.conste
         )
         inner = apply(outer, maps, OP)
         return (
-            tl.where(group == begin, outer[0], inner[0]),
-            tl.where(group == begin, outer[1], inner[1]),
+            tl.where(group == 0, outer[0], inner[0]),
+            tl.where(group == 0, outer[1], inner[1]),
         )
 
 
 @triton.jit
-def _totals(local, OP: tl.constexpr, REVERSE: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
+def _totals(local, OP: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
     """Return the maps (G, N) up to each stretch and the tile's (N), from its scans (G, R, N)."""
-    last: tl.constexpr = 0 if REVERSE else R - 1
-    end: tl.constexpr = 0 if REVERSE else G - 1
-    stretches = edge(local, tl.arange(0, R)[None, :, None] == last, 1)
-    running = scan(stretches, 0, OP, REVERSE)
-    return running, edge(running, tl.arange(0, G)[:, None] == end, 0)
+    stretches = edge(local, tl.arange(0, R)[None, :, None] == R - 1, 1)
+    running = scan(stretches, 0, OP)
+    return running, edge(running, tl.arange(0, G)[:, None] == G - 1, 0)
 
 
 @triton.jit
@@ -172,14 +191,14 @@ def fold_columns(
         row = _tile_columns(tile, tiles, REVERSE, R, G)
         mask = (row < length) & inside[None, None, :]
         elements = _load_fold(x + row * x_length, mask, CAST, ACC, OP, NEUTRAL)
-        local = scan(elements, 1, OP, REVERSE)
-        running, own = _totals(local, OP, REVERSE, R, G)
+        local = scan(elements, 1, OP)
+        running, own = _totals(local, OP, R, G)
         if LOOK_BACK:
             before = entering_state(
                 _words(scratch, chain, tiles, N, MAPS), launch, before, own, tile, like,
                 OP, NEUTRAL, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
-        entering = _spread(running, before, OP, REVERSE, G)
+        entering = _spread(running, before, OP, G)
         result = _behind(entering, local, OP)
         _store_fold(
             y, result.to(y.dtype.element_ty), row, length, mask, y_length, EXCLUSIVE, REVERSE
@@ -210,7 +229,7 @@ def fold_rows(
     OP: tl.constexpr, NEUTRAL: tl.constexpr, CAST: tl.constexpr, ACC: tl.constexpr,
     REVERSE: tl.constexpr, EXCLUSIVE: tl.constexpr, LOOK_BACK: tl.constexpr,
     MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan x to y, both (outer, length)."""
     begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
@@ -219,23 +238,21 @@ def fold_rows(
     y += chain.to(tl.int64) * y_outer
     like = tl.zeros([1], ACC)
     before = seed(like, OP, NEUTRAL)
-    last: tl.constexpr = 0 if REVERSE else N - 1
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
-        row = _tile_rows(tile, tiles, REVERSE, N)
+        row = _tile_rows(tile, tiles, REVERSE, N, V)[:, None] + tl.arange(0, V)[None, :]
         mask = row < length
         elements = _load_fold(x + row * x_length, mask, CAST, ACC, OP, NEUTRAL)
-        local = scan(elements, 0, OP, REVERSE)
-        own = _one(edge(local, tl.arange(0, N) == last, 0))
+        local = scan(_scanned(elements, REVERSE, N), 0, OP)
+        own = _one(edge(local, tl.arange(0, N) == N - 1, 0))
         if LOOK_BACK:
             before = entering_state(
                 _words(scratch, chain, tiles, 1, MAPS), launch, before, own, tile, like,
                 OP, NEUTRAL, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
-        result = read(combine(_scalars(before), local, OP), OP)
-        _store_fold(
-            y, result.to(y.dtype.element_ty), row, length, mask, y_length, EXCLUSIVE, REVERSE
-        )
+        line = read(combine(_scalars(before), local, OP), OP)
+        result = _stored((line,), REVERSE, N, V)[0].to(y.dtype.element_ty)
+        _store_fold(y, result, row, length, mask, y_length, EXCLUSIVE, REVERSE)
         before = apply(before, own, OP)
     if EXCLUSIVE:
         address = y + tl.zeros([1], tl.int64)
@@ -275,44 +292,77 @@ def _scalars(state):
 
 
 @triton.jit
-def _load_linear(
-    a, b, row, length, mask, a_length, b_length,
-    ACC: tl.constexpr, COMPLEX: tl.constexpr, GRADIENT: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Return the maps of a tile's elements, those past the sequence's end changing nothing.
-
-    In the gradient's recurrence an element's factor is that of the element scanned before it,
-    conjugated; the first has none.
-    """
-    known = mask
-    if GRADIENT:
-        one: tl.constexpr = 1 if REVERSE else -1
-        factor_row = row + one
-        known = mask & (factor_row >= 0) & (factor_row < length)
-    else:
-        factor_row = row
-    factor = tl.load(a + factor_row * a_length, mask=known, other=0).to(ACC)
-    factor = tl.where(mask, factor, tl.full([1], 1, ACC))
-    term = tl.load(b + row * b_length, mask=mask, other=0).to(ACC)
+def _load(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr):
+    """Return the numbers at addresses, zero outside of the mask."""
+    real = tl.load(address, mask=mask, other=0).to(ACC)
     if COMPLEX:
-        factor_i = tl.load(a + factor_row * a_length + 1, mask=known, other=0).to(ACC)
-        if GRADIENT:
-            factor_i = -factor_i
-        term_i = tl.load(b + row * b_length + 1, mask=mask, other=0).to(ACC)
-        return (factor, factor_i, term, term_i)
+        return (real, tl.load(address + 1, mask=mask, other=0).to(ACC))
     else:
-        return (factor, term)
+        return (real,)
+
+
+@triton.jit
+def _is_inside(row, length, STEP: tl.constexpr):
+    """Tell whether what lies one place on (STEP 1) or back (-1) from a row is of the sequence."""
+    if STEP == 1:
+        return row + 1 < length
+    else:
+        return row > 0
+
+
+@triton.jit
+def _load_beside(
+    x, begin, length, x_length, STEP: tl.constexpr,
+    ACC: tl.constexpr, COMPLEX: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers one place on (STEP 1) or back (-1) from the vectors that `begin` so.
+
+    A vector is loaded as it is, since a shifted one would take a load for each number.
+    """
+    row = begin[:, None] + tl.arange(0, V)[None, :]
+    own = _load(x + row * x_length, row < length, ACC, COMPLEX)
+    edge = begin + (V - 1 if STEP == 1 else 0)
+    known = _is_inside(edge, length, STEP) & (begin < length)
+    beside = _load(x + (edge + STEP) * x_length, known, ACC, COMPLEX)
+    moved = ()
+    for i in tl.static_range(len(own)):
+        if STEP == 1:
+            moved = moved + (following(own[i], beside[i]),)
+        else:
+            moved = moved + (preceding(own[i], beside[i]),)
+    return moved
+
+
+@triton.jit
+def _factor(parts, mask, GRADIENT: tl.constexpr):
+    """Return the factors of a tile's maps, those past the sequence's end changing nothing.
+
+    For gradients conjugates; and zeros past the end will do, as no state enters there.
+    """
+    if GRADIENT:
+        if len(parts) == 2:
+            return (parts[0], -parts[1])
+        else:
+            return parts
+    else:
+        real = tl.where(mask, parts[0], tl.full([1], 1, parts[0].dtype))
+        return (real, parts[1]) if len(parts) == 2 else (real,)
+
+
+@triton.jit
+def _from_state(entered, first, known):
+    """Return the states that entered elements, `first` where none of them is known."""
+    filled = ()
+    for i in tl.static_range(len(entered)):
+        filled = filled + (tl.where(known, entered[i], first[i]),)
+    return filled
 
 
 @triton.jit
 def _load_state(address, mask, ACC: tl.constexpr, COMPLEX: tl.constexpr, GIVEN: tl.constexpr):
     """Return the state at an address, zero where none is GIVEN."""
     if GIVEN:
-        state = tl.load(address, mask=mask, other=0).to(ACC)
-        if COMPLEX:
-            return (state, tl.load(address + 1, mask=mask, other=0).to(ACC))
-        else:
-            return (state,)
+        return _load(address, mask, ACC, COMPLEX)
     else:
         none = tl.zeros(mask.shape, ACC)
         if COMPLEX:
@@ -326,27 +376,6 @@ def _store_linear(address, state, mask, COMPLEX: tl.constexpr):
     tl.store(address, state[0].to(address.dtype.element_ty), mask=mask)
     if COMPLEX:
         tl.store(address + 1, state[1].to(address.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_entered(
-    h, h0, row, length, mask, h_length,
-    ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """Return the states that entered a tile's elements, `h0` being the first of all."""
-    one: tl.constexpr = -1 if REVERSE else 1
-    entered = row + one
-    known = mask & (entered >= 0) & (entered < length)
-    state = tl.load(h + entered * h_length, mask=known, other=0).to(ACC)
-    if INITIAL:
-        state = tl.where(known, state, h0[0])
-    if COMPLEX:
-        state_i = tl.load(h + entered * h_length + 1, mask=known, other=0).to(ACC)
-        if INITIAL:
-            state_i = tl.where(known, state_i, h0[1])
-        return (state, state_i)
-    else:
-        return (state,)
 
 
 @triton.jit
@@ -392,31 +421,35 @@ def linear_columns(
         before = seed(like, OP, 0)
     else:
         before = first
-    nearest: tl.constexpr = R - 1 if REVERSE else 0
+    one: tl.constexpr = 1 if REVERSE else -1  # to what is scanned before
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
         row = _tile_columns(tile, tiles, REVERSE, R, G)
         mask = (row < length) & inside[None, None, :]
-        maps = _load_linear(
-            a, b, row, length, mask, a_length, b_length, ACC, COMPLEX, GRADIENT, REVERSE
-        )
+        if GRADIENT:
+            known = mask & _is_inside(row, length, one)
+            factor = _load(a + (row + one) * a_length, known, ACC, COMPLEX)
+        else:
+            factor = _load(a + row * a_length, mask, ACC, COMPLEX)
+        maps = _factor(factor, mask, GRADIENT) + _load(b + row * b_length, mask, ACC, COMPLEX)
         if GRADIENT:  # asked for before the wait
-            if COMPLEX:
-                h0 = (first[0][None, None, :], first[1][None, None, :])
-            else:
-                h0 = (first[0][None, None, :],)
-            entered = _load_entered(
-                h, h0, row, length, mask, h_length, ACC, COMPLEX, INITIAL, REVERSE
-            )
-        running, own = _totals(scan(maps, 1, OP, REVERSE), OP, REVERSE, R, G)
+            known = mask & _is_inside(row, length, -one)
+            entered = _load(h + (row - one) * h_length, known, ACC, COMPLEX)
+            if INITIAL:
+                if COMPLEX:
+                    h0 = (first[0][None, None, :], first[1][None, None, :])
+                else:
+                    h0 = (first[0][None, None, :],)
+                entered = _from_state(entered, h0, known)
+        running, own = _totals(scan(maps, 1, OP), OP, R, G)
         if LOOK_BACK:
             before = entering_state(
                 _words(scratch, chain, tiles, N, MAPS), launch, before, own, tile, like,
                 OP, 0, N, MAPS, FAN, LEVELS,
             )  # fmt: skip
-        entering = _spread(running, before, OP, REVERSE, G)
+        entering = _spread(running, before, OP, G)
         # the recurrence itself again, from the state that enters each thread's rows
-        begins = tl.arange(0, R)[None, :, None] == nearest
+        begins = tl.arange(0, R)[None, :, None] == 0
         if COMPLEX:
             inner_state = apply((entering[0][:, None, :], entering[1][:, None, :]), maps, OP)
             fed = (
@@ -425,12 +458,12 @@ def linear_columns(
                 tl.where(begins, inner_state[0], maps[2]),
                 tl.where(begins, inner_state[1], maps[3]),
             )
-            scanned = scan(fed, 1, OP, REVERSE)
+            scanned = scan(fed, 1, OP)
             state = (scanned[2], scanned[3])
         else:
             inner_state = apply((entering[0][:, None, :],), maps, OP)
             fed = (maps[0], tl.where(begins, inner_state[0], maps[1]))
-            state = (scan(fed, 1, OP, REVERSE)[1],)
+            state = (scan(fed, 1, OP)[1],)
         if GRADIENT:
             _store_linear(db + row * db_length, state, mask, COMPLEX)
             _store_factor_gradient(da + row * da_length, state, entered, mask, COMPLEX)
@@ -447,7 +480,7 @@ def linear_rows(
     OP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr, INITIAL: tl.constexpr,
     GRADIENT: tl.constexpr, REVERSE: tl.constexpr, LOOK_BACK: tl.constexpr,
     MAPS: tl.constexpr, FAN: tl.constexpr, LEVELS: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr,
+    N: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same along (outer, length)."""
     begin, chain, launch = _take_work(scratch, chains, tiles, LOOK_BACK)
@@ -465,26 +498,31 @@ def linear_rows(
         before = seed(like, OP, 0)
     else:
         before = first
-    last: tl.constexpr = 0 if REVERSE else N - 1
+    one: tl.constexpr = 1 if REVERSE else -1  # to what is scanned before
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
-        row = _tile_rows(tile, tiles, REVERSE, N)
+        vector = _tile_rows(tile, tiles, REVERSE, N, V)
+        row = vector[:, None] + tl.arange(0, V)[None, :]
         mask = row < length
-        maps = _load_linear(
-            a, b, row, length, mask, a_length, b_length, ACC, COMPLEX, GRADIENT, REVERSE
-        )
+        if GRADIENT:
+            factor = _load_beside(a, vector, length, a_length, one, ACC, COMPLEX, V)
+        else:
+            factor = _load(a + row * a_length, mask, ACC, COMPLEX)
+        maps = _factor(factor, mask, GRADIENT) + _load(b + row * b_length, mask, ACC, COMPLEX)
+        maps = _scanned(maps, REVERSE, N)
         if GRADIENT:  # asked for before the wait
-            entered = _load_entered(
-                h, first, row, length, mask, h_length, ACC, COMPLEX, INITIAL, REVERSE
-            )
-        local = scan(maps, 0, OP, REVERSE)
-        own = _one(edge(local, tl.arange(0, N) == last, 0))
+            entered = _load_beside(h, vector, length, h_length, -one, ACC, COMPLEX, V)
+            if INITIAL:
+                known = _is_inside(row, length, -one)
+                entered = _from_state(entered, first, known)
+        local = scan(maps, 0, OP)
+        own = _one(edge(local, tl.arange(0, N) == N - 1, 0))
         if LOOK_BACK:
             before = entering_state(
                 _words(scratch, chain, tiles, 1, MAPS), launch, before, own, tile, like,
                 OP, 0, 1, MAPS, FAN, LEVELS,
             )  # fmt: skip
-        state = apply(_scalars(before), local, OP)
+        state = _stored(apply(_scalars(before), local, OP), REVERSE, N, V)
         if GRADIENT:
             _store_linear(db + row * db_length, state, mask, COMPLEX)
             _store_factor_gradient(da + row * da_length, state, entered, mask, COMPLEX)

@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["Columns", "Rows", "columns_for", "cut", "is_fan", "levels", "rows_for"]
+__all__ = ["Columns", "Rows", "columns_for", "cut", "is_fan", "levels", "rows_for", "vector_for"]
 
 _WARP: Final = 32
 _VECTOR_BYTES: Final = 16
 """What a thread loads at once."""
 
+_LEAST_BYTES: Final = 4
+"""Smaller loads cannot be asked for ahead."""
+
 _ENOUGH_PROGRAMS: Final = 128
 """So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
+
+_THREE_BLOCKS: Final = 168
+"""Registers a thread, of which a GPU's processor has enough for three blocks of four warps."""
 
 _LONG_FOR_A_GRADIENT: Final = 1 << 14
 """From there on it is better off with fewer, longer tiles of half the channels."""
@@ -29,7 +35,8 @@ class Columns:
     """A tile of `stretches` times `rows` rows of `channels` channels.
 
     With `look_back` each program scans one tile, and `fan` tiles are a group of those that are
-    combined at once; otherwise a program scans all tiles of a sequence, in turn.
+    combined at once; otherwise a program scans all tiles of a sequence, in turn. A thread has at
+    most so many `registers`; with 0, as many as the compiler likes.
     """
 
     rows: int
@@ -38,6 +45,7 @@ class Columns:
     warps: int
     look_back: bool
     fan: int = 16
+    registers: int = 0
 
     def __post_init__(self) -> None:
         assert not self.look_back or is_fan(self.fan, self.channels, self.warps)
@@ -119,7 +127,8 @@ def columns_for(
     least = max(2, _WARP * warps // channels)
     fan = max(4, (4 if words == 1 else 1) * _WARP * warps // channels)
     fan = max(least, min(fan, _power_of_two(cut(length, rows * stretches))))
-    return Columns(rows, stretches, channels, warps, look_back=True, fan=fan)
+    registers = _THREE_BLOCKS if gradient and words == 2 and itemsize == 4 else 0
+    return Columns(rows, stretches, channels, warps, look_back=True, fan=fan, registers=registers)
 
 
 @lru_cache(maxsize=1024)
@@ -136,6 +145,12 @@ def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> 
         elements, warps = 4096, 4
     elements = max(_WARP, min(elements // words, _power_of_two(length)))
     return Rows(elements, warps, look_back=look_back, fan=_WARP * warps)
+
+
+def vector_for(tile: Rows, *itemsizes: int) -> int:
+    """Return how many neighbours a thread loads and stores at once, of numbers of these sizes."""
+    vector = max(_VECTOR_BYTES // max(itemsizes), _LEAST_BYTES // min(itemsizes))
+    return min(tile.elements, vector)
 
 
 def _stretches(channels: int, vector: int, warps: int) -> int:

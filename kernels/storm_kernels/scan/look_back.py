@@ -180,7 +180,7 @@ def _take(
             value = lower.to(tl.uint32)
         value = value.to(none[i].dtype, bitcast=True)
         maps = maps + (tl.where(known, value, none[i]),)
-    return edge(scan(maps, 0, OP, False), place == FAN - 1, 0)
+    return edge(scan(maps, 0, OP), place == FAN - 1, 0)
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def compiled(found):
 
     counts = found.kernel.do_not_specialize
     constants = dict(found.constants)
-    warps = constants.pop("num_warps")
+    limits = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
     signature, attributes, fixed = {}, {}, {}
     names = found.kernel.arg_names
     for place, name in enumerate(names):
@@ -112,7 +112,7 @@ def compiled(found):
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=found.kernel, signature=signature, constexprs=fixed, attrs=attributes)
     target = GPUTarget("cuda", CAPABILITY, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    return triton.compile(source, target=target, options=limits)
 
 
 @pytest.mark.parametrize(("scan", "shape", "dtype"), CASES)
