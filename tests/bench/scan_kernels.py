@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -88,8 +88,22 @@ LINEAR = (
     back(16, 32, 16, 4, 8),
     back(8, 8, 64, 4, 4),
 )
+GRADIENT = (
+    *LINEAR,
+    *(replace(back(8, 16, 32, 4, fan), registers=168) for fan in (4, 8)),
+    *(replace(back(8, 32, 16, 4, fan), registers=168) for fan in (8, 16)),
+)
 ONE_ROW = (row(4096, 1, 32), row(4096, 1, 64), row(4096, 2, 128), row(8192, 2, 64))
-ROWS = (row(512, 1), row(1024, 1), row(1024, 2), row(2048, 2), row(2048, 4), row(4096, 8))
+ROWS = (
+    row(128, 1),
+    row(256, 2),
+    row(512, 1),
+    row(1024, 1),
+    row(1024, 2),
+    row(2048, 2),
+    row(2048, 4),
+    row(4096, 8),
+)
 CASES = (
     Case("gradient", (8 * 1536, 65536), ROWS),
     Case("linear", (8 * 1536, 65536), (row(1024, 4),)),
@@ -98,8 +112,8 @@ CASES = (
     Case("fold", (4, 8192, 512), LONG[:3]),
     Case("linear", (4, 8192, 512), LINEAR),
     Case("linear", (1, 65536, 512), LINEAR),
-    Case("gradient", (4, 8192, 512), LINEAR),
-    Case("gradient", (1, 65536, 512), LINEAR),
+    Case("gradient", (4, 8192, 512), GRADIENT),
+    Case("gradient", (1, 65536, 512), GRADIENT),
     Case("linear", (8, 4096, 2048), (back(16, 16, 32, 4, 4),)),
     Case("gradient", (8, 4096, 2048), (walk(8, 16, 32, 4), walk(8, 8, 64, 4))),
     Case("gradient", (1, 1 << 24), (row(512, 1, 32), row(2048, 1, 32), row(2048, 2, 64))),

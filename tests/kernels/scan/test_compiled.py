@@ -71,18 +71,18 @@ class Launched:
         self.arguments, self.constants = arguments, constants
 
 
-def launched(scan, shape, dtype, monkeypatch):
+def launched(scan, shape, dtype, monkeypatch, *, reverse=False):
     """Return what a scan of `shape` would launch."""
     found = Launched(cuda.load_kernels())
     monkeypatch.setattr(cuda, "load_kernels", lambda: found)
     x = torch.empty(shape, dtype=dtype, device="meta")
     monkeypatch.setattr(cuda, "_known", {})
     if scan == "linear":
-        cuda.linear(x, x, None, x, 1, reverse=False)
+        cuda.linear(x, x, None, x, 1, reverse=reverse)
     elif scan == "gradient":
-        cuda.linear_gradient(x, x, x, None, x, x, 1, reverse=False)
+        cuda.linear_gradient(x, x, x, None, x, x, 1, reverse=reverse)
     else:
-        cuda.fold(x, x, 1, op="add", reverse=False, exclusive=False,
+        cuda.fold(x, x, 1, op="add", reverse=reverse, exclusive=False,
                   compensated=scan == "compensated")  # fmt: skip
     return found
 
@@ -129,6 +129,19 @@ def test_chosen_tiles(scan, shape, dtype, monkeypatch, tmp_path):
     # for each level and word: a first look, and another while it waits
     looks = found.constants["LEVELS"] * found.constants["MAPS"] * 2
     assert len(re.findall(r"tt\.load.*isVolatile = true", made.asm["ttgir"])) == looks
+
+
+@pytest.mark.parametrize(
+    ("scan", "shape"),
+    [("fold", LONG), ("linear", LONG), ("gradient", (4, 8192, 512)), ("gradient", MANY)],
+)
+def test_backwards_lanes_exchange_no_more_than_forwards(scan, shape, monkeypatch):
+    counts = []
+    for reverse in (False, True):
+        with monkeypatch.context() as patch:
+            made = compiled(launched(scan, shape, torch.float32, patch, reverse=reverse))
+        counts.append(made.asm["ptx"].count("shfl.sync"))
+    assert counts[0] == counts[1] > 0
 
 
 def test_the_cases_have_both_ways_through_a_sequence():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from storm_kernels import BackendUnavailable, UsageError, backends, scan
 from storm_kernels.backends import resolve
-from storm_kernels.scan import cuda
+from storm_kernels.scan import cuda, operators
 from storm_kernels.scan.launches import Columns, Rows
 from support.guarded_tensors import Guarded
 from support.recurrences import recurrence, running
@@ -102,6 +103,27 @@ class TestKnownLaunches:
         for length in range(1, 9):
             sums(torch.ones(1, length))
             assert 1 <= len(cuda._known) <= 3
+
+
+CALLS = {
+    "cumsum": scan.cumsum,
+    "cumsum, all options": lambda x: scan.cumsum(x, 1, True, True, compensated=True),
+    **{op: partial(scan.associative_scan, op) for op in scan.OPERATIONS},
+    "linear_scan": lambda x: scan.linear_scan(x, x)[0],
+    "linear_scan, backwards": lambda x: scan.linear_scan(x, x, x[:, 0], reverse=True)[0],
+}
+
+
+@pytest.mark.parametrize("shape", [(2, 50, 3), (1, 40000, 8), (1, 50000), (3, 200)])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_call_is_one_launch_and_its_gradient_another(call, shape, noted, monkeypatch):
+    found = lambda function, *_: ("noted", getattr(cuda, function))  # noqa: E731
+    monkeypatch.setattr(operators, "_found", found)
+    x = torch.rand(shape, requires_grad=True)
+    results = call(x)
+    assert len(noted.launches) == 1
+    torch.autograd.grad(results, x, torch.ones_like(results))
+    assert len(noted.launches) == 2
 
 
 class TestOnAGpu:

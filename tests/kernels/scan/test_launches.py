@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_kernels.scan.launches import Columns, Rows, columns_for, cut, levels, rows_for
+from storm_kernels.scan.launches import (
+    Columns,
+    Rows,
+    columns_for,
+    cut,
+    levels,
+    rows_for,
+    vector_for,
+)
 
 SIZES = st.integers(1, 1 << 22)
 MOST_ELEMENTS = 1 << 16
@@ -34,6 +42,16 @@ def test_rows(outer, length, words, gradient):
     assert _is_power_of_two(tile.elements)
     assert _is_power_of_two(tile.fan)
     assert tile.elements <= MOST_ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"), [((4,), 4), ((2,), 8), ((8,), 2), ((1, 8), 4), ((2, 4), 4), ((4, 8), 2)]
+)
+def test_a_thread_loads_as_many_neighbours_as_16_bytes_hold_but_no_less_than_four_bytes(
+    sizes, count
+):
+    assert vector_for(Rows(1024, 1, look_back=False), *sizes) == count
+    assert vector_for(Rows(1, 1, look_back=False), *sizes) == 1
 
 
 def test_few_long_sequences_look_back_and_many_do_not():
