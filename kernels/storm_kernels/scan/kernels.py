@@ -16,7 +16,8 @@ beginning also when it is scanned backwards; what is past its end changes no sta
 Offsets are 64-bit. Argument names: `x_outer`, `x_length`, `x_inner` are strides in elements.
 """
 
-# ruff: noqa: RET505 - Triton compiles what follows a branch although the branch has returned
+# ruff: noqa: RET505, RUF005 - Triton compiles what follows a branch although the branch has
+# returned, and takes no starred tuples
 
 from __future__ import annotations
 
@@ -311,6 +312,18 @@ def _is_inside(row, length, STEP: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(
+    x, row, length, x_length, mask, STEP: tl.constexpr, ACC: tl.constexpr, COMPLEX: tl.constexpr
+):
+    """Return the numbers STEP rows on from `row`, zero outside of the mask and the sequence."""
+    if STEP == 0:
+        return _load(x + row * x_length, mask, ACC, COMPLEX)
+    else:
+        known = mask & _is_inside(row, length, STEP)
+        return _load(x + (row + STEP) * x_length, known, ACC, COMPLEX)
+
+
+@triton.jit
 def _load_beside(
     x, begin, length, x_length, STEP: tl.constexpr,
     ACC: tl.constexpr, COMPLEX: tl.constexpr, V: tl.constexpr,
@@ -421,26 +434,18 @@ def linear_columns(
         before = seed(like, OP, 0)
     else:
         before = first
-    one: tl.constexpr = 1 if REVERSE else -1  # to what is scanned before
+    # to where an element's factor lies
+    one: tl.constexpr = 0 if not GRADIENT else 1 if REVERSE else -1
     for turn in tl.range(0, count, num_stages=STAGES):
         tile = begin + turn
         row = _tile_columns(tile, tiles, REVERSE, R, G)
         mask = (row < length) & inside[None, None, :]
-        if GRADIENT:
-            known = mask & _is_inside(row, length, one)
-            factor = _load(a + (row + one) * a_length, known, ACC, COMPLEX)
-        else:
-            factor = _load(a + row * a_length, mask, ACC, COMPLEX)
+        factor = _load_columns(a, row, length, a_length, mask, one, ACC, COMPLEX)
         maps = _factor(factor, mask, GRADIENT) + _load(b + row * b_length, mask, ACC, COMPLEX)
         if GRADIENT:  # asked for before the wait
-            known = mask & _is_inside(row, length, -one)
-            entered = _load(h + (row - one) * h_length, known, ACC, COMPLEX)
+            entered = _load_columns(h, row, length, h_length, mask, -one, ACC, COMPLEX)
             if INITIAL:
-                if COMPLEX:
-                    h0 = (first[0][None, None, :], first[1][None, None, :])
-                else:
-                    h0 = (first[0][None, None, :],)
-                entered = _from_state(entered, h0, known)
+                entered = _from_state(entered, first, _is_inside(row, length, -one))
         running, own = _totals(scan(maps, 1, OP), OP, R, G)
         if LOOK_BACK:
             before = entering_state(
