@@ -6,9 +6,7 @@ its first use on. The **peak** is the most bytes that lie there so at any moment
 
 What leaves costs the link time, which is free while the graphs compute: a transfer out begins when
 its value is made and those before it are gone, and by the end of the forward graph all should be. A
-fetch begins as early as its transfer needs, but not before there is room. In a chain of graphs the
-link goes on beside the next one, and what a backward graph needs at once is fetched at the end of
-the one before it, which is taken to be its like: so each leaves the link free at its own end.
+fetch begins as early as its transfer needs, but not before there is room.
 
 Everything here is pure: no graph, device or clock.
 """
@@ -92,10 +90,6 @@ class Draft:
     """Where each value has to be there: earlier than its own use where others are made from it."""
     fetches: tuple[int, ...]
     """The position before which the fetch of each value begins."""
-    early: tuple[int, ...]
-    """Whose fetches begin with the graph or before it, in the order of use."""
-    ahead: int | None
-    """The position before which those of the backward graph that runs next should begin."""
     link_seconds: float
     """Of the link, one way."""
     replay_seconds: float
@@ -112,8 +106,6 @@ class Problem:
     costs: Costs
     forward_seconds: float | None
     latency: float
-    is_chained: bool = False
-    """Whether other graphs run between the forward graph and the backward graph."""
 
     @cached_property
     def transfers(self) -> npt.NDArray[np.float64]:
@@ -122,8 +114,7 @@ class Problem:
 
     @cached_property
     def _made(self) -> npt.NDArray[np.float64]:
-        """When the link can begin with each value: in a chain it has the like of them to do."""
-        return np.array([0.0 if self.is_chained else value.made for value in self.values])
+        return np.array([value.made for value in self.values])
 
     @cached_property
     def ships(self) -> npt.NDArray[np.float64]:
@@ -190,7 +181,7 @@ class Problem:
 
     def could_leave_in_time(self, number: int) -> bool:
         """Tell whether a value could be gone by the end of the forward graph."""
-        end = float(self._made[number] + self.transfers[number])
+        end = self.values[number].made + float(self.transfers[number])
         return self.forward_seconds is None or end <= self.forward_seconds
 
     def total(self, kept: frozenset[int], again: frozenset[int]) -> float:
@@ -240,10 +231,8 @@ class Problem:
         leaves = self.leaves(kept, again)
         needed = self.needed(kept, again)
         begins = self._begins(again, needed)
-        lead = self._lead(leaves, needed, begins)
         fetches = self._fetches(leaves, needed, begins, self.live(kept, again), limit)
         stall = self.late(leaves) + self._waits(leaves, needed, begins, fetches)
-        early = [n for n in _in_order(needed, np.flatnonzero(leaves)) if not begins[fetches[n]]]
         decisions: list[Decision] = []
         for number, value in enumerate(self.values):
             if not value.can_leave:
@@ -257,8 +246,6 @@ class Problem:
             tuple(self.is_handed(kept, again)),
             tuple(one.first for one in needed),
             tuple(fetches),
-            tuple(early),
-            _last_at(begins, begins[-1] - lead) if lead else None,
             float(self.transfers[leaves].sum()),
             sum(map(self.replay_seconds, again)),
             stall,
@@ -301,24 +288,6 @@ class Problem:
                 taken[min(needed[number].first, len(taken) - 1)] += self.replay_seconds(number)
         return list(accumulate(taken, initial=0.0))
 
-    def _lead(
-        self,
-        leaves: npt.NDArray[np.bool_],
-        needed: Sequence[_Interval],
-        begins: Sequence[float],
-    ) -> float:
-        """Return by how many seconds fetches should begin before the backward graph does.
-
-        That is none outside of a chain, and where the link has no time left in one.
-        """
-        if not self.is_chained or float(self.transfers[leaves].sum()) > begins[-1]:
-            return 0.0
-        free = begins[-1]
-        for number in reversed(_in_order(needed, np.flatnonzero(leaves))):
-            ready = begins[needed[number].first] - self.latency
-            free = min(free, ready) - float(self.transfers[number])
-        return max(0.0, -free)
-
     def _fetches(
         self,
         leaves: npt.NDArray[np.bool_],
@@ -331,20 +300,16 @@ class Problem:
 
         The link carries one value at a time, in the order of use. Going back from the last, each
         transfer has to end before its use and before the next begins; then, going forward, each is
-        put off until there is memory for it. In a chain the last ends before those begin that the
-        next graph needs at once, which take memory, too.
+        put off until there is memory for it.
         """
-        lead = self._lead(leaves, needed, begins)
         positions = [one.first for one in needed]
-        by_use = _in_order(needed, np.flatnonzero(leaves))
-        free = begins[-1] - lead
+        shipped = map(int, np.flatnonzero(leaves))
+        by_use = sorted(shipped, key=lambda n: (needed[n].first, n))
+        free = begins[-1]
         for number in reversed(by_use):
             ready = begins[needed[number].first] - self.latency
             free = min(free, ready) - self.transfers[number]
-            positions[number] = _last_at(begins, free)
-        if lead:
-            early = sum(self.values[n].nbytes for n in by_use if not begins[positions[n]])
-            live[_last_at(begins, begins[-1] - lead) :] += early
+            positions[number] = max(0, bisect_right(begins, free) - 1)
         for number in by_use:
             use, nbytes = needed[number].first, self.values[number].nbytes
             full = np.flatnonzero(live[positions[number] : use] + nbytes > limit)
@@ -362,8 +327,7 @@ class Problem:
     ) -> float:
         """Return for how long the backward graph waits for fetches that come too late."""
         shipped = [int(n) for n in np.flatnonzero(leaves)]
-        lead = self._lead(leaves, needed, begins)
-        waited, free = 0.0, -lead
+        waited, free = 0.0, 0.0
         begun: dict[int, float] = {}
         events = [(fetches[n], 0, needed[n].first, n) for n in shipped]
         events += [(needed[n].first, 1, needed[n].first, n) for n in shipped]
@@ -372,16 +336,5 @@ class Problem:
             if is_use:
                 waited += max(0.0, begun[number] + self.latency - now)
             else:
-                now = now if begins[position] else -lead
                 free = begun[number] = max(free, now) + float(self.transfers[number])
         return waited
-
-
-def _in_order(needed: Sequence[_Interval], numbers: Iterable[int]) -> list[int]:
-    """Return values in the order of use."""
-    return sorted(map(int, numbers), key=lambda n: (needed[n].first, n))
-
-
-def _last_at(begins: Sequence[float], seconds: float) -> int:
-    """Return the last position that begins at `seconds` at the latest, the first if none does."""
-    return max(0, bisect_right(begins, seconds) - 1)

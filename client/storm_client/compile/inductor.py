@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 
 from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import exact_in_generated_code
-from storm_client.compile.operators import AHEAD, FETCH, HOLD, SEEN, STORE, WAIT
+from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.partition import NUMBER, partition
 from storm_client.compile.runtime import Graph
 from storm_client.compile.views import is_view
@@ -346,14 +346,12 @@ _call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]
 _call_wait = lowering.fallback_handler(WAIT)  # type: ignore[no-untyped-call]
 _call_hold = lowering.fallback_handler(HOLD)  # type: ignore[no-untyped-call]
 _call_fetch = lowering.fallback_handler(FETCH)  # type: ignore[no-untyped-call]
-_call_ahead = lowering.fallback_handler(AHEAD)  # type: ignore[no-untyped-call]
 
-lowering.add_needs_realized_inputs([STORE, HOLD, WAIT, FETCH, AHEAD, SEEN])  # type: ignore[no-untyped-call]
+lowering.add_needs_realized_inputs([STORE, HOLD, WAIT, FETCH, SEEN])  # type: ignore[no-untyped-call]
 lowering.register_lowering(STORE, type_promotion_kind=None)(_lower_store)
 lowering.register_lowering(WAIT, type_promotion_kind=None)(_lower_wait)
 lowering.register_lowering(HOLD, type_promotion_kind=None)(_call_hold)
 lowering.register_lowering(FETCH, type_promotion_kind=None)(_call_fetch)
-lowering.register_lowering(AHEAD, type_promotion_kind=None)(_call_ahead)
 lowering.register_lowering(SEEN, type_promotion_kind=None)(_lower_seen)
 
 

@@ -1,9 +1,8 @@
-"""The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `ahead`, `wait`, `seen`.
+"""The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `wait`, and `seen`.
 
     token = store(value, number, lent)      in the forward graph; the token is what is saved
     token = hold(parameter)                 for a parameter that others are computed again from
     begun = fetch(token)                    in the backward graph, ahead of use
-    begun = ahead(token)                    for the fetches of the backward graph that runs next
     value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
     seen(value)                             where a value is computed again: see `partition.py`
 
@@ -25,7 +24,7 @@ import torch
 
 from storm_client.compile import runtime
 
-__all__ = ["AHEAD", "FETCH", "HOLD", "SEEN", "STORE", "WAIT"]
+__all__ = ["FETCH", "HOLD", "SEEN", "STORE", "WAIT"]
 
 _LIBRARY = torch.library.Library("stormd", "DEF")  # type: ignore[no-untyped-call]
 
@@ -33,7 +32,6 @@ _SCHEMAS = {
     "store(Tensor value, int number, bool lent) -> Tensor": torch.Tag.flexible_layout,
     "hold(Tensor value) -> Tensor": torch.Tag.flexible_layout,
     "fetch(Tensor token) -> Tensor": torch.Tag.needs_exact_strides,
-    "ahead(Tensor token) -> Tensor": torch.Tag.needs_exact_strides,
     "wait(Tensor token, Tensor[] begun, SymInt[] size, SymInt[] stride, ScalarType dtype, "
     "Device device) -> Tensor": torch.Tag.needs_exact_strides,
     "seen(Tensor value) -> ()": torch.Tag.flexible_layout,
@@ -45,7 +43,6 @@ for _schema, _layout in _SCHEMAS.items():
 STORE = torch.ops.stormd.store.default
 HOLD = torch.ops.stormd.hold.default
 FETCH = torch.ops.stormd.fetch.default
-AHEAD = torch.ops.stormd.ahead.default
 WAIT = torch.ops.stormd.wait.default
 SEEN = torch.ops.stormd.seen.default
 
@@ -56,11 +53,6 @@ def _store(value: torch.Tensor, number: int, lent: bool) -> torch.Tensor:
 
 def _fetch(token: torch.Tensor) -> torch.Tensor:
     runtime.fetch(token)
-    return torch.zeros(1, dtype=torch.int64)
-
-
-def _ahead(token: torch.Tensor) -> torch.Tensor:
-    runtime.ahead(token)
     return torch.zeros(1, dtype=torch.int64)
 
 
@@ -88,7 +80,6 @@ for _name, _function, _fake in (
     ("store", _store, _fake_token),
     ("hold", runtime.hold, _fake_token),
     ("fetch", _fetch, _fake_token),
-    ("ahead", _ahead, _fake_token),
     ("wait", _wait, _fake_wait),
     ("seen", _seen, _seen),
 ):

@@ -30,7 +30,7 @@ from storm_client.compile.costs import (
 )
 from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
-from storm_client.compile.operators import AHEAD, FETCH, HOLD, SEEN, STORE, WAIT
+from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.recipes import Found, Recipes, turned_back
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Schedule, schedule
@@ -87,13 +87,7 @@ def partition(
     rules = Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
     static = static_lifetime_input_indices or []
     graph = _divided(
-        forward,
-        backward,
-        outputs=num_fwd_outputs,
-        static=static,
-        rules=rules,
-        budget=budget,
-        is_step=False,
+        forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
     )
     return forward, backward, graph
 
@@ -119,13 +113,7 @@ def divided(
     """
     rules = Rules(min_bytes, is_exact, None, None, codec)
     return _divided(
-        forward,
-        backward,
-        outputs=num_fwd_outputs,
-        static=static,
-        rules=rules,
-        budget=budget,
-        is_step=True,
+        forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
     )
 
 
@@ -137,12 +125,10 @@ def _divided(
     static: list[int],
     rules: Rules,
     budget: Budget,
-    is_step: bool,
 ) -> Graph:
     hand_over_bases(forward, backward, outputs)
     there = Handover(forward, backward, outputs, static, rules)
-    is_chained = not is_step and not there.returns_a_loss
-    pair = _Pair(forward, backward, outputs, there, is_chained=is_chained)
+    pair = _Pair(forward, backward, outputs, there)
     return pair.apply(pair.values(), budget)
 
 
@@ -164,20 +150,10 @@ class _Pair:
     """A forward graph and its backward graph, which are changed."""
 
     def __init__(
-        self,
-        forward: fx.GraphModule,
-        backward: fx.GraphModule,
-        outputs: int,
-        there: Handover,
-        *,
-        is_chained: bool,
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, there: Handover
     ) -> None:
-        """Begin with what one hands to the other, behind the forward's first `outputs` results.
-
-        `is_chained` says that other graphs run between the two, as far as can be told.
-        """
+        """Begin with what one hands to the other, behind the forward's first `outputs` results."""
         self.forward, self.backward, self.there = forward, backward, there
-        self.is_chained = is_chained
         self.recipes = Recipes(there)
         (self.output,) = forward.graph.find_nodes(op="output")
         self.results: list[Any] = list(self.output.args[0])
@@ -274,14 +250,7 @@ class _Pair:
         if self.machine.hides:
             forward = sum(map(self._seconds_of, self.forward.graph.nodes))
         saved = [value.saved for value in values]
-        chosen = schedule(
-            saved,
-            seconds,
-            self.machine.costs,
-            forward,
-            latency=self.machine.latency,
-            is_chained=self.is_chained and self.machine.hides,
-        )
+        chosen = schedule(saved, seconds, self.machine.costs, forward, latency=self.machine.latency)
         if type(budget) is int and budget < chosen.least:
             raise UsageError(
                 f"budget is {format_size(budget)}, but a compiled graph needs "
@@ -304,7 +273,8 @@ class _Pair:
         peak = chosen.peaks[0 if in_runs else count]
         plan = _plan(values, draft, peak, forward or 0.0, self.machine)
         order = sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
-        return Graph(plan, chosen, ranks, draft.early, tuple(order))
+        early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
+        return Graph(plan, chosen, ranks, early, tuple(order))
 
     def _drop(self, values: list[_Value], draft: Draft) -> None:
         """Hand over no more what nothing is computed from."""
@@ -341,17 +311,12 @@ class _Pair:
         begun: dict[int, fx.Node] = {}
         pending = iter(fetches)
         ahead = next(pending, None)
-        next_begins = chosen.ahead
         for number in waits:
             use = chosen.first_uses[number]
             while ahead is not None and (chosen.fetches[ahead] <= use or number not in begun):
                 begun[ahead] = self._fetch(values[ahead], chosen.fetches[ahead])
                 ahead = next(pending, None)
-            before = list(begun.values())
-            if next_begins is not None and (number == waits[-1] or use > next_begins):
-                before.append(self._begin(AHEAD, values[number], min(use, next_begins)))
-                next_begins = None
-            came = self._wait(values[number], use, before)
+            came = self._wait(values[number], use, list(begun.values()))
             came.meta[NUMBER] = number
             begun = {n: node for n, node in begun.items() if n != number}
 
@@ -369,18 +334,15 @@ class _Pair:
         self.output.update_arg(0, tuple(self.results))
 
     def _fetch(self, value: _Value, position: int) -> fx.Node:
-        return self._begin(FETCH, value, position)
-
-    def _begin(self, operator: torch._ops.OpOverload, value: _Value, position: int) -> fx.Node:
         graph = self.backward.graph
         with graph.inserting_before(self._at(position)):
-            begun = graph.call_function(operator, (value.given,))
+            begun = graph.call_function(FETCH, (value.given,))
         _describe(begun, _token_like(value.made))
         return begun
 
     def _wait(self, value: _Value, position: int, begun: list[fx.Node]) -> fx.Node:
         given = value.given
-        users = [user for user in given.users if user.target not in (FETCH, AHEAD)]
+        users = [user for user in given.users if user.target is not FETCH]
         with self.backward.graph.inserting_before(self._at(position)):
             came = self._come(given, value.made.meta["val"], begun)
         for user in users:

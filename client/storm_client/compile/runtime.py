@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from storm_client.sessions import Sessions
     from storm_client.supply import Supply
 
-__all__ = ["Graph", "Target", "ahead", "fetch", "hold", "running", "shared_target", "store", "wait"]
+__all__ = ["Graph", "Target", "fetch", "hold", "running", "shared_target", "store", "wait"]
 
 ALIGNMENT_BYTES = 16
 """Generated code reads what an operator returns as if it began at a multiple of this."""
@@ -70,8 +70,8 @@ class Graph:
     ranks: dict[int, int]
     """Of the values that may be kept by choice in a run: their places in the schedule's order."""
     early: tuple[int, ...] = ()
-    """Offloaded values whose fetches begin with the backward graph or before it, in the order of
-    use."""
+    """Offloaded values whose fetches would be in time only if they began before the backward graph,
+    in the order of use."""
     order: tuple[int, ...] = ()
     """All offloaded values, in the order in which the backward graph waits for them."""
 
@@ -301,9 +301,8 @@ class _Trail:
     Where what is fetched takes room that is there anyway, in a staging area, all is announced when
     the first is fetched: then one message asks for as much as there is room for. Else each is when
     its graph says so; but what a backward pass needs as soon as it begins is fetched before.
-    Backward passes mostly run in the reverse order of the forward passes, so where a graph says so,
-    or has begun its last restore, what the run before stored is next. Where it is not, that was
-    fetched for nothing.
+    Backward passes mostly run in the reverse order of the forward passes, so when one has begun its
+    last restore, what the run before stored is next. Where it is not, that was fetched for nothing.
     What is stored holds its run's trail, and nothing else does.
     """
 
@@ -330,12 +329,7 @@ class _Trail:
 
     def has_brought(self, number: int) -> None:
         """Note that a value is back; begin with what is needed next after the last."""
-        if number == self._graph.last:
-            self.fetch_next()
-
-    def fetch_next(self) -> None:
-        """Begin with what the run before needs as soon as its backward pass begins."""
-        before = self._before() if self._before else None
+        before = self._before() if number == self._graph.last and self._before else None
         if before is not None:
             before._fetch_early()
 
@@ -400,13 +394,6 @@ def fetch(token: torch.Tensor) -> None:
     content = _TOKENS.content(token)
     if isinstance(content, Stored):
         content.fetch()
-
-
-def ahead(token: torch.Tensor) -> None:
-    """Begin to bring back what the backward pass of the run before needs at once."""
-    content = _TOKENS.content(token)
-    if isinstance(content, Stored):
-        content.fetch_next()
 
 
 def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
@@ -515,11 +502,6 @@ class Stored:
             self._trail.announce(session)
         self.announce()
         session.look_ahead(self._target.announced(session))
-
-    def fetch_next(self) -> None:
-        """Begin with what is needed once the backward pass of its run is over."""
-        if self._trail is not None:
-            self._trail.fetch_next()
 
     @property
     def holder(self) -> Holder:

@@ -74,16 +74,14 @@ def schedule(
     forward_seconds: float | None = None,
     *,
     latency: float = 0.0,
-    is_chained: bool = False,
 ) -> Schedule:
     """Return the schedule of values that are used in a backward graph.
 
     `seconds` is how long the node at each position of that graph takes, `forward_seconds` how long
     the forward graph does; None where transfers hide behind nothing, and cost what `costs` say of
-    the processor. A fetch takes `latency` more than the link, however small it is. Between the two
-    graphs others run if it `is_chained`.
+    the processor. A fetch takes `latency` more than the link, however small it is.
     """
-    problem = Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency, is_chained)
+    problem = Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency)
     state = _State(problem)
     state.compute_cheap()
     state.relieve_link()
@@ -107,35 +105,27 @@ class _State:
 
     def compute_cheap(self) -> None:
         """Compute again what costs less than shipping does where the link has time."""
-        self._take_best(self._groups(), lambda _late, _relieved, seconds: max(0.0, -seconds))
+        self._take_best(lambda _late, _relieved, seconds: max(0.0, -seconds))
 
     def relieve_link(self) -> None:
-        """Compute dearer values again while the link needs longer than the graphs compute.
-
-        What is made from others that can be is so with them, too: alone it may need more memory.
-        """
+        """Compute dearer values again while the link needs longer than the graphs compute."""
 
         def worth(late: float, relieved: float, seconds: float) -> float:
             if late <= 0.0 or relieved <= seconds:
                 return 0.0
             return relieved / max(seconds, 1e-12)
 
-        with_makers = ((n, *self._makers(n)) for (n, *more) in self._groups() if not more)
-        self._take_best([*self._groups(), *(one for one in with_makers if len(one) > 1)], worth)
+        self._take_best(worth)
 
-    def _take_best(
-        self,
-        groups: Iterable[tuple[int, ...]],
-        worth: Callable[[float, float, float], float],
-    ) -> None:
-        """Compute again the groups of values that are worth most, as long as one is worth anything.
+    def _take_best(self, worth: Callable[[float, float, float], float]) -> None:
+        """Compute again what is worth most, as long as something is worth anything.
 
         `worth` is called with the seconds by which the link is late, by which it would be less,
         and with those that computing takes more than shipping does. Worths seldom change, so each
         is looked at again only when it is the best.
         """
-        worths = ((-worth(*self._relief(group)), group) for group in groups)
-        waiting = [one for one in worths if one[0] < 0.0]
+        groups = ((-worth(*self._relief(group)), group) for group in self._groups())
+        waiting = [one for one in groups if one[0] < 0.0]
         heapq.heapify(waiting)
         while waiting:
             _, group = heapq.heappop(waiting)
@@ -161,19 +151,6 @@ class _State:
                 if sources:
                     together.setdefault(sources, []).append(number)
         return found + [tuple(group) for group in together.values() if len(group) > 1]
-
-    def _makers(self, number: int) -> list[int]:
-        """Return what a value is made from, directly or not, that can be computed again as well."""
-        found: dict[int, None] = {}
-        waiting = [number]
-        while waiting:
-            recipe = self.problem.values[waiting.pop()].recipe
-            for source in recipe.sources if recipe else ():
-                value = self.problem.values[source]
-                if source not in found and value.recipe is not None and value.can_leave:
-                    found[source] = None
-                    waiting.append(source)
-        return [n for n in found if not self.problem.values[n].is_only_a_source]
 
     def _relief(self, group: tuple[int, ...]) -> tuple[float, float, float]:
         problem, kept = self.problem, frozenset(self.kept)

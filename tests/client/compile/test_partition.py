@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compile import costs
-from storm_client.compile import partition as partitioning
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
-from storm_client.compile.operators import AHEAD, FETCH, STORE, WAIT
+from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.partition import partition
 from storm_client.plan.decisions import REPLAY
 from torch import Tensor, fx
@@ -84,27 +80,6 @@ def test_every_fetch_is_ahead_of_a_wait_in_any_order_of_the_graph() -> None:
     for fetch in calls(backward, FETCH):
         after = [wait for wait in calls(backward, WAIT) if order[wait] > order[fetch]]
         assert fetch in min(after, key=order.__getitem__).args[1]
-
-
-def test_the_next_graphs_fetches_are_asked_for_where_this_ones_have_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """In a chain; a graph that returns a loss is at its end."""
-    link = replace(costs.CPU.costs, link=2e-10, shipping=0.0, ship_floor=0.0)
-    monkeypatch.setattr(
-        partitioning, "machine_of", lambda _: replace(costs.CPU, hides=True, costs=link)
-    )
-    _, backward, graph = divided(chain, x())
-    (ahead,) = calls(backward, AHEAD)
-    order = {node: index for index, node in enumerate(backward.graph.nodes)}
-    (wait,) = [wait for wait in calls(backward, WAIT) if ahead in wait.args[1]]
-    assert order[ahead] < order[wait]
-    assert all(order[fetch] < order[ahead] for fetch in calls(backward, FETCH))
-    assert 0 < len(graph.early) < len(graph.order)
-
-    _, backward, _ = divided(lambda x: (chain(x)[0].sum(),), x())
-    assert calls(backward, FETCH)
-    assert not calls(backward, AHEAD)
 
 
 def _views_input(node: fx.Node) -> bool:

@@ -71,15 +71,11 @@ def peak(values: list[Saved], draft: Draft) -> int:
     return most
 
 
-@given(values(), times, windows, some.booleans(), some.booleans())
+@given(values(), times, windows, some.booleans())
 def test_peaks_are_what_is_there_and_grow_with_the_budget(
-    found: list[Saved],
-    seconds: list[float],
-    window: float | None,
-    in_runs: bool,
-    chained: bool,
+    found: list[Saved], seconds: list[float], window: float | None, in_runs: bool
 ) -> None:
-    chosen = schedule(found, seconds, COSTS, window, is_chained=chained)
+    chosen = schedule(found, seconds, COSTS, window)
     assert list(chosen.peaks) == sorted(chosen.peaks)
     kept: set[int] = set()
     for count in range(len(chosen.order) + 1):
@@ -257,46 +253,6 @@ def test_the_least_leaves_room_for_fetches_to_be_in_time() -> None:
     assert chosen.least == 16
     assert chosen.draft(0).fetches == (2, 6)
     assert chosen.draft(0).stall_seconds == pytest.approx(0.0)
-
-
-def test_in_a_chain_what_is_needed_at_once_is_fetched_before() -> None:
-    """The graph before leaves the link free for it, and this one for the next."""
-    found = [saved(12, 1), saved(5, 20), saved(3, 29)]
-    seconds = [4.0] * POSITIONS
-    alone = schedule(found, seconds, COSTS, 200.0).draft(0)
-    assert alone.ahead is None
-    assert alone.stall_seconds == pytest.approx(8.0)
-    chained = schedule(found, seconds, COSTS, 200.0, is_chained=True).draft(0)
-    assert chained.stall_seconds == pytest.approx(0.0)
-    assert chained.early == alone.early == (0,)
-    assert chained.ahead == 28  # 8 seconds before the end
-    assert chained.fetches[2] == 27  # so that it ends there
-    assert alone.fetches[2] == 28
-
-
-def test_what_the_next_graph_needs_at_once_takes_memory() -> None:
-    found = [saved(12, 1), saved(5, 29)]
-    for chained, least in ((False, 12), (True, 17)):
-        chosen = schedule(found, [4.0] * POSITIONS, COSTS, 200.0, is_chained=chained)
-        assert chosen.least == least
-
-
-def test_in_a_chain_the_link_goes_on_beside_the_next_graph() -> None:
-    found = [saved(20, 9, recipe=Recipe(5.0), made=55.0), saved(10, 8, made=58.0)]
-    late = schedule(found, [10.0] * POSITIONS, COSTS, 60.0).draft(0)
-    assert late.decisions[0] == REPLAY
-    chained = schedule(found, [10.0] * POSITIONS, COSTS, 60.0, is_chained=True).draft(0)
-    assert chained.decisions[0] == OFFLOAD
-
-
-def test_what_is_made_of_what_is_computed_again_may_be_so_too() -> None:
-    """By itself it would need its sources at once, and more memory than it spares."""
-    first = saved(20, 12, recipe=Recipe(1.0))
-    second = saved(20, 14, recipe=Recipe(1.0))
-    both = saved(20, 5, recipe=Recipe(1.0, (0, 1)))
-    found = [first, second, both]
-    draft = schedule(found, [2.0] * POSITIONS, COSTS, 10.0, is_chained=True).draft(0)
-    assert draft.decisions == (REPLAY, REPLAY, REPLAY)
 
 
 def test_what_is_cheap_to_compute_is_computed_and_its_source_is_there() -> None:
