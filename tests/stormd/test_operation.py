@@ -37,7 +37,7 @@ class FakeServer:
         self.taken: Config | None = None
 
     def status(self) -> dict[str, Any]:
-        names = ("capacity", "used", "promised", "peak_used", "largest_free")
+        names = ("capacity", "used", "promised", "planned", "peak_used", "largest_free")
         pool = {f"{name}_bytes": 0 for name in names}
         return {"version": "1", "pool": pool, **EMPTY}
 

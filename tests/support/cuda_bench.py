@@ -82,6 +82,7 @@ class Bench:
         *,
         segment: int = 0,
         ready: int | None = None,
+        result: int = 0,
     ) -> None:
         """Hand over the range as a store whose sequence number is its entry."""
         part = Part.of(nbytes, "bfloat16", codec)
@@ -95,25 +96,13 @@ class Bench:
             ready=entry if ready is None else ready,
             sequence=entry,
             space=self.space,
+            result=result,
         )
         self.lane.begin(self.session, [job])
 
     def encode(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
         """Encode random bytes into the range, and hand that blob over; return the bytes."""
-        part = Part.of(nbytes, "bfloat16", "ancf")
-        assert self.space.promise(part.bound)
-        job = StoreJob(
-            session=self.session,
-            entry=entry,
-            part=part,
-            segment=0,
-            offset=offset,
-            ready=entry,
-            sequence=entry,
-            space=self.space,
-            result=result,
-        )
-        self.lane.begin(self.session, [job])
+        self.store(entry, offset, nbytes, result=result)
         return self.encode_again(entry, offset, nbytes, result)
 
     def encode_again(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
