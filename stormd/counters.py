@@ -45,22 +45,22 @@ class Histogram:
     def __init__(self, bounds: tuple[float, ...] = WAIT_BOUNDS) -> None:
         self.bounds = bounds
         self.total_seconds = 0.0
-        self.counts = [0] * (len(bounds) + 1)  # the last one: above every bound
+        self._counts = [0] * (len(bounds) + 1)  # the last one: above every bound
 
     def observe(self, seconds: float) -> None:
         """Count one observation."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self._counts[bisect_left(self.bounds, seconds)] += 1
         self.total_seconds += seconds
 
     @property
     def count(self) -> int:
         """All observations."""
-        return sum(self.counts)
+        return sum(self._counts)
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Return each bound as text with the observations up to it, the last bound "+Inf"."""
         names = [*(repr(bound) for bound in self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
 
 
 @dataclass(slots=True)
@@ -83,9 +83,7 @@ class Flow:
         self.raw_bytes += raw_bytes
         self.blob_bytes += blob_bytes
         self.seconds += seconds
-        waits = self.waits  # as its `observe`, without a call for each operation
-        waits.counts[bisect_left(waits.bounds, waited)] += 1
-        waits.total_seconds += waited
+        self.waits.observe(waited)
 
 
 @dataclass(slots=True)
