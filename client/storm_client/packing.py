@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,8 @@ from storm_client.trace import Traces
 from storm_client.versions import KeptTensor, SavedVersion, View
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.overrides import TorchFunctionMode
 
     from storm_client.plan.kinds import Kind, Value
@@ -119,8 +121,23 @@ class StepHooks:
         """Let go of what was noted of a block that an exception has ended."""
         self._planned.abandon()
 
+    @property
+    def pack(self) -> Callable[[torch.Tensor], Packed]:
+        """What returns for a tensor what autograd is to hold instead."""
+        return self._pack_timed if self._planned.times else self._pack
+
     @untraced
-    def pack(self, tensor: torch.Tensor) -> Packed:
+    def _pack_timed(self, tensor: torch.Tensor) -> Packed:
+        """Note how long a tensor takes the thread."""
+        began = thread_time()
+        packed = self._pack(tensor)
+        recording = self._planned.recording
+        if recording is not None:
+            recording.seconds += thread_time() - began
+        return packed
+
+    @untraced
+    def _pack(self, tensor: torch.Tensor) -> Packed:
         """Return what autograd is to hold instead of `tensor`."""
         if HANDLED.depth:
             return self._skip(tensor, "compiled")
@@ -177,7 +194,8 @@ class StepHooks:
         turn, self._turn = self._turn, None
         if turn is not None:
             kind, ended = turn
-            kind.turned(Span(ended, mark(is_on_gpu=kind.is_on_gpu)))
+            turned = Span(ended, mark(is_on_gpu=kind.is_on_gpu))
+            kind.turned(turned, device_waits=turned.has_begun)
         version = packed if isinstance(packed, KeptTensor) else packed.version
         version.check()
         replaced = version.replaced()

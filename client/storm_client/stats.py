@@ -36,8 +36,9 @@ class OffloadStats:
     skipped_bytes: int
     """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
     somebody else still holds in memory, and could change ("in_use"); what a budget lets stay
-    ("budget"), of one range a part ("slice"); where layers were chosen, what is saved outside of
-    them ("outside")."""
+    ("budget"), of one range a part ("slice"); what the training thread has no time to give up
+    where the step is bound by it ("host"); where layers were chosen, what is saved outside of them
+    ("outside")."""
     deduplicated_bytes: int
     """In a range that was stored already."""
     offloaded_bytes: int

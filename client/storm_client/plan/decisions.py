@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-__all__ = ["OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
+__all__ = ["LAST", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +36,5 @@ class Replay:
 Decision: TypeAlias = Keep | Offload | Replay
 
 OFFLOAD, REPLAY = Offload(), Replay()
+LAST = Keep("last")
+"""Of what is asked for before the link would have taken it."""

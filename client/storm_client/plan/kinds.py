@@ -31,6 +31,7 @@ import torch
 from storm_client.plan.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 
 if TYPE_CHECKING:
+    from storm_client.plan.host import HostBound
     from storm_client.plan.table import Plan
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SAVED",
     "Event",
     "Expected",
+    "HostPass",
     "Kind",
     "Kinds",
     "StepRecord",
@@ -124,6 +126,14 @@ class Value:
         return self.seconds
 
 
+class HostPass(NamedTuple):
+    """What a forward pass took the thread that trains, in seconds of its processor."""
+
+    seconds: float
+    ours: float
+    """Of them, in what is done for the offload of single values."""
+
+
 class Expected(NamedTuple):
     """An event of a step that follows a plan."""
 
@@ -152,10 +162,11 @@ _NOTHING = Expected(
 class Kind:
     """One kind of step: its values, what was decided for each, and what was seen of replays."""
 
-    def __init__(self, events: tuple[Event, ...], values: list[Value]) -> None:
-        """Describe a step that made and saved `values`."""
+    def __init__(self, events: tuple[Event, ...], values: list[Value], functions: int = 0) -> None:
+        """Describe a step that made and saved `values`, and ran `functions` of the table."""
         self.events = events
         self.values = values
+        self.functions = functions
         self.is_on_gpu = any(value.is_on_gpu for value in values)
         """Whether its values lie in a GPU's memory."""
         self.decisions: list[Decision] | None = None
@@ -189,6 +200,12 @@ class Kind:
         """The latest that `window` does not know."""
         self._turns: list[Duration] = []
         """From the end of the latest forward passes until something was asked for."""
+        self.host: HostBound | None = None
+        """What is known of the thread, once its steps were found to be bound by that."""
+        self.passes: list[HostPass] = []
+        """The latest that were timed on the thread, too."""
+        self._waits: list[bool] = []
+        """Whether the device had done the latest forward passes when something was asked for."""
 
     def follow(self, decisions: list[Decision]) -> None:
         """Follow these from now on. Where they are new, every replay has to prove itself anew.
@@ -227,19 +244,47 @@ class Kind:
         """Whether what its steps ran was recorded, beside what they saved."""
         return any(event[0] is not SAVED for event in self.events)
 
-    def observe(self, forward: Duration) -> None:
+    @property
+    def times_the_host(self) -> bool:
+        """Whether it is to be found out what the next step takes the thread that trains."""
+        return self.is_on_gpu and self.decisions is not None and self.window is None
+
+    def observe(self, forward: Duration, host: HostPass | None = None) -> None:
         """Note a forward pass that followed the plan; two of them make it anew.
 
-        Later two do so, on a GPU, if both were much shorter than the window.
+        Later two do so, on a GPU, if both were much shorter than the window. `host` is what it took
+        the thread.
         """
         self.followed += 1
+        if host is not None:
+            self.passes = [*self.passes, host][-OBSERVED:]
         self._forwards = [*self._forwards, forward][-OBSERVED:]
         if len(self._forwards) == OBSERVED and (self.window is None or self._is_shorter()):
             self.window, self.is_outdated = None, True
 
-    def turned(self, turn: Duration) -> None:
-        """Note how long after the end of a forward pass the backward pass asked for something."""
+    def turned(self, turn: Duration, *, device_waits: bool = False) -> None:
+        """Note how long after the end of a forward pass the backward pass asked for something.
+
+        `device_waits` tells whether the device had done the forward pass by then.
+        """
         self._turns = [*self._turns, turn][-OBSERVED:]
+        self._waits = [*self._waits, device_waits][-OBSERVED:]
+
+    @property
+    def device_waits(self) -> bool:
+        """Whether the device was seen to wait for the thread."""
+        return len(self._waits) == OBSERVED and all(self._waits)
+
+    def without_functions(self) -> Kind:
+        """Return the kind of the same step where nobody watches its functions."""
+        saved = [event for event in self.events if event[0] is SAVED]
+        numbers = {old: new for new, old in enumerate(dict.fromkeys(event[1] for event in saved))}
+        values = [replace(self.values[old], number=new, inputs=()) for old, new in numbers.items()]
+        events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
+        kind = Kind(events, values)
+        kind.window, kind.host = self.window, self.host
+        kind._turns, kind._waits = self._turns, self._waits
+        return kind
 
     def turn_seconds(self) -> float:
         """Return the longest of the latest of these times; infinity where that is not known."""
@@ -280,6 +325,7 @@ class StepRecord:
         "_position",
         "_walks",
         "expected",
+        "functions",
         "has_parted",
         "kind",
         "script",
@@ -304,6 +350,8 @@ class StepRecord:
             self._follow(kind.script, 0)
         self._events: list[Event] = []
         self.values: list[Value] = []
+        self.functions = 0
+        """How many of the table it has run, as far as they were watched."""
 
     @property
     def count(self) -> int:
@@ -448,6 +496,14 @@ class Kinds:
         with self._lock:
             return [kind for kind in self._known.values() if kind.is_outdated]
 
+    def add(self, kind: Kind) -> bool:
+        """Have a kind be the latest; tell whether it was not known."""
+        with self._lock:
+            is_new = kind.events not in self._known
+            if is_new:
+                self._add(kind)
+            return is_new
+
     def begins_with(self, events: list[Event]) -> Kind | None:
         """Return the kind used last whose steps begin with `events`."""
         count, begun = len(events), tuple(events)
@@ -470,8 +526,11 @@ class Kinds:
         with self._lock:
             known = self._known.pop(key, None)
             if known is None:
-                known = Kind(key, step.values)
-                while len(self._known) >= KNOWN_KINDS:
-                    self._known.popitem(last=False)
-            self._known[key] = known
+                known = Kind(key, step.values, step.functions)
+            self._add(known)
         return known
+
+    def _add(self, kind: Kind) -> None:
+        while len(self._known) >= KNOWN_KINDS:
+            self._known.popitem(last=False)
+        self._known[kind.events] = kind

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
+from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.plan.kinds import Value
 
 __all__ = ["CPU_COSTS", "CUDA_COSTS", "Choice", "Costs", "choose", "operation_seconds"]
@@ -117,6 +117,8 @@ class Choice(NamedTuple):
     replay_seconds: float
     forward_seconds: float
     """What the link was taken to have."""
+    host_seconds: float = 0.0
+    """Of the training thread, where the step is bound by it."""
 
 
 class _Way(NamedTuple):
@@ -549,7 +551,7 @@ def _choice(state: _State) -> Choice:
         if number in state.kept:
             decided: tuple[Decision, str, float] = Keep("budget"), "the budget has room", 0.0
         elif number in state.last:
-            decided = Keep("last"), "asked for before the link would have taken it", 0.0
+            decided = LAST, "asked for before the link would have taken it", 0.0
         elif number in state.made:
             decided = REPLAY, "made again sooner than shipped", problem.seconds[number]
         elif number in state.stored and value.is_saved:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from time import thread_time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,8 @@ from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision, Replay
-from storm_client.plan.kinds import Kind, Kinds, StepRecord
+from storm_client.plan.host import choose_for_host, host_bound, load_of
+from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
@@ -88,9 +90,9 @@ class Planning:
         """
         self._free_pins()
         self._least = least
-        kind = self._kinds.latest
         for one in self._kinds.outdated():
             self._make(one)
+        kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
         watches = self.options.replays and _has_replays(kind) and not may_be_compiled(modules)
@@ -107,18 +109,23 @@ class Planning:
             layers=self._layers,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
-        mode = Recorder(recording, measures=kind is None) if watches else None
-        return PlannedStep(
-            self, recording, mode, mark(is_on_gpu=kind is not None and kind.is_on_gpu)
-        )
+        times = kind is not None and kind.times_the_host
+        mode = Recorder(recording, measures=kind is None, times=times) if watches else None
+        begun = mark(is_on_gpu=kind is not None and kind.is_on_gpu)
+        return PlannedStep(self, recording, mode, begun, times=times)
 
-    def ended(self, step: StepRecord, begun: Mark, *, is_trial: bool) -> Kind | None:
-        """Learn from a step that has ended; return its kind if it has followed that one's plan."""
+    def ended(
+        self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
+    ) -> Kind | None:
+        """Learn from a step that has ended; return its kind if it has followed that one's plan.
+
+        `host` is what its forward pass took the thread, where that was timed.
+        """
         followed = step.kind
         kind = self._kinds.ended(step)
         if kind is None or kind is not followed or kind.decisions is None or is_trial:
             return None
-        kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)))
+        kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)), host)
         return kind
 
     def plan(self) -> Plan | None:
@@ -147,18 +154,37 @@ class Planning:
                 f"{format_size(largest)}, which is the least possible; raise it, or pass "
                 "budget='least'"
             )
+        room, forward_seconds = _room(budget, sum(saved), kind), kind.measure()
         choice = choose(
             kind.values,
-            kind.rejected,
+            kind.rejected if kind.has_functions else dict.fromkeys(range(len(kind.values)), ""),
             costs,
-            room=_room(budget, sum(saved), kind),
-            forward_seconds=kind.measure(),
+            room=room,
+            forward_seconds=forward_seconds,
             in_flight=last_bytes(sum(saved)) if kind.is_on_gpu else 0,
             turn_seconds=kind.turn_seconds(),
             least=self._least,
         )
+        _look_for_host(kind, forward_seconds)
+        if kind.host is not None:
+            choice = choose_for_host(
+                choice,
+                kind.values,
+                kind.host,
+                link=costs.link,
+                functions=kind.functions,
+                room=None if budget == "least" else room,
+            )
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice), None
+        if kind.has_functions and not _has_replays(kind):
+            self._go_on_unwatched(kind)
+
+    def _go_on_unwatched(self, kind: Kind) -> None:
+        """Have the next step be expected to be of a kind, whose functions nobody watches now."""
+        unwatched = kind.without_functions()
+        if self._kinds.add(unwatched):
+            self._make(unwatched)
 
     def _free_pins(self) -> None:
         """Free what steps have known storages by, of whose results nothing is left."""
@@ -175,11 +201,19 @@ class PlannedStep:
     """One step, in the thread of its block."""
 
     def __init__(
-        self, planning: Planning, recording: Recording, mode: Recorder | None, begun: Mark
+        self,
+        planning: Planning,
+        recording: Recording,
+        mode: Recorder | None,
+        begun: Mark,
+        *,
+        times: bool,
     ) -> None:
-        """Follow what `recording` says."""
+        """Follow what `recording` says; if it `times`, what that takes the thread is counted."""
         self._planning = planning
         self._begun = begun
+        self.times = times
+        self._host_begun = thread_time()
         self._is_trial = False
         self.recording: Recording | None = recording
         """What says what becomes of a saved tensor; None once the block has ended."""
@@ -212,7 +246,10 @@ class PlannedStep:
         followed = None
         if self.recording is not None:
             is_trial = self._is_trial or self.recording.tries
-            followed = self._planning.ended(self._step, self._begun, is_trial=is_trial)
+            host = None
+            if self.times:
+                host = HostPass(thread_time() - self._host_begun, self.recording.seconds)
+            followed = self._planning.ended(self._step, self._begun, host, is_trial=is_trial)
         self.abandon()
         return followed
 
@@ -237,6 +274,13 @@ def _pack_input(
     number: int,
 ) -> Any:
     return pack(tensor, step.decided(number), step.layer(number))
+
+
+def _look_for_host(kind: Kind, forward_seconds: float | None) -> None:
+    """Note of a kind whose forward pass has been timed whether it is bound by the host."""
+    if kind.host is None and kind.decisions is not None and forward_seconds and kind.device_waits:
+        expected = load_of(kind.values, kind.decisions, kind.functions).forward
+        kind.host = host_bound(kind.passes, forward_seconds, expected)
 
 
 def _has_replays(kind: Kind | None) -> bool:

@@ -27,14 +27,16 @@ Mark: TypeAlias = float | torch.cuda.Event
 class Recorder(TorchFunctionMode):
     """Hands what functions of the table make to a Recording."""
 
-    def __init__(self, recording: Recording, *, measures: bool) -> None:
+    def __init__(self, recording: Recording, *, measures: bool, times: bool = False) -> None:
         """Report to `recording`; how long each takes on a GPU is measured if `measures`.
 
-        On a CPU it is not: what else runs there decides that.
+        On a CPU it is not: what else runs there decides that. What reporting takes this thread is
+        counted if that `times`.
         """
         super().__init__()
         self._recording: Recording | None = recording
         self._measures = measures
+        self._times = times
 
     def end(self) -> None:
         """Pass everything through from now on."""
@@ -55,9 +57,12 @@ class Recorder(TorchFunctionMode):
         recording.begins()
         begin = mark(is_on_gpu=True) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
+        began = time.thread_time() if self._times else 0.0
         if not recording.goes_on(function, args, made):
             timing = None if begin is None else Span(begin, mark(is_on_gpu=True))
             recording.ran(function, args, kwargs or {}, made, timing)
+        if self._times:
+            recording.seconds += time.thread_time() - began
         return made
 
 
@@ -73,9 +78,12 @@ class Span:
     @property
     def is_known(self) -> bool:
         """Whether the second mark has been reached."""
-        if isinstance(self._end, float):
-            return True
-        return bool(self._end.query())  # type: ignore[no-untyped-call]
+        return _is_reached(self._end)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first mark has been reached."""
+        return _is_reached(self._begin)
 
     def __call__(self) -> float:
         if isinstance(self._begin, torch.cuda.Event) and isinstance(self._end, torch.cuda.Event):
@@ -93,6 +101,10 @@ def mark(*, is_on_gpu: bool) -> Mark:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def _is_reached(one: Mark) -> bool:
+    return isinstance(one, float) or bool(one.query())  # type: ignore[no-untyped-call]
 
 
 def _is_on_gpu(arguments: Sequence[Any]) -> bool:

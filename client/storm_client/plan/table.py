@@ -56,6 +56,8 @@ class Plan:
     """Of the forward pass as it was timed; before that, of its operations together."""
     stall_seconds: float = 0.0
     """For which a compiled graph is expected to wait for the link."""
+    host_seconds: float = 0.0
+    """Of the training thread a step, where the step is bound by that; 0.0 where it is not."""
 
     @classmethod
     def of(cls, kind: Kind, choice: Choice) -> Plan:
@@ -87,6 +89,7 @@ class Plan:
             choice.link_seconds,
             choice.replay_seconds,
             choice.forward_seconds,
+            host_seconds=choice.host_seconds,
         )
 
     def __str__(self) -> str:
@@ -102,11 +105,13 @@ class Plan:
             )
         for decision, nbytes in self.bytes_by_decision.items():
             lines.append(f"{decision:<8} {format_size(nbytes):>10}")
-        lines.append(
+        times = (
             f"link {1e3 * self.link_seconds:.1f} ms each way, replay "
             f"{1e3 * self.replay_seconds:.1f} ms, forward {1e3 * self.forward_seconds:.1f} ms"
         )
-        return "\n".join(lines)
+        if self.host_seconds:
+            times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is bound by it"
+        return "\n".join([*lines, times])
 
     @property
     def bytes_by_decision(self) -> dict[str, int]:
