@@ -57,7 +57,8 @@ def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
         if id(module) not in met:
             met.add(id(module))
             yield module
-            left += [part for part in module._modules.values() if part is not None]
+            if module._modules:
+                left += [part for part in module._modules.values() if part is not None]
 
 
 def _names_inside(roots: Sequence[torch.nn.Module]) -> dict[int, str]:

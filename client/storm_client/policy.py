@@ -53,10 +53,14 @@ class Policy:
 
     def refresh(self) -> None:
         """Look up the modules' storages anew: moving a module gives its parameters new ones."""
-        owned = {}
-        for tensor in self._tensors():
-            if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
+        owned: dict[int, weakref.ref[torch.Tensor]] = {}
+        for part in parts_of(self.modules):
+            for table in (part._parameters, part._buffers):
+                for tensor in table.values() if table else ():
+                    if tensor is None or type(tensor) not in _PLAIN:
+                        continue
+                    if tensor.layout is torch.strided:
+                        owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
         self._owned = owned
 
     def small_owned_bytes(self) -> int:
@@ -109,12 +113,6 @@ class Policy:
         if owner is not None and owner.untyped_storage()._cdata == address:
             return True  # and no storage has come to the address of one that is gone
         return tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter)
-
-    def _tensors(self) -> Iterable[torch.Tensor]:
-        for part in parts_of(self.modules):
-            for tensor in (*part._parameters.values(), *part._buffers.values()):
-                if tensor is not None:
-                    yield tensor
 
 
 def _is_foreign(storage: torch.UntypedStorage) -> bool:

@@ -125,7 +125,8 @@ class Unchanging(SnapshotProof):
 
 def is_result(tensor: torch.Tensor) -> bool:
     """Tell whether an operation made the tensor's memory: then its changes are counted."""
-    return base_of(tensor).grad_fn is not None
+    base = tensor._base
+    return not (tensor if base is None else base).is_leaf
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -169,8 +169,12 @@ class Kind:
         self.functions = functions
         self.is_on_gpu = any(value.is_on_gpu for value in values)
         """Whether its values lie in a GPU's memory."""
+        self.has_functions = any(event[0] is not SAVED for event in events)
+        """Whether what its steps ran was recorded, beside what they saved."""
         self.decisions: list[Decision] | None = None
         """One a value; None until there is a plan."""
+        self.has_replays = True
+        """Whether something is made again, or nobody knows yet."""
         self.plan: Plan | None = None
         """The same for people."""
         self.told: weakref.ref[Any] | None = None
@@ -218,6 +222,7 @@ class Kind:
             self.verified, self.followed = set(), 0
             self._tries.clear()
         self.decisions = decisions
+        self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
 
     def watch_closely(self) -> None:
@@ -238,11 +243,6 @@ class Kind:
             return False
         self.followed += 1
         return True
-
-    @property
-    def has_functions(self) -> bool:
-        """Whether what its steps ran was recorded, beside what they saved."""
-        return any(event[0] is not SAVED for event in self.events)
 
     @property
     def times_the_host(self) -> bool:
@@ -483,7 +483,9 @@ class Kinds:
     def __init__(self) -> None:
         """Start without experience."""
         self._lock = threading.Lock()  # protects the table
-        self._known: OrderedDict[tuple[Event, ...], Kind] = OrderedDict()
+        self._known: dict[tuple[Event, ...], Kind] = {}
+        """The kind used last is the last. An OrderedDict would hash all events of each kind
+        wherever it is looked through, which takes longer than all else that a step begins with."""
 
     @property
     def latest(self) -> Kind | None:
@@ -524,6 +526,9 @@ class Kinds:
         if key is None:
             return None
         with self._lock:
+            latest = next(reversed(self._known.values()), None)
+            if latest is not None and latest.events is key:
+                return latest  # without the key's hash, which takes longer than all else here
             known = self._known.pop(key, None)
             if known is None:
                 known = Kind(key, step.values, step.functions)
@@ -532,5 +537,5 @@ class Kinds:
 
     def _add(self, kind: Kind) -> None:
         while len(self._known) >= KNOWN_KINDS:
-            self._known.popitem(last=False)
+            del self._known[next(iter(self._known))]
         self._known[kind.events] = kind

@@ -21,7 +21,7 @@ import torch
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
-from storm_client.plan.decisions import Decision, Replay
+from storm_client.plan.decisions import Decision
 from storm_client.plan.host import choose_for_host, host_bound, load_of
 from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
@@ -95,7 +95,8 @@ class Planning:
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
-        watches = self.options.replays and _has_replays(kind) and not may_be_compiled(modules)
+        has_replays = kind is None or kind.has_replays
+        watches = self.options.replays and has_replays and not may_be_compiled(modules)
         walks = kind is not None and kind.has_functions == watches
         step = StepRecord(self._kinds, kind, walks=walks)
         recording = Recording(
@@ -177,7 +178,7 @@ class Planning:
             )
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice), None
-        if kind.has_functions and not _has_replays(kind):
+        if kind.has_functions and not kind.has_replays:
             self._go_on_unwatched(kind)
 
     def _go_on_unwatched(self, kind: Kind) -> None:
@@ -281,13 +282,6 @@ def _look_for_host(kind: Kind, forward_seconds: float | None) -> None:
     if kind.host is None and kind.decisions is not None and forward_seconds and kind.device_waits:
         expected = load_of(kind.values, kind.decisions, kind.functions).forward
         kind.host = host_bound(kind.passes, forward_seconds, expected)
-
-
-def _has_replays(kind: Kind | None) -> bool:
-    """Tell whether a kind makes something again, or nobody knows yet."""
-    if kind is None or kind.decisions is None:
-        return True
-    return any(isinstance(decision, Replay) for decision in kind.decisions)
 
 
 def _room(budget: Budget, saved: int, kind: Kind) -> int:
