@@ -24,6 +24,18 @@ STAYS, FITS = Keep("host"), Keep("budget")
 EVENTS = host_module.STORED.forward + host_module.STORED.backward
 
 
+class Passed:
+    """Some seconds that are known."""
+
+    is_known = True
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self) -> float:
+        return self._seconds
+
+
 def value(number: int, nbytes: int = 100, operation: str = "", *inputs: int) -> Value:
     return Value(
         number=number,
@@ -44,17 +56,17 @@ def decided(
 
 
 def time_for(count: int, of: int) -> HostBound:
-    """Return a step whose forward pass takes as long as so many values need that leave."""
+    """Return a step that checkpointing makes longer by what so many values need that leave."""
     kept = host_module.KEPT.forward + host_module.KEPT.backward
-    return HostBound(1e-9 + count * EVENTS + (of - count) * kept)
+    return HostBound((1e-9 + count * EVENTS + (of - count) * kept) / host_module.CHECKPOINTING)
 
 
-def test_what_takes_less_than_the_forward_pass_is_as_it_would_be_on_any_device() -> None:
+def test_what_takes_less_than_checkpointing_is_as_it_would_be_on_any_device() -> None:
     values = [value(0), value(1, 100, "silu", 0)]
     assert decided(values, HostBound(1.0)) == [OFFLOAD, REPLAY]
 
 
-def test_the_largest_leave_for_as_long_as_the_forward_pass_takes() -> None:
+def test_the_largest_leave_for_as_long_as_checkpointing_takes() -> None:
     values = [value(0, 10), value(1, 30), value(2, 20), value(3, 40)]
     assert decided(values, time_for(2, of=4)) == [STAYS, OFFLOAD, STAYS, OFFLOAD]
     assert decided(values, time_for(3, of=4)) == [STAYS, OFFLOAD, OFFLOAD, OFFLOAD]
@@ -81,7 +93,7 @@ def test_a_slower_machine_lets_less_leave() -> None:
 def test_what_the_link_needs_longer_than_the_forward_pass_is_waited_for() -> None:
     values = [value(number) for number in range(4)]
     bound = time_for(3, of=4)
-    assert decided(values, bound, link=bound.forward_seconds / 100).count(OFFLOAD) == 1
+    assert decided(values, bound, link=bound.forward_seconds / 100).count(OFFLOAD) < 3
 
 
 def test_a_budget_lets_the_fewest_leave() -> None:
@@ -111,7 +123,7 @@ def test_neither_the_time_nor_the_budget_is_passed(
     least = choose_for_host(choice, values, host, link=0.0)
     load = load_of(values, least.decisions, 0)
     if OFFLOAD in least.decisions:
-        assert load.forward + load.backward <= seconds
+        assert load.forward + load.backward <= host.spare_seconds
         assert math.isclose(least.host_seconds, load.forward + load.backward)
     within = choose_for_host(choice, values, host, link=0.0, room=room)
     assert within.kept_bytes <= room
@@ -150,6 +162,39 @@ def test_the_shorter_pass_tells_what_the_script_takes_and_how_fast_the_machine_i
 def test_what_is_measured_is_never_all_ours() -> None:
     bound = host_bound([HostPass(1.0, 1.0)], 1.0, 1e-6)
     assert bound == HostBound(pytest.approx(0.1), slower=8.0)
+
+
+def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
+    """Return a kind whose one value has left in such forward passes of a second."""
+    one = value(0)
+    one.is_on_gpu = True
+    made = Kind(((SAVED, 0, 100, None, ()),), [one])
+    assert not made.times_the_host
+    made.follow([OFFLOAD])
+    for host, device_waits in zip(passes, waits, strict=True):
+        assert made.times_the_host
+        made.observe(Passed(1.0), host)
+        made.turned(Passed(0.0), device_waits=device_waits)
+    return made
+
+
+def test_a_kind_is_bound_by_the_host_if_the_device_has_waited_each_time() -> None:
+    passes = [HostPass(0.9, 0.4)] * 2
+    made = timed(passes, [True, True])
+    planning._look_for_host(made, made.measure())
+    assert made.host is not None
+    assert made.host.forward_seconds == pytest.approx(0.5)
+    assert not made.times_the_host
+    for waits in ([True, False], [False, True]):
+        behind = timed(passes, waits)
+        planning._look_for_host(behind, behind.measure())
+        assert behind.host is None
+
+
+def test_a_kind_is_not_if_the_thread_had_time_though_the_device_was_waited_for() -> None:
+    made = timed([HostPass(0.3, 0.1)] * 2, [True, True])
+    planning._look_for_host(made, made.measure())
+    assert made.host is None
 
 
 def test_a_kind_without_its_functions_has_what_is_saved_alone() -> None:
@@ -208,7 +253,7 @@ def test_a_step_that_is_bound_by_the_host_lets_most_stay_and_is_not_watched(
     assert plan is not None
     assert {row.decision for row in plan.rows} == {"keep", "offload"}
     assert {row.operation for row in plan.rows} >= {"tanh", "layer_norm"}
-    assert 0 < plan.host_seconds <= bound.forward_seconds
+    assert 0 < plan.host_seconds <= bound.spare_seconds
     assert "the step is bound by it" in str(plan)
     step = offload._planning.begin(
         4096, [net], pack=_never, unpack=_never, publish=_never, is_ready=_never
