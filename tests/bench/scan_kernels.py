@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -88,12 +88,8 @@ LINEAR = (
     back(16, 32, 16, 4, 8),
     back(8, 8, 64, 4, 4),
 )
-GRADIENT = (
-    *LINEAR,
-    *(replace(back(8, 16, 32, 4, fan), registers=168) for fan in (4, 8)),
-    *(replace(back(8, 32, 16, 4, fan), registers=168) for fan in (8, 16)),
-)
-ONE_ROW = (row(4096, 1, 32), row(4096, 1, 64), row(4096, 2, 128), row(8192, 2, 64))
+GRADIENT = (*LINEAR, back(16, 16, 32, 4, 8))
+ONE_ROW = (row(2048, 1, 32), row(4096, 1, 64), row(4096, 2, 128), row(8192, 2, 64))
 ROWS = (
     row(128, 1),
     row(256, 2),

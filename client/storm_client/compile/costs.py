@@ -6,6 +6,7 @@ operations are fused, what one hands to the next is no traffic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +54,9 @@ class Machine:
     """Whether the link works beside what computes."""
     latency: float
     """Seconds of a fetch that are not the link's: the daemon looks for it, decodes and answers."""
+    longest_beside: float
+    """Seconds through which the link has something to carry beside one kernel: large products and
+    attention leave the codec no room, and it gets in where one ends and the next begins."""
     costs: Costs
 
 
@@ -62,13 +66,21 @@ CUDA = Machine(
     bandwidth=3e12,
     hides=True,
     latency=1e-3,
+    longest_beside=4e-3,
     costs=replace(CUDA_COSTS, ship_floor=2e-5),
 )
 """An H200 at large products, and at memory traffic of several fused operations. What a store costs
-the training thread hides as well: it runs ahead of the device."""
+the training thread hides as well: it runs ahead of the device. A session's scratch holds three of
+the largest parts at a time, for which the link takes 4 ms."""
 
 CPU = Machine(
-    flops=5e10, single_flops=5e10, bandwidth=1e10, hides=False, latency=0.0, costs=CPU_COSTS
+    flops=5e10,
+    single_flops=5e10,
+    bandwidth=1e10,
+    hides=False,
+    latency=0.0,
+    longest_beside=math.inf,
+    costs=CPU_COSTS,
 )
 
 TF32_SHARE = 0.5

@@ -219,10 +219,14 @@ class _Pair:
     def _seconds_of(self, node: fx.Node) -> float:
         return seconds_of(node, self.machine, is_fused=self.there.rules.runs_alone is not None)
 
+    def _link_seconds_of(self, node: fx.Node) -> float:
+        """Return for how long of a node's time the link can have something to carry."""
+        return min(self._seconds_of(node), self.machine.longest_beside)
+
     def _seconds_made(self) -> dict[fx.Node, float]:
         """Return when each node of the forward graph has run, in seconds after its beginning."""
         nodes = list(self.forward.graph.nodes)
-        return dict(zip(nodes, accumulate(map(self._seconds_of, nodes)), strict=True))
+        return dict(zip(nodes, accumulate(map(self._link_seconds_of, nodes)), strict=True))
 
     def _hand_over(self, besides: list[fx.Node]) -> None:
         """Hand over what others may be computed from, in front of the rest."""
@@ -245,12 +249,13 @@ class _Pair:
 
     def apply(self, values: list[_Value], budget: Budget) -> Graph:
         """Change both graphs for a budget."""
-        seconds = [self._seconds_of(node) for node in self.nodes]
-        forward = None
+        seconds = [self._link_seconds_of(node) for node in self.nodes]
+        forward, window = 0.0, None
         if self.machine.hides:
             forward = sum(map(self._seconds_of, self.forward.graph.nodes))
+            window = sum(map(self._link_seconds_of, self.forward.graph.nodes))
         saved = [value.saved for value in values]
-        chosen = schedule(saved, seconds, self.machine.costs, forward, latency=self.machine.latency)
+        chosen = schedule(saved, seconds, self.machine.costs, window, latency=self.machine.latency)
         if type(budget) is int and budget < chosen.least:
             raise UsageError(
                 f"budget is {format_size(budget)}, but a compiled graph needs "
@@ -271,7 +276,7 @@ class _Pair:
         ranks = {number: rank for rank, number in enumerate(chosen.order)} if in_runs else {}
         ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
         peak = chosen.peaks[0 if in_runs else count]
-        plan = _plan(values, draft, peak, forward or 0.0, self.machine)
+        plan = _plan(values, draft, peak, forward, self.machine)
         order = sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
         return Graph(plan, chosen, ranks, early, tuple(order))

@@ -77,9 +77,10 @@ def schedule(
 ) -> Schedule:
     """Return the schedule of values that are used in a backward graph.
 
-    `seconds` is how long the node at each position of that graph takes, `forward_seconds` how long
-    the forward graph does; None where transfers hide behind nothing, and cost what `costs` say of
-    the processor. A fetch takes `latency` more than the link, however small it is.
+    `seconds` is for how long the link can carry beside the node at each position of that graph,
+    `forward_seconds` for how long beside the forward graph; None where transfers hide behind
+    nothing, and cost what `costs` say of the processor. A fetch takes `latency` more than the link,
+    however small it is.
     """
     problem = Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency)
     state = _State(problem)

@@ -231,8 +231,6 @@ class _Launch:
             constants["N"] = tile.elements
         constants["STAGES"] = 1 if look_back else _PIPELINE_STAGES
         self._limits = {"num_warps": tile.warps}
-        if isinstance(tile, Columns) and tile.registers:
-            self._limits["maxnreg"] = tile.registers
         self._kernel, self._device = kernel, device
         self._grid = (chains * (tiles if look_back else 1), 1, 1)
         self._words = 2 + chains * tiles * channels * options["MAPS"] if look_back else 0
@@ -315,9 +313,7 @@ def _tile(
 ) -> Columns | Rows:
     if space.inner == 1:
         return rows_for(space.outer, space.length, words=words, gradient=gradient)
-    return columns_for(
-        space.outer, space.length, space.inner, itemsize, words=words, gradient=gradient
-    )
+    return columns_for(space.outer, space.length, space.inner, itemsize, words=words)
 
 
 def _placed(space: Arrangement, tensor: torch.Tensor) -> tuple[torch.Tensor, Strides]:

@@ -23,11 +23,8 @@ _LEAST_BYTES: Final = 4
 _ENOUGH_PROGRAMS: Final = 128
 """So many programs that scan whole sequences, loading ahead, keep a GPU's memory busy."""
 
-_THREE_BLOCKS: Final = 168
-"""Registers a thread, of which a GPU's processor has enough for three blocks of four warps."""
-
-_LONG_FOR_A_GRADIENT: Final = 1 << 14
-"""From there on it is better off with fewer, longer tiles of half the channels."""
+_LONG: Final = 1 << 14
+"""Beyond it a sum has fewer, longer tiles: what they wait for each other is what it waits for."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,7 @@ class Columns:
     """A tile of `stretches` times `rows` rows of `channels` channels.
 
     With `look_back` each program scans one tile, and `fan` tiles are a group of those that are
-    combined at once; otherwise a program scans all tiles of a sequence, in turn. A thread has at
-    most so many `registers`; with 0, as many as the compiler likes.
+    combined at once; otherwise a program scans all tiles of a sequence, in turn.
     """
 
     rows: int
@@ -45,7 +41,6 @@ class Columns:
     warps: int
     look_back: bool
     fan: int = 16
-    registers: int = 0
 
     def __post_init__(self) -> None:
         assert not self.look_back or is_fan(self.fan, self.channels, self.warps)
@@ -97,9 +92,7 @@ def cut(length: int, tile: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def columns_for(
-    outer: int, length: int, inner: int, itemsize: int, *, words: int, gradient: bool = False
-) -> Columns:
+def columns_for(outer: int, length: int, inner: int, itemsize: int, *, words: int) -> Columns:
     """Return the tile for channels that lie side by side; `words` are a map's 32-bit parts."""
     vector = max(1, _VECTOR_BYTES // itemsize)
     widest = min(_power_of_two(inner), vector * _WARP)
@@ -119,16 +112,14 @@ def columns_for(
         while stretches > 1 and rows * stretches // 2 >= length:
             stretches //= 2
         return Columns(rows, stretches, channels, warps, look_back=False)
-    narrow = length > _LONG_FOR_A_GRADIENT if gradient else words > 2
-    channels = min(widest, 4 * vector if narrow else 8 * vector)
-    if words == 2 and not gradient and itemsize > 2:
+    channels = min(widest, 4 * vector if words > 2 else 8 * vector)
+    if itemsize > 2 and (words == 2 or (words == 1 and length > _LONG)):
         rows *= 2  # registers hold them: those of complex numbers, or of wider loads, do not
     stretches = _stretches(channels, vector, warps)
     least = max(2, _WARP * warps // channels)
     fan = max(4, (4 if words == 1 else 1) * _WARP * warps // channels)
     fan = max(least, min(fan, _power_of_two(cut(length, rows * stretches))))
-    registers = _THREE_BLOCKS if gradient and words == 2 and itemsize == 4 else 0
-    return Columns(rows, stretches, channels, warps, look_back=True, fan=fan, registers=registers)
+    return Columns(rows, stretches, channels, warps, look_back=True, fan=fan)
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +127,7 @@ def rows_for(outer: int, length: int, *, words: int, gradient: bool = False) -> 
     """Return the tile for sequences whose elements lie side by side."""
     look_back = outer < _ENOUGH_PROGRAMS and length > 2 * 4096 // words
     if look_back:
-        elements, warps = 2048, 1
+        elements, warps = 4096 if words == 1 else 2048, 1
     elif outer >= 8 * _ENOUGH_PROGRAMS:
         elements, warps = (512, 1) if gradient else (2048, 2)
     elif outer < _ENOUGH_PROGRAMS and length > 4096 // words:

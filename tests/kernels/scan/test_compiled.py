@@ -95,7 +95,7 @@ def compiled(found):
 
     counts = found.kernel.do_not_specialize
     constants = dict(found.constants)
-    limits = {name: constants.pop(name) for name in ("num_warps", "maxnreg") if name in constants}
+    limits = {"num_warps": constants.pop("num_warps")}
     signature, attributes, fixed = {}, {}, {}
     names = found.kernel.arg_names
     for place, name in enumerate(names):

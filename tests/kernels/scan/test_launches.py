@@ -26,9 +26,9 @@ def _is_power_of_two(number: int) -> bool:
 WORDS = st.sampled_from([1, 2, 4])
 
 
-@given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), WORDS, st.booleans())
-def test_columns(outer, length, inner, itemsize, words, gradient):
-    tile = columns_for(outer, length, inner, itemsize, words=words, gradient=gradient)
+@given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4, 8]), WORDS)
+def test_columns(outer, length, inner, itemsize, words):
+    tile = columns_for(outer, length, inner, itemsize, words=words)
     for size in (tile.rows, tile.stretches, tile.channels, tile.warps, tile.fan):
         assert _is_power_of_two(size)
     assert tile.length * tile.channels <= MOST_ELEMENTS
