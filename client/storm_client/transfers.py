@@ -419,6 +419,7 @@ class Transfers:
         """Begin to fetch a record ahead, through the staging area, or go on with it."""
         incoming = self.incoming.get(key)
         if incoming is None:
+            self.window.turned()
             incoming = self.incoming[key] = Incoming(key, parts)
         return incoming
 
@@ -426,6 +427,7 @@ class Transfers:
         self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
     ) -> Incoming:
         """Begin to fetch a record into memory of its own, which the daemon maps."""
+        self.window.turned()
         incoming = Incoming(key, parts, storage, is_demanded=is_demanded)
         self.incoming[key] = incoming
         self._count_early(incoming)

@@ -12,6 +12,10 @@ FIT_SHARE = 0.9
 START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
 
+PASS_SHARE = 1 / 4
+"""Of what the fullest forward pass has stored: where little leaves, holding all of it would free
+nothing."""
+
 LAST_BYTES = 3 << 28
 LAST_SHARE = 1 / 16
 """How much of what a forward pass saves last may stay, in bytes and of all that it saves: less than
@@ -38,10 +42,23 @@ class DeviceWindow:
         self._ceiling = ceiling
         self.limit = min(START_BYTES, self._ceiling)
         """Bytes of sources that may be held after they were stored."""
+        self._largest = 0
+        self._pass_bytes = 0
+        self._fullest_pass = 0
 
     def saw(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
+        self._largest = max(self._largest, nbytes)
+        self._pass_bytes += nbytes
         self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
+
+    def turned(self) -> None:
+        """Note that something is brought back: what was stored since the last time was a pass."""
+        if self._pass_bytes > self._fullest_pass:
+            self._fullest_pass = self._pass_bytes
+            share = min(START_BYTES, int(PASS_SHARE * self._fullest_pass))
+            self.limit = min(self._ceiling, max(share, LARGEST * self._largest, LEAST_BYTES))
+        self._pass_bytes = 0
 
     def ahead(self, headroom: int, held: int) -> int:
         """Return how many bytes may be brought back early.

@@ -404,6 +404,30 @@ def test_three_of_the_largest_tensors_fit_below_the_ceiling() -> None:
     assert window.limit == 4 * GIB
 
 
+def test_little_is_held_where_little_leaves() -> None:
+    window = DeviceWindow(4 * GIB)
+    for _ in range(16):
+        window.saw(GIB // 10)
+    assert window.limit == START_BYTES
+    window.turned()
+    assert window.limit == 16 * (GIB // 10) // 4
+    window.saw(GIB // 10)  # a part of a pass, as where a block runs again
+    window.turned()
+    assert window.limit == 16 * (GIB // 10) // 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "limit"),
+    [([LEAST_BYTES // 8], LEAST_BYTES), ([GIB // 4], 3 * GIB // 4), ([GIB] * 20, 3 * GIB)],
+)
+def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -> None:
+    window = DeviceWindow(4 * GIB)
+    for nbytes in stored:
+        window.saw(nbytes)
+    window.turned()
+    assert window.limit == limit
+
+
 def test_half_of_the_spare_memory_serves_what_comes_back() -> None:
     window = DeviceWindow(4 * GIB)
     assert window.ahead(0, 0) == START_BYTES
