@@ -6,7 +6,7 @@ import pytest
 from storm_client.plan import planner, planning
 from storm_client.plan.planner import Costs
 
-__all__ = ["FREE_REPLAYS", "replay_all", "slice_all"]
+__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "slice_all"]
 
 SLICE_ALIGNMENT = 16
 """Bytes of the largest element."""
@@ -26,16 +26,16 @@ def slice_all(monkeypatch: pytest.MonkeyPatch) -> None:
             state.slices[number] = nbytes // 3 // SLICE_ALIGNMENT * SLICE_ALIGNMENT
 
     monkeypatch.setattr(planner._State, "let_a_slice_stay", cut)
-    _mind_the_device_alone(monkeypatch)
+    mind_the_device_alone(monkeypatch)
 
 
 def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every plan that is made from now on replay all that it can."""
     monkeypatch.setattr(planning, "CPU_COSTS", FREE_REPLAYS)
     monkeypatch.setattr(planning, "CUDA_COSTS", FREE_REPLAYS)
-    _mind_the_device_alone(monkeypatch)
+    mind_the_device_alone(monkeypatch)
 
 
-def _mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no step be bound by its thread: on a GPU all steps of tests are."""
     monkeypatch.setattr(planning, "host_bound", lambda *_: None)

@@ -56,8 +56,8 @@ class DeviceWindow:
         """Note that something is brought back: what was stored since the last time was a pass."""
         if self._pass_bytes > self._fullest_pass:
             self._fullest_pass = self._pass_bytes
-            share = min(START_BYTES, int(PASS_SHARE * self._fullest_pass))
-            self.limit = min(self._ceiling, max(share, LARGEST * self._largest, LEAST_BYTES))
+            share = min(START_BYTES, max(LEAST_BYTES, int(PASS_SHARE * self._fullest_pass)))
+            self.limit = min(self._ceiling, max(share, LARGEST * self._largest))
         self._pass_bytes = 0
 
     def ahead(self, headroom: int, held: int) -> int:

@@ -23,6 +23,7 @@ from storm_client.plan.planner import Costs
 from storm_client.plan.window import DeviceWindow
 from storm_client.saved import StoredRange
 from storm_client.transfers import Outgoing, Transfers
+from support.planning import mind_the_device_alone
 from support.random_programs import run
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = Reader()
     monkeypatch.setattr(planning, "CPU_COSTS", SOME_REPLAYS)
     monkeypatch.setattr(planning, "CUDA_COSTS", SOME_REPLAYS)
+    mind_the_device_alone(monkeypatch)
     monkeypatch.setattr(Value, "timed", lambda _value: 0.0)  # so that products leave
     monkeypatch.setattr(planning, "last_bytes", lambda _saved: 0)
     monkeypatch.setattr(recording, "LARGE_BYTES", 0)
