@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from storm_client.plan.decisions import LAST, OFFLOAD, Decision, Keep, Replay
-from storm_client.plan.kinds import HostPass, Value
+from storm_client.plan.kinds import HostBound, HostPass, Value
 from storm_client.plan.planner import Choice
 
-__all__ = ["HostBound", "Load", "choose_for_host", "host_bound", "load_of"]
+__all__ = ["Load", "choose_for_host", "host_bound", "load_of", "spare_seconds"]
 
 CHECKPOINTING: Final = 1.5
 """Forward passes that checkpointing takes the thread: the one that is run again, and its own work
@@ -58,19 +57,9 @@ WATCHED: Final = 1.8e-5
 """Seconds for a function of the table."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostBound:
-    """What is known of a step for which the device waits for the thread."""
-
-    forward_seconds: float
-    """Of the thread, for the forward pass without offload."""
-    slower: float = 1.0
-    """How many times as long an event takes here as on the machine of the constants."""
-
-    @property
-    def spare_seconds(self) -> float:
-        """What the budget "least" may take: not more than checkpointing."""
-        return CHECKPOINTING * self.forward_seconds
+def spare_seconds(host: HostBound) -> float:
+    """Return what the budget "least" may take the thread: not more than checkpointing."""
+    return CHECKPOINTING * host.forward_seconds
 
 
 def load_of(values: Sequence[Value], decisions: Sequence[Decision], functions: int) -> Load:
@@ -141,13 +130,14 @@ def choose_for_host(
     def with_leaving(count: int) -> Choice:
         return _with_leaving(choice, values, set(largest[:count]), link, is_least=room is None)
 
+    spare = spare_seconds(host)
     choice = choice._replace(host_seconds=seconds(choice))
-    if room is None and choice.host_seconds <= host.spare_seconds:
+    if room is None and choice.host_seconds <= spare:
         return choice
     largest = sorted(_may_leave(choice, values), key=lambda n: (-values[n].nbytes, n))
     counts = range(len(largest) + 1)
     if room is None:
-        count = bisect_right(counts, host.spare_seconds, key=lambda n: seconds(with_leaving(n)))
+        count = bisect_right(counts, spare, key=lambda n: seconds(with_leaving(n)))
         count = max(count - 1, 0)
     else:
         count = bisect_left(counts, -room, key=lambda n: -with_leaving(n).kept_bytes)

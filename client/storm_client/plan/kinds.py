@@ -31,7 +31,6 @@ import torch
 from storm_client.plan.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 
 if TYPE_CHECKING:
-    from storm_client.plan.host import HostBound
     from storm_client.plan.table import Plan
 
 __all__ = [
@@ -40,6 +39,7 @@ __all__ = [
     "SAVED",
     "Event",
     "Expected",
+    "HostBound",
     "HostPass",
     "Kind",
     "Kinds",
@@ -132,6 +132,16 @@ class HostPass(NamedTuple):
     seconds: float
     ours: float
     """Of them, in what is done for the offload of single values."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBound:
+    """What is known of a step for which the device waits for the thread that trains."""
+
+    forward_seconds: float
+    """Of the thread, for the forward pass without offload."""
+    slower: float = 1.0
+    """How many times as long an event takes here as on the machine of host.py's constants."""
 
 
 class Expected(NamedTuple):

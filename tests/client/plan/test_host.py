@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from storm_client.plan import host as host_module
 from storm_client.plan import planning
 from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
-from storm_client.plan.host import HostBound, Load, choose_for_host, host_bound, load_of
-from storm_client.plan.kinds import SAVED, HostPass, Kind, Value
+from storm_client.plan.host import Load, choose_for_host, host_bound, load_of, spare_seconds
+from storm_client.plan.kinds import SAVED, HostBound, HostPass, Kind, Value
 from storm_client.plan.planner import Costs, choose
 from torch import nn
 
@@ -123,7 +123,7 @@ def test_neither_the_time_nor_the_budget_is_passed(
     least = choose_for_host(choice, values, host, link=0.0)
     load = load_of(values, least.decisions, 0)
     if OFFLOAD in least.decisions:
-        assert load.forward + load.backward <= host.spare_seconds
+        assert load.forward + load.backward <= spare_seconds(host)
         assert math.isclose(least.host_seconds, load.forward + load.backward)
     within = choose_for_host(choice, values, host, link=0.0, room=room)
     assert within.kept_bytes <= room
@@ -253,7 +253,7 @@ def test_a_step_that_is_bound_by_the_host_lets_most_stay_and_is_not_watched(
     assert plan is not None
     assert {row.decision for row in plan.rows} == {"keep", "offload"}
     assert {row.operation for row in plan.rows} >= {"tanh", "layer_norm"}
-    assert 0 < plan.host_seconds <= bound.spare_seconds
+    assert 0 < plan.host_seconds <= spare_seconds(bound)
     assert "the step is bound by it" in str(plan)
     step = offload._planning.begin(
         4096, [net], pack=_never, unpack=_never, publish=_never, is_ready=_never
