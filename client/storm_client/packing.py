@@ -143,13 +143,9 @@ class StepHooks:
             return self._skip(tensor, "compiled")
         recording = self._planned.recording
         if recording is not None and self._session is not None and self._policy.layers is None:
-            found = recording.staying(tensor)
-            if found is not None:
-                expected, storage = found
-                kept = KeptTensor.of_result(tensor, storage)
-                self._recorder.of_layer(expected.value.layer).skipped(tensor.nbytes, expected.stays)
-                self._trace.saved(id(kept), "stays", tensor.nbytes)
-                return kept
+            expected = recording.staying(tensor)
+            if expected is not None:
+                return self._stay(tensor, tensor.nbytes, expected.stays, expected.value.layer)
         try:
             return self._consider(tensor)
         except DaemonLost as loss:

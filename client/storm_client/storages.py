@@ -125,8 +125,7 @@ class Unchanging(SnapshotProof):
 
 def is_result(tensor: torch.Tensor) -> bool:
     """Tell whether an operation made the tensor's memory: then its changes are counted."""
-    base = tensor._base
-    return not (tensor if base is None else base).is_leaf
+    return not base_of(tensor).is_leaf
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:

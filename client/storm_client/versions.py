@@ -173,11 +173,6 @@ class KeptTensor(SavedVersion):
     __slots__ = ()
 
     @classmethod
-    def of_result(cls, tensor: torch.Tensor, storage: int) -> KeptTensor:
-        """Keep `tensor`, which is plain, made by an operation, and lies in `storage`."""
-        return cls(tensor.detach(), tensor, storage)
-
-    @classmethod
     def keeping(cls, tensor: torch.Tensor) -> KeptTensor:
         """Keep `tensor` and its present version.
 

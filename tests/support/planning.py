@@ -1,12 +1,14 @@
-"""Plans that make again whatever can be made again, however dear: what tests of exactness need."""
+"""Values to plan for, and plans that make again whatever can be made again, however dear."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from storm_client.plan import planner, planning
+from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Costs
 
-__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "slice_all"]
+__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "slice_all", "value"]
 
 SLICE_ALIGNMENT = 16
 """Bytes of the largest element."""
@@ -39,3 +41,26 @@ def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
 def mind_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have no step be bound by its thread: on a GPU all steps of tests are."""
     monkeypatch.setattr(planning, "host_bound", lambda *_: None)
+
+
+def value(
+    number: int,
+    nbytes: int = 100,
+    operation: str = "",
+    *inputs: int,
+    saved: bool = True,
+    seconds: float = 0.0,
+    dear: bool = False,
+) -> Value:
+    """Return a value of a step, saved once, as the planner is given it."""
+    return Value(
+        number=number,
+        nbytes=nbytes,
+        dtype=torch.float32,
+        shape=torch.Size((nbytes,)),
+        operation=operation,
+        inputs=inputs,
+        uses=int(saved),
+        seconds=seconds,
+        is_dear=dear,
+    )

@@ -59,7 +59,7 @@ class Saved:
     can_leave: bool = True
     recipe: Recipe | None = None
     made: float = 0.0
-    """When the forward graph has made it, in seconds after its beginning."""
+    """When the forward graph has made it, by the seconds that the link can use until then."""
     ratio: float = 1.0
     """By how much it is compressed on the link."""
 

@@ -224,7 +224,7 @@ class _Pair:
         return min(self._seconds_of(node), self.machine.longest_beside)
 
     def _seconds_made(self) -> dict[fx.Node, float]:
-        """Return when each node of the forward graph has run, in seconds after its beginning."""
+        """Return when each node of the forward graph has run, by seconds that the link can use."""
         nodes = list(self.forward.graph.nodes)
         return dict(zip(nodes, accumulate(map(self._link_seconds_of, nodes)), strict=True))
 

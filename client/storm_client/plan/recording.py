@@ -163,23 +163,18 @@ class Recording:
         self._casts: list[_Cast] = []
         """What was saved since the last function of the table began."""
 
-    def staying(self, tensor: torch.Tensor) -> tuple[Expected, int] | None:
+    def staying(self, tensor: torch.Tensor) -> Expected | None:
         """Return what the script expects if that is a saved result that stays, and `tensor` is it.
 
-        With it comes the address of its storage. No more has to be known of one: whatever is taken
-        for it may stay.
+        No more has to be known of one: whatever is taken for it may stay.
         """
-        step = self.step
-        expected = step.expected
-        if not expected.stays or type(tensor) is not torch.Tensor:
+        expected = self.step.expected
+        if not expected.stays or not _is_plain(tensor) or not is_result(tensor):
             return None
-        if tensor.layout is not torch.strided or tensor.is_nested or not is_result(tensor):
+        if tensor.untyped_storage().nbytes() != expected.value.nbytes:
             return None
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != expected.value.nbytes:
-            return None
-        step.advance()
-        return expected, storage._cdata
+        self.step.advance()
+        return expected
 
     def saved(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedValue | None:
         """Note that autograd saves `tensor`; None in a step that is too long to be watched."""

@@ -17,6 +17,7 @@ from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.plan.host import Load, choose_for_host, host_bound, load_of, spare_seconds
 from storm_client.plan.kinds import SAVED, HostBound, HostPass, Kind, Value
 from storm_client.plan.planner import Costs, choose
+from support.planning import value
 from torch import nn
 
 COSTS = Costs(link=1e-9, shipping=1e-9, ship_floor=0.0, replay_floor=0.0, default=5e-11)
@@ -34,18 +35,6 @@ class Passed:
 
     def __call__(self) -> float:
         return self._seconds
-
-
-def value(number: int, nbytes: int = 100, operation: str = "", *inputs: int) -> Value:
-    return Value(
-        number=number,
-        nbytes=nbytes,
-        dtype=torch.float32,
-        shape=torch.Size((nbytes,)),
-        operation=operation,
-        inputs=inputs,
-        uses=1,
-    )
 
 
 def decided(

@@ -8,40 +8,18 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Choice, Costs, choose
+from support.planning import value
 
 COSTS = Costs(link=1.0, shipping=0.1, ship_floor=0.0, replay_floor=0.0, default=0.05)
 """A byte takes a second on the link, a tenth of one to encode, a twentieth to make again."""
 
 
 MIB = 1 << 20
-
-
-def value(
-    number: int,
-    nbytes: int = 100,
-    operation: str = "",
-    *inputs: int,
-    saved: bool = True,
-    seconds: float = 0.0,
-    dear: bool = False,
-) -> Value:
-    return Value(
-        number=number,
-        nbytes=nbytes,
-        dtype=torch.float32,
-        shape=torch.Size((nbytes,)),
-        operation=operation,
-        inputs=inputs,
-        uses=int(saved),
-        seconds=seconds,
-        is_dear=dear,
-    )
 
 
 def decided(values: Sequence[Value], **options: object) -> list[Decision]:
