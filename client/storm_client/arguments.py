@@ -77,7 +77,10 @@ def check_storing(min_bytes: int, codec: str) -> None:
 
 
 def plan_options(
-    budget: str | float | None, verify: str, replay: bool | Iterable[Callable[..., Any]]
+    budget: str | float | None,
+    verify: str,
+    replay: bool | Iterable[Callable[..., Any]],
+    layers: Iterable[torch.nn.Module] | None = None,
 ) -> PlanOptions:
     """Return what was asked of the plan; a `budget` of None is STORMD_BUDGET's.
 
@@ -92,8 +95,11 @@ def plan_options(
         raise UsageError(str(error)) from error
     if verify not in _VERIFY:
         raise UsageError(f"verify is {verify!r}; choose {' or '.join(_VERIFY)}")
+    again = None
+    if layers is not None:  # a ModuleList has its modules, and is none that is called
+        again = tuple(modules_of(list(layers) if isinstance(layers, Iterable) else layers))
     if isinstance(replay, bool):
-        return PlanOptions(parsed, verify == "always", replay)
+        return PlanOptions(parsed, verify == "always", replay, layers=again)
     functions = list(replay) if isinstance(replay, Iterable) else [replay]
     for function in functions:
         if not callable(function):
@@ -101,7 +107,7 @@ def plan_options(
                 f"replay has {_shown(function)}; pass True, False or a list of functions"
             )
     spelled = frozenset(chain.from_iterable(map(_spellings, functions)))
-    return PlanOptions(parsed, verify == "always", True, spelled)
+    return PlanOptions(parsed, verify == "always", True, spelled, again)
 
 
 def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:

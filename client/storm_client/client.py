@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Never
 
+import torch
+
 from storm_client.arguments import (
     Modules,
     check_options,
@@ -57,6 +59,7 @@ class Client:
         budget: str | float | None = None,
         verify: str = "learn",
         replay: bool | Iterable[Callable[..., Any]] = True,
+        layers: Iterable[torch.nn.Module] | None = None,
         **unknown: Never,
     ) -> Offload:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
@@ -73,6 +76,11 @@ class Client:
         `replay` switches that off, or names functions of your own that may be run again. They
         have to be deterministic, to read nothing but their arguments, and to change none of them.
 
+        Where a step is bound by the thread that trains, layers of the model are called again in
+        the backward pass as a whole, as `torch.utils.checkpoint` does it: those of transformers
+        that are made for that, or those in `layers`, each of which has first to show that a second
+        call does the same as the first. With `layers=[]` none is.
+
         Raises:
             UsageError: a bad value, an unknown option, or the client is closed.
         """
@@ -83,7 +91,7 @@ class Client:
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
-        options = plan_options(budget, verify, replay)
+        options = plan_options(budget, verify, replay, layers)
         return Offload.of(self._supply, Policy(modules, min_bytes), codec, options)
 
     def status(self) -> DaemonStatus:

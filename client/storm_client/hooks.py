@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,7 @@ class Offload:
             traces=self._traces,
         )
         self.blocks.enter(step)
+        step.begin()
         return self
 
     if TYPE_CHECKING:
@@ -160,7 +162,9 @@ class Offload:
         copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
         modules = deepcopy(self._policy.modules, memo)
         policy = Policy(modules, self._policy.min_bytes)
-        copied._begin(self._supply, policy, self._codec, self._planning.options)
+        options = self._planning.options
+        options = replace(options, layers=deepcopy(options.layers, memo))
+        copied._begin(self._supply, policy, self._codec, options)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:

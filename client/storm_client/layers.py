@@ -26,13 +26,13 @@ class Layers:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         """Look at the modules when the first question comes; they may be half made now."""
-        self._modules = tuple(modules)
+        self.modules = tuple(modules)
         self._names: dict[int, str] | None = None
 
     def current(self) -> str:
         """Return the layer whose forward this thread is in; empty where it is in none of them."""
         if self._names is None:
-            self._names = _names_inside(self._modules)
+            self._names = _names_inside(self.modules)
         if not self._names:
             return ""
         frame = sys._getframe(1)
@@ -43,6 +43,15 @@ class Layers:
                     return name
             frame = frame.f_back  # type: ignore[assignment]  # None at the end
         return ""
+
+    def whole(self) -> dict[str, torch.nn.Module]:
+        """Return by name the modules that are a layer as a whole, in the order of the model."""
+        found: dict[str, torch.nn.Module] = {}
+        for prefix, root in _with_prefixes(self.modules):
+            for name, module in root.named_modules():
+                if name and layer_name(name) == name:
+                    found.setdefault(prefix + name, module)
+        return found
 
 
 def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
@@ -64,11 +73,16 @@ def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 def _names_inside(roots: Sequence[torch.nn.Module]) -> dict[int, str]:
     """Return the layer of every module in some, by id; which of several it is stands before it."""
     names: dict[int, str] = {}
-    for index, root in enumerate(roots):
-        prefix = f"{index}:" if len(roots) > 1 else ""
+    for prefix, root in _with_prefixes(roots):
         for name, module in root.named_modules():
             names.setdefault(id(module), prefix + layer_name(name))
     return names
+
+
+def _with_prefixes(roots: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield modules with what the names of their layers begin with."""
+    for index, root in enumerate(roots):
+        yield f"{index}:" if len(roots) > 1 else "", root
 
 
 def layer_name(module: str) -> str:

@@ -75,6 +75,7 @@ class StepHooks:
             unpack=self._bring,
             publish=self._publish_ready,
             is_ready=self._leave_when_ready,
+            stats=recorder,
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -89,6 +90,10 @@ class StepHooks:
     def mode(self) -> TorchFunctionMode | None:
         """What has to see PyTorch's functions in the block."""
         return self._planned.mode
+
+    def begin(self) -> None:
+        """Note that the hooks are on PyTorch's stack."""
+        self._planned.begin(self.pack)
 
     def end(self) -> None:
         """Send what the block has saved and may leave: nothing is saved in it any more.

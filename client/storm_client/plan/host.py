@@ -110,6 +110,7 @@ def choose_for_host(
     link: float,
     functions: int = 0,
     room: int | None = None,
+    spare: float | None = None,
 ) -> Choice:
     """Return what becomes of each value of a step that is bound by the host.
 
@@ -119,7 +120,10 @@ def choose_for_host(
     takes no longer than checkpointing.
 
     A byte takes the `link` so many seconds one way, and a step runs `functions` of the table.
+    `spare` seconds are what checkpointing would take, of which some may be spent already.
     """
+    if spare is None:
+        spare = spare_seconds(host)
 
     def seconds(one: Choice) -> float:
         load = load_of(values, one.decisions, functions)
@@ -130,7 +134,6 @@ def choose_for_host(
     def with_leaving(count: int) -> Choice:
         return _with_leaving(choice, values, set(largest[:count]), link, is_least=room is None)
 
-    spare = spare_seconds(host)
     choice = choice._replace(host_seconds=seconds(choice))
     if room is None and choice.host_seconds <= spare:
         return choice

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import thread_time
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,9 @@ from storm_client.compiled import may_be_compiled
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision
-from storm_client.plan.host import choose_for_host, host_bound, load_of
+from storm_client.plan.host import choose_for_host, host_bound, load_of, spare_seconds
 from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
+from storm_client.plan.layer_replay import LayerReplay, LayerStep
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
@@ -37,6 +38,7 @@ from stormd.protocol import Budget
 if TYPE_CHECKING:
     from storm_client.plan.recipes import Pins
     from storm_client.saved import WeakStorage
+    from storm_client.stats import StatsRecorder
     from storm_client.storages import Ready
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
@@ -53,6 +55,8 @@ class PlanOptions:
     replays: bool = True
     functions: frozenset[Function] = frozenset()
     """The user's own that may be run again."""
+    layers: tuple[torch.nn.Module, ...] | None = None
+    """What may be called again as a whole; None for what is declared fit for that."""
 
 
 class Planning:
@@ -70,6 +74,8 @@ class Planning:
         self._least = 1
         """Bytes of the smallest tensors that may leave."""
         self._kinds = Kinds()
+        may_call_again = options.replays and not options.verifies
+        self._layer_replay = LayerReplay(layers, options.layers if may_call_again else ())
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
 
@@ -82,6 +88,7 @@ class Planning:
         unpack: Callable[[Any], torch.Tensor],
         publish: Callable[[torch.Tensor], int],
         is_ready: Callable[[torch.Tensor, Ready], None],
+        stats: StatsRecorder,
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
 
@@ -92,6 +99,8 @@ class Planning:
         self._least = least
         for one in self._kinds.outdated():
             self._make(one)
+        if self._layer_replay.begins():
+            self._kinds = Kinds()
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
@@ -113,7 +122,8 @@ class Planning:
         times = kind is not None and kind.times_the_host
         mode = Recorder(recording, measures=kind is None, times=times) if watches else None
         begun = mark(is_on_gpu=kind is not None and kind.is_on_gpu)
-        return PlannedStep(self, recording, mode, begun, times=times)
+        layers = self._layer_replay.step(stats, mode)
+        return PlannedStep(self, recording, mode, begun, times=times, layers=layers)
 
     def ended(
         self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
@@ -136,7 +146,8 @@ class Planning:
             return None
         if kind.is_outdated:
             self._make(kind)
-        return kind.plan
+        refusal = self._layer_replay.refusal
+        return replace(kind.plan, note=refusal) if kind.plan and refusal else kind.plan
 
     @property
     def is_on_gpu(self) -> bool:
@@ -148,14 +159,15 @@ class Planning:
         costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
         saved = [value.nbytes for value in kind.values if value.is_saved]
         largest = max(saved, default=0)
-        budget = self.options.budget
+        budget, layers = self.options.budget, self._layer_replay
         if type(budget) is int and budget < largest:
             raise UsageError(
                 f"budget is {format_size(budget)}, and the largest tensor of a step has "
                 f"{format_size(largest)}, which is the least possible; raise it, or pass "
                 "budget='least'"
             )
-        room, forward_seconds = _room(budget, sum(saved), kind), kind.measure()
+        room = _room(budget, max(sum(saved), layers.spared_bytes), kind)
+        forward_seconds = kind.measure()
         choice = choose(
             kind.values,
             kind.rejected if kind.has_functions else dict.fromkeys(range(len(kind.values)), ""),
@@ -166,8 +178,10 @@ class Planning:
             turn_seconds=kind.turn_seconds(),
             least=self._least,
         )
+        kind.host = kind.host or layers.host
         _look_for_host(kind, forward_seconds)
         if kind.host is not None:
+            layers.consider(kind, kind.host, room)
             choice = choose_for_host(
                 choice,
                 kind.values,
@@ -175,9 +189,10 @@ class Planning:
                 link=costs.link,
                 functions=kind.functions,
                 room=None if budget == "least" else room,
+                spare=(1.0 - layers.share) * spare_seconds(kind.host),
             )
         kind.follow(choice.decisions)
-        kind.plan, kind.told = Plan.of(kind, choice), None
+        kind.plan, kind.told = Plan.of(kind, choice, layers.replayed), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_unwatched(kind)
 
@@ -209,9 +224,14 @@ class PlannedStep:
         begun: Mark,
         *,
         times: bool,
+        layers: LayerStep | None,
     ) -> None:
-        """Follow what `recording` says; if it `times`, what that takes the thread is counted."""
+        """Follow what `recording` says; if it `times`, what that takes the thread is counted.
+
+        `layers` is what is done with calls of whole layers.
+        """
         self._planning = planning
+        self._layers = layers
         self._begun = begun
         self.times = times
         self._host_begun = thread_time()
@@ -222,6 +242,11 @@ class PlannedStep:
         self.mode = mode
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget
+
+    def begin(self, pack: object) -> None:
+        """Note that the block has put `pack` on PyTorch's stack."""
+        if self._layers is not None:
+            self._layers.begin(pack)
 
     def news_for(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless it was asked for by this session before."""
@@ -262,6 +287,9 @@ class PlannedStep:
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
         recording, self.recording = self.recording, None
+        layers, self._layers = self._layers, None
+        if layers is not None:
+            layers.end()
         if self.mode is not None:
             self.mode.end()
         if recording is not None:

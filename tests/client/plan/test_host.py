@@ -17,6 +17,7 @@ from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.plan.host import Load, choose_for_host, host_bound, load_of, spare_seconds
 from storm_client.plan.kinds import SAVED, HostBound, HostPass, Kind, Value
 from storm_client.plan.planner import Costs, choose
+from storm_client.stats import StatsRecorder
 from support.planning import value
 from torch import nn
 
@@ -245,7 +246,13 @@ def test_a_step_that_is_bound_by_the_host_lets_most_stay_and_is_not_watched(
     assert 0 < plan.host_seconds <= spare_seconds(bound)
     assert "the step is bound by it" in str(plan)
     step = offload._planning.begin(
-        4096, [net], pack=_never, unpack=_never, publish=_never, is_ready=_never
+        4096,
+        [net],
+        pack=_never,
+        unpack=_never,
+        publish=_never,
+        is_ready=_never,
+        stats=StatsRecorder(),
     )
     assert step.mode is None
     step.abandon()
