@@ -25,10 +25,12 @@ from .cuda_launches import (
     PIPELINES,
     PLAN_BYTES,
     TAKEN,
+    Encoding,
     decode_kernels,
     decoding,
     encode_kernels,
     encoding,
+    header_encoding,
     scratch_bytes,
 )
 from .cuda_modules import Modules, wanted
@@ -146,18 +148,19 @@ class CudaCodec:
         plan = encoding(nbytes, dtype, mode, speed, policy, self._blocks)
         if dst_bytes < plan.room:
             raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {plan.room}")
-        _check_aligned(dst=dst, scratch=scratch)
-        arguments = self._arguments()
-        arguments.encode.pack(
-            src, nbytes, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
-            checksum, plan.unit_tiles, plan.policy,
-        )  # fmt: skip
-        launch = self._launch
-        with self._entered():
-            for kernel, blocks, threads in plan.launches:
-                function = self._function(kernel, dtype)
-                launch(function, blocks, threads, stream, arguments.taken[kernel])
-                launch = self._launch_next
+        self._encode(plan, (src, nbytes), dtype, dst, scratch, result, stream, checksum=checksum)
+
+    def encode_header_async(  # noqa: PLR0917 (as encode_async)
+        self, src: int, nbytes: int, dtype: DType, dst: int, scratch: int, result: int, stream: int
+    ) -> None:
+        """Write the header of the raw blob of what lies at `src` to `dst`, in order on `stream`.
+
+        With the bytes themselves behind them, which the caller copies, the HEADER_BYTES at `dst`
+        (device or mapped host memory) are what `encode_async` makes in mode raw; at `result` it
+        tells the same. `scratch` and what is raised are as there.
+        """
+        plan = header_encoding(nbytes, dtype, self._blocks)
+        self._encode(plan, (src, nbytes), dtype, dst, scratch, result, stream, checksum=True)
 
     def decode_async(  # noqa: PLR0917 (as encode_async)
         self,
@@ -199,6 +202,31 @@ class CudaCodec:
         return _STATUS.get(status, f"the decoder left status {status}")
 
     # --- helpers ----------------------------------------------------------------------------
+
+    def _encode(  # noqa: PLR0917 (as encode_async)
+        self,
+        plan: Encoding,
+        source: tuple[int, int],
+        dtype: DType,
+        dst: int,
+        scratch: int,
+        result: int,
+        stream: int,
+        *,
+        checksum: bool,
+    ) -> None:
+        _check_aligned(dst=dst, scratch=scratch)
+        arguments = self._arguments()
+        arguments.encode.pack(
+            *source, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
+            checksum, plan.unit_tiles, plan.policy,
+        )  # fmt: skip
+        launch = self._launch
+        with self._entered():
+            for kernel, blocks, threads in plan.launches:
+                function = self._function(kernel, dtype)
+                launch(function, blocks, threads, stream, arguments.taken[kernel])
+                launch = self._launch_next
 
     def _arguments(self) -> _Arguments:
         """Return the calling thread's."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from ..errors import CorruptBlob
 from .dtypes import DType
-from .layout import TILE, Mode
+from .layout import HEADER_BYTES, TILE, Mode
 from .options import POLICIES, parse_mode
 from .plan import max_encoded_bytes
 
@@ -33,6 +33,7 @@ __all__ = [
     "decoding",
     "encode_kernels",
     "encoding",
+    "header_encoding",
     "scratch_bytes",
 ]
 
@@ -74,6 +75,7 @@ TAKEN: Final = {
     **{f"ancf_encode_{kind}": (*_ENCODER, "unit_tiles") for kind in ("whole", "fast")},
     **{f"ancf_encode_{kind}": _ENCODER for kind in ("dense", "bitmap")},
     "ancf_encode_raw": ("src", "dst", "scratch"),
+    "ancf_encode_header": _ENCODER,
     "ancf_decode_begin": ("blob", "blob_bytes", "dst_bytes", "scratch", "status"),
     **{f"ancf_decode_{kind}": _DECODER for kind in PIPELINES},
 }
@@ -166,6 +168,16 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
         mode=AUTO_MODE if asked is None else int(asked),
         is_dense=int(speed == "dense"),
         policy=POLICIES.index(policy),
+    )
+
+
+@lru_cache(maxsize=4096)
+def header_encoding(nbytes: int, dtype: DType, most_blocks: int) -> Encoding:
+    """Return how to make the header of a raw blob of `nbytes` bytes, which are only read."""
+    raw = encoding(nbytes, dtype, "raw", "fast", "adaptive", most_blocks)
+    choose, encode = raw.launches
+    return raw._replace(
+        launches=(choose, encode._replace(kernel="ancf_encode_header")), room=HEADER_BYTES
     )
 
 

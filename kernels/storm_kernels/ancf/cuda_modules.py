@@ -65,7 +65,8 @@ def wanted(kernel: str, dtype: DType) -> Wanted:
     """Return the module that holds the kernel of that name for elements of that type."""
     source, _, pipeline = kernel.rpartition("_")
     if pipeline not in PIPELINES:
-        # ancf_choose and ancf_values are sources; encode_raw and decode_begin are in every module.
+        # ancf_choose and ancf_values are sources; encode_raw, encode_header and decode_begin are in
+        # every module of theirs.
         source = kernel if kernel in _ALONE else source
         pipeline = PIPELINES[0]
     return Wanted(source, pipeline, dtype.element_bytes, dtype.mantissa_bits)

@@ -6,6 +6,9 @@ too, and never wait for the device. The context must be current in the calling t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from storm_kernels.cuda_driver.calls import call, check, driver
 
 __all__ = [
@@ -29,6 +32,7 @@ _NOT_READY = driver.CUresult.CUDA_ERROR_NOT_READY
 # Looked up once: these are called several times for every tensor.
 _copy, _elapsed = driver.cuMemcpyAsync, driver.cuEventElapsedTime
 _record, _query, _synchronize = driver.cuEventRecord, driver.cuEventQuery, driver.cuEventSynchronize
+_query_stream = driver.cuStreamQuery
 _wait_event = driver.cuStreamWaitEvent
 _wait_value, _write_value = driver.cuStreamWaitValue64, driver.cuStreamWriteValue64
 
@@ -47,6 +51,14 @@ class Stream:
     def synchronize(self) -> None:
         """Wait until all that is on the stream is done; reports errors of earlier work."""
         call(driver.cuStreamSynchronize, self._stream)
+
+    def done(self) -> bool:
+        """Say whether all that is on the stream is done, without waiting.
+
+        Raises:
+            CudaDriverError: some of it failed.
+        """
+        return _is_ready(_query_stream, self._stream)
 
     def close(self) -> None:
         """Destroy the stream; what is on it still completes."""
@@ -81,11 +93,7 @@ class Event:
         Raises:
             CudaDriverError: work before the point failed.
         """
-        outcome = _query(self._awaited)
-        if outcome[0] == _NOT_READY:
-            return False
-        check(_query, outcome)
-        return True
+        return _is_ready(_query, self._awaited)
 
     def synchronize(self) -> None:
         """Block the calling thread until the marked point has been passed."""
@@ -122,3 +130,11 @@ def wait_value(stream: int, address: int, value: int) -> None:
 def write_value(stream: int, address: int, value: int) -> None:
     """Make `stream` store `value` at `address`, after all its earlier work is visible."""
     check(_write_value, _write_value(stream, address, value, _WRITE))
+
+
+def _is_ready(query: Callable[..., Any], native: Any) -> bool:
+    outcome = query(native)
+    if outcome[0] == _NOT_READY:
+        return False
+    check(query, outcome)
+    return True

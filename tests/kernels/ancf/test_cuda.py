@@ -8,6 +8,7 @@ import torch
 from storm_kernels import backends
 from storm_kernels.ancf import DType, max_encoded_bytes, reference
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, PIPELINES, blob_kind
+from storm_kernels.ancf.layout import HEADER_BYTES, Mode
 from storm_kernels.errors import CorruptBlob
 
 pytestmark = [
@@ -65,6 +66,27 @@ def encode(codec, data: np.ndarray, dtype: DType, offset: int = 0, **options) ->
     for buffer in (source, target, scratch):
         buffer.check()
     return target.data[:size].cpu().numpy()
+
+
+def encode_header(codec, data: np.ndarray, dtype: DType, offset: int = 0) -> np.ndarray:
+    """The header of the raw blob of `data`, written to host memory, as the daemon has it."""
+    from storm_kernels.cuda_driver import MappedHost
+
+    source, header = Guarded(data.size, offset), MappedHost(HEADER_BYTES + GUARD)
+    source.data.copy_(torch.from_numpy(data))
+    scratch = Guarded(codec.scratch_bytes(data.size, dtype))
+    result = torch.full((3,), -1, dtype=torch.int64, device="cuda")
+    codec.encode_header_async(
+        source.address, data.size, dtype, header.device_address, scratch.address,
+        result.data_ptr(), torch.cuda.current_stream().cuda_stream,
+    )  # fmt: skip
+    assert result.tolist() == [HEADER_BYTES + data.size, 0, Mode.RAW]
+    for buffer in (source, scratch):
+        buffer.check()
+    written = np.array(header.words()).view(np.uint8)
+    header.close()
+    assert not written[HEADER_BYTES:].any()
+    return written[:HEADER_BYTES]
 
 
 def decode(
@@ -164,6 +186,18 @@ def test_sizes_and_alignment(codec, count):
     for offset in (0, 2):
         check(codec, data, DType.BFLOAT16, offset)
         check(codec, data, DType.BFLOAT16, offset, mode="sparse", checksum=False)
+
+
+@pytest.mark.parametrize(
+    "dtype", [DType.BYTES, DType.BFLOAT16, DType.FLOAT64], ids=lambda d: d.name
+)
+@pytest.mark.parametrize("count", [*SIZES, 1 << 25])
+def test_a_header_and_the_bytes_are_the_raw_blob(codec, dtype, count):
+    data = np.random.default_rng(count).integers(0, 256, count * dtype.element_bytes, np.uint8)
+    for offset in (0, dtype.element_bytes):
+        header = encode_header(codec, data, dtype, offset)
+        raw = encode(codec, data, dtype, offset, mode="raw")
+        assert (np.concatenate([header, data]) == raw).all()
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda d: d.name)

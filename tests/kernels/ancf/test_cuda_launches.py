@@ -19,7 +19,9 @@ from storm_kernels.ancf.cuda_launches import (
     decode_kernels,
     encode_kernels,
     encoding,
+    header_encoding,
 )
+from storm_kernels.ancf.layout import HEADER_BYTES
 from storm_kernels.ancf.options import SPEEDS
 from storm_kernels.errors import CorruptBlob, UsageError
 
@@ -60,6 +62,16 @@ def test_a_raw_copy_takes_two_launches_and_the_usual_tensor_five() -> None:
     assert [one.kernel for one in plan.launches] == ["ancf_choose", "ancf_encode_whole"]
     plan = encoding(1 << 20, DType.BFLOAT16, "auto", "fast", "adaptive", 264)
     assert len(plan.launches) == 5
+
+
+def test_a_raw_blobs_header_is_made_by_as_many_blocks_as_the_blob() -> None:
+    for nbytes in (0, 1, 3 << 13, 1 << 28):
+        raw = encoding(nbytes, DType.BYTES, "raw", "fast", "adaptive", 264)
+        header = header_encoding(nbytes, DType.BYTES, 264)
+        assert [one.kernel for one in header.launches] == ["ancf_choose", "ancf_encode_header"]
+        assert [one[1:] for one in header.launches] == [one[1:] for one in raw.launches]
+        assert header[2:] == raw[2:]
+        assert header.room == raw.room - nbytes == HEADER_BYTES
 
 
 def test_a_large_tensor_takes_all_blocks_and_a_small_one_few() -> None:

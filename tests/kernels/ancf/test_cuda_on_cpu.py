@@ -15,7 +15,7 @@ from storm_kernels.ancf import DType, read_header, reference
 from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES, decoding
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
-from support.cuda_on_cpu import NOT_DECODED, OK, POISON
+from support.cuda_on_cpu import BAD_CHECKSUM, NOT_DECODED, OK, POISON
 
 
 @pytest.fixture
@@ -163,6 +163,36 @@ def test_sizes_and_alignment(check, count):
     data = bits(tensors(12_289)["normal"], DType.BFLOAT16)[: 2 * count]
     check(data, DType.BFLOAT16, blocks=2, unit_tiles=1, offset=2)
     check(data, DType.BFLOAT16, mode="sparse", speed="dense", unit_tiles=4)
+
+
+@pytest.mark.parametrize("dtype", DType, ids=lambda d: d.name)
+def test_a_header_and_the_bytes_are_the_raw_blob(kernels, dtype):
+    """Whatever the alignment, and however many blocks share the chunks of the checksum."""
+    rng = np.random.default_rng(int(dtype))
+    for count, blocks, offset in [(0, 1, 0), (1, 2, 0), (1023, 1, 8), (4097, 3, 0), (5001, 2, 1)]:
+        data = rng.integers(0, 256, count * dtype.element_bytes, dtype=np.uint8)
+        for checksum in (True, False):
+            launch = {"checksum": checksum, "blocks": blocks, "offset": offset}
+            header, result = kernels(dtype).encode_header(data, dtype, **launch)
+            raw = kernels(dtype).encode(data, dtype, mode="raw", **launch)
+            assert header.tobytes() + data.tobytes() == raw.tobytes()
+            assert result == [raw.size, OK, Mode.RAW]
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_the_header_tells_of_each_byte(kernels, offset):
+    """Of bytes of any number, as the daemon has them copied."""
+    data = np.random.default_rng(0).integers(0, 256, 3 * 2048 + 77, dtype=np.uint8)
+    header, _ = kernels(DType.BYTES).encode_header(data, DType.BYTES, blocks=2, offset=offset)
+    for place in (0, 2047, 2048, data.size - 1):
+        changed = data.copy()
+        changed[place] ^= 1
+        blob = np.concatenate([header, changed])
+        status, _ = kernels(DType.BYTES).decode(blob, data.size)
+        assert status == BAD_CHECKSUM
+    status, same = kernels(DType.BYTES).decode(np.concatenate([header, data]), data.size)
+    assert status == OK
+    assert (same == data).all()
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, DType.FLOAT8_E4M3FN], ids=lambda d: d.name)

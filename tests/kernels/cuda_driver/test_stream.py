@@ -23,6 +23,19 @@ def test_a_stream_waits_for_a_counter_that_the_cpu_stores() -> None:
         owned.close()
 
 
+def test_a_stream_is_done_when_all_that_is_on_it_is() -> None:
+    from storm_kernels.cuda_driver import MappedHost, Stream, wait_value
+
+    stream, mapped = Stream(), MappedHost(64)
+    assert stream.done()
+    wait_value(stream.handle, mapped.device_address, 1)
+    assert not stream.done()
+    mapped.words()[0] = 1
+    wait_until(stream.done)
+    for owned in (stream, mapped):
+        owned.close()
+
+
 def test_a_copy_is_behind_the_event_that_its_stream_waits_for() -> None:
     from storm_kernels.cuda_driver import Event, MappedHost, Stream, copy_async, wait_event
     from storm_kernels.cuda_driver import wait_value as wait

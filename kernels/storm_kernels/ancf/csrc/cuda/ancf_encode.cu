@@ -117,12 +117,22 @@ ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {
   await_launches_before();
   const Plan &plan = *plan_of(scratch);
   if (!work_of(scratch)->copy_raw) return;
-  u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;
-  u64 warp = static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads) + thread_in_block() / kWarpThreads;
-  u32 lane = thread_in_block() % kWarpThreads;
-  for (u64 at = warp * kCheckChunkBytes; at < plan.raw_nbytes; at += stride) {
-    uint4 rows[kRows];
-    load_chunk(rows, src, at, plan.raw_nbytes, lane);
+  visit_chunks(src, plan.raw_nbytes, [&](const uint4 (&rows)[kRows], u64 at, u32 lane) {
     store_chunk(rows, dst + kHeaderBytes, at, plan.raw_nbytes, lane);
+  });
+}
+
+/* In place of all of these, where the plan is raw: the blob's header alone, whose bytes somebody else
+ * copies. Any number of blocks; `dst`: 16-byte aligned, kHeaderBytes. */
+KERNEL_TWICE(kBlockThreads)
+ancf_encode_header(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result) {
+  await_launches_before();
+  const Plan &plan = *plan_of(scratch);
+  u64 check = 0;
+  if (plan.flags & kFlagChecksum) {
+    visit_chunks(src, plan.raw_nbytes, [&](const uint4 (&rows)[kRows], u64 at, u32 lane) {
+      check += column_check(rows, at, lane);
+    });
   }
+  finish(plan, 0, check, dst, scratch, result);
 }

@@ -133,6 +133,20 @@ DEVICE void store_chunk(const uint4 (&rows)[kRows], u8 *dst, u64 at, u64 nbytes,
   }
 }
 
+/* Calls `visit(rows, at, lane)` for each chunk of `src`, which the warps of a launch of blocks of
+ * kBlockThreads share. */
+template <class Visit>
+DEVICE void visit_chunks(const u8 *src, u64 nbytes, Visit visit) {
+  u64 stride = static_cast<u64>(block_count()) * kBlockThreads / kWarpThreads * kCheckChunkBytes;
+  u64 warp = static_cast<u64>(block_index()) * (kBlockThreads / kWarpThreads) + thread_in_block() / kWarpThreads;
+  u32 lane = thread_in_block() % kWarpThreads;
+  for (u64 at = warp * kCheckChunkBytes; at < nbytes; at += stride) {
+    uint4 rows[kRows];
+    load_chunk(rows, src, at, nbytes, lane);
+    visit(rows, at, lane);
+  }
+}
+
 DEVICE u64 multiply_wide(u32 a, u32 b) { return static_cast<u64>(a) * b; }
 
 /* This lane's column of the chunk at byte `at`, mixed (FORMAT.md, section 8). */
