@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,8 @@ LANE_MODULES = (
     *(f"stormd.lanes.cuda.{name}" for name in CUDA_FILES),
 )
 SESSION = 0x1234
+HELD_SECONDS = 60.0
+"""After which a test that has failed lets its streams go."""
 
 
 class Bench:
@@ -208,3 +212,18 @@ def fill(bench: Bench, seed: int = 0) -> np.ndarray:
     values = np.random.default_rng(seed).standard_normal(MIB // 2).astype(np.float32)
     bench.memory[:] = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     return bench.memory.copy()
+
+
+@contextmanager
+def held_back(bench: Bench) -> Iterator[threading.Event]:
+    """Have what is put on the session's store stream from now on wait, to the end or the event.
+
+    As behind a kernel of another process that leaves the device no room.
+    """
+    gate = threading.Event()
+    stream = bench.lane._sessions[bench.session]._client.opened.store_stream
+    stream.put(lambda: gate.wait(HELD_SECONDS) and None)
+    try:
+        yield gate
+    finally:
+        gate.set()

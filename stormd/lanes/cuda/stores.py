@@ -45,7 +45,7 @@ class Stores:
         self._turns.expect(sequence)
 
     def pass_over(self, sequence: int) -> None:
-        """Note that the store of that number was rejected; in the pipeline's thread."""
+        """Note that the store of that number came to nothing; in the pipeline's thread."""
         self._client.stored_through(self._turns.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
@@ -177,7 +177,8 @@ class Stores:
         )
 
     def _fail(self, job: StoreJob, error: Exception) -> None:
-        self._client.note(STORED, self._turns.done([job.sequence]))
+        # On the stream, behind the encoders there: Turns has their numbers as done already.
+        self.pass_over(job.sequence)
         self._client.post(
             StoreFailed(session=job.session, entry=job.entry, detail=error_text(error))
         )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from storm_kernels import ancf
 from support import fake_cuda
-from support.cuda_bench import PART, SESSION, Bench, fill, hello, offer
+from support.cuda_bench import PART, SESSION, Bench, fill, held_back, hello, offer
 from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
@@ -266,6 +266,30 @@ def test_an_encoder_that_fails_costs_its_own_store_only(bench: Bench) -> None:
     assert "does not start" in bench.expect(StoreFailed).detail
     bench.space.release(bench.expect(StoreDone).block)
     bench.space.withdraw(blob_bound(PART))
+    wait_until(lambda: bench.counters.read(STORED) == 2)
+
+
+def test_a_store_that_fails_frees_no_source_that_is_yet_to_be_read(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench
+) -> None:
+    bench.map()
+    fill(bench)
+    bench.publish(2)
+    left = iter([EncoderResult(0, 7, 1)])
+    name = "stormd.lanes.cuda.stores.EncoderResult"
+    monkeypatch.setattr(name, lambda *words: next(left, EncoderResult(*words)))
+    begun = bench.lane._sessions[SESSION].stores._begun
+    with held_back(bench) as first:
+        bench.store(1, 0, PART)
+        wait_until(lambda: len(begun) == 1)
+        with held_back(bench):
+            bench.store(2, PART, PART)
+            wait_until(lambda: len(begun) == 2)
+            first.set()
+            assert bench.expect(StoreFailed).entry == 1
+            assert bench.counters.read(STORED) == 1
+    bench.space.withdraw(blob_bound(PART))
+    bench.space.release(bench.expect(StoreDone).block)
     wait_until(lambda: bench.counters.read(STORED) == 2)
 
 
