@@ -157,6 +157,15 @@ class Config:
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
     )
+    direct_bytes_cuda: int = _option(
+        "size",
+        "lanes",
+        "under CUDA's MPS, pieces of so many bytes and more are stored as they are, uncompressed, "
+        "while a trainer's kernels leave the encoders no room and nothing else is on the link; "
+        "those with codec raw always; 0 for none",
+        default=16 * MIB,
+        least=0,
+    )
     encode_threads: int = _option(
         "count",
         "lanes",

@@ -53,6 +53,7 @@ def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
         post=post,
         staging_bytes=config.staging_bytes_cuda,
         part_bytes=config.part_bytes_cuda,
+        direct_bytes=config.direct_bytes_cuda,
     )
 
 

@@ -29,6 +29,7 @@ SETTINGS: Final = (
     "staging_bytes_cuda",
     "part_bytes_cpu",
     "part_bytes_cuda",
+    "direct_bytes_cuda",
     "encode_threads",
     "max_sessions",
     "max_entries_per_session",

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,7 @@ def lanes_on_fake_devices() -> Iterator[Callable[[list[int]], Bench]]:
             post=lambda *found: results.extend(found),
             staging_bytes=MIB,
             part_bytes=PART,
+            direct_bytes=PART // 2,
         )
         benches.append(Bench(lane, pool, space, results, ordinal=ordinals[0]))
         wait_until(lambda: is_prepared(lane))
@@ -215,15 +216,16 @@ def fill(bench: Bench, seed: int = 0) -> np.ndarray:
 
 
 @contextmanager
-def held_back(bench: Bench) -> Iterator[threading.Event]:
-    """Have what is put on the session's store stream from now on wait, to the end or the event.
-
-    As behind a kernel of another process that leaves the device no room.
-    """
+def held(stream: fake_cuda.Stream) -> Iterator[threading.Event]:
+    """Have what is put on a stream from now on wait, to the end or the event that is yielded."""
     gate = threading.Event()
-    stream = bench.lane._sessions[bench.session]._client.opened.store_stream
     stream.put(lambda: gate.wait(HELD_SECONDS) and None)
     try:
         yield gate
     finally:
         gate.set()
+
+
+def held_back(bench: Bench) -> AbstractContextManager[threading.Event]:
+    """Have the session's encoders wait as behind a kernel that leaves the device no room."""
+    return held(bench.lane._sessions[bench.session]._client.opened.store_stream)

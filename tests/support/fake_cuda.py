@@ -31,6 +31,7 @@ from typing import ClassVar
 import pytest
 from storm_kernels import ancf
 from storm_kernels.ancf.cuda_launches import PIPELINES
+from storm_kernels.ancf.layout import HEADER_BYTES
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
 from support.fake_device_memory import Access, DeviceMemory, Range, writes_to
 
@@ -267,12 +268,24 @@ class Stream(_Owned):
         self.handle = next(_numbers)
         self._random = random.Random(self.handle)
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._left: SimpleQueue[None] = SimpleQueue()  # an item for each piece of work
         self._thread = threading.Thread(target=self._run, name=f"fake-stream-{self.handle}")
         self._thread.start()
         _streams[self.handle] = self
 
     def put(self, work: Callable[[], None]) -> None:
-        (Stream.line or self)._work.put(work)
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._left.get()
+
+        self._left.put(None)
+        (Stream.line or self)._work.put(run)
+
+    def done(self) -> bool:
+        _called("cuStreamQuery", self.handle)
+        return self._left.empty()
 
     def put_access(self, what: str, accesses: list[Access], work: Callable[[], None]) -> None:
         """Put work that uses memory, which is looked at now and when it is used."""
@@ -410,11 +423,7 @@ class CudaCodec:
     def encode_async(
         self, src, nbytes, dtype, dst, dst_bytes, scratch, size_ptr, stream, *, mode="auto"
     ) -> None:
-        if CudaCodec.broken is not None:
-            CudaCodec.broken = CudaCodec.broken - 1 if CudaCodec.broken else None
-            if CudaCodec.broken is None:
-                raise KernelsError("this encoder does not start")
-        _called("cuLaunchKernel", stream)
+        self._start(stream)
         assert not dst % ALIGNMENT
         assert not scratch % ALIGNMENT
         words = (ctypes.c_uint64 * 3).from_address(size_ptr)
@@ -429,6 +438,32 @@ class CudaCodec:
             *writes_to((dst, dst_bytes), (scratch, 64), (size_ptr, 24)),
         ]
         stream_of(stream).put_access("an encoder", accesses, encode)
+
+    def _start(self, stream) -> None:
+        if CudaCodec.broken is not None:
+            CudaCodec.broken = CudaCodec.broken - 1 if CudaCodec.broken else None
+            if CudaCodec.broken is None:
+                raise KernelsError("this encoder does not start")
+        _called("cuLaunchKernel", stream)
+
+    def encode_header_async(self, src, nbytes, dtype, dst, scratch, size_ptr, stream) -> None:
+        self._start(stream)
+        assert not dst % ALIGNMENT
+        assert not scratch % ALIGNMENT
+        words = (ctypes.c_uint64 * 3).from_address(size_ptr)
+
+        def encode() -> None:
+            blob = ctypes.create_string_buffer(HEADER_BYTES + nbytes)
+            address = ctypes.addressof(blob)
+            words[0] = self._host.encode_into(src, nbytes, dtype, address, len(blob), mode="raw")
+            words[1] = words[2] = 0
+            ctypes.memmove(dst, address, HEADER_BYTES)
+
+        accesses = [
+            Access(src, nbytes),
+            *writes_to((dst, HEADER_BYTES), (scratch, 64), (size_ptr, 24)),
+        ]
+        stream_of(stream).put_access("a checksum", accesses, encode)
 
     def prepare_each(self, dtypes, *, modes=("auto",)) -> Iterator[ancf.DType]:
         for dtype in dtypes:

@@ -59,12 +59,14 @@ class CudaClient:
         page: SharedMemory,
         *,
         part_bytes: int,
+        direct_bytes: int,
         post: Post,
     ) -> None:
         self.session = session
         self.device = device
         self.post = post
         self._part_bytes = part_bytes
+        self._direct_bytes = direct_bytes
         self._page = page
         self._timelines = Timelines(page.address)
         # The two below: written by the store thread while no job needs them, read by both.
@@ -152,7 +154,9 @@ class CudaClient:
                 page = made.enter_context(closing(RegisteredHost(self._page.address, PAGE_BYTES)))
                 _, greatest = self.device.context.priorities()
                 stores, restores = (made.enter_context(closing(Stream(greatest))) for _ in range(2))
-                scratch = made.enter_context(closing(SessionScratch(self.device, self._part_bytes)))
+                scratch = made.enter_context(
+                    closing(SessionScratch(self.device, self._part_bytes, self._direct_bytes))
+                )
             except CudaDriverError as error:
                 raise LaneUnavailable(
                     f"the GPU gives a session no scratch ({error}): make room there, or start the "

@@ -57,6 +57,10 @@ class DevicePool:
         for offset, nbytes in block.pieces():
             yield from self._registered.pieces(offset, nbytes)
 
+    def write(self, block: Block, header: bytes) -> None:
+        """Write a blob's header, which no extent cuts in two, to its block from the CPU."""
+        ctypes.memmove(self.address + block.extents[0].offset, header, len(header))
+
     def close(self) -> None:
         """Unregister the pool, which must still be mapped; no device uses it any more."""
         self._context.make_current()
@@ -84,11 +88,28 @@ class CudaDevice:
         self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
         self.heartbeat = Heartbeat(f"cuda:{ordinal}")
 
-    def copy_down(self, source: int, block: Block) -> None:
-        """Put the copy of the blob at `source` to its block on the stream `down`."""
+    def copy_down(self, source: int, block: Block, begin: int = 0) -> None:
+        """Put the copy of a blob, from its byte `begin` on, to its block on the stream `down`.
+
+        Those bytes lie at `source`.
+        """
         for target, size in self._pool.pieces(block):
-            copy_async(target, source, size, self.down.handle)
-            source += size
+            left_out = min(begin, size)
+            begin -= left_out
+            if left_out < size:
+                copy_async(target + left_out, source, size - left_out, self.down.handle)
+                source += size - left_out
+
+    def sends_nothing(self) -> bool:
+        """Tell whether the link to the pool is idle; so it is not where the device is broken."""
+        try:
+            return self.down.done()
+        except CudaDriverError:
+            return False
+
+    def put_header(self, block: Block, header: bytes) -> None:
+        """Write the header of a blob whose bytes lie behind it in its block."""
+        self._pool.write(block, header)
 
     def copy_up(self, block: Block, destination: int) -> None:
         """Put the copy of a block's blob to `destination` on the stream `up`."""

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 class CudaLane:
     """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
 
-    `staging_bytes` and `part_bytes` are the most that a session is granted. `close` must follow.
+    `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS parts of
+    `direct_bytes` and more may be copied as they are, none where that is 0. `close` must follow.
 
     Raises:
         LaneUnavailable: a device, or CUDA itself, cannot be used; nothing is left behind.
@@ -50,10 +51,12 @@ class CudaLane:
         post: Post,
         staging_bytes: int,
         part_bytes: int,
+        direct_bytes: int,
     ) -> None:
         self._post = post
         self._staging_bytes = staging_bytes
         self._part_bytes = part_bytes
+        self._direct_bytes = direct_bytes
         self._opened = ExitStack()
         self._devices = _devices(ordinals, pool, self._opened)
         self.links = tuple(device.link for device in self._devices.values())
@@ -86,7 +89,14 @@ class CudaLane:
             ) from error
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
         part = max(1, min(self._part_bytes, staging // 2))
-        client = CudaClient(session, device, page, part_bytes=part, post=self._post)
+        client = CudaClient(
+            session,
+            device,
+            page,
+            part_bytes=part,
+            direct_bytes=self._direct_bytes,
+            post=self._post,
+        )
         self._sessions[session] = CudaSession(client)
         return Attachment(
             descriptors=(page.take_descriptor(),),

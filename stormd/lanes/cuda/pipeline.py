@@ -1,9 +1,9 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-Every job that was put in is answered exactly once, those that the device does in the order in which
-they were begun. That is the order in which they came, but that a few which are not due do not hold
-up those behind them. No more is under way than there is scratch for. Jobs that are due and have
-scratch are begun before the thread sleeps.
+Every job that was put in is answered exactly once, those that take as many stages in the order in
+which they were begun. That is the order in which they came, but that a few which are not due do not
+hold up those behind them. No more is under way than there is scratch for. Jobs that are due and
+have scratch are begun before the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
 any size. The thread does not wait inside the driver, which costs a processor more than looking

@@ -11,22 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from time import monotonic
 from typing import Final
 
 from storm_kernels.ancf.cuda_launches import BlobKind
+from storm_kernels.ancf.layout import HEADER_BYTES
 from storm_kernels.cuda_driver import DeviceBuffer, Event, MappedHost, elapsed_seconds
+from storm_kernels.errors import CudaDriverError
 
 from stormd.arena import GRANULE, Block, granules
 from stormd.events import RestoreJob, StoreJob
 from stormd.lanes.cuda.device import CudaDevice
+from stormd.lanes.cuda.direct import Outlook, goes_direct
 from stormd.lanes.cuda.ring import RingPair, Side
 from stormd.parts import blob_bound
 
 __all__ = [
     "RESULT_WORDS",
+    "DirectScratch",
     "DirectionScratch",
     "Scratch",
     "SessionScratch",
+    "StoreScratch",
     "session_parts",
 ]
 
@@ -38,6 +44,10 @@ SHARED_PARTS_IN_TURNS: Final = 4
 
 BATCHES_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
+
+DIRECT_UNDER_WAY: Final = 8
+"""Parts that are copied as they are, those among them that wait for their checksums: as much as the
+link carries beside a kernel of 10 ms and more."""
 
 PARTS_TOGETHER: Final = 8
 """Small parts that may make up a batch."""
@@ -79,6 +89,14 @@ class Scratch:
         self.kinds: list[BlobKind] = []
         self.is_coding = False
 
+    @property
+    def is_under_copy(self) -> bool:
+        """Whether its copy on the link has not ended; so it is on a device that is broken, too."""
+        try:
+            return not self.copied.done()
+        except CudaDriverError:
+            return True
+
     def coding_seconds(self) -> float:
         """Return how long the device coded; that is over."""
         return elapsed_seconds(self.code_began, self.coded)
@@ -92,8 +110,21 @@ class Scratch:
         self._made.close()
 
 
+class DirectScratch(Scratch):
+    """What a part needs that is copied to the pool as it is: no room, but for its blob's header."""
+
+    def __init__(self, work_bytes: int) -> None:
+        super().__init__(work_bytes)
+        with ExitStack() as made:
+            made.push(self._made)
+            self.header = made.enter_context(closing(MappedHost(HEADER_BYTES)))
+            self._made = made.pop_all()
+
+
 class SessionScratch:
     """The scratch of a session whose parts are of up to `part_bytes`: one memory, two directions.
+
+    Stores of `direct_bytes` and more may be copied as they are under MPS; none where that is 0.
 
     A forward pass stores and a backward pass restores. So each has room for a part of its own, and
     whoever needs more has the room that is shared, too, while the other has nothing there. What a
@@ -106,7 +137,7 @@ class SessionScratch:
         CudaDriverError: the device has no memory left; nothing is kept.
     """
 
-    def __init__(self, device: CudaDevice, part_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, part_bytes: int, direct_bytes: int) -> None:
         rings = RingPair(
             _room_for(part_bytes),
             _shared_parts(device) * _room_for(part_bytes),
@@ -116,11 +147,14 @@ class SessionScratch:
         work_bytes = device.codec.scratch_bytes(part_bytes)
         with ExitStack() as made:
             memory = made.enter_context(closing(DeviceBuffer(rings.nbytes)))
-            self.out, self.back = (
+            out, self.back = (
                 made.enter_context(
                     closing(DirectionScratch(rings, side, memory.address, part_bytes, work_bytes))
                 )
                 for side in (Side.LOW, Side.HIGH)
+            )
+            self.out = made.enter_context(
+                closing(StoreScratch(device, out, direct_bytes, work_bytes))
             )
             self._made = made.pop_all()
 
@@ -142,7 +176,7 @@ class DirectionScratch:
         self._rings = rings
         self._side = side
         self._address = address
-        self._bytes_together = min(part_bytes, BYTES_TOGETHER)
+        self.bytes_together = min(part_bytes, BYTES_TOGETHER)
         with ExitStack() as made:
             self._free = [
                 made.enter_context(closing(Scratch(work_bytes))) for _ in range(BATCHES_UNDER_WAY)
@@ -154,12 +188,12 @@ class DirectionScratch:
     ) -> bool:
         """Tell whether the job may be done together with those of `batch`."""
         nbytes = job.nbytes + sum(one.nbytes for one in batch)
-        return len(batch) < PARTS_TOGETHER and nbytes <= self._bytes_together
+        return len(batch) < PARTS_TOGETHER and nbytes <= self.bytes_together
 
     def has_for(self, job: StoreJob | RestoreJob) -> bool:
         """Tell whether there is scratch for a batch that begins with the job."""
-        is_alone = job.nbytes >= self._bytes_together  # nothing fits beside it
-        nbytes = _room_of(job) if is_alone else _room_for(self._bytes_together)
+        is_alone = job.nbytes >= self.bytes_together  # nothing fits beside it
+        nbytes = _room_of(job) if is_alone else _room_for(self.bytes_together)
         return self._rings.has(self._side, nbytes)
 
     def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
@@ -182,6 +216,99 @@ class DirectionScratch:
     def close(self) -> None:
         """Free all of it; no stream uses it any more."""
         self._made.close()
+
+
+class StoreScratch:
+    """What stores have: room in the ring, or a record alone for what is copied as it is.
+
+    Under MPS alone: there the encoders wait for whole kernels of the trainer, and copies for none.
+
+    Raises:
+        CudaDriverError: the device has no memory left; nothing is kept.
+    """
+
+    def __init__(
+        self, device: CudaDevice, ring: DirectionScratch, direct_bytes: int, work_bytes: int
+    ) -> None:
+        self._device = device
+        self._ring = ring
+        self._direct_bytes = max(direct_bytes, ring.bytes_together + 1)  # each a batch by itself
+        may_be_direct = direct_bytes > 0 and device.is_shared_by_mps
+        with ExitStack() as made:
+            self._free = [
+                made.enter_context(closing(DirectScratch(work_bytes)))
+                for _ in range(DIRECT_UNDER_WAY if may_be_direct else 0)
+            ]
+            self._made = made.pop_all()
+        self._goes_direct: StoreJob | None = None
+        """For which `has_for` has found no room but another way."""
+        self._encoding: list[Scratch] = []
+        self._blobs: list[Scratch] = []
+        self._copies: list[Scratch] = []
+        """Direct ones on the link, as far as they have been looked at."""
+        self._since = 0.0
+        """When the oldest encoder that is queued became that."""
+
+    def fits(self, batch: Sequence[StoreJob], job: StoreJob) -> bool:
+        """Tell whether the job may be done together with those of `batch`."""
+        return self._ring.fits(batch, job)
+
+    def has_for(self, job: StoreJob) -> bool:
+        """Tell whether there is scratch for a batch that begins with the job."""
+        self._goes_direct = None
+        may_be_direct = bool(self._free) and job.nbytes >= self._direct_bytes and not job.result
+        needs_room = not may_be_direct or job.part.codec != "raw"
+        # Who is told of room must take it: the other direction is kept from it until then.
+        if needs_room and self._ring.has_for(job):
+            return True
+        if may_be_direct and goes_direct(job.part.codec, self._outlook()):
+            self._goes_direct = job
+        return self._goes_direct is not None
+
+    def take(self, batch: Sequence[StoreJob]) -> Scratch:
+        """Return scratch for a batch; `has_for` has said that there is some."""
+        if batch[0] is self._goes_direct:
+            direct = self._free.pop()
+            self._copies.append(direct)
+            return direct
+        scratch = self._ring.take(batch)
+        if batch[0].result:
+            self._blobs.append(scratch)
+            return scratch
+        if not self._encoding:
+            self._since = monotonic()
+        self._encoding.append(scratch)
+        return scratch
+
+    def encoded(self, scratch: Scratch) -> None:
+        """Note that a batch's blobs are there: the next encoder has its turn."""
+        if scratch in self._encoding:
+            self._encoding.remove(scratch)
+            self._blobs.append(scratch)
+            self._since = monotonic()
+
+    def give_back(self, scratch: Scratch) -> None:
+        """Take scratch back: no stream uses it any more."""
+        for under_way in (self._encoding, self._blobs, self._copies):
+            if scratch in under_way:
+                under_way.remove(scratch)
+        if isinstance(scratch, DirectScratch):
+            self._free.append(scratch)
+        else:
+            self._ring.give_back(scratch)
+
+    def close(self) -> None:
+        """Free the records; no stream uses them any more."""
+        self._made.close()
+
+    def _outlook(self) -> Outlook:
+        self._copies = [scratch for scratch in self._copies if scratch.is_under_copy]
+        return Outlook(
+            encoders_wait=monotonic() - self._since if self._encoding else 0.0,
+            blobs=len(self._blobs),
+            copies=len(self._copies),
+            link_is_idle=self._device.sends_nothing(),
+        )
 
 
 def session_parts(device: CudaDevice) -> int:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from storm_kernels.ancf.layout import Mode
-from storm_kernels.cuda_driver import write_value
+from storm_kernels.ancf.layout import HEADER_BYTES, Mode
+from storm_kernels.cuda_driver import wait_event, write_value
 
 from stormd.events import StoreDone, StoreFailed, StoreJob
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
-from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
+from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
 from stormd.lanes.cuda.turns import Turns
 from stormd.nvtx import nvtx_range
 from stormd.protocol.timeline import STORED, EncoderResult
@@ -60,27 +60,27 @@ class Stores:
     def begin(self, batch: list[StoreJob], scratch: Scratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
-        if batch[0].result:
-            return
-        client, stream = self._client, self._client.opened.store_stream.handle
-        scratch.code_began.record(stream)
-        for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
-            self._encode(job, scratch, index, room)
-        through = self._turns.done(job.sequence for job in batch)
-        write_value(stream, client.counter(STORED), through)
-        scratch.coded.record(stream)
+        if isinstance(scratch, DirectScratch):
+            self._copy_as_it_is(batch[0], scratch)
+        elif not batch[0].result:
+            self._encode_all(batch, scratch)
 
     def passed(self, batch: list[StoreJob], scratch: Scratch) -> bool:
         """Tell whether the blobs are there, or in the pool."""
+        if isinstance(scratch, DirectScratch):
+            return scratch.coded.done()
         if scratch.placed:
             return scratch.copied.done()
         return bool(batch[0].result) or scratch.coded.done()
 
     def go_on(self, batch: list[StoreJob], scratch: Scratch) -> bool:
         """Put the copies of the blobs on the link, then answer."""
+        if isinstance(scratch, DirectScratch):
+            self._complete(batch[0], scratch)
         if scratch.placed:
             self._answer(batch, scratch)
             return True
+        self._client.opened.scratch.out.encoded(scratch)
         sources = self._sources(batch, scratch)
         if sources:
             self._copy_down(batch, scratch, sources)
@@ -102,6 +102,52 @@ class Stores:
     def refuse(self, job: StoreJob) -> None:
         """Answer a job that was not begun because the session ended."""
         self._client.post(StoreFailed(session=job.session, entry=job.entry, detail=SKIPPED))
+
+    def _encode_all(self, batch: list[StoreJob], scratch: Scratch) -> None:
+        client, stream = self._client, self._client.opened.store_stream.handle
+        scratch.code_began.record(stream)
+        for index, (job, room) in enumerate(zip(batch, scratch.rooms, strict=True)):
+            self._encode(job, scratch, index, room)
+        through = self._turns.done(job.sequence for job in batch)
+        write_value(stream, client.counter(STORED), through)
+        scratch.coded.record(stream)
+
+    def _copy_as_it_is(self, job: StoreJob, scratch: DirectScratch) -> None:
+        """Put the copy of the source on the link, and on the store stream what its header says.
+
+        Behind that the stream waits for the copy: which has mostly ended by then, since it began
+        when no kernel could, and nothing else may say in between what was read.
+        """
+        client, stream = self._client, self._client.opened.store_stream.handle
+        source, block = client.address(job), job.place(HEADER_BYTES + job.nbytes)
+        scratch.placed.append(block)
+        scratch.copy_began.record(client.device.down.handle)
+        with nvtx_range("copy down", block.nbytes, job.entry):
+            client.device.copy_down(source, block, HEADER_BYTES)
+        scratch.copied.record(client.device.down.handle)
+        scratch.words[0], scratch.words[1] = 0, UNWRITTEN
+        with nvtx_range("checksum", job.nbytes, job.entry):
+            client.device.codec.encode_header(
+                (source, job.nbytes),
+                scratch.header.device_address,
+                scratch=scratch.work.address,
+                result=scratch.result.device_address,
+                stream=stream,
+            )
+        wait_event(stream, scratch.copied)
+        write_value(stream, client.counter(STORED), self._turns.done([job.sequence]))
+        scratch.coded.record(stream)
+
+    def _complete(self, job: StoreJob, scratch: DirectScratch) -> None:
+        """Put the header before the bytes, which are in the pool.
+
+        Raises:
+            RuntimeError: the device has not made it.
+        """
+        (block,) = scratch.placed
+        if _encoded(job, scratch, 0).nbytes != block.nbytes:
+            raise RuntimeError(f"the header is of another blob than one of {block.nbytes} bytes")
+        self._client.device.put_header(block, bytes(scratch.header.words()))
 
     def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
         first = index * RESULT_WORDS
@@ -159,7 +205,8 @@ class Stores:
         """Say that the blobs lie in the pool."""
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
-        coding = 0.0 if batch[0].result else scratch.coding_seconds() / len(batch)
+        is_coded = not (batch[0].result or isinstance(scratch, DirectScratch))
+        coding = scratch.coding_seconds() / len(batch) if is_coded else 0.0
         client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
         each = coding + copying / len(batch)
         modes = scratch.words[2::RESULT_WORDS]

@@ -1,0 +1,572 @@
+"""Parts that are copied to the pool as they are while no encoder of the daemon can run."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from storm_kernels.ancf import DType, reference
+from support import fake_cuda
+from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offer
+from support.waiting import wait_until
+
+from stormd.arena import GRANULE, Block
+from stormd.events import (
+    Detached,
+    RestoreDone,
+    RestoreFailed,
+    SegmentMapped,
+    StoreDone,
+    StoreFailed,
+)
+from stormd.lanes.cuda.direct import LATE_SECONDS, MOST_COPIES, Outlook, goes_direct
+from stormd.parts import blob_bound
+from stormd.protocol.timeline import STORED, EncoderResult
+
+ROOM_PARTS = 3
+"""Of stores, that have room in scratch under MPS."""
+
+LATE = Outlook(encoders_wait=LATE_SECONDS, blobs=0, copies=0, link_is_idle=True)
+
+
+@pytest.mark.parametrize(
+    ("outlook", "expected"),
+    [
+        (LATE, True),
+        (LATE._replace(encoders_wait=0.9 * LATE_SECONDS), False),
+        (LATE._replace(encoders_wait=0.0), False),
+        (LATE._replace(link_is_idle=False), False),  # somebody else's blob is there
+        (LATE._replace(link_is_idle=False, blobs=1), False),
+        (LATE._replace(link_is_idle=False, copies=1), True),  # the next follows without a gap
+        (LATE._replace(link_is_idle=False, copies=1, blobs=1), False),
+        (LATE._replace(link_is_idle=False, copies=MOST_COPIES), False),
+    ],
+)
+def test_a_part_goes_as_it_is_where_the_link_is_free_and_encoders_are_late(
+    outlook: Outlook, expected: bool
+) -> None:
+    assert goes_direct("ancf", outlook) is expected
+
+
+def test_what_is_to_be_raw_waits_for_no_encoder() -> None:
+    for wait, blobs, idle in itertools.product((0.0, 1.0), (0, 2), (False, True)):
+        for copies in range(MOST_COPIES + 2):
+            outlook = Outlook(wait, blobs, copies, link_is_idle=idle)
+            assert goes_direct("raw", outlook) is (copies < MOST_COPIES)
+
+
+class Clock:
+    """The time that scratch reads, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float = LATE_SECONDS) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(sys.modules["stormd.lanes.cuda.scratch"], "monotonic", made)
+    return made
+
+
+@pytest.fixture
+def bench(lanes: Callable[[list[int]], Bench], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Under MPS, with parts of which each makes up a batch; mapped, filled, all published."""
+    monkeypatch.setattr(fake_cuda, "shared_by_mps", True)
+    made = lanes([0])
+    monkeypatch.setattr(sys.modules["stormd.lanes.cuda.scratch"], "BYTES_TOGETHER", PART // 8)
+    made.map()
+    fill(made)
+    made.publish(99)
+    return made
+
+
+def link(bench: Bench) -> Any:
+    """Return the stream that copies to the pool."""
+    return next(iter(bench.lane._devices.values())).down
+
+
+def scratches(bench: Bench) -> list[Any]:
+    """Return what has been begun and not been answered, nor has its blob been copied."""
+    return [scratch for _, scratch in tuple(bench.lane._sessions[bench.session].stores._begun)]
+
+
+def begun(bench: Bench) -> list[bool]:
+    """Return of each of these whether it is copied as it is."""
+    return [hasattr(scratch, "header") for scratch in scratches(bench)]
+
+
+def wait_for_looks(bench: Bench) -> None:
+    """Wait until the next part has several times been found to have to wait."""
+    scratch = bench.lane._sessions[bench.session]._client.opened.scratch.out
+    asked, real = itertools.count(), scratch.has_for
+
+    def has_for(job: Any) -> bool:
+        next(asked)
+        return bool(real(job))
+
+    scratch.has_for = has_for
+    wait_until(lambda: next(asked) > 20)
+    del scratch.has_for
+
+
+def blob_in(bench: Bench, block: Block) -> bytes:
+    return b"".join(
+        ctypes.string_at(bench.pool.address + offset, nbytes) for offset, nbytes in block.pieces()
+    )
+
+
+def raw_blob(data: np.ndarray) -> bytes:
+    return reference.encode(data, DType.BYTES, mode="raw").tobytes()
+
+
+def size(entry: int) -> int:
+    return PART - 2 * entry
+
+
+def source(before: np.ndarray, entry: int) -> np.ndarray:
+    return before[(entry - 1) * PART :][: size(entry)]
+
+
+def store(bench: Bench, *entries: int, codec: str = "ancf") -> None:
+    for entry in entries:
+        bench.store(entry, (entry - 1) * PART, size(entry), codec)
+
+
+def store_late(bench: Bench, clock: Clock, *entries: int) -> None:
+    """Store parts, of which the first fill scratch and the others go as they are."""
+    store(bench, *entries)
+    wait_until(lambda: len(begun(bench)) >= ROOM_PARTS)
+    clock.pass_by()
+    wait_until(lambda: len(begun(bench)) == len(entries))
+    assert begun(bench) == [False] * ROOM_PARTS + [True] * (len(entries) - ROOM_PARTS)
+
+
+def answered(bench: Bench) -> list[int]:
+    return [one.entry for one in bench.results if isinstance(one, StoreDone | StoreFailed)]
+
+
+def done(bench: Bench, count: int) -> dict[int, StoreDone]:
+    bench.expect(StoreDone, count)
+    return {one.entry: one for one in bench.results if isinstance(one, StoreDone)}
+
+
+def assert_back(bench: Bench, before: np.ndarray, stored: dict[int, StoreDone]) -> None:
+    """Restore all to where nothing else is, compare, and release."""
+    place = len(before) - PART
+    already = sum(isinstance(one, RestoreDone) for one in bench.results)
+    for number, (entry, one) in enumerate(stored.items(), already + 1):
+        bench.memory[place:] = 0xA5
+        bench.restore(50 + number, one.block, place, size(entry))
+        bench.expect(RestoreDone, number)
+        assert np.array_equal(bench.memory[place : place + size(entry)], source(before, entry))
+        bench.space.release(one.block)
+
+
+def test_parts_go_as_they_are_while_no_encoder_can_run(bench: Bench, clock: Clock) -> None:
+    before = bench.memory.copy()
+    with held_back(bench):
+        store(bench, *range(1, 7))
+        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+        wait_for_looks(bench)
+        assert begun(bench) == [False] * ROOM_PARTS  # their encoders are not late yet
+        clock.pass_by()
+        wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True] * 3)
+        copies = scratches(bench)[ROOM_PARTS:]
+        wait_until(lambda: not any(scratch.is_under_copy for scratch in copies))
+        assert bench.counters.read(STORED) == 0
+        assert not answered(bench)  # there are no headers yet
+    stored = done(bench, 6)
+    assert bench.counters.read(STORED) == 6
+    modes = [stored[entry].mode for entry in range(1, 7)]
+    assert modes == ["window"] * ROOM_PARTS + ["raw"] * 3
+    for entry in (4, 5, 6):
+        assert blob_in(bench, stored[entry].block) == raw_blob(source(before, entry))
+    assert_back(bench, before, stored)
+
+
+def test_parts_are_encoded_again_once_encoders_run(bench: Bench, clock: Clock) -> None:
+    before = bench.memory.copy()
+    with held_back(bench):
+        store_late(bench, clock, 1, 2, 3, 4)
+    done(bench, 4)
+    store(bench, *range(5, 13))  # more than there is room for, and the clock stands still
+    stored = done(bench, 12)
+    assert [stored[entry].mode for entry in range(4, 13)] == ["raw"] + ["window"] * 8
+    assert_back(bench, before, stored)
+
+
+def test_a_part_waits_while_anything_is_on_the_link(bench: Bench, clock: Clock) -> None:
+    before = bench.memory.copy()
+    with held_back(bench):
+        with held(link(bench)):
+            store(bench, *range(1, 6))
+            wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+            clock.pass_by()
+            wait_for_looks(bench)
+            assert begun(bench) == [False] * ROOM_PARTS
+        wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True] * 2)
+    assert_back(bench, before, done(bench, 5))
+
+
+def test_small_parts_wait_for_room(bench: Bench, clock: Clock) -> None:
+    with held_back(bench):
+        store(bench, 1, 2, 3)
+        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+        clock.pass_by()
+        bench.store(4, 3 * PART, PART // 2 - 2)
+        wait_for_looks(bench)
+        assert begun(bench) == [False] * ROOM_PARTS
+    for one in done(bench, 4).values():
+        assert one.mode == "window"
+        bench.space.release(one.block)
+
+
+def test_what_its_client_has_encoded_waits_for_room(bench: Bench, clock: Clock) -> None:
+    with held_back(bench):
+        store(bench, 1, 2, 3)
+        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+        clock.pass_by()
+        bench.encode(4, 6 * PART, PART)
+        wait_for_looks(bench)
+        assert begun(bench) == [False] * ROOM_PARTS
+    for one in done(bench, 4).values():
+        bench.space.release(one.block)
+
+
+def test_without_mps_every_part_waits_for_room(
+    lanes: Callable[[list[int]], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = lanes([0])
+    module, clock = sys.modules["stormd.lanes.cuda.scratch"], Clock()
+    monkeypatch.setattr(module, "BYTES_TOGETHER", PART // 8)
+    monkeypatch.setattr(module, "monotonic", clock)
+    bench.map()
+    fill(bench)
+    bench.publish(99)
+    with held_back(bench):
+        store(bench, *range(1, 9))
+        wait_until(lambda: len(begun(bench)) == 5)
+        clock.pass_by()
+        wait_for_looks(bench)
+        assert begun(bench) == [False] * 5
+    for one in done(bench, 8).values():
+        assert one.mode == "window"
+        bench.space.release(one.block)
+
+
+def test_raw_parts_go_as_they_are_two_at_a_time(bench: Bench) -> None:
+    before = bench.memory.copy()
+    with held(link(bench)):
+        store(bench, *range(1, 6), codec="raw")
+        wait_until(lambda: len(begun(bench)) == MOST_COPIES)
+        wait_for_looks(bench)
+        assert begun(bench) == [True] * MOST_COPIES
+        assert bench.counters.read(STORED) == 0  # though all kernels may run
+    stored = done(bench, 5)
+    assert bench.counters.read(STORED) == 5
+    for entry, one in stored.items():
+        assert one.mode == "raw"
+        assert blob_in(bench, one.block) == raw_blob(source(before, entry))
+    (meter,) = bench.lane.links
+    assert meter.as_status()["store"]["bytes"] == sum(one.block.nbytes for one in stored.values())
+    assert_back(bench, before, stored)
+
+
+def test_a_number_is_stored_when_all_before_it_have_been_read(bench: Bench, clock: Clock) -> None:
+    before = bench.memory.copy()
+    late = 100  # not published yet
+    with held_back(bench):
+        bench.store(1, 0, size(1), ready=late)
+        store_late(bench, clock, 2, 3, 4, 5)
+        bench.lane.skip(SESSION, 6)
+    stored = done(bench, 4)
+    assert stored[5].mode == "raw"
+    assert bench.counters.read(STORED) == 0
+    bench.publish(late)
+    stored = done(bench, 5)
+    wait_until(lambda: bench.counters.read(STORED) == 6)
+    assert_back(bench, before, stored)
+
+
+def test_what_comes_behind_a_copy_is_not_stored_before_it(bench: Bench) -> None:
+    before = bench.memory.copy()
+    with held(link(bench)):
+        store(bench, 1, codec="raw")
+        store(bench, 2)
+        wait_until(lambda: begun(bench) == [True, False])
+        stream = bench.lane._sessions[SESSION]._client.opened.store_stream
+        assert not stream.done()  # nothing but the copy holds it up
+        assert bench.counters.read(STORED) == 0
+    stored = done(bench, 2)
+    assert bench.counters.read(STORED) == 2
+    assert [stored[entry].mode for entry in (1, 2)] == ["raw", "window"]
+    assert_back(bench, before, stored)
+
+
+def test_a_blob_that_lies_in_many_pieces(
+    bench: Bench, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two of which hold no more than the header."""
+    monkeypatch.setattr(fake_cuda, "lag_seconds", 0.0)  # each piece is a copy
+    before = bench.memory.copy()
+    space, blocks = bench.space, []
+    while space.promise(GRANULE):
+        blocks.append(space.place(GRANULE, GRANULE))
+    for block in blocks[1::2]:
+        space.release(block)
+    with held_back(bench):
+        store_late(bench, clock, 1, 2, 3, 4)
+    stored = done(bench, 4)
+    assert len(stored[4].block.extents) == blob_bound(size(4)) // GRANULE + 1
+    assert blob_in(bench, stored[4].block) == raw_blob(source(before, 4))
+    for block in blocks[::2]:
+        space.release(block)
+    assert_back(bench, before, stored)
+
+
+def test_damage_in_the_pool_is_told(bench: Bench) -> None:
+    store(bench, 1, codec="raw")
+    block = bench.expect(StoreDone).block
+    ctypes.c_uint8.from_address(bench.pool.address + block.extents[0].offset + 4000).value ^= 1
+    bench.restore(2, block, PART, size(1))
+    assert bench.expect(RestoreFailed).kind == "CorruptBlob"
+    bench.space.release(block)
+
+
+def test_what_its_client_writes_meanwhile_is_no_blob(bench: Bench, clock: Clock) -> None:
+    """It may not, and no other's bytes are at stake."""
+    with held_back(bench):
+        store_late(bench, clock, 1, 2, 3, 4)
+        (copy,) = scratches(bench)[ROOM_PARTS:]
+        wait_until(lambda: not copy.is_under_copy)
+        bench.memory[3 * PART] ^= 1
+    stored = done(bench, 4)
+    bench.restore(60, stored[4].block, 8 * PART, size(4))
+    assert bench.expect(RestoreFailed).kind == "CorruptBlob"
+    for one in stored.values():
+        bench.space.release(one.block)
+
+
+def test_a_checksum_that_cannot_be_begun_costs_its_own_store_only(bench: Bench) -> None:
+    before = bench.memory.copy()
+    fake_cuda.CudaCodec.broken = 1
+    store(bench, 1, 2, 3, codec="raw")
+    failed = bench.expect(StoreFailed)
+    assert (failed.entry, fake_cuda.CudaCodec.broken) == (2, None)
+    assert "does not start" in failed.detail
+    bench.space.withdraw(blob_bound(size(2)))
+    stored = done(bench, 2)
+    wait_until(lambda: bench.counters.read(STORED) == 3)
+    assert_back(bench, before, stored)
+
+
+@pytest.mark.parametrize("left", [(0, 0, 0), (blob_bound(size(1)), 7, 0), (300, 0, 0)])
+def test_what_the_checksum_left_is_checked(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, left: tuple[int, int, int]
+) -> None:
+    before = bench.memory.copy()
+    first = iter([EncoderResult(*left)])
+    name = "stormd.lanes.cuda.stores.EncoderResult"
+    monkeypatch.setattr(name, lambda *words: next(first, EncoderResult(*words)))
+    store(bench, 1, 2, codec="raw")
+    failed = bench.expect(StoreFailed)
+    assert failed.entry == 1
+    assert failed.detail.startswith("RuntimeError: ")
+    bench.space.withdraw(blob_bound(size(1)))
+    wait_until(lambda: bench.counters.read(STORED) == 2)
+    assert_back(bench, before, done(bench, 1))
+
+
+def test_a_dead_clients_copies_are_finished_and_its_memory_let_go(
+    bench: Bench, clock: Clock
+) -> None:
+    with held_back(bench) as encoders:
+        store_late(bench, clock, 1, 2, 3, 4, 5)
+        bench.lane.detach(SESSION)
+        assert not answered(bench)
+        encoders.set()
+        wait_until(lambda: Detached(SESSION) in bench.results)
+    assert sorted(answered(bench)) == [1, 2, 3, 4, 5]
+    assert not any(isinstance(one, fake_cuda.IpcMapping) for one in list(fake_cuda.live))
+    for one in done(bench, 5).values():
+        bench.space.release(one.block)
+    bench.end_client()
+
+
+def test_a_broken_device_leaves_no_copy_unanswered(bench: Bench, clock: Clock) -> None:
+    with held_back(bench):
+        store_late(bench, clock, 1, 2, 3, 4, 5)
+        fake_cuda.fault(0, "an illegal address")
+        store(bench, 6)
+    bench.expect(StoreFailed, 6)
+    assert sorted(answered(bench)) == [1, 2, 3, 4, 5, 6]
+    for entry in range(1, 7):
+        bench.space.withdraw(blob_bound(size(entry)))
+    bench.lane.detach(SESSION)
+    bench.expect(Detached)
+    assert bench.lane.close(10.0)
+    fake_cuda.repair()
+    bench.end_client()
+
+
+def test_a_session_waits_for_the_copies_of_another(bench: Bench, clock: Clock) -> None:
+    """And both have their own numbers and bytes."""
+    other = Bench(bench.lane, bench.pool, bench.space, bench.results, session=SESSION + 1)
+    other.lane.map_segment(other.session, offer(other.area))
+    bench.expect(SegmentMapped, 2)
+    before = {one: fill(one, seed) for seed, one in enumerate((bench, other), 1)}
+    other.publish(99)
+    with held_back(other):
+        with held(link(bench)):
+            store(bench, 1, codec="raw")
+            wait_until(lambda: begun(bench) == [True])
+            store(other, 11, 12, 13, 14)
+            wait_until(lambda: len(begun(other)) == ROOM_PARTS)
+            clock.pass_by()
+            wait_for_looks(other)
+            assert begun(other) == [False] * ROOM_PARTS
+        wait_until(lambda: begun(other) == [False] * ROOM_PARTS + [True])
+        done(bench, 1)  # what holds up one session's encoders does not the other's copies
+        assert bench.counters.read(STORED) == 1
+        assert other.counters.read(STORED) == 0
+    stored = done(bench, 5)
+    assert other.counters.read(STORED) == 14
+    assert_back(bench, before[bench], {1: stored.pop(1)})
+    for entry, one in stored.items():
+        assert other.session == one.session
+        assert_back(other, before[other], {entry: one})
+    other.end()
+
+
+def test_copies_and_waits_in_one_queue(bench: Bench) -> None:
+    """As on a device that has fewer of them than there are streams."""
+    before = bench.memory.copy()
+    with fake_cuda.entered(0):
+        fake_cuda.Stream.line = fake_cuda.Stream()
+    try:
+        store(bench, 1, 2, 3, codec="raw")
+        store(bench, 4, 5)
+        assert_back(bench, before, done(bench, 5))
+        bench.end()
+    finally:
+        line, fake_cuda.Stream.line = fake_cuda.Stream.line, None
+        line.close()
+
+
+class Ring:
+    """Room for so many parts."""
+
+    bytes_together = 100
+
+    def __init__(self, parts: int) -> None:
+        self.left = parts
+        self.told = 0
+
+    def has_for(self, job: Any) -> bool:
+        self.told += bool(self.left)
+        return bool(self.left)
+
+    def take(self, batch: Any) -> Any:
+        self.left -= 1
+        return object()
+
+    def give_back(self, scratch: Any) -> None:
+        self.left += 1
+
+
+@pytest.fixture
+def scratch_of(bench: Bench, clock: Clock) -> Iterator[Callable[[Ring], Any]]:
+    """Make the scratch of stores of a ring, for parts of 1000 bytes and more."""
+    module, made = sys.modules["stormd.lanes.cuda.scratch"], []
+
+    def make(ring: Ring) -> Any:
+        device = next(iter(bench.lane._devices.values()))
+        with fake_cuda.entered(0):
+            made.append(module.StoreScratch(device, ring, 1000, 64))
+        return made[-1]
+
+    with fake_cuda.entered(0):
+        yield make
+        for one in made:
+            one.close()
+
+
+def job(nbytes: int, codec: str = "ancf", result: int = 0) -> Any:
+    return SimpleNamespace(nbytes=nbytes, part=SimpleNamespace(codec=codec), result=result)
+
+
+def test_an_encoder_is_late_from_its_turn_on(
+    scratch_of: Callable[[Ring], Any], clock: Clock
+) -> None:
+    """One that waits behind others which pass in time is not."""
+    scratch = scratch_of(Ring(3))
+    under_way = [taken(scratch, job(1000)) for _ in range(3)]
+    assert not scratch.has_for(job(1000))
+    for one in under_way[:2]:
+        clock.pass_by(0.6 * LATE_SECONDS)
+        assert not scratch.has_for(job(1000))
+        scratch.encoded(one)
+        scratch.give_back(one)
+        under_way.append(taken(scratch, job(1000)))
+    clock.pass_by(0.6 * LATE_SECONDS)
+    assert not scratch.has_for(job(1000))
+    clock.pass_by(0.6 * LATE_SECONDS)
+    assert not scratch.has_for(job(999))
+    assert not scratch.has_for(job(1000, result=1))
+    assert scratch.has_for(job(1000))
+
+
+def test_a_part_waits_for_the_blobs_of_its_session(
+    scratch_of: Callable[[Ring], Any], clock: Clock
+) -> None:
+    scratch = scratch_of(Ring(2))
+    first, _ = (taken(scratch, job(1000)) for _ in range(2))
+    scratch.encoded(first)
+    clock.pass_by()
+    assert not scratch.has_for(job(1000))
+    scratch.give_back(first)
+    taken(scratch, job(1000))
+    assert scratch.has_for(job(1000))
+
+
+def test_so_many_copies_wait_for_their_checksums(
+    scratch_of: Callable[[Ring], Any], clock: Clock
+) -> None:
+    module = sys.modules["stormd.lanes.cuda.scratch"]
+    scratch = scratch_of(Ring(1))
+    taken(scratch, job(1000))
+    clock.pass_by()
+    copies = [taken(scratch, job(1000)) for _ in range(module.DIRECT_UNDER_WAY)]
+    assert not scratch.has_for(job(1000))
+    scratch.give_back(copies.pop())
+    assert taken(scratch, job(1000)) not in copies
+
+
+def test_a_raw_part_does_not_keep_the_other_direction_from_the_ring(
+    scratch_of: Callable[[Ring], Any],
+) -> None:
+    """Who is told of room keeps the other direction from it until it is taken."""
+    ring = Ring(1)
+    scratch = scratch_of(ring)
+    assert scratch.has_for(job(1000, "raw"))
+    assert not ring.told
+    assert scratch.has_for(job(999, "raw"))
+    assert ring.told == 1
+
+
+def taken(scratch: Any, one: Any) -> Any:
+    assert scratch.has_for(one)
+    return scratch.take([one])
