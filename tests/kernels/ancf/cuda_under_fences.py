@@ -76,6 +76,9 @@ def check(kernels: Kernels, data: np.ndarray, dtype: DType, **options) -> int:
     expected = reference.encode(data, dtype, **options)
     blob = kernels.encode(data, dtype, offset=offset, **options)
     assert blob.tobytes() == expected.tobytes()
+    raw = reference.encode(data, dtype, mode="raw", checksum=options["checksum"])
+    header, _ = kernels.encode_header(data, dtype, offset=offset, checksum=options["checksum"])
+    assert header.tobytes() == raw[:HEADER_BYTES].tobytes()
     status, same = kernels.decode(expected, data.size, offset=offset)
     assert status == OK
     assert (same == data).all()

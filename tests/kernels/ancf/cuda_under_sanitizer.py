@@ -19,6 +19,7 @@ import cupy
 import numpy as np
 from storm_kernels.ancf import DType, Mode, max_encoded_bytes, reference
 from storm_kernels.ancf.cuda import CudaCodec
+from storm_kernels.ancf.layout import HEADER_BYTES
 
 COUNTS = (1, 31, 33, 1023, 1025, 4095, 4097, 12_289)
 OFFSETS = (0, 1, 2, 8)  # bytes from an address that is aligned to 16
@@ -62,6 +63,9 @@ class Checked:
         expected = reference.encode(data, dtype, **options)
         if blob.tobytes() != expected.tobytes():
             sys.exit(f"another blob: {dtype.name}, {data.size} bytes, {options}")
+        raw = reference.encode(data, dtype, mode="raw")
+        if self._header(data, dtype, offset).tobytes() != raw[:HEADER_BYTES].tobytes():
+            sys.exit(f"another header: {dtype.name}, {data.size} bytes")
         status, same = self.decode(blob, data.size, dtype, offset)
         if status or not (same == data).all():
             sys.exit(f"other bits: {dtype.name}, {data.size} bytes, {options}, status {status}")
@@ -76,6 +80,16 @@ class Checked:
         )  # fmt: skip
         self._finish()
         return target.read(int(result.read(24).view(np.uint64)[0]))
+
+    def _header(self, data: np.ndarray, dtype: DType, offset: int) -> np.ndarray:
+        source, header = Buffer.of(data, offset), Buffer(HEADER_BYTES)
+        scratch, result = Buffer(self._codec.scratch_bytes(data.size, dtype)), Buffer(24)
+        self._codec.encode_header_async(
+            source.address, data.size, dtype, header.address, scratch.address, result.address,
+            self._stream.ptr,
+        )  # fmt: skip
+        self._finish()
+        return header.read(HEADER_BYTES)
 
     def decode(
         self, blob: np.ndarray, nbytes: int, dtype: DType, offset: int = 0

@@ -208,6 +208,26 @@ def test_parts_are_encoded_again_once_encoders_run(bench: Bench, clock: Clock) -
     assert_back(bench, before, stored)
 
 
+def test_an_encoder_that_passes_gives_the_next_one_its_time(bench: Bench, clock: Clock) -> None:
+    before = bench.memory.copy()
+    with held_back(bench) as first:
+        store(bench, 1)
+        wait_until(lambda: len(begun(bench)) == 1)
+        with held_back(bench):
+            store(bench, 2, 3)
+            wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+            clock.pass_by()
+            first.set()
+            done(bench, 1)
+            store(bench, 4, 5)
+            wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+            wait_for_looks(bench)
+            assert begun(bench) == [False] * ROOM_PARTS
+            clock.pass_by()
+            wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True])
+    assert_back(bench, before, done(bench, 5))
+
+
 def test_a_part_waits_while_anything_is_on_the_link(bench: Bench, clock: Clock) -> None:
     before = bench.memory.copy()
     with held_back(bench):
@@ -542,6 +562,22 @@ def test_a_part_waits_for_the_blobs_of_its_session(
     assert scratch.has_for(job(1000))
 
 
+@pytest.mark.parametrize("copies", [0, 1])
+def test_to_ask_on_a_broken_device_raises_nothing(
+    scratch_of: Callable[[Ring], Any], clock: Clock, copies: int
+) -> None:
+    """What is begun there fails; the pipeline's thread must live to say so."""
+    scratch = scratch_of(Ring(1))
+    taken(scratch, job(1000))
+    clock.pass_by()
+    for _ in range(copies):
+        taken(scratch, job(1000))
+    fake_cuda.fault(0, "an illegal address")
+    found = scratch.has_for(job(1000))
+    fake_cuda.repair()
+    assert found is bool(copies)
+
+
 def test_so_many_copies_wait_for_their_checksums(
     scratch_of: Callable[[Ring], Any], clock: Clock
 ) -> None:
@@ -564,6 +600,16 @@ def test_a_raw_part_does_not_keep_the_other_direction_from_the_ring(
     assert scratch.has_for(job(1000, "raw"))
     assert not ring.told
     assert scratch.has_for(job(999, "raw"))
+    assert ring.told == 1
+
+
+def test_a_part_that_others_may_join_has_room_for_all(scratch_of: Callable[[Ring], Any]) -> None:
+    ring = Ring(1)
+    ring.bytes_together = 1200
+    scratch = scratch_of(ring)
+    assert scratch.has_for(job(1200, "raw"))  # an empty part would fit beside it
+    assert ring.told == 1
+    assert scratch.has_for(job(1202, "raw"))
     assert ring.told == 1
 
 
