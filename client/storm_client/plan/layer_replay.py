@@ -356,7 +356,7 @@ def _tried(
     apart = iter([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
     args, kwargs = _replaced(args, apart), _replaced(kwargs, apart)
     try:
-        with _Unseen(mode), saved_tensors_hooks(_as_it_is, _as_it_is), randomness, second:
+        with _Unseen(mode), saved_tensors_hooks(_nothing, _nothing), randomness, second:
             layer.forward(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - nobody has asked for this call, so it may not raise
         layer.refuse(f"its second call failed: {type(error).__name__}: {error}")
@@ -549,5 +549,8 @@ def _replaced(argument: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return argument
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _nothing(_: object) -> Any:
+    """Stand in for both hooks of a graph that nobody goes back through.
+
+    One that returned the tensor would have results hold themselves, for ever.
+    """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from support.planning import value
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import Context, assert_identical, gradients
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import dropout, silu
 from torch.utils.checkpoint import checkpoint
 
@@ -153,6 +155,23 @@ def test_no_more_layers_are_taken_than_have_to_be(sizes: list[int], room: int) -
     leaving = sum(sizes) - room
     assert sum(sizes[:taken]) >= leaving
     assert taken == 0 or sum(sizes[: taken - 1]) < leaving
+
+
+def test_nothing_of_the_second_call_is_left(client: storm.Client, x: Tensor) -> None:
+    made_so_far: list[StorageWeakRef] = []
+
+    class Noting(Layer):
+        def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+            y = super().forward(x, scale).tanh()  # which saves its own result
+            made_so_far.append(StorageWeakRef(y.untyped_storage()))
+            return y
+
+    net = made(Noting)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+    gc.collect()
+    assert all(storage.expired() for storage in made_so_far)
 
 
 def test_other_layers_are_run_again_if_they_are_named(client: storm.Client, x: Tensor) -> None:
