@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Blocks", "Entered", "Leaving", "untraced"]
+__all__ = ["Blocks", "Ended", "Entered", "Leaving", "untraced"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -44,7 +44,19 @@ def untraced(function: Function) -> Function:
     return function
 
 
-class Entered(Protocol):
+class Ended(Protocol):
+    """What is told of a block's end."""
+
+    def end(self) -> None:
+        """Note that the block has ended, and by no exception."""
+        ...
+
+    def abandon(self) -> None:
+        """Note that an exception has ended the block."""
+        ...
+
+
+class Entered(Ended, Protocol):
     """What a block is for."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -58,14 +70,6 @@ class Entered(Protocol):
     @property
     def mode(self) -> TorchFunctionMode | None:
         """What PyTorch's functions pass through in the block."""
-        ...
-
-    def end(self) -> None:
-        """Note that the block has ended, and by no exception."""
-        ...
-
-    def abandon(self) -> None:
-        """Note that an exception has ended the block."""
         ...
 
 
@@ -88,11 +92,11 @@ class _Block:
 
     __slots__ = ("entered", "guard", "mode_guard", "pops")
 
-    def __init__(self, entered: Entered) -> None:
+    def __init__(self, entered: Ended, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode_guard: _ModeGuard | None = None
-        self.pops = (_pop_hooks,) if entered.mode is None else (_pop_mode, _pop_hooks)
+        self.pops = pops
         """What takes off what the block has put on, called one after the other without Python."""
 
 
@@ -111,8 +115,8 @@ class Blocks(threading.local):
 
     def enter(self, entered: Entered) -> None:
         """Put the hooks of `entered` on."""
-        block = _Block(entered)
         hooks, mode = (entered.pack, entered.unpack), entered.mode
+        block = _Block(entered, *((_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)))
         leave = None if self._leaving is None else self._leaving()
         self._leaving = None
         try:
@@ -134,6 +138,12 @@ class Blocks(threading.local):
             if top is not None and top[0] is hooks[0]:
                 _pop_hooks()
             raise
+
+    def enter_without_hooks(self, entered: Ended) -> None:
+        """Put nothing on, and tell `entered` of the block's end."""
+        leave = None if self._leaving is None else self._leaving()
+        self._leaving = None
+        (self._unguarded if leave is None else leave.args[1]).append(_Block(entered))
 
     def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
         """Take the hooks of the block off, and tell it unless an exception has ended it."""

@@ -95,6 +95,10 @@ class Offload:
             say(line)
         supply = self._found()
         sessions = supply.current()
+        unwatched = self._planning.unwatched()
+        if unwatched is not None:
+            self.blocks.enter_without_hooks(unwatched)
+            return self
         sessions.sweep()
         self._policy.refresh()
         self._compiled.look(self._policy.modules)

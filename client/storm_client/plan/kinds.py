@@ -218,6 +218,8 @@ class Kind:
         """What is known of the thread, once its steps were found to be bound by that."""
         self.passes: list[HostPass] = []
         """The latest that were timed on the thread, too."""
+        self.is_not_worth_it = False
+        """Whether all of it stays, since it is little and the thread has no time."""
         self._waits: list[bool] = []
         """Whether the device had done the latest forward passes when something was asked for."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -31,7 +31,13 @@ from storm_client.plan.recipes import Trial
 from storm_client.plan.recorder import Mark, Recorder, Span, mark
 from storm_client.plan.recording import Recording
 from storm_client.plan.table import Plan
-from storm_client.plan.window import free_bytes, give_back_unused, last_bytes
+from storm_client.plan.window import (
+    allocated_bytes,
+    device_bytes,
+    free_bytes,
+    give_back_unused,
+    last_bytes,
+)
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
@@ -59,6 +65,19 @@ class PlanOptions:
     """What may be called again as a whole; None for what is declared fit for that."""
 
 
+LITTLE: Final = 1 / 128
+"""Of a device's memory: to free less is not worth a step that the thread makes longer."""
+
+ALIKE: Final = 8
+"""So many watched steps of one kind in a row, of which all stays, and the next have no hooks."""
+
+UNWATCHED: Final = 15
+"""Of them so many in a row."""
+
+GROWN: Final = 4
+"""So many times what such a step saves, and the one behind it is watched."""
+
+
 class Planning:
     """The kinds of steps of one Offload, and their plans. Threads may share it."""
 
@@ -74,6 +93,10 @@ class Planning:
         self._least = 1
         """Bytes of the smallest tensors that may leave."""
         self._kinds = Kinds()
+        self._unwatched = 0
+        """Steps since the last that was watched."""
+        self._alike: tuple[Kind | None, int] = (None, 0)
+        """The kind of the last ones that were, and how many in a row were of that."""
         may_call_again = options.replays and not options.verifies
         self._layer_replay = LayerReplay(layers, options.layers if may_call_again else ())
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
@@ -125,6 +148,21 @@ class Planning:
         layers = self._layer_replay.step(stats, mode)
         return PlannedStep(self, recording, mode, begun, times=times, layers=layers)
 
+    def unwatched(self) -> UnwatchedStep | None:
+        """Return the next step if it needs no hooks: all that the last ones saved stays anyway."""
+        kind, count = self._alike
+        if kind is None or not kind.is_not_worth_it or kind.is_outdated or count < ALIKE:
+            return None
+        if self._unwatched >= UNWATCHED:
+            self._unwatched = 0
+            return None
+        self._unwatched += 1
+        return UnwatchedStep(self, sum(value.nbytes for value in kind.values))
+
+    def watch_next(self) -> None:
+        """Have the next steps be watched."""
+        self._alike = None, 0
+
     def ended(
         self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
     ) -> Kind | None:
@@ -134,6 +172,8 @@ class Planning:
         """
         followed = step.kind
         kind = self._kinds.ended(step)
+        before, count = self._alike
+        self._alike = kind, count + 1 if kind is before else 1
         if kind is None or kind is not followed or kind.decisions is None or is_trial:
             return None
         kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)), host)
@@ -166,7 +206,8 @@ class Planning:
                 f"{format_size(largest)}, which is the least possible; raise it, or pass "
                 "budget='least'"
             )
-        room = _room(budget, max(sum(saved), layers.spared_bytes), kind)
+        spared = max(sum(saved), layers.spared_bytes)
+        room = _room(budget, spared, kind)
         forward_seconds = kind.measure()
         choice = choose(
             kind.values,
@@ -180,8 +221,13 @@ class Planning:
         )
         kind.host = kind.host or layers.host
         _look_for_host(kind, forward_seconds)
+        kind.is_not_worth_it = (
+            kind.host is not None and budget == "least" and spared <= _little_bytes(kind)
+        )
         if kind.host is not None:
-            layers.consider(kind, kind.host, room)
+            if not kind.is_not_worth_it:
+                layers.consider(kind, kind.host, room)
+            spare = 0.0 if kind.is_not_worth_it else spare_seconds(kind.host)
             choice = choose_for_host(
                 choice,
                 kind.values,
@@ -189,7 +235,7 @@ class Planning:
                 link=costs.link,
                 functions=kind.functions,
                 room=None if budget == "least" else room,
-                spare=(1.0 - layers.share) * spare_seconds(kind.host),
+                spare=(1.0 - layers.share) * spare,
             )
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice, layers.replayed), None
@@ -211,6 +257,24 @@ class Planning:
                 continue
             while storages:
                 storages.pop().free()
+
+
+class UnwatchedStep:
+    """One step of which nothing is seen but how much memory it takes."""
+
+    def __init__(self, planning: Planning, nbytes: int) -> None:
+        """Expect that the block saves `nbytes`."""
+        self._planning = planning
+        self._most = allocated_bytes() + GROWN * nbytes
+
+    def end(self) -> None:
+        """Have the next steps be watched if this one has taken more than was expected."""
+        if allocated_bytes() > self._most:
+            self._planning.watch_next()
+
+    def abandon(self) -> None:
+        """Have the next steps be watched: why this one failed is not known."""
+        self._planning.watch_next()
 
 
 class PlannedStep:
@@ -303,6 +367,11 @@ def _pack_input(
     number: int,
 ) -> Any:
     return pack(tensor, step.decided(number), step.layer(number))
+
+
+def _little_bytes(kind: Kind) -> float:
+    """Return what is not worth a longer step; 0 where the device has no memory of its own."""
+    return LITTLE * device_bytes() if kind.is_on_gpu else 0.0
 
 
 def _look_for_host(kind: Kind, forward_seconds: float | None) -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["DeviceWindow", "free_bytes", "give_back_unused", "last_bytes"]
+__all__ = [
+    "DeviceWindow",
+    "allocated_bytes",
+    "device_bytes",
+    "free_bytes",
+    "give_back_unused",
+    "last_bytes",
+]
 
 FIT_SHARE = 0.9
 """Of what a device has free, for what may stay on it; the rest is for what varies."""
@@ -79,6 +86,16 @@ class DeviceWindow:
 def last_bytes(saved: int) -> int:
     """Return how much may stay of what is saved last, of `saved` bytes."""
     return min(LAST_BYTES, int(LAST_SHARE * saved))
+
+
+def device_bytes() -> int:
+    """Return how much memory the current device has in all."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def allocated_bytes() -> int:
+    """Return how much of the current device's memory PyTorch's tensors take."""
+    return torch.cuda.memory_allocated()
 
 
 def free_bytes() -> int:
