@@ -95,7 +95,9 @@ def device_bytes() -> int:
 
 def allocated_bytes() -> int:
     """Return how much of the current device's memory PyTorch's tensors take."""
-    return torch.cuda.memory_allocated()
+    # Without the flat table of all figures, which takes ten times as long as this one.
+    figures = torch.cuda.memory_stats_as_nested_dict(torch.cuda.current_device())
+    return int(figures["allocated_bytes"]["all"]["current"])
 
 
 def free_bytes() -> int:
