@@ -82,6 +82,7 @@ class Cache:
 
         Raises:
             CorruptBlob: its bytes were damaged; they were not returned, and it is dropped.
+            UsageError: a CUDA graph is being captured on `device`.
         """
         target = _target(device)
         session = self._session(target)

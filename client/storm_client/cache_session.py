@@ -64,24 +64,23 @@ class CacheSession(Listener):
         self._putting = threading.Lock()  # one put is open in a session at a time
         hello = replace(lane.hello, features=(CACHE_FEATURE,), staging_bytes=STAGING_BYTES)
         self._connection = Connection(address, hello, timeout)
-        self._transfers: Transfers | None = None
-        self._connection.start(self)
         try:
-            _check_cache(address, self._connection.welcome)
             self._connection.attach(lane, timeout)
+            _check_cache(address, self._connection.welcome)
         except BaseException:
             self.close()
             raise
-        transfers = self._transfers = Transfers(
+        self._transfers = Transfers(
             self._connection.numbers,
             self._connection.outbox,
             staging_bytes=lane.staging_bytes,
             part_bytes=self._connection.welcome.part_bytes,
             window=DeviceWindow(0),
         )
-        self._part_bytes = transfers.part_bytes
-        self._outbound = Outbound(self._connection, lane, transfers, STALL_SECONDS)
-        self._inbound = Inbound(self._connection, lane, transfers)
+        self._part_bytes = self._transfers.part_bytes
+        self._outbound = Outbound(self._connection, lane, self._transfers, STALL_SECONDS)
+        self._inbound = Inbound(self._connection, lane, self._transfers)
+        self._connection.start(self)
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +144,7 @@ class CacheSession(Listener):
 
         Raises:
             CorruptBlob, ActivationLost: the daemon cannot give them back.
+            UsageError: a CUDA graph is being captured.
             DaemonLost: it is gone or hangs.
         """
         size = found.part_bytes
@@ -176,8 +176,7 @@ class CacheSession(Listener):
 
     def on_message(self, request: int, message: Message) -> None:
         """Handle a reply."""
-        if self._transfers is not None:
-            self._transfers.reply(request, message)
+        self._transfers.reply(request, message)
 
     # --- helpers ----------------------------------------------------------------------------
 

@@ -67,8 +67,7 @@ class Listener:
         """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
 
     def close(self) -> None:
-        """End: nobody else can end it any more."""
-        raise NotImplementedError
+        """End: nobody else can end it any more. Here: there is nobody who could be gone."""
 
 
 class Connection:
@@ -108,13 +107,13 @@ class Connection:
         # who is interrupted there keeps it.
         self._pause = threading.Lock()
         self._pause.acquire()
-        self._draining = False
+        self._is_handling = False  # replies, in `flush`
         self._owner: weakref.ref[object] | None = None
         self._ownerless: deque[object] = deque()  # not empty once nobody is left who could close
         self._is_leaving = False  # goodbye was said, and the daemon has not ended the session yet
         self._thread: threading.Thread | None = None
         self._lane: Lane | None = None
-        self._listener: Listener
+        self._listener = Listener()
         self._is_over = False  # the thread has ended, or is about to, and takes the lock no more
         channel = open_channel(address, hello, timeout)
         self._context, self._socket = channel.context, channel.socket
@@ -124,12 +123,14 @@ class Connection:
         self._wakeup: Wakeup | None = Wakeup()
         _CONNECTIONS.add(self)
 
-    def start(self, listener: Listener) -> None:
-        """Start listening; `listener` may be told of something at once."""
-        self._listener = listener
-        thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
-        thread.start()
-        self._thread = thread
+    def start(self, listener: Listener | None = None) -> None:
+        """Listen, and tell `listener`, of something at once perhaps; without one, nobody yet."""
+        if listener is not None:
+            self._listener = listener
+        if self._thread is None:
+            thread = threading.Thread(target=self._listen, name="storm-io", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def attach(self, lane: Lane, timeout: float) -> None:
         """Have a lane map what the daemon shares with it, and be told of the daemon's end.
@@ -137,6 +138,7 @@ class Connection:
         Raises:
             StormError: what the lane raises, or the daemon's refusal.
         """
+        self.start()
         self._lane = lane
         try:
             lane.attach(
@@ -203,9 +205,21 @@ class Connection:
             self.check()
         if self.outbox:
             self._transmit()
-        is_news = self._frames.has_arrived() or bool(self._inbox or self._received)
-        if is_news:
-            self.drain()
+        if self._is_handling:
+            return False  # a handler sends: the loop that called it goes on
+        is_news = False
+        self._is_handling = True
+        try:
+            while True:
+                if not self._inbox:
+                    frame = self._frames.arrived(self._received)
+                    if frame is None:
+                        break
+                    self._take(frame)
+                self._handle_all()
+                is_news = True
+        finally:
+            self._is_handling = False
         if self.outbox:  # what is to be said to the replies
             self._transmit()
         return is_news
@@ -214,19 +228,6 @@ class Connection:
         """Post a message and flush."""
         self.post(request, message)
         self.flush()
-
-    def drain(self) -> None:
-        """Handle every reply that has arrived, in order; call with the lock held."""
-        if self._draining:
-            return  # a handler sends: the loop that called it goes on
-        self._draining = True
-        try:
-            while self._inbox or self._received or self._frames.has_arrived():
-                if not self._inbox:
-                    self._receive()
-                self._handle_all()
-        finally:
-            self._draining = False
 
     def again(self, request: int, message: Message) -> None:
         """Have a reply handled once more, before all others; call with the lock held."""
@@ -394,7 +395,7 @@ class Connection:
         with self.lock:
             if self.lost:
                 return next_ping
-            self.drain()
+            self.flush()
             is_due = time.monotonic() >= next_ping
             if is_due:
                 self.post(0, Ping())
@@ -431,8 +432,8 @@ class Connection:
             )
             self.check()
 
-    def _receive(self) -> None:
-        frame = self._frames.receive(self._received)
+    def _take(self, frame: bytes) -> None:
+        """Put what was received into the inbox, which is empty, unless that is interrupted."""
         try:
             self._inbox, self._received = deque(decode(frame)), []
         except ProtocolError as error:
@@ -453,7 +454,8 @@ class Connection:
                 elif not isinstance(message, Pong):
                     self._listener.on_message(request, message)
         finally:
-            self.notify()
+            if self.waiting:
+                self.changed.notify_all()
 
     def _lose(self, loss: DaemonLost) -> None:
         self.error, self.lost = loss, True

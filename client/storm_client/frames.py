@@ -57,6 +57,10 @@ class Frames:
         socket = self._socket
         return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & READABLE)
 
+    def arrived(self, received: list[int]) -> bytes | None:
+        """Return what `receive` would; None where there is no frame, or the socket is closed."""
+        return self.receive(received) if received or self.has_arrived() else None
+
     def send(self, frame: bytes, sent: list[int]) -> None:
         """Send a frame, unless `sent` says that it was.
 

@@ -65,13 +65,9 @@ class Inbound:
         """
         record, connection = handle.record, self._connection
         try:
-            if self._lane.is_capturing():
-                raise UsageError(
-                    f"the {record.nbytes} bytes of a tensor that was saved before a CUDA graph is "
-                    "captured are with the daemon, and needed in the capture: capture the forward "
-                    "pass with its backward pass, or save what the capture needs without offload"
-                )
-            storage = self._fetch_in_place(record, handle.step)
+            storage = None
+            if self._in_place is not None:
+                storage = self._fetch_in_place(record, handle.step)
             if storage is None:
                 storage = self.bring(record.key, record.parts, record.nbytes, handle.step)
             if record.rest is not None:
@@ -95,8 +91,9 @@ class Inbound:
         As slots come free they are used to fetch what is used next.
 
         Raises:
-            CorruptBlob, ActivationLost, DaemonLost: as `fetch`.
+            CorruptBlob, ActivationLost, DaemonLost, UsageError: as `fetch`.
         """
+        self._refuse_in_capture(nbytes)
         transfers, connection = self._transfers, self._connection
         destination = self._lane.allocate(nbytes)
         try:
@@ -126,15 +123,16 @@ class Inbound:
                 transfers.forget(key)
                 if connection.waiting:
                     connection.notify()
-        if uses is not None:
-            self._look_ahead_staged(uses)
+        if uses is not None and transfers.looks_ahead and (upcoming := uses.unseen()):
+            self._look_ahead_staged(uses, upcoming)
         return destination
 
     def look_ahead(self, uses: UpcomingUses) -> None:
         """Begin to fetch what is used next, in this order, as far as there is room."""
         with suppress(DaemonLost):
-            if self._in_place is None or not self._allocate_ahead(uses):
-                self._look_ahead_staged(uses)
+            is_done = self._in_place is not None and self._allocate_ahead(uses)
+            if not is_done and self._transfers.looks_ahead:
+                self._look_ahead_staged(uses, uses.unseen())
 
     def close(self) -> None:
         """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
@@ -151,10 +149,21 @@ class Inbound:
         """Copy what has stayed of a record behind the bytes that are back."""
         self._lane.move(rest, 0, storage, record.away, rest.nbytes())
 
-    def _look_ahead_staged(self, uses: UpcomingUses) -> None:
-        """Request what is used next through the staging area."""
+    def _refuse_in_capture(self, nbytes: int) -> None:
+        """Raise where this thread's work is captured: a replay would not bring the bytes again."""
+        if self._lane.is_capturing():
+            raise UsageError(
+                f"the {nbytes} bytes of a tensor that was stored before a CUDA graph is captured "
+                "are with the daemon, and needed in the capture: capture the forward pass with its "
+                "backward pass, or save what the capture needs without offload"
+            )
+
+    def _look_ahead_staged(
+        self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]
+    ) -> None:
+        """Request what is used next, the `upcoming`, through the staging area."""
         with self._connection.lock, suppress(DaemonLost):
-            self._stage_ahead(uses)
+            self._stage_ahead(uses, upcoming)
             if self._connection.outbox:
                 self._connection.flush()
 
@@ -167,22 +176,22 @@ class Inbound:
         self._connection.notify()
         if len(incoming.transfers) < left:
             transfers.request_ahead(incoming, index, self._lane.publish())
-        if uses is not None:
-            self._stage_ahead(uses)
+        if uses is not None and transfers.looks_ahead:
+            self._stage_ahead(uses, uses.unseen())
         if self._connection.outbox:
             self._connection.flush()
 
-    def _stage_ahead(self, uses: UpcomingUses) -> None:
-        """Request what is used next, as far as there is room."""
-        # What can come in place does, and the rest is fetched when it is needed.
-        if not self._is_mapped and self._transfers.looks_ahead:
-            seen = 0
-            for record in uses.unseen():
-                if record is not None and record.is_wanted and not self._begin_staged(record):
-                    break
-                seen += 1
-            if seen:
-                uses.saw(seen)
+    def _stage_ahead(self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]) -> None:
+        """Request what is used next, the `upcoming`, as far as there is room."""
+        if self._is_mapped:
+            return  # what can come in place does, and the rest is fetched when it is needed
+        seen = 0
+        for record in upcoming:
+            if record is not None and record.is_wanted and not self._begin_staged(record):
+                break
+            seen += 1
+        if seen:
+            uses.saw(seen)
 
     def _begin_staged(self, record: StoredRange) -> bool:
         """Request a record's parts; False where there is no room for all of them."""
@@ -197,7 +206,7 @@ class Inbound:
         transfers = self._transfers
         transfers.take(incoming, index)  # where giving it up was interrupted
         while True:
-            self._connection.drain()  # before others' room is taken
+            self._connection.flush()  # before others' room is taken
             transfer = transfers.require(incoming, index, self._lane.publish())
             if transfer is not None:
                 return transfer
@@ -221,8 +230,7 @@ class Inbound:
         self, record: StoredRange, uses: UpcomingUses
     ) -> torch.UntypedStorage | None:
         """Return the record's bytes; None where they must take the staging area."""
-        if self._in_place is None:
-            return None
+        self._refuse_in_capture(record.nbytes)
         incoming = self._begin(record)
         self.look_ahead(uses)
         return None if incoming is None else self._finish(incoming)

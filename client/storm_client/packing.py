@@ -196,27 +196,45 @@ class StepHooks:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):  # PyTorch will set the version of what is returned
                 return self.unpack(packed)
+        if isinstance(packed, Handle):
+            return self._load(packed)
+        replaced = self._asked(packed if isinstance(packed, KeptTensor) else packed.version)
+        if replaced is not None:
+            return replaced
+        if isinstance(packed, Replayed):
+            return self._replay(packed)
+        self._traces.used(self._trace)
+        self._trace.used(id(packed))
+        return packed.token
+
+    def _asked(self, version: SavedVersion) -> torch.Tensor | None:
+        """Note that what was saved at `version` is needed; return what PyTorch uses in its stead.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
         turn, self._turn = self._turn, None
         if turn is not None:
             kind, ended = turn
             turned = Span(ended, mark(is_on_gpu=kind.is_on_gpu))
             kind.turned(turned, device_waits=turned.has_begun)
-        version = packed if isinstance(packed, KeptTensor) else packed.version
         version.check()
-        replaced = version.replaced()
-        if replaced is not None:
-            return replaced
-        if isinstance(packed, KeptTensor):
-            self._traces.used(self._trace)
-            self._trace.used(id(packed))
-            return packed.token
-        return self._replay(packed) if isinstance(packed, Replayed) else self._load(packed)
+        return version.replaced()
 
-    def _load(self, handle: Handle) -> torch.Tensor:
+    def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
+        """Return what was saved, or has been given other data since; not that where it is an input.
+
+        Raises:
+            RuntimeError, CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
+        """
+        replaced = self._asked(handle.version)
+        if replaced is not None and not is_input:
+            return replaced
         is_first = self._step.unpacked(handle)
         record = handle.record
         began = perf_counter()
-        with ranges.span("unpack", record.nbytes, record.key):
+        is_watched = ranges.is_watched()
+        with ranges.span("unpack", record.nbytes, record.key) if is_watched else ranges.UNWATCHED:
             try:
                 located = record.session.load(handle, is_first=is_first)
             except DaemonLost as loss:
@@ -312,9 +330,8 @@ class StepHooks:
         if isinstance(packed, KeptTensor):
             packed.check()
             return packed.token
-        packed.version.check()
         began = perf_counter()
-        tensor = self._load(packed)
+        tensor = self._load(packed, is_input=True)
         self._brought += perf_counter() - began
         return tensor
 
@@ -383,7 +400,8 @@ class StepHooks:
     ) -> StoredRange:
         """Make the record of a storage that has none, and send others that may leave now."""
         began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
-        with ranges.span("pack", nbytes):
+        is_watched = ranges.is_watched()
+        with ranges.span("pack", nbytes) if is_watched else ranges.UNWATCHED:
             ready = None if recording is None else recording.ready.get(storage._cdata)
             record = session.hold(
                 storage,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from stormd.protocol import EndRun, Envelope, ForgetPlan, RegisterPlan, RunPlan
@@ -96,6 +96,11 @@ class Run:
         self.is_open = True
         """Whether it may store more."""
 
+    def hand_out(self, index: int) -> tuple[int, bool]:
+        """Note that part `index` is sent; return its entry, and whether room is promised for it."""
+        self.handed.add(index)
+        return self.first + index, index < self.count
+
 
 class Place(NamedTuple):
     """Where a value is in a run: the place of its first part."""
@@ -115,28 +120,14 @@ class _OpenRun(weakref.ref[Any]):
     """Tells, when its owner dies, that a run is over, by being appended to a deque."""
 
     __slots__ = ("run",)
-
-    def __new__(cls, owner: object, run: Run, tell: Callable[[Any], None]) -> _OpenRun:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, owner, tell)
-
-    def __init__(self, owner: object, run: Run, tell: Callable[[Any], None]) -> None:
-        """Watch `owner`, for whom `run` is open."""
-        super().__init__(owner, tell)  # type: ignore[call-arg]  # typeshed omits it
-        self.run = run
+    run: Run
 
 
 class _KnownPlan(weakref.ref[StaticPlan]):
     """Tells of a plan's death, by being appended to a deque."""
 
     __slots__ = ("number",)
-
-    def __new__(cls, plan: StaticPlan, tell: Callable[[Any], None]) -> _KnownPlan:
-        return super().__new__(cls, plan, tell)
-
-    def __init__(self, plan: StaticPlan, tell: Callable[[Any], None]) -> None:
-        """Watch `plan`, whose number outlives it."""
-        super().__init__(plan, tell)  # type: ignore[call-arg]  # typeshed omits it
-        self.number = plan.number
+    number: int
 
 
 class Runs:
@@ -170,7 +161,9 @@ class Runs:
             dtypes=dtypes,
             codec=codec,
         )
-        self._plans[plan.number] = _KnownPlan(plan, self._over.append)
+        known = _KnownPlan(plan, self._over.append)
+        known.number = plan.number
+        self._plans[plan.number] = known
         self._outbox.append(Envelope(plan.number, message))
         return plan
 
@@ -182,7 +175,9 @@ class Runs:
         for _ in plan.sizes[1:]:
             next(self._numbers)
         run = Run(first, plan)
-        self._owned[first] = _OpenRun(owner, run, self._over.append)
+        owned = _OpenRun(owner, self._over.append)
+        owned.run = run
+        self._owned[first] = owned
         self._runs[first] = run
         self._outbox.append(Envelope(first, RunPlan(plan=plan.number, run=first)))
         return run

@@ -274,7 +274,9 @@ class StoredRange:
 
     def add(self, handle: Handle, tell: Tell) -> None:
         """Count a new handle, whose death `tell` will be called at."""
-        self._handles[handle.key] = _HandleRef(handle, self, tell)
+        reference = _HandleRef(handle, tell)
+        reference.handle, reference.record = handle.key, weakref.ref(self)
+        self._handles[handle.key] = reference
 
     def forget(self, handle: int) -> None:
         """Discount the handle of that key."""
@@ -321,30 +323,19 @@ class _HandleRef(weakref.ref[Handle]):
     """Tells of a handle's death by being appended where its record's deaths are looked for."""
 
     __slots__ = ("handle", "record")
-
-    def __new__(cls, handle: Handle, record: StoredRange, tell: Tell) -> _HandleRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, handle, tell)
-
-    def __init__(self, handle: Handle, record: StoredRange, tell: Tell) -> None:
-        super().__init__(handle, tell)  # type: ignore[call-arg]  # typeshed omits it
-        self.handle = handle.key
-        self.record = weakref.ref(record)
+    handle: int
+    record: weakref.ref[StoredRange]
 
 
 class DeadRange(weakref.ref[StoredRange]):
     """Outlives a record and knows what has to be cleaned up after it."""
 
     __slots__ = ("address", "key", "parts", "weak")
-
-    def __new__(cls, record: StoredRange, tell: Tell) -> DeadRange:
-        return super().__new__(cls, record, tell)
-
-    def __init__(self, record: StoredRange, tell: Tell) -> None:
-        super().__init__(record, tell)  # type: ignore[call-arg]  # typeshed omits it
-        self.key = record.key
-        self.parts = record.parts
-        self.address = record.weak[0].address
-        self.weak = record.weak  # keeps the storage's address from being used again
+    key: int
+    parts: list[Part]
+    address: int
+    weak: list[WeakStorage]
+    """These keep the storage's address from being used again."""
 
 
 class SavedStorages:
@@ -376,6 +367,8 @@ class SavedStorages:
     def add(self, record: StoredRange) -> DeadRange:
         """Let a record be found until its storage has another; return what its death is told by."""
         reference = DeadRange(record, self._tell)
+        reference.key, reference.parts = record.key, record.parts
+        reference.address, reference.weak = record.weak[0].address, record.weak
         self._records[record.key] = reference
         self._latest[reference.address] = reference
         return reference

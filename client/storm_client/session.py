@@ -20,7 +20,7 @@ import torch
 from storm_client.connection import Connection, Listener
 from storm_client.errors import ActivationLost, DaemonLost, StormError
 from storm_client.inbound import STALL_SECONDS, Inbound
-from storm_client.lanes import InPlace, Lane
+from storm_client.lanes import Lane
 from storm_client.lanes.segments import tell
 from storm_client.memory_pressure import watch
 from storm_client.outbound import Outbound
@@ -78,15 +78,11 @@ class Session(Listener):
         """Entries of dead records that the daemon has not been told of."""
         self._unreleased_bytes = 0
         self.connection = Connection(address, lane.hello, timeout)
-        self._in_place: InPlace | None = None
-        self.has_in_place = False
-        """Whether bytes may come back into memory of their own, which is what has to be spared."""
-        self._inbound: Inbound | None = None
-        self.connection.start(self)
         try:
             self.connection.attach(lane, timeout)
         except BaseException:
-            self.close()
+            self.connection.close()
+            lane.close()
             raise
         self.transfers = Transfers(
             self.connection.numbers,
@@ -98,8 +94,10 @@ class Session(Listener):
         )
         self._in_place = lane.in_place
         self.has_in_place = self._in_place is not None
+        """Whether bytes may come back into memory of their own, which is what has to be spared."""
         self._outbound = Outbound(self.connection, lane, self.transfers)
         self._inbound = Inbound(self.connection, lane, self.transfers)
+        self.connection.start(self)
         if self._in_place is not None:
             watch(self)
 
@@ -272,8 +270,7 @@ class Session(Listener):
             CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
             UsageError: they cannot be had while a CUDA graph is captured.
         """
-        record, inbound = handle.record, self._inbound
-        assert inbound is not None
+        record = handle.record
         if is_first and self._shared:
             self.send_unshared(but=[record, *handle.step.upcoming()[:LOOK_BACK]])
         with self.connection.lock:
@@ -285,16 +282,15 @@ class Session(Listener):
             if located is not None:
                 record.unpacked(handle)
         if located is None:
-            return Located(inbound.fetch(handle))
-        if not self.lane.is_capturing():
-            inbound.look_ahead(handle.step)
+            return Located(self._inbound.fetch(handle))
+        self.look_ahead(handle.step)
         if not located.is_original:
             self.lane.use(located.storage)
         return located
 
     def look_ahead(self, uses: UpcomingUses) -> None:
         """Begin to fetch what is used next, in this order, as far as there is room."""
-        if self._inbound is not None and not self.lane.is_capturing():
+        if not self.lane.is_capturing():
             self._inbound.look_ahead(uses)
 
     def settle(self, timeout: float) -> None:
@@ -355,16 +351,13 @@ class Session(Listener):
     def close(self) -> None:
         """End the session; what it stored is lost. Calling it twice is fine."""
         self.connection.close()
-        if self._inbound is not None:
-            self._inbound.close()
+        self._inbound.close()
         self.lane.close()
 
     # --- what the connection tells of ---------------------------------------------------------
 
     def on_message(self, request: int, message: Message) -> None:
         """Handle a reply; one at which that is interrupted is handled again."""
-        if self._inbound is None:
-            return  # nothing has been asked for before all is built
         try:
             if self._in_place is not None and isinstance(message, Mapped | Refused):
                 segments = self._in_place.segments
@@ -440,8 +433,7 @@ class Session(Listener):
 
         One that is interrupted is done again, which does no harm.
         """
-        if self._inbound is not None:  # all is built
-            self.transfers.runs.forget_over()
+        self.transfers.runs.forget_over()
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
             self.transfers.forget(reference.key)

@@ -2,7 +2,8 @@
 
 A **transfer** is one part on its way. Its number is that of the request that asked for it, and one
 table finds it by that number when an answer comes. The transfers of one stored range on its way
-out are an `Outgoing`, those on its way back an `Incoming`.
+out are an `Outgoing`, those on its way back an `Incoming`. All of them share the staging area: what
+lies there, and what of it gives way to what, is decided here, too.
 
 What happens comes in as calls, which sessions make with their lock held; what the daemon has to be
 told goes to the outbox, in this order. Nothing here waits, sends, copies or looks at a clock. A
@@ -13,6 +14,7 @@ is given back once at the most.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -25,7 +27,6 @@ from storm_client.lanes import Encoded, Mapped, Reader, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
 from storm_client.runs import Runs
 from storm_client.saved import Part, RangePhase, StoredRange
-from storm_client.staging import ALIGNMENT, StagingSpace
 from storm_client.stats import StatsRecorder
 from stormd.protocol import (
     RESTORED_FIELDS,
@@ -50,7 +51,18 @@ from stormd.protocol import (
     unpack,
 )
 
-__all__ = ["Incoming", "Outgoing", "Phase", "Transfer", "Transfers"]
+__all__ = [
+    "ALIGNMENT",
+    "Incoming",
+    "Outgoing",
+    "Phase",
+    "StagingSpace",
+    "Transfer",
+    "Transfers",
+]
+
+ALIGNMENT = 64
+"""Bytes, of ranges of the staging area; a cache line, and a multiple of every dtype's size."""
 
 AHEAD_SHARE = 0.75
 """Of the staging area, for what was fetched ahead or is kept there; the rest is left to stores and
@@ -166,11 +178,6 @@ class Outgoing:
     """The number of its last part; None until that was sent."""
 
     @property
-    def is_admitted(self) -> bool:
-        """Whether the daemon has promised room for all of it."""
-        return len(self.admitted) == self.count and self.refusal is None
-
-    @property
     def is_answered(self) -> bool:
         """Whether the daemon has taken or refused it."""
         return self.refusal is not None or len(self.admitted) == self.count
@@ -215,6 +222,60 @@ class Incoming:
         return next((one.error for one in self.transfers.values() if one.error), None)
 
 
+class StagingSpace:
+    """Which ranges of the staging area are in use: a first-fit allocator.
+
+    Free neighbours are merged at once, so the area is whole again when everything has been given
+    back, in whatever order. What is free changes by one assignment, so whatever interrupts a
+    method, as Ctrl-C does, loses its range at the worst, and never has one handed out twice.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Start with everything free; a tail shorter than ALIGNMENT is not used."""
+        self.capacity = nbytes - nbytes % ALIGNMENT
+        self._free = [(0, self.capacity)] if self.capacity else []  # begins and ends
+        self._used: dict[int, int] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """How much is free, in however many ranges."""
+        return sum(end - begin for begin, end in self._free)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the offset of a free range of `nbytes`, None where no free range is that long."""
+        size = _aligned(nbytes)
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
+                self._used[begin] = size
+                return begin
+        return None
+
+    def free(self, offset: int) -> None:
+        """Give the range at `offset` back; it must have been handed out."""
+        begin, end = offset, offset + self._used.pop(offset)
+        first = last = bisect_left(self._free, (begin, end))
+        if first and self._free[first - 1][1] == begin:
+            first -= 1
+            begin = self._free[first][0]
+        if last < len(self._free) and self._free[last][0] == end:
+            end = self._free[last][1]
+            last += 1
+        self._free[first:last] = [(begin, end)]
+
+    def assert_invariants(self) -> None:
+        """Check that free and used ranges tile the area and that no two free ones touch."""
+        used = [(begin, begin + size) for begin, size in self._used.items()]
+        reached = 0
+        for begin, end in sorted([*self._free, *used]):
+            assert begin == reached, f"a gap or overlap at {reached}: the next range is at {begin}"
+            assert end > begin, f"an empty range at {begin}"
+            reached = end
+        assert reached == self.capacity, f"ranges end at {reached}, the area at {self.capacity}"
+        ends = {end for _, end in self._free}
+        assert ends.isdisjoint(begin for begin, _ in self._free), "two free ranges touch"
+
+
 class Transfers:
     """All transfers of one session; its lock protects them, and whatever they refer to."""
 
@@ -253,6 +314,8 @@ class Transfers:
         """Whose sources wait in their own memory, the oldest first."""
         self.held_bytes = 0
         """Of sources that lie here though they were stored."""
+        self._has_grown = False
+        """Whether the window has seen a source since it was told that something is brought back."""
         self.incoming: dict[int, Incoming] = {}
         """By the record's key: the ways back that have begun."""
         self._kept: dict[Transfer, Incoming] = {}
@@ -312,20 +375,11 @@ class Transfers:
         """
         record = out.living()
         place = None if record is None or record.place is None else record.place
-        index = None
-        if place is not None and not isinstance(route, Encoded):
-            index = place.of(part.start, len(part), self.part_bytes)
-        if place is None or index is None:
-            entry = next(self._numbers)
-        else:
-            entry = place.run.first + index
-            place.run.handed.add(index)
-        transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
-        if record is not None:
-            record.parts.append(Part(entry, part.start, len(part)))
+        index = None if place is None else place.of(part.start, len(part), self.part_bytes)
         ready = out.ready if isinstance(route, Mapped) else 0
         message: Message
         if place is None or index is None:
+            entry, is_promised = next(self._numbers), False
             message = Store(
                 entry=entry,
                 segment=route.segment,
@@ -338,11 +392,16 @@ class Transfers:
                 ready=ready,
             )
         else:
+            assert not isinstance(route, Encoded), "a session that encodes has no plans"
+            entry, is_promised = place.run.hand_out(index)
             numbers = [index, route.segment, route.offset, sequence, ready]
             message = StoreParts(run=place.run.first, places=pack(numbers))
+        transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
+        if record is not None:
+            record.parts.append(Part(entry, part.start, len(part)))
         self._outbox.append(Envelope(entry, message))
         self._pending[entry] = transfer
-        if place is not None and index is not None and index < place.run.count:
+        if is_promised:
             self._admitted(transfer, out)
         return transfer
 
@@ -373,6 +432,7 @@ class Transfers:
     def hold(self, out: Outgoing) -> None:
         """Hold a source back: what was saved last stays, as much of it as the window allows."""
         self.window.saw(out.nbytes)
+        self._has_grown = True
         self._held[out.key] = out
         self.held_bytes += out.nbytes
 
@@ -419,7 +479,6 @@ class Transfers:
         """Begin to fetch a record ahead, through the staging area, or go on with it."""
         incoming = self.incoming.get(key)
         if incoming is None:
-            self.window.turned()
             incoming = self.incoming[key] = Incoming(key, parts)
         return incoming
 
@@ -427,7 +486,6 @@ class Transfers:
         self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
     ) -> Incoming:
         """Begin to fetch a record into memory of its own, which the daemon maps."""
-        self.window.turned()
         incoming = Incoming(key, parts, storage, is_demanded=is_demanded)
         self.incoming[key] = incoming
         self._count_early(incoming)
@@ -437,6 +495,9 @@ class Transfers:
         self, incoming: Incoming, index: int, route: Route, sequence: int, slot: Slot | None = None
     ) -> Transfer:
         """Have the daemon restore a part to where `route` says: into `slot`, if staged."""
+        if self._has_grown:
+            self.window.turned()
+            self._has_grown = False
         part = incoming.parts[index]
         number = next(self._numbers)
         transfer = Transfer(number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index)
@@ -456,10 +517,14 @@ class Transfers:
     def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
         """Request a part through the staging area, and those behind it as far as there is room.
 
-        Where there is none for the part itself, what only waits to be needed is given up; None
-        where even that is not enough now.
+        Where there is none for the part itself, what only waits to be needed is given up, and then
+        the record's own later parts, which may lie so that no free range is as long as this one;
+        None where even that is not enough now.
         """
-        slot = self.reserve_for(incoming, incoming.parts[index].nbytes)
+        nbytes = incoming.parts[index].nbytes
+        slot = self.reserve(nbytes)
+        while slot is None and self._drop_last(incoming):
+            slot = self._reserve(nbytes)
         if slot is None:
             return None
         transfer = self.restore(incoming, index, Staged(slot.offset), sequence, slot)
@@ -471,31 +536,18 @@ class Transfers:
 
         False where what is fetched ahead has no room for all of them now.
         """
-        for index in self.missing(incoming, begin):
+        for index in range(begin, len(incoming.parts)):
+            if index in incoming.transfers:
+                continue
             slot = self.reserve_ahead(incoming.parts[index].nbytes)
             if slot is None:
                 return False
             self.restore(incoming, index, Staged(slot.offset), sequence, slot)
         return True
 
-    def missing(self, incoming: Incoming, begin: int = 0) -> list[int]:
-        """Return the places of the parts from `begin` on that have not been asked for."""
-        asked = incoming.transfers
-        return [index for index in range(begin, len(incoming.parts)) if index not in asked]
-
     def reserve_ahead(self, nbytes: int) -> Slot | None:
         """Return a slot for what is fetched before it is needed, None where its share is used."""
         return self._reserve(nbytes) if self._has_room_ahead(nbytes) else None
-
-    def reserve_for(self, incoming: Incoming, nbytes: int) -> Slot | None:
-        """Return a slot for its next part, giving up its own later ones where nothing else helps.
-
-        What is kept of a record may lie so that no free range is as long as a part.
-        """
-        slot = self.reserve(nbytes)
-        while slot is None and self._drop_last(incoming):
-            slot = self._reserve(nbytes)
-        return slot
 
     @property
     def looks_ahead(self) -> bool:
@@ -616,7 +668,7 @@ class Transfers:
         if transfer.phase is Phase.SENT:
             transfer.move_to(Phase.ADMITTED)
         out.admitted.add(transfer.number)
-        if not out.is_admitted or out.is_counted:
+        if len(out.admitted) < out.count or out.refusal is not None or out.is_counted:
             return
         out.is_counted = True
         if out.stats is not None:
@@ -790,3 +842,7 @@ def _number_of(request: int, message: Message) -> int:
         case Failed():
             return message.ticket or message.entry
     return request
+
+
+def _aligned(nbytes: int) -> int:
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -57,7 +57,6 @@ def session(daemon: DaemonProcess, lane: CpuLane) -> Iterator[CacheSession]:
     session = CacheSession(daemon.address, lane, 10.0)
     yield session
     transfers = session._transfers
-    assert transfers is not None
     space = transfers._space
     wait_until(lambda: space.free_bytes == STAGING, 10.0, lambda: space.free_bytes)
     transfers.assert_invariants()
@@ -135,7 +134,6 @@ def test_a_part_that_is_rejected_ends_the_put(
     kind: type[StormError],
 ) -> None:
     transfers, connection = session._transfers, session._connection
-    assert transfers is not None
     store = transfers.store
 
     def rejects(*told: Any) -> Transfer:
@@ -169,6 +167,19 @@ def test_a_damaged_part_is_raised_and_nothing_returned(
     monkeypatch.setattr(session, "on_message", damages_the_second)
     with pytest.raises(CorruptBlob, match="damaged"):
         fetch(session, "a")
+
+
+def test_nothing_is_fetched_in_a_capture(
+    session: CacheSession, lane: CpuLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay of the graph would not have the daemon bring the bytes again."""
+    tensor = data(PART)
+    put(session, "a", tensor)
+    with monkeypatch.context() as capture:
+        capture.setattr(lane, "is_capturing", lambda: True)
+        with pytest.raises(UsageError, match="CUDA graph"):
+            fetch(session, "a")
+    assert torch.equal(fetch(session, "a"), tensor)
 
 
 def test_what_was_released_cannot_be_fetched(session: CacheSession) -> None:

@@ -195,7 +195,7 @@ def exchange(connection: Connection) -> None:
     """Send, and wait for an answer with the lock held: so it is this thread which handles it."""
     connection.flush()
     connection._socket.poll(30000)
-    connection.drain()
+    connection.flush()
 
 
 def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
@@ -213,8 +213,8 @@ def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
         numbers = [next(connection.numbers) for _ in range(3)]
         connection._inbox.extend(Envelope(number, Ping()) for number in numbers)
         with pytest.raises(KeyboardInterrupt):
-            connection.drain()
-        connection.drain()
+            connection.flush()
+        connection.flush()
     assert handled == numbers
 
 

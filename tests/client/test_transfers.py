@@ -283,6 +283,19 @@ def test_only_a_share_of_the_area_is_fetched_ahead() -> None:
     assert ahead * PART <= AHEAD_SHARE * STAGING
 
 
+def test_a_pass_ends_when_something_is_asked_back() -> None:
+    """And not when a part that is stored stays in its slot."""
+    transfers = transfers_of(keeps_stored=True)
+    limit = transfers.window.limit
+    transfers.hold(transfers.leave(record()))
+    one = away(transfers)
+    assert transfers.incoming.get(one.key) is not None
+    assert transfers.window.limit == limit
+    transfers.forget(one.key)
+    transfers.demand(one.key, one.parts, 0)
+    assert transfers.window.limit < limit
+
+
 # --- static plans -------------------------------------------------------------------------------
 
 
@@ -573,23 +586,19 @@ class TransfersMachine(RuleBasedStateMachine):
         if one.phase is not RangePhase.AWAY or (incoming and incoming.storage is not None):
             return
         incoming = self.transfers.demand(one.key, one.parts, 0)
-        for transfer in incoming.transfers.values():
-            if transfer.phase is Phase.REQUESTED:
-                self.asked[transfer.number] = transfer
-        for index in list(self.transfers.missing(incoming)):
-            slot = self.transfers.reserve_for(incoming, one.parts[index].nbytes)
-            if slot is not None:
-                self._request(incoming, index, Staged(slot.offset), slot)
+        for index in range(len(one.parts)):
+            if index not in incoming.transfers:
+                self.transfers.require(incoming, index, 0)
+        self._note_requests(incoming)
 
     @rule(one=records)
     def fetches_ahead(self, one: StoredRange) -> None:
         if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
             return
         incoming = self.transfers.expect(one.key, one.parts)
-        for index in list(self.transfers.missing(incoming)):
-            slot = self.transfers.reserve_ahead(one.parts[index].nbytes)
-            if slot is not None:
-                self._request(incoming, index, Staged(slot.offset), slot)
+        is_all = self.transfers.request_ahead(incoming, 0, 0)
+        assert is_all == (len(incoming.transfers) == len(one.parts))
+        self._note_requests(incoming)
 
     @rule(one=records, is_demanded=st.booleans())
     def fetches_into_memory(self, one: StoredRange, is_demanded: bool) -> None:
@@ -598,7 +607,8 @@ class TransfersMachine(RuleBasedStateMachine):
         storage = torch.UntypedStorage(one.nbytes)
         incoming = self.transfers.expect_into(one.key, one.parts, storage, is_demanded=is_demanded)
         for index in range(len(one.parts)):
-            self._request(incoming, index, Mapped(2, 0), None)
+            self.transfers.restore(incoming, index, Mapped(2, 0), 0)
+        self._note_requests(incoming)
 
     @rule(one=records)
     def comes_back(self, one: StoredRange) -> None:
@@ -607,9 +617,11 @@ class TransfersMachine(RuleBasedStateMachine):
             if transfer.phase is Phase.REQUESTED:
                 self._restored(transfer, is_there=True)
 
-    def _request(self, incoming: Incoming, index: int, route: Route, slot: Slot | None) -> None:
-        transfer = self.transfers.restore(incoming, index, route, 0, slot)
-        self.asked[transfer.number] = transfer
+    def _note_requests(self, incoming: Incoming) -> None:
+        """Have the daemon answer what is asked for now."""
+        for transfer in incoming.transfers.values():
+            if transfer.phase is Phase.REQUESTED:
+                self.asked[transfer.number] = transfer
 
     @rule(one=records, index=st.integers(0, 2))
     def uses_a_part(self, one: StoredRange, index: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client import staging
-from storm_client.staging import ALIGNMENT, StagingSpace
+from storm_client import transfers
+from storm_client.transfers import ALIGNMENT, StagingSpace
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
@@ -72,7 +72,7 @@ def test_an_interrupt_hands_no_byte_out_twice(line: int) -> None:
     """It comes before the line of the module that is the `line`th to run."""
     space = StagingSpace(16 * ALIGNMENT)
     held: set[int] = set()
-    with suppress(KeyboardInterrupt), interrupted_in(staging.__file__, line):
+    with suppress(KeyboardInterrupt), interrupted_in(transfers.__file__, line):
         for _ in range(8):
             held.add(space.allocate(ALIGNMENT))
         for offset in (0, 128, 64, 320):
