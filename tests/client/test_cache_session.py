@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from storm_client import cache_session
 from storm_client.cache_session import CacheSession
-from storm_client.errors import ActivationLost, CorruptBlob, QuotaExceeded, StormError, UsageError
+from storm_client.errors import (
+    ActivationLost,
+    CorruptBlob,
+    ProtocolMismatch,
+    QuotaExceeded,
+    StormError,
+    UsageError,
+)
 from storm_client.lanes import Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.transfers import Transfer
@@ -204,6 +212,14 @@ def test_a_daemon_without_a_cache_leaves_nothing_open(
 ) -> None:
     daemon = make_daemon("--pool-bytes=16MiB", "--cache-bytes=0")
     with pytest.raises(UsageError, match="keeps no cache"):
+        CacheSession(daemon.address, CpuLane(), 10.0)
+
+
+def test_a_daemon_that_knows_no_cache_leaves_nothing_open(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_session, "CACHE_FEATURE", "another feature")
+    with pytest.raises(ProtocolMismatch, match="knows no cache"):
         CacheSession(daemon.address, CpuLane(), 10.0)
 
 

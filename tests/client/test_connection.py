@@ -165,6 +165,25 @@ def test_a_deferred_message_leaves_by_itself(connection: Connection, told: Told)
     assert seen.wait(30)
 
 
+def test_what_comes_before_anybody_listens_is_passed_over(daemon: DaemonProcess) -> None:
+    """As while a lane is attached: only who has asked has an answer then."""
+    connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
+    for descriptor in connection.descriptors:
+        os.close(descriptor)
+    connection.start()
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert isinstance(connection.request(StatusRequest(), 30), Status)  # the other's came before
+    told, answers = Told(connection), threading.Event()
+    told.handle = lambda request, message: answers.set()
+    connection.start(told)
+    assert not answers.is_set()
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert answers.wait(30)
+    connection.close()
+
+
 @pytest.mark.parametrize("name", ["encode", "decode"])
 def test_an_interrupt_loses_no_message(
     connection: Connection, told: Told, monkeypatch: pytest.MonkeyPatch, name: str

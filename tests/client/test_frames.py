@@ -102,6 +102,22 @@ def test_what_is_interrupted_is_received_once(
     assert state[0] == FRAMES
 
 
+def test_what_has_arrived_is_had_once_unless_it_is_asked_for_again(
+    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    frames = Frames(ends[0])
+    assert frames.arrived([]) is None
+    for frame in (b"one", b"two"):
+        ends[1].send(frame)
+    assert ends[0].poll(30000)
+    received: list[int] = []
+    assert [frames.arrived(received), frames.arrived(received)] == [b"one", b"one"]
+    assert frames.arrived([]) == b"two"
+    assert frames.arrived([]) is None
+    ends[0].close()
+    assert frames.arrived([]) is None
+
+
 def test_a_full_queue_and_a_closed_socket_are_told_of() -> None:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
