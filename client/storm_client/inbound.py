@@ -253,26 +253,21 @@ class Inbound:
         """Return the bytes once all parts are there; nothing is handed out before."""
         with self._connection.lock:
             try:
-                while left := incoming.left:
-                    self._wait_for_part(incoming, left)
-                error = incoming.error()
+                for index in range(len(incoming.parts)):
+                    self._wait_for_part(incoming, index)
             finally:
                 self._transfers.forget(incoming.key)
-        if error is not None:
-            raise error
         assert incoming.storage is not None
         self._lane.use(incoming.storage)  # which may have been allocated on another stream
         return incoming.storage
 
-    def _wait_for_part(self, incoming: Incoming, left: int) -> None:
-        deadline = time.monotonic() + STALL_SECONDS
-        while incoming.left == left:
+    def _wait_for_part(self, incoming: Incoming, index: int) -> None:
+        transfer, deadline = incoming.transfers[index], time.monotonic() + STALL_SECONDS
+        while transfer.phase is Phase.REQUESTED:
             if not self._connection.wait(deadline):
-                raise ActivationLost(
-                    f"the daemon restored no part of record {incoming.key} for "
-                    f"{STALL_SECONDS:g} s; {left} of {len(incoming.parts)} are missing; "
-                    "see `stormd status` and its log"
-                )
+                raise self._stalled(incoming, index)
+        if transfer.error is not None:
+            raise transfer.error
 
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
         """Request what is used next; False where the rest has to take the staging area."""

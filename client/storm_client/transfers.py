@@ -212,15 +212,6 @@ class Incoming:
         """The size of the storage that it comes back into."""
         return 0 if self.storage is None else int(self.storage.nbytes())
 
-    @property
-    def left(self) -> int:
-        """How many parts the daemon has yet to answer."""
-        return len(self.parts) - sum(one.phase in _ANSWERED for one in self.transfers.values())
-
-    def error(self) -> StormError | None:
-        """Return why it cannot be had, as far as is known."""
-        return next((one.error for one in self.transfers.values() if one.error), None)
-
 
 class StagingSpace:
     """Which ranges of the staging area are in use: a first-fit allocator.
