@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_client import inbound
 from support.chains import chain, gradient, leaf
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
 from torch import Tensor
+
+from stormd.protocol import Message, Restored, RestoredParts
 
 MIB = 1 << 20
 
@@ -180,6 +183,40 @@ def test_a_damaged_blob_is_an_error(
     transfers = client._supply.sessions.of(torch.device("cpu")).transfers
     del loss
     wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
+
+
+def test_a_daemon_that_does_not_deliver_is_an_error(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it may still be writing to is kept until it has answered."""
+    offload = client.offload(min_bytes=1)
+    x = leaf()
+    expected = gradient(chain(x, 8), x)
+    with offload:
+        loss = chain(x, 8)
+    offload.stats()
+    session = client._supply.sessions.of(torch.device("cpu"))
+    transfers, unheard = session.transfers, []
+    reply = transfers.reply
+
+    def without_restores(request: int, message: Message) -> None:
+        if isinstance(message, Restored | RestoredParts):
+            unheard.append((request, message))
+        else:
+            reply(request, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inbound, "STALL_SECONDS", 0.2)
+        patch.setattr(transfers, "reply", without_restores)
+        with pytest.raises(storm.ActivationLost, match="did not restore entry"):
+            loss.backward(retain_graph=True)
+        assert transfers.writes_to_memory()
+    with session.connection.lock:
+        for request, message in unheard:
+            transfers.reply(request, message)
+        transfers.assert_invariants()
+    loss.backward()
+    assert torch.equal(x.grad, expected)
 
 
 def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:
