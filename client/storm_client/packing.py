@@ -222,13 +222,14 @@ class StepHooks:
         return version.replaced()
 
     def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
-        """Return what was saved, or has been given other data since; not that where it is an input.
+        """Return what was saved, or what has been given other data since; an input as it was saved.
 
         Raises:
             RuntimeError, CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
         """
-        replaced = self._asked(handle.version)
-        if replaced is not None and not is_input:
+        if is_input:
+            handle.version.check()
+        elif (replaced := self._asked(handle.version)) is not None:
             return replaced
         is_first = self._step.unpacked(handle)
         record = handle.record
