@@ -215,9 +215,16 @@ class Connection:
                     frame = self._frames.arrived(self._received)
                     if frame is None:
                         break
-                    self._take(frame)
+                    self._inbox, self._received = deque(decode(frame)), []
                 self._handle_all()
                 is_news = True
+        except ProtocolError as error:
+            self._lose(
+                DaemonLost(
+                    f"the daemon at {self.address} sent what its version does not allow: {error}"
+                )
+            )
+            self.check()
         finally:
             self._is_handling = False
         if self.outbox:  # what is to be said to the replies
@@ -429,18 +436,6 @@ class Connection:
         except zmq.Again:
             self._lose(
                 DaemonLost(f"the daemon at {self.address} left {SEND_QUEUE} messages unread")
-            )
-            self.check()
-
-    def _take(self, frame: bytes) -> None:
-        """Put what was received into the inbox, which is empty, unless that is interrupted."""
-        try:
-            self._inbox, self._received = deque(decode(frame)), []
-        except ProtocolError as error:
-            self._lose(
-                DaemonLost(
-                    f"the daemon at {self.address} sent what its version does not allow: {error}"
-                )
             )
             self.check()
 

@@ -20,7 +20,16 @@ from storm_client.lanes import LaneHello
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 
-from stormd.protocol import Envelope, Message, Ping, Pong, Release, Status, StatusRequest
+from stormd.protocol import (
+    Envelope,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    Release,
+    Status,
+    StatusRequest,
+)
 
 
 def test_a_forked_child_is_told_to_connect_itself(
@@ -215,6 +224,22 @@ def exchange(connection: Connection) -> None:
     connection.flush()
     connection._socket.poll(30000)
     connection.flush()
+
+
+def test_what_no_daemon_may_say_ends_the_connection(
+    both: tuple[Connection, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = both
+
+    def refuses(frame: bytes) -> Any:
+        raise ProtocolError("a field is missing")
+
+    with connection.lock:
+        connection.post(next(connection.numbers), StatusRequest())
+        monkeypatch.setattr(connection_module, "decode", refuses)
+        with pytest.raises(storm.DaemonLost, match="does not allow: a field is missing"):
+            exchange(connection)
+    assert connection.lost
 
 
 def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
