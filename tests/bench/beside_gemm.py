@@ -46,9 +46,8 @@ ANSWER_SECONDS = 120.0
 # --- the child that multiplies --------------------------------------------------------------
 
 
-def multiply(device: str, seconds: float) -> None:
+def multiply(device: str, seconds: float, side: int) -> None:
     """For each line that comes in, print the TFLOP/s of products during so many seconds."""
-    side = PRODUCT[device]
     one, other = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(one)
     _products(one, other, out, seconds)
@@ -196,28 +195,38 @@ class Child:
         self._process.stdout.close()
 
 
-def measure(codec: str, device: str, nbytes: int, how: argparse.Namespace) -> dict[str, Any]:
-    """Return the product's speed alone and beside the store stream, in pairs."""
+def measure(
+    codec: str, direct: str | None, device: str, nbytes: int, how: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the product's speed alone and beside the store stream, in pairs.
+
+    `direct` is the least tensor that the daemon may store as it is, None for its default.
+    """
     part, seconds, gives_way = how.part_bytes, how.seconds, how.clients_give_way
+    side = how.side or PRODUCT[device]
     flags = [f"--pool-bytes={ROUNDS * TENSORS * nbytes}", f"--device={device}"]
     if part:
         flags.append(f"--part-bytes-{device}={part}")
+    if direct:
+        flags.append(f"--direct-bytes-cuda={direct}")
     with ExitStack() as stack:
         daemon = stack.enter_context(ChildDaemon(flags=flags, start_seconds=120.0))
         stored = ("--store", device, daemon.address, codec, str(nbytes))
         storing = stack.enter_context(Child(*stored, gives_way=gives_way))
-        multiplied = ("--multiply", device, str(seconds))
+        multiplied = ("--multiply", device, str(seconds), str(side))
         product = stack.enter_context(Child(*multiplied, gives_way=gives_way))
         found = [_pair(daemon, storing, product) for _ in range(how.pairs)]
     shares = [one["beside_tflops"] / one["alone_tflops"] for one in found]
     return {
         "codec": codec,
         "tensor_bytes": nbytes,
+        "side": side,
         "daemon_flags": flags,
         "share": statistics.median(shares),
         "share_least": min(shares),
         "share_most": max(shares),
         "stored_bytes_per_second": statistics.median(one["bytes_per_second"] for one in found),
+        "link_bytes_per_second": statistics.median(one["link_bytes_per_second"] for one in found),
         "pairs": found,
     }
 
@@ -231,7 +240,8 @@ def _pair(daemon: ChildDaemon, storing: Child, product: Child) -> dict[str, floa
     begin, before = time.monotonic(), _moved(daemon)
     product.tell("measure")
     beside = float(product.hear())
-    moved, seconds = _moved(daemon) - before, time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    moved, sent = (after - earlier for after, earlier in zip(_moved(daemon), before, strict=True))
     storing.tell("stop")
     assert storing.hear() == "stopped"
     assert moved, "the store stream moved nothing beside the product"
@@ -240,12 +250,14 @@ def _pair(daemon: ChildDaemon, storing: Child, product: Child) -> dict[str, floa
         "alone_tflops": alone,
         "beside_tflops": beside,
         "bytes_per_second": moved / seconds,
+        "link_bytes_per_second": sent / seconds,
     }
 
 
-def _moved(daemon: ChildDaemon) -> int:
-    """Return the clients' bytes that the daemon has stored so far."""
-    return int(daemon.status()["throughput"]["store"]["raw_bytes"])
+def _moved(daemon: ChildDaemon) -> tuple[int, int]:
+    """Return the clients' bytes that the daemon has stored so far, and those of their blobs."""
+    stored = daemon.status()["throughput"]["store"]
+    return int(stored["raw_bytes"]), int(stored["blob_bytes"])
 
 
 def main() -> None:
@@ -254,19 +266,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--codecs", nargs="+", default=["ancf", "raw"])
     parser.add_argument("--tensor-mib", type=int, help="default: 64 on a GPU, else 1")
+    parser.add_argument("--side", type=int, help="of the product; default: 8192 on a GPU, else 256")
+    parser.add_argument("--direct-bytes", nargs="+", metavar="SIZE", help="of the daemon, in turn")
     parser.add_argument("--part-bytes", metavar="SIZE", help="of the daemon; default: its own")
     parser.add_argument(
         "--clients-give-way", action="store_true", help="under MPS: at its lower priority"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--store", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--multiply", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--multiply", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.store:
         store(*args.store[:3], int(args.store[3]))
         return
     if args.multiply:
-        multiply(args.multiply[0], float(args.multiply[1]))
+        multiply(args.multiply[0], float(args.multiply[1]), int(args.multiply[2]))
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     nbytes = args.tensor_mib * MIB if args.tensor_mib else TENSOR_BYTES[device]
@@ -275,7 +289,11 @@ def main() -> None:
         "machine": describe() | {"command": command},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "mps": check_mps().state == "ok",
-        "figures": [measure(codec, device, nbytes, args) for codec in args.codecs],
+        "figures": [
+            measure(codec, direct, device, nbytes, args)
+            for codec in args.codecs
+            for direct in args.direct_bytes or [None]
+        ],
     }
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
