@@ -51,7 +51,7 @@ def step(offload: storm.Offload, leaf: Tensor, square: Tensor, seed: int) -> boo
         for _ in range(PRODUCTS):
             torch.mm(square, square)
     expected = random_tensors(leaf.device, seed)
-    return all([is_back(outputs.pop(), expected.pop()) for _ in range(TENSORS)])
+    return all(is_back(outputs.pop(), expected.pop()) for _ in range(TENSORS))
 
 
 def random_tensors(device: torch.device, seed: int) -> list[Tensor]:

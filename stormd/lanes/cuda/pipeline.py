@@ -2,8 +2,9 @@
 
 Every job that was put in is answered exactly once, those that take as many stages in the order in
 which they were begun. That is the order in which they came, but that a few which are not due do not
-hold up those behind them. No more is under way than there is scratch for. Jobs that are due and
-have scratch are begun before the thread sleeps.
+hold up those behind them, nor one that waits for scratch those that need none like it. No more is
+under way than there is scratch for. Jobs that are due and have scratch are begun before the thread
+sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
 any size. The thread does not wait inside the driver, which costs a processor more than looking
@@ -17,7 +18,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from queue import Empty, SimpleQueue
@@ -92,6 +93,12 @@ class ScratchSource(Protocol[Job_contra, Scratch]):
         """Tell whether there is scratch for any batch that begins with the job.
 
         There must be for any job at all when none is under way.
+        """
+
+    def place_beside(self, waiting: Iterable[tuple[int, Job_contra]]) -> int | None:
+        """Return the place of a job that needs nothing of what one before it waits for.
+
+        None where there is none of those that are given, or no scratch for it now.
         """
 
     def take(self, batch: Sequence[Job_contra]) -> Scratch:
@@ -205,7 +212,8 @@ class Pipeline(Generic[Job, Scratch]):
     def _place_of_next(self) -> int | None:
         """Return where the next item is that may come: jobs overtake others that are not due.
 
-        Nothing overtakes a call, nor a job that is due and waits for scratch.
+        Nothing overtakes a call, and a job that is due and waits for scratch only what needs none
+        like it.
         """
         source = self._open_source()
         for place, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
@@ -214,8 +222,18 @@ class Pipeline(Generic[Job, Scratch]):
             if source is None:
                 return place
             if self._stages.is_due(item):
-                return place if source.has_for(item) else None
+                if source.has_for(item):
+                    return place
+                return source.place_beside(self._due_behind(place))
         return None
+
+    def _due_behind(self, place: int) -> Iterator[tuple[int, Job]]:
+        """Yield the jobs behind a place that are due, as far as one of them may overtake it."""
+        for number, item in enumerate(islice(self._pending, MOST_OVERTAKEN + 1)):
+            if item is None or isinstance(item, _Call):
+                return
+            if number > place and self._stages.is_due(item):
+                yield number, item
 
     def _open_source(self) -> ScratchSource[Job, Scratch] | None:
         """Return where jobs get their scratch; None where they are refused."""

@@ -9,7 +9,7 @@ interruptions for their bytes, and many small ones need the same few hundred MiB
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from time import monotonic
 from typing import Final
@@ -196,6 +196,10 @@ class DirectionScratch:
         nbytes = _room_of(job) if is_alone else _room_for(self.bytes_together)
         return self._rings.has(self._side, nbytes)
 
+    def place_beside(self, waiting: object) -> int | None:  # noqa: ARG002 - none is like that
+        """Return None: every job waits for room."""
+        return None
+
     def take(self, batch: Sequence[StoreJob] | Sequence[RestoreJob]) -> Scratch:
         """Return scratch for a batch; `has_for` has said that there is some."""
         scratch = self._free.pop()
@@ -256,14 +260,18 @@ class StoreScratch:
     def has_for(self, job: StoreJob) -> bool:
         """Tell whether there is scratch for a batch that begins with the job."""
         self._goes_direct = None
-        may_be_direct = bool(self._free) and job.nbytes >= self._direct_bytes and not job.result
-        needs_room = not may_be_direct or job.part.codec != "raw"
+        may_be_direct = self._may_be_direct(job)
         # Who is told of room must take it: the other direction is kept from it until then.
-        if needs_room and self._ring.has_for(job):
+        if not (may_be_direct and job.part.codec == "raw") and self._ring.has_for(job):
             return True
-        if may_be_direct and goes_direct(job.part.codec, self._outlook()):
-            self._goes_direct = job
-        return self._goes_direct is not None
+        return may_be_direct and self._has_direct_for(job)
+
+    def place_beside(self, waiting: Iterable[tuple[int, StoreJob]]) -> int | None:
+        """Return the place of the first large part, if it goes as it is now: it needs no room."""
+        for place, job in waiting:
+            if self._may_be_direct(job):
+                return place if self._has_direct_for(job) else None
+        return None
 
     def take(self, batch: Sequence[StoreJob]) -> Scratch:
         """Return scratch for a batch; `has_for` has said that there is some."""
@@ -300,6 +308,13 @@ class StoreScratch:
     def close(self) -> None:
         """Free the records; no stream uses them any more."""
         self._made.close()
+
+    def _may_be_direct(self, job: StoreJob) -> bool:
+        return bool(self._free) and job.nbytes >= self._direct_bytes and not job.result
+
+    def _has_direct_for(self, job: StoreJob) -> bool:
+        self._goes_direct = job if goes_direct(job.part.codec, self._outlook()) else None
+        return self._goes_direct is not None
 
     def _outlook(self) -> Outlook:
         self._copies = [scratch for scratch in self._copies if scratch.is_under_copy]

@@ -254,6 +254,29 @@ def test_small_parts_wait_for_room(bench: Bench, clock: Clock) -> None:
         bench.space.release(one.block)
 
 
+def test_large_parts_pass_small_ones_that_wait_for_room(bench: Bench, clock: Clock) -> None:
+    """And what is stored is told in order all the same."""
+    before = bench.memory.copy()
+    with held_back(bench) as large:
+        store(bench, 1, 2, 3)
+        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+        bench.store(4, 3 * PART, 700)
+        store(bench, 5, 6)
+        wait_for_looks(bench)
+        assert begun(bench) == [False] * ROOM_PARTS
+        clock.pass_by()
+        wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True] * 2)
+        with held_back(bench):
+            large.set()
+            assert set(done(bench, 5)) == {1, 2, 3, 5, 6}
+            assert bench.counters.read(STORED) == 3
+    stored = done(bench, 6)
+    wait_until(lambda: bench.counters.read(STORED) == 6)
+    assert [stored[entry].mode for entry in (5, 6)] == ["raw"] * 2
+    bench.space.release(stored.pop(4).block)
+    assert_back(bench, before, stored)
+
+
 def test_what_its_client_has_encoded_waits_for_room(bench: Bench, clock: Clock) -> None:
     with held_back(bench):
         store(bench, 1, 2, 3)

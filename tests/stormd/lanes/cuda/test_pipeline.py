@@ -1,7 +1,7 @@
 """A pipeline answers every job once and in order, whatever its stages do."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from support.waiting import wait_until
@@ -94,6 +94,9 @@ class Items(list[str]):
     def has_for(self, job: int) -> bool:
         return bool(self)
 
+    def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
+        return None
+
     def take(self, batch: Sequence[int]) -> str:
         return self.pop()
 
@@ -106,6 +109,23 @@ class ForSmallOnes(Items):
 
     def has_for(self, job: int) -> bool:
         return super().has_for(job) and (job < 5 or len(self) == 2)
+
+
+class ForOddOnes(Items):
+    """An odd job needs none of what others wait for, as long as it `may_pass`."""
+
+    may_pass = True
+
+    def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
+        places = (place for place, job in waiting if job % 2)
+        return next(places, None) if self.may_pass else None
+
+    def take(self, batch: Sequence[int]) -> str:
+        return f"of {batch[0]}" if batch[0] % 2 else super().take(batch)
+
+    def give_back(self, scratch: str) -> None:
+        if not scratch.startswith("of "):
+            super().give_back(scratch)
 
 
 @pytest.fixture
@@ -271,6 +291,43 @@ def test_a_call_and_what_waits_for_scratch_are_not_overtaken(
     assert stages.kinds("begin") == [1, 5, 2, 20, 3]
 
 
+def test_what_needs_no_scratch_passes_those_that_wait_for_it(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    stages.due = 20
+    called = threading.Event()
+    pipeline.run(lambda: pipeline.provide(ForOddOnes(["a"])))
+    put_at_once(pipeline, [0, 2, 21, 3, 4, 5, 20])
+    pipeline.follow(called.set)
+    pipeline.put(7)
+    wait_until(lambda: len(stages.kinds("begin")) == 3, WAIT, lambda: stages.events)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 3, WAIT)
+    assert stages.kinds("begin") == [0, 3, 5]  # 21 is not due, and a call is not passed
+    stages.hold.set()
+    wait_until(lambda: len(stages.kinds("begin")) == 5, WAIT, lambda: stages.events)
+    assert stages.kinds("begin") == [0, 3, 5, 2, 4]
+    assert not called.is_set()
+    stages.due = 99
+    wait_until(stages.answered(8), WAIT, lambda: stages.events)
+    assert called.is_set()
+
+
+def test_what_needs_no_scratch_may_have_to_wait(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.hold.clear()
+    source = ForOddOnes(["a"])
+    source.may_pass = False
+    pipeline.run(lambda: pipeline.provide(source))
+    put_at_once(pipeline, [0, 2, 3])
+    wait_until(lambda: stages.looks > 5, WAIT)
+    assert stages.kinds("begin") == [0]
+    source.may_pass = True
+    wait_until(lambda: stages.kinds("begin") == [0, 3], WAIT)
+
+
 def test_only_so_many_are_overtaken(pipeline: Pipeline[int, str], stages: Recorder) -> None:
     """Each is asked at every look."""
     stages.due = 10
@@ -353,6 +410,9 @@ class Halves:
 
     def has_for(self, job: int) -> bool:
         return self._ring.has(1)
+
+    def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
+        return None
 
     def take(self, batch: Sequence[int]) -> range:
         return self._ring.take(1)
