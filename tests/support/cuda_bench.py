@@ -26,6 +26,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 PART = 64 * KIB
 CUDA_FILES = (
+    "checks",
     "lane",
     "client",
     "device",
@@ -216,10 +217,11 @@ def fill(bench: Bench, seed: int = 0) -> np.ndarray:
 
 
 @contextmanager
-def held(stream: fake_cuda.Stream) -> Iterator[threading.Event]:
-    """Have what is put on a stream from now on wait, to the end or the event that is yielded."""
+def held(*streams: fake_cuda.Stream) -> Iterator[threading.Event]:
+    """Have what is put on streams from now on wait, to the end or the event that is yielded."""
     gate = threading.Event()
-    stream.put(lambda: gate.wait(HELD_SECONDS) and None)
+    for stream in streams:
+        stream.put(lambda: gate.wait(HELD_SECONDS) and None)
     try:
         yield gate
     finally:
@@ -228,4 +230,5 @@ def held(stream: fake_cuda.Stream) -> Iterator[threading.Event]:
 
 def held_back(bench: Bench) -> AbstractContextManager[threading.Event]:
     """Have the session's encoders wait as behind a kernel that leaves the device no room."""
-    return held(bench.lane._sessions[bench.session]._client.opened.store_stream)
+    opened = bench.lane._sessions[bench.session]._client.opened
+    return held(opened.store_stream, opened.checks.stream)

@@ -15,7 +15,7 @@ import numpy as np
 from filelock import FileLock
 from storm_kernels import ancf
 from storm_kernels.ancf import DType
-from storm_kernels.ancf.layout import HEADER_BYTES, Mode
+from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
 from support.fenced_memory import Fenced
 
@@ -95,23 +95,24 @@ class Kernels:
         assert status == OK
         return target.data[:size].copy()
 
-    def encode_header(
-        self, data: np.ndarray, dtype: DType, *, checksum: bool = True, blocks: int = 1,
-        offset: int = 0,
-    ) -> tuple[np.ndarray, list[int]]:  # fmt: skip
-        """Return the header of the raw blob of `data`, and the words of its result."""
-        source, header = self._memory(data.size, offset), self._memory(HEADER_BYTES)
-        source.data[:] = data
-        scratch, result = self._scratch(data.size), self._memory(24)
-        failed = self._library.encode_header(
-            source.address, ctypes.c_uint64(data.size), header.address, scratch.address,
-            result.address, int(dtype), int(checksum), blocks,
-        )  # fmt: skip
+    def check(
+        self, parts: Sequence[np.ndarray], *, blocks: int = 1, offset: int = 0
+    ) -> list[np.ndarray]:
+        """Return of each part what the blocks have of its checksum."""
+        sources = [self._memory(part.size, offset) for part in parts]
+        for source, part in zip(sources, parts, strict=True):
+            source.data[:] = part
+        spans, sums = self._memory(16 * len(parts)), self._memory(8 * blocks * len(parts))
+        spans.data.view(np.uint64)[:] = [
+            word for one in sources for word in (one.address.value, one.data.size)
+        ]
+        failed = self._library.check(spans.address, len(parts), sums.address, blocks)
         assert not failed, "threads wait for each other for ever"
-        for buffer in (source, header, scratch, result):
+        for buffer in (*sources, spans, sums):
             buffer.check()
-        assert (source.data == data).all(), "the source was changed"
-        return header.data.copy(), result.data.view(np.uint64).tolist()
+        for source, part in zip(sources, parts, strict=True):
+            assert (source.data == part).all(), "a source was changed"
+        return list(sums.data.view(np.uint64).reshape(len(parts), blocks).copy())
 
     def decode(self, blob: np.ndarray, nbytes: int, *, blocks: int = 1, offset: int = 0):
         source, target = self._memory(blob.size), self._memory(nbytes, offset)

@@ -28,10 +28,12 @@ from queue import SimpleQueue
 from types import ModuleType
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from storm_kernels import ancf
+from storm_kernels.ancf.checksum import checksum
 from storm_kernels.ancf.cuda_launches import PIPELINES
-from storm_kernels.ancf.layout import HEADER_BYTES
+from storm_kernels.ancf.layout import CHECK_LENGTH
 from storm_kernels.errors import CorruptBlob, CudaDriverError, KernelsError
 from support.fake_device_memory import Access, DeviceMemory, Range, writes_to
 
@@ -446,24 +448,25 @@ class CudaCodec:
                 raise KernelsError("this encoder does not start")
         _called("cuLaunchKernel", stream)
 
-    def encode_header_async(self, src, nbytes, dtype, dst, scratch, size_ptr, stream) -> None:
+    check_blocks = 3
+
+    def check_async(self, spans, count, sums, stream) -> None:
         self._start(stream)
-        assert not dst % ALIGNMENT
-        assert not scratch % ALIGNMENT
-        words = (ctypes.c_uint64 * 3).from_address(size_ptr)
+        words = (ctypes.c_uint64 * (2 * count)).from_address(spans)
+        found = (ctypes.c_uint64 * (self.check_blocks * count)).from_address(sums)
+        parts = [(words[2 * number], words[2 * number + 1]) for number in range(count)]
 
-        def encode() -> None:
-            blob = ctypes.create_string_buffer(HEADER_BYTES + nbytes)
-            address = ctypes.addressof(blob)
-            words[0] = self._host.encode_into(src, nbytes, dtype, address, len(blob), mode="raw")
-            words[1] = words[2] = 0
-            ctypes.memmove(dst, address, HEADER_BYTES)
+        def check() -> None:
+            for number, (address, nbytes) in enumerate(parts):
+                data = np.frombuffer(ctypes.string_at(address, nbytes), np.uint8)
+                found[self.check_blocks * number] = checksum(data) - nbytes * CHECK_LENGTH - 5
+                found[self.check_blocks * number + 1] = 2
+                found[self.check_blocks * number + 2] = 3
 
-        accesses = [
-            Access(src, nbytes),
-            *writes_to((dst, HEADER_BYTES), (scratch, 64), (size_ptr, 24)),
-        ]
-        stream_of(stream).put_access("a checksum", accesses, encode)
+        accesses = [Access(spans, 16 * count), *(Access(*part) for part in parts)]
+        stream_of(stream).put_access(
+            "checksums", [*accesses, *writes_to((sums, len(bytes(found))))], check
+        )
 
     def prepare_each(self, dtypes, *, modes=("auto",)) -> Iterator[ancf.DType]:
         for dtype in dtypes:

@@ -6,6 +6,7 @@ a change of any single word changes the result for certain.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from . import layout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["checksum", "header_check"]
+__all__ = ["checksum", "from_sums", "header_check"]
 
 _MASK = (1 << 64) - 1
 _COLUMNS = 32  # of a chunk
@@ -30,6 +31,11 @@ def checksum(data: NDArray[np.uint8]) -> int:
         first_column = start // layout.CHECK_CHUNK_BYTES * _COLUMNS
         total += _columns_sum(data[start : start + step], first_column)
     return total & _MASK
+
+
+def from_sums(sums: Iterable[int], nbytes: int) -> int:
+    """Return the checksum of `nbytes` bytes from what its columns add up to, in whatever parts."""
+    return (sum(sums) + nbytes * layout.CHECK_LENGTH) & _MASK
 
 
 def header_check(head: bytes) -> int:

@@ -20,17 +20,17 @@ from ..cuda_compiler import load_cupy, probe
 from ..errors import CorruptBlob, UsageError
 from .cuda_launches import (
     BEGIN_THREADS,
+    BLOCK_THREADS,
+    CHECK_ARGUMENTS,
     DECODE_ARGUMENTS,
     ENCODE_ARGUMENTS,
     PIPELINES,
     PLAN_BYTES,
     TAKEN,
-    Encoding,
     decode_kernels,
     decoding,
     encode_kernels,
     encoding,
-    header_encoding,
     scratch_bytes,
 )
 from .cuda_modules import Modules, wanted
@@ -148,19 +148,37 @@ class CudaCodec:
         plan = encoding(nbytes, dtype, mode, speed, policy, self._blocks)
         if dst_bytes < plan.room:
             raise UsageError(f"output of {dst_bytes} bytes, max_encoded_bytes says {plan.room}")
-        self._encode(plan, (src, nbytes), dtype, dst, scratch, result, stream, checksum=checksum)
+        _check_aligned(dst=dst, scratch=scratch)
+        arguments = self._arguments()
+        arguments.encode.pack(
+            src, nbytes, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
+            checksum, plan.unit_tiles, plan.policy,
+        )  # fmt: skip
+        launch = self._launch
+        with self._entered():
+            for kernel, blocks, threads in plan.launches:
+                function = self._function(kernel, dtype)
+                launch(function, blocks, threads, stream, arguments.taken[kernel])
+                launch = self._launch_next
 
-    def encode_header_async(  # noqa: PLR0917 (as encode_async)
-        self, src: int, nbytes: int, dtype: DType, dst: int, scratch: int, result: int, stream: int
-    ) -> None:
-        """Write the header of the raw blob of what lies at `src` to `dst`, in order on `stream`.
+    @property
+    def check_blocks(self) -> int:
+        """How many words `check_async` leaves for each span."""
+        return self._blocks
 
-        With the bytes themselves behind them, which the caller copies, the HEADER_BYTES at `dst`
-        (device or mapped host memory) are what `encode_async` makes in mode raw; at `result` it
-        tells the same. `scratch` and what is raised are as there.
+    def check_async(self, spans: int, count: int, sums: int, stream: int) -> None:
+        """Read `count` spans of bytes for their checksums, in order on `stream`.
+
+        At `spans` (device or mapped host memory, as `sums`) each is two u64, its device address and
+        bytes. Afterwards `check_blocks` u64 a span at `sums` add up, with the length's part, to
+        its checksum (`checksum.from_sums`). All of it may be reused once the stream has passed.
         """
-        plan = header_encoding(nbytes, dtype, self._blocks)
-        self._encode(plan, (src, nbytes), dtype, dst, scratch, result, stream, checksum=True)
+        arguments = self._arguments()
+        arguments.check.pack(spans, sums, count)
+        with self._entered():
+            function = self._function("ancf_check", DType.BYTES)
+            taken = arguments.taken["ancf_check"]
+            self._launch(function, self._blocks, BLOCK_THREADS, stream, taken)
 
     def decode_async(  # noqa: PLR0917 (as encode_async)
         self,
@@ -203,31 +221,6 @@ class CudaCodec:
 
     # --- helpers ----------------------------------------------------------------------------
 
-    def _encode(  # noqa: PLR0917 (as encode_async)
-        self,
-        plan: Encoding,
-        source: tuple[int, int],
-        dtype: DType,
-        dst: int,
-        scratch: int,
-        result: int,
-        stream: int,
-        *,
-        checksum: bool,
-    ) -> None:
-        _check_aligned(dst=dst, scratch=scratch)
-        arguments = self._arguments()
-        arguments.encode.pack(
-            *source, dst, scratch, result, plan.clear_words, dtype, plan.mode, plan.is_dense,
-            checksum, plan.unit_tiles, plan.policy,
-        )  # fmt: skip
-        launch = self._launch
-        with self._entered():
-            for kernel, blocks, threads in plan.launches:
-                function = self._function(kernel, dtype)
-                launch(function, blocks, threads, stream, arguments.taken[kernel])
-                launch = self._launch_next
-
     def _arguments(self) -> _Arguments:
         """Return the calling thread's."""
         found: _Arguments | None = getattr(self._threads, "arguments", None)
@@ -255,9 +248,11 @@ class _Arguments:
     def __init__(self, driver: ModuleType) -> None:
         self.encode = driver.Arguments(ENCODE_ARGUMENTS)
         self.decode = driver.Arguments(DECODE_ARGUMENTS)
+        self.check = driver.Arguments(CHECK_ARGUMENTS)
         self.taken: dict[str, int] = {}
         for kernel, names in TAKEN.items():
-            packed = self.decode if kernel.startswith("ancf_decode") else self.encode
+            way = kernel.split("_")[1]
+            packed = {"decode": self.decode, "check": self.check}.get(way, self.encode)
             self.taken[kernel] = packed.of_kernel(*names)
 
 

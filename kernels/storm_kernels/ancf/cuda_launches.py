@@ -11,13 +11,14 @@ from typing import Final, NamedTuple
 
 from ..errors import CorruptBlob
 from .dtypes import DType
-from .layout import HEADER_BYTES, TILE, Mode
+from .layout import TILE, Mode
 from .options import POLICIES, parse_mode
 from .plan import max_encoded_bytes
 
 __all__ = [
     "BEGIN_THREADS",
     "BLOCK_THREADS",
+    "CHECK_ARGUMENTS",
     "DECODE_ARGUMENTS",
     "ENCODE_ARGUMENTS",
     "ENCODE_WARPS",
@@ -33,7 +34,6 @@ __all__ = [
     "decoding",
     "encode_kernels",
     "encoding",
-    "header_encoding",
     "scratch_bytes",
 ]
 
@@ -65,6 +65,7 @@ ENCODE_ARGUMENTS: Final = dict.fromkeys(("src", "nbytes", "dst", "scratch", "res
 DECODE_ARGUMENTS: Final = dict.fromkeys(
     ("blob", "blob_bytes", "dst", "dst_bytes", "scratch", "status"), _SIZE
 )
+CHECK_ARGUMENTS: Final = {"spans": _SIZE, "sums": _SIZE, "count": _WORD}
 """All arguments of a call's kernels, by name and kind, in the order in which they are packed."""
 
 _ENCODER = ("src", "dst", "scratch", "result")
@@ -75,7 +76,7 @@ TAKEN: Final = {
     **{f"ancf_encode_{kind}": (*_ENCODER, "unit_tiles") for kind in ("whole", "fast")},
     **{f"ancf_encode_{kind}": _ENCODER for kind in ("dense", "bitmap")},
     "ancf_encode_raw": ("src", "dst", "scratch"),
-    "ancf_encode_header": _ENCODER,
+    "ancf_check": ("spans", "count", "sums"),
     "ancf_decode_begin": ("blob", "blob_bytes", "dst_bytes", "scratch", "status"),
     **{f"ancf_decode_{kind}": _DECODER for kind in PIPELINES},
 }
@@ -168,16 +169,6 @@ def encoding(  # noqa: PLR0917 (positional, as the cache is quicker so)
         mode=AUTO_MODE if asked is None else int(asked),
         is_dense=int(speed == "dense"),
         policy=POLICIES.index(policy),
-    )
-
-
-@lru_cache(maxsize=4096)
-def header_encoding(nbytes: int, dtype: DType, most_blocks: int) -> Encoding:
-    """Return how to make the header of a raw blob of `nbytes` bytes, which are only read."""
-    raw = encoding(nbytes, dtype, "raw", "fast", "adaptive", most_blocks)
-    choose, encode = raw.launches
-    return raw._replace(
-        launches=(choose, encode._replace(kernel="ancf_encode_header")), room=HEADER_BYTES
     )
 
 

@@ -65,14 +65,16 @@ def wanted(kernel: str, dtype: DType) -> Wanted:
     """Return the module that holds the kernel of that name for elements of that type."""
     source, _, pipeline = kernel.rpartition("_")
     if pipeline not in PIPELINES:
-        # ancf_choose and ancf_values are sources; encode_raw, encode_header and decode_begin are in
-        # every module of theirs.
-        source = kernel if kernel in _ALONE else source
+        # ancf_choose and ancf_values are sources; encode_raw, check and decode_begin are in every
+        # module of theirs.
+        source = kernel if kernel in _ALONE else _SOURCES.get(kernel, source)
         pipeline = PIPELINES[0]
     return Wanted(source, pipeline, dtype.element_bytes, dtype.mantissa_bits)
 
 
 _ALONE: Final = ("ancf_choose", "ancf_values")
+_SOURCES: Final = {"ancf_check": "ancf_encode"}
+"""Of kernels whose names do not say it."""
 
 
 class Modules:
@@ -206,6 +208,7 @@ def _shared_bytes(module: Any, kernel: str) -> int:
 _SHARED_SYMBOLS: Final = {
     "ancf_choose": "ancf_choose_shared_bytes",
     "ancf_values": "ancf_values_shared_bytes",
+    "ancf_check": "ancf_check_shared_bytes",
     **{f"ancf_encode_{kind}": f"ancf_encode_{kind}_shared_bytes" for kind in PIPELINES},
     **{f"ancf_decode_{kind}": "ancf_decode_shared_bytes" for kind in PIPELINES},
 }

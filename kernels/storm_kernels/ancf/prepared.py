@@ -89,15 +89,14 @@ class PreparedCodec:
         kind = RAW if mode == "raw" else dtype
         self._codec.encode_async(*source, kind, *blob, scratch, result, stream, mode=mode)
 
-    def encode_header(
-        self, source: tuple[int, int], header: int, *, scratch: int, result: int, stream: int
-    ) -> None:
-        """Put on `stream` what writes the header of the raw blob of `source` to `header`.
+    @property
+    def check_words(self) -> int:
+        """How many words `check` leaves for each span."""
+        return self._codec.check_blocks
 
-        The bytes follow it in the blob as they are, for the caller to copy. The words at `result`
-        are as `encode` with `raw` leaves them.
-        """
-        self._codec.encode_header_async(*source, RAW, header, scratch, result, stream)
+    def check(self, spans: int, count: int, sums: int, *, stream: int) -> None:
+        """Put on `stream` what reads spans for their checksums; see `CudaCodec.check_async`."""
+        self._codec.check_async(spans, count, sums, stream)
 
     def want(self, dtype: DType) -> None:
         """Begin to prepare a type if nobody has; one at a time, so it may have to be wanted again.

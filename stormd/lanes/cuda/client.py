@@ -20,6 +20,7 @@ from storm_kernels.errors import CudaDriverError, KernelsError
 from stormd.errors import LaneUnavailable
 from stormd.events import RestoreJob, StoreJob
 from stormd.lanes import Post
+from stormd.lanes.cuda.checks import Checks
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.scratch import SessionScratch, session_parts
 from stormd.parts import blob_bound
@@ -45,6 +46,7 @@ class Opened:
     store_stream: Stream
     restore_stream: Stream
     scratch: SessionScratch
+    checks: Checks
     owned: ExitStack
     """What lets all of it go, when no stream uses it any more."""
 
@@ -157,6 +159,7 @@ class CudaClient:
                 scratch = made.enter_context(
                     closing(SessionScratch(self.device, self._part_bytes, self._direct_bytes))
                 )
+                checks = made.enter_context(closing(Checks(self.device.codec, greatest)))
             except CudaDriverError as error:
                 raise LaneUnavailable(
                     f"the GPU gives a session no scratch ({error}): make room there, or start the "
@@ -164,7 +167,7 @@ class CudaClient:
                     f"of which a session takes {session_parts(self.device)}"
                 ) from error
             owned = made.pop_all()
-        self._opened = Opened(page, stores, restores, scratch, owned)
+        self._opened = Opened(page, stores, restores, scratch, checks, owned)
 
     def map(self, request: MapSegment) -> None:
         """Map what the client offers.

@@ -1,10 +1,10 @@
 """Jobs that a device works on in order, several at once: begun one after another, finished so.
 
-Every job that was put in is answered exactly once, those that take as many stages in the order in
-which they were begun. That is the order in which they came, but that a few which are not due do not
-hold up those behind them, nor one that waits for scratch those that need none like it. No more is
-under way than there is scratch for. Jobs that are due and have scratch are begun before the thread
-sleeps.
+Every job that was put in is answered exactly once, those that the device does in the order in which
+they were begun, but that a few go beside the others in an order of their own. That is the order in
+which they came, but that a few which are not due do not hold up those behind them, nor one that
+waits for scratch those that need none like it. No more is under way than there is scratch for. Jobs
+that are due and have scratch are begun before the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
 any size. The thread does not wait inside the driver, which costs a processor more than looking
@@ -53,7 +53,7 @@ Scratch_contra = TypeVar("Scratch_contra", contravariant=True)
 
 
 class Stages(Protocol[Job, Scratch_contra]):
-    """What is done with a batch of jobs. The first five may raise; then `settle` and `fail` follow.
+    """What is done with a batch of jobs. Those up to `go_on` may raise; `settle` and `fail` follow.
 
     Where a batch of several cannot be begun, each of its jobs is tried alone before it fails.
     """
@@ -66,6 +66,9 @@ class Stages(Protocol[Job, Scratch_contra]):
 
     def begin(self, batch: list[Job], scratch: Scratch_contra) -> None:
         """Put the batch's work on the device, without waiting for it."""
+
+    def goes_beside(self, scratch: Scratch_contra) -> bool:
+        """Tell whether what was begun may pass before what was begun before it."""
 
     def passed(self, batch: list[Job], scratch: Scratch_contra) -> bool:
         """Tell whether the device has done what was put on it last."""
@@ -132,6 +135,9 @@ class Pipeline(Generic[Job, Scratch]):
         # The thread's own. Loads are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
+        self._beside: deque[tuple[list[Job], Scratch]] = (
+            deque()
+        )  # begun, and in an order of its own
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
         self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
         self._pause = LOOK_SECONDS
@@ -247,7 +253,7 @@ class Pipeline(Generic[Job, Scratch]):
         """Sleep until there is reason to look again, or something to do."""
         if self._pending:
             time.sleep(self._pause)
-        elif self._begun or self._continued:
+        elif self._begun or self._beside or self._continued:
             with suppress(Empty):
                 self._pending.append(self._items.get(timeout=self._pause))
         else:
@@ -294,13 +300,15 @@ class Pipeline(Generic[Job, Scratch]):
                 self._pending.extendleft(reversed(batch))
                 self._alone = len(batch)
         else:
-            self._begun.append((batch, scratch))
+            begun = self._beside if self._stages.goes_beside(scratch) else self._begun
+            begun.append((batch, scratch))
 
     def _look(self) -> bool:
         """Go on with all that the device has done; tell whether there was any."""
         # The later stage first, because its scratch is free then.
         has_moved = self._look_at(self._continued)
         has_moved = self._look_at(self._begun) or has_moved
+        has_moved = self._look_at(self._beside) or has_moved
         if not self._continued:
             self.heartbeat.rest()
         elif has_moved or self.heartbeat.is_resting:
@@ -335,7 +343,7 @@ class Pipeline(Generic[Job, Scratch]):
         return True
 
     def _finish_all(self) -> None:
-        while self._begun or self._continued:
+        while self._begun or self._beside or self._continued:
             if not self._look():
                 time.sleep(self._pause)
                 self._look_later()

@@ -42,6 +42,10 @@ class Restores:
                 device.copy_up(job.block, room)
         scratch.copied.record(device.up.handle)
 
+    def goes_beside(self, scratch: Scratch) -> bool:  # noqa: ARG002 - none of them
+        """Tell that restores are done in the order in which they were begun."""
+        return False
+
     def passed(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
         """Tell whether the destinations may be written, or the tensors are there and verified."""
         if scratch.is_coding:

@@ -15,12 +15,12 @@ from time import monotonic
 from typing import Final
 
 from storm_kernels.ancf.cuda_launches import BlobKind
-from storm_kernels.ancf.layout import HEADER_BYTES
 from storm_kernels.cuda_driver import DeviceBuffer, Event, MappedHost, elapsed_seconds
 from storm_kernels.errors import CudaDriverError
 
 from stormd.arena import GRANULE, Block, granules
 from stormd.events import RestoreJob, StoreJob
+from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.direct import Outlook, goes_direct
 from stormd.lanes.cuda.ring import RingPair, Side
@@ -33,6 +33,7 @@ __all__ = [
     "Scratch",
     "SessionScratch",
     "StoreScratch",
+    "Transit",
     "session_parts",
 ]
 
@@ -45,9 +46,9 @@ SHARED_PARTS_IN_TURNS: Final = 4
 BATCHES_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
 
-DIRECT_UNDER_WAY: Final = 8
-"""Parts that are copied as they are, those among them that wait for their checksums: as much as the
-link carries beside a kernel of 10 ms and more."""
+DIRECT_UNDER_WAY: Final = 16
+"""Parts that are copied as they are, those among them that wait for their checksums: more than the
+link carries beside two kernels of 10 ms."""
 
 PARTS_TOGETHER: Final = 8
 """Small parts that may make up a batch."""
@@ -60,46 +61,19 @@ RESULT_WORDS: Final = 8
 """Words of mapped host memory for each: the codec leaves a blob's size, status and mode there."""
 
 
-class Scratch:
-    """What one batch needs on its way: events, and memory for what the codec says and sorts.
-
-    `rooms` are the device addresses of its blobs. On the way out, `placed` is where they go that
-    are being copied to the pool; on the way back, `kinds` is what they are, and `is_coding` whether
-    the decoders are on their stream.
+class Transit:
+    """A batch's copy on the link: its begin and end, and, on the way out, where it goes.
 
     Raises:
         CudaDriverError: the device has no memory left; nothing is kept.
     """
 
-    def __init__(self, work_bytes: int) -> None:
+    def __init__(self) -> None:
         with ExitStack() as made:
-            self.work = made.enter_context(closing(DeviceBuffer(work_bytes)))
-            result_bytes = 8 * RESULT_WORDS * PARTS_TOGETHER
-            self.result = made.enter_context(closing(MappedHost(result_bytes)))
             # Nobody sleeps until they are passed: see Pipeline.
-            self.code_began, self.coded, self.copy_began, self.copied = (
-                made.enter_context(closing(Event(timed=True, awaited=False))) for _ in range(4)
-            )
+            self.copy_began, self.copied = (made.enter_context(closing(_event())) for _ in range(2))
             self._made = made.pop_all()
-        self.words = self.result.words()
-        self.taken = range(0)
-        """Of the ring, by bytes."""
-        self.rooms: list[int] = []
         self.placed: list[Block] = []
-        self.kinds: list[BlobKind] = []
-        self.is_coding = False
-
-    @property
-    def is_under_copy(self) -> bool:
-        """Whether its copy on the link has not ended; so it is on a device that is broken, too."""
-        try:
-            return not self.copied.done()
-        except CudaDriverError:
-            return True
-
-    def coding_seconds(self) -> float:
-        """Return how long the device coded; that is over."""
-        return elapsed_seconds(self.code_began, self.coded)
 
     def copying_seconds(self) -> float:
         """Return how long the device copied; that is over."""
@@ -110,15 +84,51 @@ class Scratch:
         self._made.close()
 
 
-class DirectScratch(Scratch):
-    """What a part needs that is copied to the pool as it is: no room, but for its blob's header."""
+class Scratch(Transit):
+    """What one batch needs on its way: events, and memory for what the codec says and sorts.
+
+    `rooms` are the device addresses of its blobs. On the way back, `kinds` is what they are, and
+    `is_coding` whether the decoders are on their stream.
+
+    Raises:
+        CudaDriverError: the device has no memory left; nothing is kept.
+    """
 
     def __init__(self, work_bytes: int) -> None:
-        super().__init__(work_bytes)
+        super().__init__()
         with ExitStack() as made:
             made.push(self._made)
-            self.header = made.enter_context(closing(MappedHost(HEADER_BYTES)))
+            self.work = made.enter_context(closing(DeviceBuffer(work_bytes)))
+            result_bytes = 8 * RESULT_WORDS * PARTS_TOGETHER
+            self.result = made.enter_context(closing(MappedHost(result_bytes)))
+            self.code_began, self.coded = (made.enter_context(closing(_event())) for _ in range(2))
             self._made = made.pop_all()
+        self.words = self.result.words()
+        self.taken = range(0)
+        """Of the ring, by bytes."""
+        self.rooms: list[int] = []
+        self.kinds: list[BlobKind] = []
+        self.is_coding = False
+
+    def coding_seconds(self) -> float:
+        """Return how long the device coded; that is over."""
+        return elapsed_seconds(self.code_began, self.coded)
+
+
+class DirectScratch(Transit):
+    """What a part needs that is copied to the pool as it is: no memory, and a checksum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.check: Check | None = None
+
+    @property
+    def is_on_link(self) -> bool:
+        """Whether its copy has not ended; so it is on a device that is broken, too."""
+        try:
+            return not self.copied.done()
+        except CudaDriverError:
+            return True
 
 
 class SessionScratch:
@@ -153,9 +163,7 @@ class SessionScratch:
                 )
                 for side in (Side.LOW, Side.HIGH)
             )
-            self.out = made.enter_context(
-                closing(StoreScratch(device, out, direct_bytes, work_bytes))
-            )
+            self.out = made.enter_context(closing(StoreScratch(device, out, direct_bytes)))
             self._made = made.pop_all()
 
     def close(self) -> None:
@@ -231,24 +239,22 @@ class StoreScratch:
         CudaDriverError: the device has no memory left; nothing is kept.
     """
 
-    def __init__(
-        self, device: CudaDevice, ring: DirectionScratch, direct_bytes: int, work_bytes: int
-    ) -> None:
+    def __init__(self, device: CudaDevice, ring: DirectionScratch, direct_bytes: int) -> None:
         self._device = device
         self._ring = ring
         self._direct_bytes = max(direct_bytes, ring.bytes_together + 1)  # each a batch by itself
         may_be_direct = direct_bytes > 0 and device.is_shared_by_mps
         with ExitStack() as made:
             self._free = [
-                made.enter_context(closing(DirectScratch(work_bytes)))
+                made.enter_context(closing(DirectScratch()))
                 for _ in range(DIRECT_UNDER_WAY if may_be_direct else 0)
             ]
             self._made = made.pop_all()
         self._goes_direct: StoreJob | None = None
         """For which `has_for` has found no room but another way."""
-        self._encoding: list[Scratch] = []
-        self._blobs: list[Scratch] = []
-        self._copies: list[Scratch] = []
+        self._encoding: list[Transit] = []
+        self._blobs: list[Transit] = []
+        self._copies: list[DirectScratch] = []
         """Direct ones on the link, as far as they have been looked at."""
         self._since = 0.0
         """When the oldest encoder that is queued became that."""
@@ -273,7 +279,7 @@ class StoreScratch:
                 return place if self._has_direct_for(job) else None
         return None
 
-    def take(self, batch: Sequence[StoreJob]) -> Scratch:
+    def take(self, batch: Sequence[StoreJob]) -> Scratch | DirectScratch:
         """Return scratch for a batch; `has_for` has said that there is some."""
         if batch[0] is self._goes_direct:
             direct = self._free.pop()
@@ -295,15 +301,16 @@ class StoreScratch:
             self._blobs.append(scratch)
             self._since = monotonic()
 
-    def give_back(self, scratch: Scratch) -> None:
+    def give_back(self, scratch: Scratch | DirectScratch) -> None:
         """Take scratch back: no stream uses it any more."""
-        for under_way in (self._encoding, self._blobs, self._copies):
+        if isinstance(scratch, DirectScratch):
+            self._copies = [copy for copy in self._copies if copy is not scratch]
+            self._free.append(scratch)
+            return
+        for under_way in (self._encoding, self._blobs):
             if scratch in under_way:
                 under_way.remove(scratch)
-        if isinstance(scratch, DirectScratch):
-            self._free.append(scratch)
-        else:
-            self._ring.give_back(scratch)
+        self._ring.give_back(scratch)
 
     def close(self) -> None:
         """Free the records; no stream uses them any more."""
@@ -317,7 +324,7 @@ class StoreScratch:
         return self._goes_direct is not None
 
     def _outlook(self) -> Outlook:
-        self._copies = [scratch for scratch in self._copies if scratch.is_under_copy]
+        self._copies = [scratch for scratch in self._copies if scratch.is_on_link]
         return Outlook(
             encoders_wait=monotonic() - self._since if self._encoding else 0.0,
             blobs=len(self._blobs),
@@ -329,6 +336,10 @@ class StoreScratch:
 def session_parts(device: CudaDevice) -> int:
     """Return the room that a session takes on a device, in its largest parts."""
     return 2 + _shared_parts(device)
+
+
+def _event() -> Event:
+    return Event(timed=True, awaited=False)
 
 
 def _shared_parts(device: CudaDevice) -> int:

@@ -22,7 +22,7 @@ from stormd.events import Detached, RestoreJob, SegmentMapped, SegmentRefused, S
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.pipeline import Pipeline
 from stormd.lanes.cuda.restores import Restores
-from stormd.lanes.cuda.scratch import Scratch
+from stormd.lanes.cuda.scratch import DirectScratch, Scratch
 from stormd.lanes.cuda.stores import Stores
 from stormd.protocol import MapSegment
 
@@ -45,7 +45,9 @@ class CudaSession:
         self._client = client
         name = f"{client.session & 0xFFFFFFFF:x}"
         self._stages = Stores(client)
-        self.stores: Pipeline[StoreJob, Scratch] = Pipeline(f"stormd-out-{name}", self._stages)
+        self.stores: Pipeline[StoreJob, Scratch | DirectScratch] = Pipeline(
+            f"stormd-out-{name}", self._stages
+        )
         self.restores: Pipeline[RestoreJob, Scratch] = Pipeline(
             f"stormd-back-{name}", Restores(client)
         )

@@ -13,10 +13,15 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from storm_kernels.ancf import DType
+from storm_kernels.ancf.header import Header
 from storm_kernels.ancf.layout import HEADER_BYTES, Mode
-from storm_kernels.cuda_driver import wait_event, write_value
+from storm_kernels.ancf.plan import Plan
+from storm_kernels.cuda_driver import write_value
 
+from stormd.arena import Block
 from stormd.events import StoreDone, StoreFailed, StoreJob
+from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
 from stormd.lanes.cuda.turns import Turns
@@ -57,7 +62,7 @@ class Stores:
         same_way = bool(job.result) == bool(batch[0].result)
         return same_way and self._client.opened.scratch.out.fits(batch, job)
 
-    def begin(self, batch: list[StoreJob], scratch: Scratch) -> None:
+    def begin(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
         if isinstance(scratch, DirectScratch):
@@ -65,18 +70,24 @@ class Stores:
         elif not batch[0].result:
             self._encode_all(batch, scratch)
 
-    def passed(self, batch: list[StoreJob], scratch: Scratch) -> bool:
+    def goes_beside(self, scratch: Scratch | DirectScratch) -> bool:
+        """Tell whether a part is copied as it is, for which no encoder is waited."""
+        return isinstance(scratch, DirectScratch)
+
+    def passed(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
         """Tell whether the blobs are there, or in the pool."""
         if isinstance(scratch, DirectScratch):
-            return scratch.coded.done()
+            self._client.opened.checks.look()
+            return _check(scratch).is_known and scratch.copied.done()
         if scratch.placed:
             return scratch.copied.done()
         return bool(batch[0].result) or scratch.coded.done()
 
-    def go_on(self, batch: list[StoreJob], scratch: Scratch) -> bool:
+    def go_on(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
         """Put the copies of the blobs on the link, then answer."""
         if isinstance(scratch, DirectScratch):
             self._complete(batch[0], scratch)
+            return True
         if scratch.placed:
             self._answer(batch, scratch)
             return True
@@ -87,13 +98,17 @@ class Stores:
         return not sources
 
     def settle(self) -> None:
-        """Wait until nothing is encoded or copied."""
-        device = self._client.device
-        device.settle(self._client.opened.store_stream)
-        device.settle(device.down)
+        """Wait until nothing is encoded, copied or read."""
+        device, opened = self._client.device, self._client.opened
+        for stream in (opened.store_stream, opened.checks.stream, device.down):
+            device.settle(stream)
 
-    def fail(self, batch: list[StoreJob], scratch: Scratch, error: Exception) -> None:
+    def fail(
+        self, batch: list[StoreJob], scratch: Scratch | DirectScratch, error: Exception
+    ) -> None:
         """Answer stores that failed; their sources are free, and later ones may still succeed."""
+        if isinstance(scratch, DirectScratch) and scratch.check is not None:
+            self._client.opened.checks.forget(scratch.check)
         for job, block in zip(batch, scratch.placed, strict=False):  # of some, where one failed
             job.unplace(block)
         for job in batch:
@@ -113,41 +128,28 @@ class Stores:
         scratch.coded.record(stream)
 
     def _copy_as_it_is(self, job: StoreJob, scratch: DirectScratch) -> None:
-        """Put the copy of the source on the link, and on the store stream what its header says.
-
-        Behind that the stream waits for the copy: which has mostly ended by then, since it began
-        when no kernel could, and nothing else may say in between what was read.
-        """
-        client, stream = self._client, self._client.opened.store_stream.handle
-        source, block = client.address(job), job.place(HEADER_BYTES + job.nbytes)
+        """Put the copy of the source on the link, and have the device read it for its checksum."""
+        scratch.check = None
+        device, source = self._client.device, self._client.address(job)
+        block = job.place(HEADER_BYTES + job.nbytes)
         scratch.placed.append(block)
-        scratch.copy_began.record(client.device.down.handle)
+        scratch.copy_began.record(device.down.handle)
         with nvtx_range("copy down", block.nbytes, job.entry):
-            client.device.copy_down(source, block, HEADER_BYTES)
-        scratch.copied.record(client.device.down.handle)
-        scratch.words[0], scratch.words[1] = 0, UNWRITTEN
+            device.copy_down(source, block, HEADER_BYTES)
+        scratch.copied.record(device.down.handle)
         with nvtx_range("checksum", job.nbytes, job.entry):
-            client.device.codec.encode_header(
-                (source, job.nbytes),
-                scratch.header.device_address,
-                scratch=scratch.work.address,
-                result=scratch.result.device_address,
-                stream=stream,
-            )
-        wait_event(stream, scratch.copied)
-        write_value(stream, client.counter(STORED), self._turns.done([job.sequence]))
-        scratch.coded.record(stream)
+            scratch.check = self._client.opened.checks.add(source, job.nbytes)
 
     def _complete(self, job: StoreJob, scratch: DirectScratch) -> None:
-        """Put the header before the bytes, which are in the pool.
-
-        Raises:
-            RuntimeError: the device has not made it.
-        """
-        (block,) = scratch.placed
-        if _encoded(job, scratch, 0).nbytes != block.nbytes:
-            raise RuntimeError(f"the header is of another blob than one of {block.nbytes} bytes")
-        self._client.device.put_header(block, bytes(scratch.header.words()))
+        """Put the header before the bytes, which are in the pool, and answer."""
+        client, (block,) = self._client, scratch.placed
+        checksum = _check(scratch).value
+        header = Header(Plan(Mode.RAW), DType.BYTES, job.nbytes, 0, checksum)
+        client.device.put_header(block, header.pack())
+        client.stored_through(self._turns.done([job.sequence]))
+        seconds = scratch.copying_seconds()
+        client.device.link.copied("store", block.nbytes, seconds)
+        client.post(_done(job, block, Mode.RAW, seconds))
 
     def _encode(self, job: StoreJob, scratch: Scratch, index: int, room: int) -> None:
         first = index * RESULT_WORDS
@@ -205,23 +207,12 @@ class Stores:
         """Say that the blobs lie in the pool."""
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
-        is_coded = not (batch[0].result or isinstance(scratch, DirectScratch))
-        coding = scratch.coding_seconds() / len(batch) if is_coded else 0.0
+        coding = 0.0 if batch[0].result else scratch.coding_seconds() / len(batch)
         client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
         each = coding + copying / len(batch)
         modes = scratch.words[2::RESULT_WORDS]
-        client.post(
-            *(
-                StoreDone(
-                    session=job.session,
-                    entry=job.entry,
-                    block=block,
-                    mode=MODE_NAMES[mode],
-                    seconds=each,
-                )
-                for job, block, mode in zip(batch, blocks, modes, strict=False)
-            )
-        )
+        answers = zip(batch, blocks, modes, strict=False)
+        client.post(*(_done(job, block, mode, each) for job, block, mode in answers))
 
     def _fail(self, job: StoreJob, error: Exception) -> None:
         # On the stream, behind the encoders there: Turns has their numbers as done already.
@@ -229,6 +220,17 @@ class Stores:
         self._client.post(
             StoreFailed(session=job.session, entry=job.entry, detail=error_text(error))
         )
+
+
+def _done(job: StoreJob, block: Block, mode: int, seconds: float) -> StoreDone:
+    return StoreDone(
+        session=job.session, entry=job.entry, block=block, mode=MODE_NAMES[mode], seconds=seconds
+    )
+
+
+def _check(scratch: DirectScratch) -> Check:
+    assert scratch.check is not None, "begun without a checksum"
+    return scratch.check
 
 
 def _encoded(job: StoreJob, scratch: Scratch, index: int) -> EncoderResult:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from storm_kernels import backends
 from storm_kernels.ancf import DType, max_encoded_bytes, reference
+from storm_kernels.ancf.checksum import checksum, from_sums
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, PIPELINES, blob_kind
-from storm_kernels.ancf.layout import HEADER_BYTES, Mode
 from storm_kernels.errors import CorruptBlob
 
 pytestmark = [
@@ -68,25 +68,26 @@ def encode(codec, data: np.ndarray, dtype: DType, offset: int = 0, **options) ->
     return target.data[:size].cpu().numpy()
 
 
-def encode_header(codec, data: np.ndarray, dtype: DType, offset: int = 0) -> np.ndarray:
-    """The header of the raw blob of `data`, written to host memory, as the daemon has it."""
+def check_sums(codec, parts: list[np.ndarray], offset: int = 0) -> list[int]:
+    """The checksums of parts, by one launch that says them in host memory, as the daemon has it."""
     from storm_kernels.cuda_driver import MappedHost
 
-    source, header = Guarded(data.size, offset), MappedHost(HEADER_BYTES + GUARD)
-    source.data.copy_(torch.from_numpy(data))
-    scratch = Guarded(codec.scratch_bytes(data.size, dtype))
-    result = torch.full((3,), -1, dtype=torch.int64, device="cuda")
-    codec.encode_header_async(
-        source.address, data.size, dtype, header.device_address, scratch.address,
-        result.data_ptr(), torch.cuda.current_stream().cuda_stream,
-    )  # fmt: skip
-    assert result.tolist() == [HEADER_BYTES + data.size, 0, Mode.RAW]
-    for buffer in (source, scratch):
-        buffer.check()
-    written = np.array(header.words()).view(np.uint8)
-    header.close()
-    assert not written[HEADER_BYTES:].any()
-    return written[:HEADER_BYTES]
+    sources = [Guarded(part.size, offset) for part in parts]
+    spans, sums = MappedHost(16 * len(parts)), MappedHost(8 * len(parts) * codec.check_blocks + 8)
+    for number, (source, part) in enumerate(zip(sources, parts, strict=True)):
+        source.data.copy_(torch.from_numpy(part))
+        spans.words()[2 * number : 2 * number + 2] = [source.address, part.size]
+    stream = torch.cuda.current_stream()
+    codec.check_async(spans.device_address, len(parts), sums.device_address, stream.cuda_stream)
+    stream.synchronize()
+    for source in sources:
+        source.check()
+    *words, behind = sums.words()
+    assert behind == 0
+    for mapped in (spans, sums):
+        mapped.close()
+    each = codec.check_blocks
+    return [from_sums(words[each * n : each * (n + 1)], part.size) for n, part in enumerate(parts)]
 
 
 def decode(
@@ -188,16 +189,11 @@ def test_sizes_and_alignment(codec, count):
         check(codec, data, DType.BFLOAT16, offset, mode="sparse", checksum=False)
 
 
-@pytest.mark.parametrize(
-    "dtype", [DType.BYTES, DType.BFLOAT16, DType.FLOAT64], ids=lambda d: d.name
-)
-@pytest.mark.parametrize("count", [*SIZES, 1 << 25])
-def test_a_header_and_the_bytes_are_the_raw_blob(codec, dtype, count):
-    data = np.random.default_rng(count).integers(0, 256, count * dtype.element_bytes, np.uint8)
-    for offset in (0, dtype.element_bytes):
-        header = encode_header(codec, data, dtype, offset)
-        raw = encode(codec, data, dtype, offset, mode="raw")
-        assert (np.concatenate([header, data]) == raw).all()
+@pytest.mark.parametrize("offset", [0, 1, 8])
+def test_checksums_of_spans(codec, offset):
+    rng = np.random.default_rng(offset)
+    parts = [rng.integers(0, 256, size, np.uint8) for size in (*SIZES, (1 << 25) + 77)]
+    assert check_sums(codec, parts, offset) == [checksum(part) for part in parts]
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16], ids=lambda d: d.name)

@@ -10,6 +10,7 @@ import pytest
 import storm_kernels.ancf
 from storm_kernels.ancf import DType, Mode, reference
 from storm_kernels.ancf.cuda_launches import (
+    CHECK_ARGUMENTS,
     DECODE_ARGUMENTS,
     ENCODE_ARGUMENTS,
     KIND_BYTES,
@@ -19,9 +20,7 @@ from storm_kernels.ancf.cuda_launches import (
     decode_kernels,
     encode_kernels,
     encoding,
-    header_encoding,
 )
-from storm_kernels.ancf.layout import HEADER_BYTES
 from storm_kernels.ancf.options import SPEEDS
 from storm_kernels.errors import CorruptBlob, UsageError
 
@@ -64,16 +63,6 @@ def test_a_raw_copy_takes_two_launches_and_the_usual_tensor_five() -> None:
     assert len(plan.launches) == 5
 
 
-def test_a_raw_blobs_header_is_made_by_as_many_blocks_as_the_blob() -> None:
-    for nbytes in (0, 1, 3 << 13, 1 << 28):
-        raw = encoding(nbytes, DType.BYTES, "raw", "fast", "adaptive", 264)
-        header = header_encoding(nbytes, DType.BYTES, 264)
-        assert [one.kernel for one in header.launches] == ["ancf_choose", "ancf_encode_header"]
-        assert [one[1:] for one in header.launches] == [one[1:] for one in raw.launches]
-        assert header[2:] == raw[2:]
-        assert header.room == raw.room - nbytes == HEADER_BYTES
-
-
 def test_a_large_tensor_takes_all_blocks_and_a_small_one_few() -> None:
     large = encoding(1 << 28, DType.BFLOAT16, "auto", "fast", "adaptive", 264)
     assert {one.blocks for one in large.launches[1:]} == {264}
@@ -88,7 +77,7 @@ def test_a_kernel_is_given_the_parameters_that_its_source_names(kernel: str) -> 
     declared = [parameter.rsplit(None, 1) for parameter in signature[1].split(",")]
     names = [name.lstrip("*") for _, name in declared]
     assert names == list(TAKEN[kernel])
-    kinds = ENCODE_ARGUMENTS | DECODE_ARGUMENTS
+    kinds = ENCODE_ARGUMENTS | DECODE_ARGUMENTS | CHECK_ARGUMENTS
     for (kind, name), argument in zip(declared, names, strict=True):
         is_word = kind.strip() == "u32" and not name.startswith("*")
         assert kinds[argument] == ("I" if is_word else "Q"), argument

@@ -12,10 +12,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from storm_kernels.ancf import DType, read_header, reference
+from storm_kernels.ancf.checksum import checksum as checksum_of
+from storm_kernels.ancf.checksum import from_sums
 from storm_kernels.ancf.cuda_launches import ENCODE_WARPS, PIPELINES, decoding
+from storm_kernels.ancf.header import Header
 from storm_kernels.ancf.layout import Mode
 from storm_kernels.ancf.options import POLICIES
-from support.cuda_on_cpu import BAD_CHECKSUM, NOT_DECODED, OK, POISON
+from storm_kernels.ancf.plan import Plan
+from support.cuda_on_cpu import NOT_DECODED, OK, POISON
 
 
 @pytest.fixture
@@ -165,34 +169,25 @@ def test_sizes_and_alignment(check, count):
     check(data, DType.BFLOAT16, mode="sparse", speed="dense", unit_tiles=4)
 
 
-@pytest.mark.parametrize("dtype", DType, ids=lambda d: d.name)
-def test_a_header_and_the_bytes_are_the_raw_blob(kernels, dtype):
-    """Whatever the alignment, and however many blocks share the chunks of the checksum."""
-    rng = np.random.default_rng(int(dtype))
-    for count, blocks, offset in [(0, 1, 0), (1, 2, 0), (1023, 1, 8), (4097, 3, 0), (5001, 2, 1)]:
-        data = rng.integers(0, 256, count * dtype.element_bytes, dtype=np.uint8)
-        for checksum in (True, False):
-            launch = {"checksum": checksum, "blocks": blocks, "offset": offset}
-            header, result = kernels(dtype).encode_header(data, dtype, **launch)
-            raw = kernels(dtype).encode(data, dtype, mode="raw", **launch)
-            assert header.tobytes() + data.tobytes() == raw.tobytes()
-            assert result == [raw.size, OK, Mode.RAW]
+@pytest.mark.parametrize("dtype", [DType.BYTES, *FLOATS], ids=lambda d: d.name)
+@pytest.mark.parametrize(("blocks", "offset"), [(1, 0), (2, 3), (3, 8), (4, 1)])
+def test_checksums_of_spans(kernels, dtype, blocks, offset):
+    """Any bytes, whatever element type the module is for, and however many share the chunks."""
+    rng = np.random.default_rng(blocks)
+    sizes = (1, 2048, 0, 31, 2047, 2049, 16 * 2048, 65_537)
+    parts = [rng.integers(0, 256, size, dtype=np.uint8) for size in sizes]
+    sums = kernels(dtype).check(parts, blocks=blocks, offset=offset)
+    for part, own in zip(parts, sums, strict=True):
+        assert from_sums(own.tolist(), part.size) == checksum_of(part)
 
 
-@pytest.mark.parametrize("offset", [0, 3])
-def test_the_header_tells_of_each_byte(kernels, offset):
-    """Of bytes of any number, as the daemon has them copied."""
-    data = np.random.default_rng(0).integers(0, 256, 3 * 2048 + 77, dtype=np.uint8)
-    header, _ = kernels(DType.BYTES).encode_header(data, DType.BYTES, blocks=2, offset=offset)
-    for place in (0, 2047, 2048, data.size - 1):
-        changed = data.copy()
-        changed[place] ^= 1
-        blob = np.concatenate([header, changed])
-        status, _ = kernels(DType.BYTES).decode(blob, data.size)
-        assert status == BAD_CHECKSUM
-    status, same = kernels(DType.BYTES).decode(np.concatenate([header, data]), data.size)
-    assert status == OK
-    assert (same == data).all()
+def test_a_header_with_that_checksum_and_the_bytes_are_the_raw_blob(kernels):
+    data = np.random.default_rng(0).integers(0, 256, 5 * 2048 + 77, dtype=np.uint8)
+    (sums,) = kernels(DType.BYTES).check([data], blocks=2)
+    found = from_sums(sums.tolist(), data.size)
+    header = Header(Plan(Mode.RAW), DType.BYTES, data.size, 0, found).pack()
+    raw = kernels(DType.BYTES).encode(data, DType.BYTES, mode="raw")
+    assert header + data.tobytes() == raw.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, DType.FLOAT8_E4M3FN], ids=lambda d: d.name)

@@ -47,16 +47,9 @@ extern "C" int encode(const u8 *src, u64 nbytes, u8 *dst, u8 *scratch, u8 *resul
   return ok ? 0 : 1;
 }
 
-/* The header alone of a raw blob. */
-extern "C" int encode_header(const u8 *src, u64 nbytes, u8 *header, u8 *scratch, u8 *result, u32 dtype, u32 checksum,
-                             u32 blocks) {
-  u32 words = (scratch_bytes(nbytes) - kPlanBytes - kValuesBytes) / 4;
-  bool ok = emulation::launch(2, kChooseThreads, kChooseSharedBytes,
-                              [&] { ancf_choose(src, nbytes, scratch, words, dtype, kRaw, 0, checksum); });
-  ok = ok && emulation::launch(blocks, kBlockThreads, 0, [&] {
-    ancf_encode_header(src, header, scratch, reinterpret_cast<Result *>(result));
-  });
-  return ok ? 0 : 1;
+/* What `blocks` blocks have of the checksums of spans. */
+extern "C" int check(const Span *spans, u32 count, u64 *sums, u32 blocks) {
+  return emulation::launch(blocks, kBlockThreads, ancf_check_shared_bytes, [&] { ancf_check(spans, count, sums); }) ? 0 : 1;
 }
 
 extern "C" int decode(const u8 *blob, u64 blob_bytes, u8 *dst, u64 dst_bytes, u8 *scratch,

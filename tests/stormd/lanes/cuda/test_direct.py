@@ -27,7 +27,7 @@ from stormd.events import (
 )
 from stormd.lanes.cuda.direct import LATE_SECONDS, MOST_COPIES, Outlook, goes_direct
 from stormd.parts import blob_bound
-from stormd.protocol.timeline import STORED, EncoderResult
+from stormd.protocol.timeline import STORED
 
 ROOM_PARTS = 3
 """Of stores, that have room in scratch under MPS."""
@@ -98,19 +98,27 @@ def link(bench: Bench) -> Any:
     return next(iter(bench.lane._devices.values())).down
 
 
-def scratches(bench: Bench) -> list[Any]:
-    """Return what has been begun and not been answered, nor has its blob been copied."""
-    return [scratch for _, scratch in tuple(bench.lane._sessions[bench.session].stores._begun)]
+def opened(bench: Bench) -> Any:
+    """Return what the session has on the device."""
+    return bench.lane._sessions[bench.session]._client.opened
+
+
+def copies(bench: Bench) -> list[Any]:
+    """Return the scratch of what is being copied as it is, or waits for its checksum."""
+    return [scratch for _, scratch in tuple(bench.lane._sessions[bench.session].stores._beside)]
 
 
 def begun(bench: Bench) -> list[bool]:
-    """Return of each of these whether it is copied as it is."""
-    return [hasattr(scratch, "header") for scratch in scratches(bench)]
+    """Return a False for each batch whose encoders have yet to pass, a True for each of these."""
+    encoding = len(bench.lane._sessions[bench.session].stores._begun)
+    return [False] * encoding + [True] * len(copies(bench))
 
 
-def wait_for_looks(bench: Bench) -> None:
-    """Wait until the next part has several times been found to have to wait."""
-    scratch = bench.lane._sessions[bench.session]._client.opened.scratch.out
+def wait_for_looks(bench: Bench, small: int | None = None) -> None:
+    """Wait until the next part, or a `small` one put last, has often been found to have to wait."""
+    if small is not None:
+        bench.store(small, 0, 700)
+    scratch = opened(bench).scratch.out
     asked, real = itertools.count(), scratch.has_for
 
     def has_for(job: Any) -> bool:
@@ -184,12 +192,13 @@ def test_parts_go_as_they_are_while_no_encoder_can_run(bench: Bench, clock: Cloc
         assert begun(bench) == [False] * ROOM_PARTS  # their encoders are not late yet
         clock.pass_by()
         wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True] * 3)
-        copies = scratches(bench)[ROOM_PARTS:]
-        wait_until(lambda: not any(scratch.is_under_copy for scratch in copies))
+        wait_until(lambda: not any(scratch.is_on_link for scratch in copies(bench)))
+        wait_for_looks(bench, 7)
         assert bench.counters.read(STORED) == 0
-        assert not answered(bench)  # there are no headers yet
-    stored = done(bench, 6)
-    assert bench.counters.read(STORED) == 6
+        assert not answered(bench)  # there are no checksums yet
+    stored = done(bench, 7)
+    wait_until(lambda: bench.counters.read(STORED) == 7)
+    bench.space.release(stored.pop(7).block)
     modes = [stored[entry].mode for entry in range(1, 7)]
     assert modes == ["window"] * ROOM_PARTS + ["raw"] * 3
     for entry in (4, 5, 6):
@@ -266,7 +275,7 @@ def test_large_parts_pass_small_ones_that_wait_for_room(bench: Bench, clock: Clo
         assert begun(bench) == [False] * ROOM_PARTS
         clock.pass_by()
         wait_until(lambda: begun(bench) == [False] * ROOM_PARTS + [True] * 2)
-        with held_back(bench):
+        with held(opened(bench).store_stream):
             large.set()
             assert set(done(bench, 5)) == {1, 2, 3, 5, 6}
             assert bench.counters.read(STORED) == 3
@@ -319,7 +328,7 @@ def test_raw_parts_go_as_they_are_two_at_a_time(bench: Bench) -> None:
         assert begun(bench) == [True] * MOST_COPIES
         assert bench.counters.read(STORED) == 0  # though all kernels may run
     stored = done(bench, 5)
-    assert bench.counters.read(STORED) == 5
+    wait_until(lambda: bench.counters.read(STORED) == 5)
     for entry, one in stored.items():
         assert one.mode == "raw"
         assert blob_in(bench, one.block) == raw_blob(source(before, entry))
@@ -349,14 +358,47 @@ def test_what_comes_behind_a_copy_is_not_stored_before_it(bench: Bench) -> None:
     with held(link(bench)):
         store(bench, 1, codec="raw")
         store(bench, 2)
-        wait_until(lambda: begun(bench) == [True, False])
-        stream = bench.lane._sessions[SESSION]._client.opened.store_stream
-        assert not stream.done()  # nothing but the copy holds it up
+        # The encoder has passed, and its blob waits for the link.
+        wait_until(lambda: len(bench.lane._sessions[SESSION].stores._continued) == 1)
         assert bench.counters.read(STORED) == 0
     stored = done(bench, 2)
-    assert bench.counters.read(STORED) == 2
+    wait_until(lambda: bench.counters.read(STORED) == 2)
     assert [stored[entry].mode for entry in (1, 2)] == ["raw", "window"]
     assert_back(bench, before, stored)
+
+
+def test_a_copy_that_is_read_first_frees_no_source_before_it(bench: Bench, clock: Clock) -> None:
+    before = bench.memory.copy()
+    with held(opened(bench).store_stream):
+        store(bench, 1, 2, 3, 4, 5)
+        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
+        clock.pass_by()
+        assert set(done(bench, 2)) == {4, 5}  # their checksums are on a stream of their own
+        assert bench.counters.read(STORED) == 0
+    stored = done(bench, 5)
+    wait_until(lambda: bench.counters.read(STORED) == 5)
+    assert_back(bench, before, stored)
+
+
+def test_checksums_that_wait_are_made_together(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    codec = next(iter(bench.lane._devices.values())).codec
+    real = codec.check
+
+    def check(spans: int, count: int, sums: int, *, stream: int) -> None:
+        counts.append(count)
+        real(spans, count, sums, stream=stream)
+
+    monkeypatch.setattr(codec, "check", check)
+    before = bench.memory.copy()
+    with held_back(bench):
+        store(bench, *range(1, 7), codec="raw")
+        wait_until(lambda: begun(bench) == [True] * 6)
+        assert counts == [1]
+    assert_back(bench, before, done(bench, 6))
+    assert counts == [1, 5]
 
 
 def test_a_blob_that_lies_in_many_pieces(
@@ -393,8 +435,7 @@ def test_what_its_client_writes_meanwhile_is_no_blob(bench: Bench, clock: Clock)
     """It may not, and no other's bytes are at stake."""
     with held_back(bench):
         store_late(bench, clock, 1, 2, 3, 4)
-        (copy,) = scratches(bench)[ROOM_PARTS:]
-        wait_until(lambda: not copy.is_under_copy)
+        wait_until(lambda: not copies(bench)[0].is_on_link)
         bench.memory[3 * PART] ^= 1
     stored = done(bench, 4)
     bench.restore(60, stored[4].block, 8 * PART, size(4))
@@ -405,32 +446,34 @@ def test_what_its_client_writes_meanwhile_is_no_blob(bench: Bench, clock: Clock)
 
 def test_a_checksum_that_cannot_be_begun_costs_its_own_store_only(bench: Bench) -> None:
     before = bench.memory.copy()
-    fake_cuda.CudaCodec.broken = 1
+    fake_cuda.CudaCodec.broken = 0
     store(bench, 1, 2, 3, codec="raw")
     failed = bench.expect(StoreFailed)
-    assert (failed.entry, fake_cuda.CudaCodec.broken) == (2, None)
+    assert (failed.entry, fake_cuda.CudaCodec.broken) == (1, None)
     assert "does not start" in failed.detail
-    bench.space.withdraw(blob_bound(size(2)))
+    bench.space.withdraw(blob_bound(size(1)))
     stored = done(bench, 2)
     wait_until(lambda: bench.counters.read(STORED) == 3)
     assert_back(bench, before, stored)
 
 
-@pytest.mark.parametrize("left", [(0, 0, 0), (blob_bound(size(1)), 7, 0), (300, 0, 0)])
-def test_what_the_checksum_left_is_checked(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, left: tuple[int, int, int]
+def test_a_checksum_that_was_not_made_is_no_header(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = bench.memory.copy()
-    first = iter([EncoderResult(*left)])
-    name = "stormd.lanes.cuda.stores.EncoderResult"
-    monkeypatch.setattr(name, lambda *words: next(first, EncoderResult(*words)))
-    store(bench, 1, 2, codec="raw")
-    failed = bench.expect(StoreFailed)
-    assert failed.entry == 1
-    assert failed.detail.startswith("RuntimeError: ")
-    bench.space.withdraw(blob_bound(size(1)))
-    wait_until(lambda: bench.counters.read(STORED) == 2)
-    assert_back(bench, before, done(bench, 1))
+    codec = next(iter(bench.lane._devices.values())).codec
+    store(bench, 1, codec="raw")
+    done(bench, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "check", lambda *_, **__: None)  # the last one's sums lie there yet
+        store(bench, 2, codec="raw")
+        failed = bench.expect(StoreFailed)
+    assert (failed.entry, failed.detail[:13]) == (2, "RuntimeError:")
+    bench.space.withdraw(blob_bound(size(2)))
+    store(bench, 3, codec="raw")
+    stored = done(bench, 2)
+    wait_until(lambda: bench.counters.read(STORED) == 3)
+    assert_back(bench, before, stored)
 
 
 def test_a_dead_clients_copies_are_finished_and_its_memory_let_go(
@@ -483,10 +526,10 @@ def test_a_session_waits_for_the_copies_of_another(bench: Bench, clock: Clock) -
             assert begun(other) == [False] * ROOM_PARTS
         wait_until(lambda: begun(other) == [False] * ROOM_PARTS + [True])
         done(bench, 1)  # what holds up one session's encoders does not the other's copies
-        assert bench.counters.read(STORED) == 1
+        wait_until(lambda: bench.counters.read(STORED) == 1)
         assert other.counters.read(STORED) == 0
     stored = done(bench, 5)
-    assert other.counters.read(STORED) == 14
+    wait_until(lambda: other.counters.read(STORED) == 14)
     assert_back(bench, before[bench], {1: stored.pop(1)})
     for entry, one in stored.items():
         assert other.session == one.session
@@ -538,7 +581,7 @@ def scratch_of(bench: Bench, clock: Clock) -> Iterator[Callable[[Ring], Any]]:
     def make(ring: Ring) -> Any:
         device = next(iter(bench.lane._devices.values()))
         with fake_cuda.entered(0):
-            made.append(module.StoreScratch(device, ring, 1000, 64))
+            made.append(module.StoreScratch(device, ring, 1000))
         return made[-1]
 
     with fake_cuda.entered(0):
@@ -608,10 +651,10 @@ def test_so_many_copies_wait_for_their_checksums(
     scratch = scratch_of(Ring(1))
     taken(scratch, job(1000))
     clock.pass_by()
-    copies = [taken(scratch, job(1000)) for _ in range(module.DIRECT_UNDER_WAY)]
+    direct = [taken(scratch, job(1000)) for _ in range(module.DIRECT_UNDER_WAY)]
     assert not scratch.has_for(job(1000))
-    scratch.give_back(copies.pop())
-    assert taken(scratch, job(1000)) not in copies
+    scratch.give_back(direct.pop())
+    assert taken(scratch, job(1000)) not in direct
 
 
 def test_a_raw_part_does_not_keep_the_other_direction_from_the_ring(

@@ -47,6 +47,9 @@ class Recorder:
         self.batches.append(list(batch))
         self.note("begin", batch)
 
+    def goes_beside(self, scratch: str) -> bool:
+        return str(scratch).startswith("of ")
+
     def passed(self, batch: list[int], scratch: str) -> bool:
         self.looks += 1
         if not self.hold.is_set() or batch[0] >= self.passing:
@@ -115,6 +118,9 @@ class ForOddOnes(Items):
     """An odd job needs none of what others wait for, as long as it `may_pass`."""
 
     may_pass = True
+
+    def has_for(self, job: int) -> bool:
+        return super().has_for(job) or (job % 2 == 1 and self.may_pass)
 
     def place_beside(self, waiting: Iterable[tuple[int, int]]) -> int | None:
         places = (place for place, job in waiting if job % 2)
@@ -312,6 +318,38 @@ def test_what_needs_no_scratch_passes_those_that_wait_for_it(
     stages.due = 99
     wait_until(stages.answered(8), WAIT, lambda: stages.events)
     assert called.is_set()
+
+
+def test_what_goes_beside_is_answered_before_what_was_begun_before_it(
+    pipeline: Pipeline[int, str], stages: Recorder
+) -> None:
+    stages.passing = 10
+    pipeline.run(lambda: pipeline.provide(ForOddOnes(["a"])))
+    for job in (20, 3, 5):
+        pipeline.put(job)
+    wait_until(stages.answered(2), WAIT, lambda: stages.events)
+    assert stages.answers() == [("finish", 3), ("finish", 5)]
+    pipeline.put(23)
+    pipeline.put(7)
+    wait_until(lambda: 7 in stages.kinds("begin"), WAIT, lambda: stages.events)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 4, WAIT)
+    assert stages.kinds("finish") == [3, 5]  # 7 keeps its order behind 23
+    stages.passing = 99
+    wait_until(stages.answered(5), WAIT, lambda: stages.events)
+
+
+def test_the_end_waits_for_what_goes_beside(stages: Recorder) -> None:
+    pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    stages.hold.clear()
+    pipeline.run(lambda: pipeline.provide(ForOddOnes([])))
+    pipeline.put(0)
+    pipeline.put(3)
+    wait_until(lambda: stages.kinds("begin") == [3], WAIT, lambda: stages.events)
+    pipeline.end()
+    stages.hold.set()
+    assert pipeline.join(WAIT)
+    assert set(stages.answers()) == {("refuse", 0), ("finish", 3)}
 
 
 def test_what_needs_no_scratch_may_have_to_wait(

@@ -122,17 +122,31 @@ ancf_encode_raw(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch) {
   });
 }
 
-/* In place of all of these, where the plan is raw: the blob's header alone, whose bytes somebody else
- * copies. Any number of blocks; `dst`: 16-byte aligned, kHeaderBytes. */
+/* Bytes on the device. */
+struct Span {
+  const u8 *address;
+  u64 nbytes;
+};
+
+/* For a blob whose bytes somebody else copies: of each span, what every block has of its checksum; with
+ * the length's part (FORMAT.md, section 8) their sum is it. Any number of blocks. */
+extern "C" __device__ const u32 ancf_check_shared_bytes = kBlockThreads / kWarpThreads * sizeof(u64);
 KERNEL_TWICE(kBlockThreads)
-ancf_encode_header(const u8 *__restrict__ src, u8 *__restrict__ dst, u8 *scratch, Result *result) {
+ancf_check(const Span *spans, u32 count, u64 *sums) {
   await_launches_before();
-  const Plan &plan = *plan_of(scratch);
-  u64 check = 0;
-  if (plan.flags & kFlagChecksum) {
-    visit_chunks(src, plan.raw_nbytes, [&](const uint4 (&rows)[kRows], u64 at, u32 lane) {
-      check += column_check(rows, at, lane);
+  u64 *of_warps = reinterpret_cast<u64 *>(shared_memory());
+  for (u32 number = 0; number < count; number++) {
+    u64 sum = 0;
+    visit_chunks(spans[number].address, spans[number].nbytes, [&](const uint4 (&rows)[kRows], u64 at, u32 lane) {
+      sum += column_check(rows, at, lane);
     });
+    sum = over_lanes(sum);
+    if (thread_in_block() % kWarpThreads == 0) of_warps[thread_in_block() / kWarpThreads] = sum;
+    barrier(0, kBlockThreads);
+    if (thread_in_block() == 0) {
+      for (u32 warp = 1; warp < kBlockThreads / kWarpThreads; warp++) sum += of_warps[warp];
+      sums[number * block_count() + block_index()] = sum;
+    }
+    barrier(0, kBlockThreads);
   }
-  finish(plan, 0, check, dst, scratch, result);
 }
