@@ -193,7 +193,9 @@ class CudaClient:
         try:
             self.device.context.make_current()
             if self.is_open:
-                self.device.settle(self.opened.store_stream)  # it may have a number to write yet
+                # There may be a number to write yet, or a checksum to make that nobody waits for.
+                for stream in (self.opened.store_stream, self.opened.checks.stream):
+                    self.device.settle(stream)
             with ExitStack() if self._opened is None else self._opened.owned as owned:
                 for mapping in self._segments.values():
                     owned.callback(mapping.close)

@@ -50,7 +50,10 @@ class Stores:
         self._turns.expect(sequence)
 
     def pass_over(self, sequence: int) -> None:
-        """Note that the store of that number came to nothing; in the pipeline's thread."""
+        """Note that nothing is read for the store of that number any more; in the store thread.
+
+        On the stream, behind the encoders that are there: Turns has their numbers as done already.
+        """
         self._client.stored_through(self._turns.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
@@ -143,11 +146,10 @@ class Stores:
     def _complete(self, job: StoreJob, scratch: DirectScratch) -> None:
         """Put the header before the bytes, which are in the pool, and answer."""
         client, (block,) = self._client, scratch.placed
-        checksum = _check(scratch).value
+        checksum, seconds = _check(scratch).value, scratch.copying_seconds()
         header = Header(Plan(Mode.RAW), DType.BYTES, job.nbytes, 0, checksum)
         client.device.put_header(block, header.pack())
-        client.stored_through(self._turns.done([job.sequence]))
-        seconds = scratch.copying_seconds()
+        self.pass_over(job.sequence)
         client.device.link.copied("store", block.nbytes, seconds)
         client.post(_done(job, block, Mode.RAW, seconds))
 
@@ -215,7 +217,6 @@ class Stores:
         client.post(*(_done(job, block, mode, each) for job, block, mode in answers))
 
     def _fail(self, job: StoreJob, error: Exception) -> None:
-        # On the stream, behind the encoders there: Turns has their numbers as done already.
         self.pass_over(job.sequence)
         self._client.post(
             StoreFailed(session=job.session, entry=job.entry, detail=error_text(error))
