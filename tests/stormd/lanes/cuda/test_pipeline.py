@@ -347,6 +347,9 @@ def test_the_end_waits_for_what_goes_beside(stages: Recorder) -> None:
     pipeline.put(3)
     wait_until(lambda: stages.kinds("begin") == [3], WAIT, lambda: stages.events)
     pipeline.end()
+    wait_until(lambda: stages.kinds("refuse") == [0], WAIT)
+    looks = stages.looks
+    wait_until(lambda: stages.looks > looks + 3, WAIT)
     stages.hold.set()
     assert pipeline.join(WAIT)
     assert set(stages.answers()) == {("refuse", 0), ("finish", 3)}
