@@ -9,6 +9,7 @@ import pytest
 from storm_client.compile import layout
 from storm_client.compile.layout import Block, Layout, bound, greedy, improved, laid_out
 from storm_client.errors import UsageError
+from support.cut_rectangle import pieces
 
 
 def some_blocks(seed: int, count: int = 60) -> list[Block]:
@@ -81,14 +82,17 @@ def test_a_capacity_below_the_bound_is_not_searched_for() -> None:
     assert improved(HARD, start, 60.0, capacity=start.bound - 1) is start
 
 
-def test_without_the_solver_the_greedy_layout_is_returned(
+def test_without_the_solver_layouts_are_searched_for_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("ortools", "ortools.sat", "ortools.sat.python"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(layout, "_has_solver", lambda: False)
     blocks = some_blocks(3)
-    assert laid_out(blocks, 60.0) == greedy(blocks)
+    assert laid_out(blocks) == greedy(blocks)
+    tight = pieces(1, 100)
+    assert not greedy(tight).is_best
+    assert laid_out(tight, 60.0).is_best
     with pytest.raises(UsageError, match=r"stormd\[solver\]"):
         improved(blocks, greedy(blocks), 1.0)
 

@@ -184,8 +184,8 @@ class CompiledStep:
     def explain(self, seconds: float = 0.0) -> Explanation:
         """Describe what was captured for the latest call: graph, plan, and memory.
 
-        With `seconds`, a layout that is better than greedy ones is looked for so long, where
-        OR-tools is installed.
+        With `seconds`, a layout that is better than greedy ones is looked for so long, at the end
+        by OR-tools where they are installed.
 
         Raises:
             UsageError: it was not called yet.
