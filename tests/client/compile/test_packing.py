@@ -59,6 +59,16 @@ def test_pieces_of_a_rectangle_are_put_together_again(seed: int, count: int, ste
     check(blocks, packed(blocks, HEIGHT, 60.0), HEIGHT)
 
 
+@pytest.mark.parametrize(
+    ("seed", "count", "lost"), [(15, 100, 3), (49, 100, 6), (72, 100, 10), (77, 150, 9)]
+)
+def test_gaps_are_left_where_pieces_are_missing(seed: int, count: int, lost: int) -> None:
+    """A search that leaves none of its own accord, or too large ones, does not find these."""
+    blocks = pieces(seed, count)[lost:]
+    assert greedy(blocks).nbytes > HEIGHT
+    check(blocks, packed(blocks, HEIGHT, 20.0), HEIGHT)
+
+
 def test_what_fits_is_found_and_what_does_not_is_not() -> None:
     """Where every order can be tried; some of them have gaps in their best layout."""
     above = 0
