@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from storm_client.compile.layout import Block, Layout, bound, greedy, improved
-from storm_client.compile.packing import packed
+from storm_client.compile.layout_search import packed
 
 from stormd.machine import describe, package_versions
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--search", choices=["packing", "cp-sat"], default="packing")
+    parser.add_argument("--search", choices=["own", "cp-sat"], default="own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--json", type=Path)

@@ -68,7 +68,8 @@ def test_first_samples_of_modules(device: str, client: storm.Client) -> None:
 
 def test_first_samples_of_operators(device: str, client: storm.Client) -> None:
     tally = compare(operator_samples(device), device, client)
-    assert tally.counts["offloaded"] > 500, tally.counts
+    least = {"cpu": 500, "cuda": 400}[device]  # there what is needed at once is held
+    assert tally.counts["offloaded"] > least, tally.counts
     assert tally.offload.stats().offloaded_bytes > 800_000
 
 

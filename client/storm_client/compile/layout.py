@@ -3,8 +3,8 @@
 Two values that are needed at the same time must not overlap; all others may. The least size that
 any layout can have is the most bytes needed at one time. The greedy start places values one after
 the other at the lowest offset that is free, in many orders, and keeps the best; where that is
-above the bound, `packing` searches for one that fits in less, and then OR-tools' CP-SAT, if it is
-installed.
+above the bound, `layout_search` looks for one that fits in less, and then OR-tools' CP-SAT, if it
+is installed.
 
 Everything here is pure: numbers in, numbers out, the clock aside.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from storm_client.compile.packing import packed
+from storm_client.compile.layout_search import packed
 from storm_client.errors import UsageError
 
 __all__ = ["Block", "Layout", "bound", "greedy", "improved", "laid_out", "tightened"]
@@ -105,7 +105,7 @@ def laid_out(blocks: Sequence[Block], seconds: float = 0.0) -> Layout:
 
 
 def tightened(blocks: Sequence[Block], start: Layout, seconds: float, *, seed: int = 0) -> Layout:
-    """Return the least layout that packing finds in so many seconds, `start` if none is less.
+    """Return the least layout that the search finds in so many seconds, `start` if none is less.
 
     The bound is tried first, for half of the time, as it is often reached; then what is halfway
     between the last size that was not and the best that was, for a third of what is left of it.

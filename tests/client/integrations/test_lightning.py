@@ -12,6 +12,7 @@ import pytest
 import storm_client as storm
 import torch
 from support import frameworks
+from support.planning import mind_the_device_alone
 from support.training import assert_identical
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -160,7 +161,10 @@ def test_evaluation_is_left_alone(client: storm.Client, tmp_path: Path) -> None:
     assert counted[0] == counted[1] > 0
 
 
-def test_statistics_are_logged(client: storm.Client, tmp_path: Path) -> None:
+def test_statistics_are_logged(
+    client: storm.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mind_the_device_alone(monkeypatch)  # on a GPU the thread bounds these steps: little leaves
     logger = Recorder()
     callback = OffloadCallback(client=client, min_bytes=MIN_BYTES)
     fit(Net(), tmp_path, callback, logger=logger, log_every_n_steps=2, max_epochs=2)

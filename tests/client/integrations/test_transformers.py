@@ -9,6 +9,7 @@ import pytest
 import storm_client as storm
 import torch
 from support import frameworks
+from support.planning import mind_the_device_alone
 from support.tiny_llama import tiny_llama, token_rows
 from support.training import assert_identical
 
@@ -154,7 +155,8 @@ def test_settings_of_the_trainer(
     assert_same(offloaded, plain)
 
 
-def test_a_budget(client: storm.Client, tmp_path: Path) -> None:
+def test_a_budget(client: storm.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mind_the_device_alone(monkeypatch)  # on a GPU the thread bounds these steps: little leaves
     offloaded = offload_trainer(
         make_trainer(tmp_path, steps=8), client=client, min_bytes=MIN_BYTES, budget=0.5
     )
@@ -202,7 +204,10 @@ def test_resuming_from_a_checkpoint(client: storm.Client, tmp_path: Path) -> Non
             assert min(one["offload_saved_gib"] for one in logged) > 0
 
 
-def test_statistics_are_in_the_logs(client: storm.Client, tmp_path: Path) -> None:
+def test_statistics_are_in_the_logs(
+    client: storm.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mind_the_device_alone(monkeypatch)  # on a GPU the thread bounds these steps: little leaves
     trainer = offload_trainer(
         make_trainer(tmp_path, logging_steps=2, gradient_accumulation_steps=2),
         client=client,

@@ -6,9 +6,9 @@ import random
 from itertools import permutations
 
 import pytest
-from storm_client.compile import packing
+from storm_client.compile import layout_search
 from storm_client.compile.layout import Block, Layout, bound, greedy, tightened
-from storm_client.compile.packing import packed
+from storm_client.compile.layout_search import packed
 from support.cut_rectangle import HEIGHT, pieces
 
 
@@ -106,7 +106,7 @@ def test_more_blocks_than_tables_can_hold_are_not_searched(
 ) -> None:
     blocks = [Block(n, n + 1, 1) for n in range(5)]
     check(blocks, packed(blocks, 1, 60.0), 1)
-    monkeypatch.setattr(packing, "MOST_BLOCKS", 4)
+    monkeypatch.setattr(layout_search, "MOST_BLOCKS", 4)
     assert packed(blocks, 1, 60.0) is None
 
 
