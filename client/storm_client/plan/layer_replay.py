@@ -94,7 +94,8 @@ class LayerReplay:
         self._layers: list[_Layer] = []
         """The first of the model, which are tried or run again."""
         self._steps = 0
-        """Under way, for which the layers' forwards are replaced."""
+        self._hooked: list[_Layer] = []
+        """Those whose forwards are replaced while that many steps are under way."""
         self._local = threading.local()
         self._has_outgrown = False
         self.refusal = ""
@@ -136,7 +137,7 @@ class LayerReplay:
         As many as leave no more than `room` bytes saved, the first ones.
         """
         with self._lock:
-            if self._phase is not LayerPhase.OFF or self._steps:
+            if self._phase is not LayerPhase.OFF:
                 return
             saved = sum(value.nbytes for value in kind.values if value.is_saved)
             layers = list(self._first_of(kind, saved - room))
@@ -148,11 +149,7 @@ class LayerReplay:
         """Tell, where a step begins, whether steps are another kind from here on."""
         with self._lock:
             if self._phase is LayerPhase.TRIED and all(layer.is_tried for layer in self._layers):
-                self.refusal = next(filter(None, (layer.refusal for layer in self._layers)), "")
-                self._move_to(LayerPhase.REFUSED if self.refusal else LayerPhase.ON)
-                if self.refusal:
-                    self._forget()
-                return not self.refusal
+                return self._judge()
             if self._phase is LayerPhase.ON and self._has_outgrown:
                 self._has_outgrown = False
                 self._move_to(LayerPhase.OFF)
@@ -172,18 +169,19 @@ class LayerReplay:
         """Have this thread's calls of the layers go to `step`."""
         with self._lock:
             if not self._steps:
-                for layer in self._layers:
+                self._hooked = list(self._layers)
+                for layer in self._hooked:
                     layer.hook(self)
             self._steps += 1
-        self._local.step = step
+        step.outer, self._local.step = getattr(self._local, "step", None), step
 
-    def leave(self) -> None:
-        """Have them do nothing else than ever again."""
-        self._local.step = None
+    def leave(self, step: LayerStep) -> None:
+        """Have them go where they went before; where no step is left they do what they ever did."""
+        self._local.step = step.outer
         with self._lock:
             self._steps -= 1
             if not self._steps:
-                for layer in self._layers:
+                for layer in self._hooked:
                     layer.unhook()
 
     def current(self) -> LayerStep | None:
@@ -200,13 +198,19 @@ class LayerReplay:
 
     # --- helpers, with the lock held --------------------------------------------------------
 
+    def _judge(self) -> bool:
+        """Go on with the layers that have passed their trials; False where none has."""
+        self.refusal = next(filter(None, (layer.refusal for layer in self._layers)), "")
+        self._layers = [layer for layer in self._layers if not layer.refusal]
+        self._move_to(LayerPhase.ON if self._layers else LayerPhase.REFUSED)
+        return bool(self._layers)
+
     def _move_to(self, phase: LayerPhase) -> None:
         assert phase in _NEXT[self._phase], f"{self._phase} to {phase}"
         self._phase = phase
 
     def _forget(self) -> None:
-        if not self._steps:
-            self._layers = []
+        self._layers = []
         self._host, self._saved_bytes = None, 0
 
     def _first_of(self, kind: Kind, leaving: int) -> Iterator[_Layer]:
@@ -250,6 +254,8 @@ class LayerStep:
         self._mode = mode
         self.pack: object = None
         """The hook that the block has put on PyTorch's stack."""
+        self.outer: LayerStep | None = None
+        """The step inside of which it is, in the same thread."""
 
     def begin(self, pack: object) -> None:
         """Begin to see the calls of layers while `pack` is the innermost hook."""
@@ -259,17 +265,23 @@ class LayerStep:
     def end(self) -> None:
         """See no more of them."""
         if self.pack is not None:
-            self._replay.leave()
+            self._replay.leave(self)
 
     def call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer's forward returns."""
-        tensors = _tensors((*args, *kwargs.values()))
-        has_nothing_to_show = layer.is_tried and not self._is_on
-        if tensors is None or not layer.module.training or has_nothing_to_show:
+        has_shown = layer.is_tried and not self._is_on
+        if has_shown or layer.refusal or not layer.module.training:
+            return layer.forward(*args, **kwargs)
+        layer.is_tried = True
+        try:
+            tensors = _tensors((*args, *kwargs.values()))
+        except TypeError as error:
+            if not self._is_on:
+                layer.refuse(str(error))
             return layer.forward(*args, **kwargs)
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if not self._is_on:
-            layer.input_bytes, layer.is_tried = nbytes, True
+            layer.input_bytes = nbytes
             return _tried(layer, tensors, args, kwargs, self._mode)
         if nbytes > OUTGROWN * layer.input_bytes:
             self._replay.outgrown()
@@ -279,7 +291,7 @@ class LayerStep:
     def _checkpointed(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward now, and again where something that it saved is asked for."""
         loose = [argument for argument in args if not isinstance(argument, torch.Tensor)]
-        held = _tensors((*loose, *kwargs.values())) or []
+        held = _tensors((*loose, *kwargs.values()))
         again = _Again(layer, held, self._stats)
         return checkpoint(
             partial(layer.forward, **kwargs),
@@ -522,19 +534,23 @@ def _is_plain(part: torch.nn.Module) -> bool:
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor] | None:
-    """Return the tensors among some arguments, None where one could hold what calls change."""
+def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors among some arguments.
+
+    Raises:
+        TypeError: one could hold what calls change.
+    """
     found: list[torch.Tensor] = []
     for argument in arguments:
         if type(argument) in (torch.Tensor, torch.nn.Parameter):
             found.append(argument)
         elif type(argument) in (tuple, list, dict):
-            inside = _tensors(argument.values() if type(argument) is dict else argument)
-            if inside is None:
-                return None
-            found += inside
+            found += _tensors(argument.values() if type(argument) is dict else argument)
         elif not isinstance(argument, _NUMBERS):
-            return None
+            raise TypeError(
+                f"it is given a {type(argument).__name__}, which each call may write to; if that "
+                "is a cache, train with model.config.use_cache = False"
+            )
     return found
 
 

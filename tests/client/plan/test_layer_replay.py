@@ -20,7 +20,6 @@ from storm_client.plan import layer_replay, planning
 from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
 from support.planning import value
-from support.tiny_llama import tiny_llama, token_rows
 from support.training import Context, assert_identical, gradients
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -315,24 +314,64 @@ def test_no_memory_for_a_second_call_is_no_error(
     assert "none left" in refusal(offload)
 
 
-def test_arguments_that_could_be_written_to_are_passed_on_as_they_are(
-    client: storm.Client, x: Tensor
-) -> None:
-    class Cache:
-        entries = 0
+class Cache:
+    """What counts how often it was written to."""
 
-    class Caching(Layer):
-        def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # type: ignore[override]
-            if cache is not None:
-                cache.entries += 1
-            return super().forward(x)
+    entries = 0
 
+
+class Caching(Layer):
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:  # type: ignore[override]
+        if cache is not None:
+            cache.entries += 1
+        return super().forward(x)
+
+
+def test_what_could_be_written_to_is_passed_on_as_it_is(client: storm.Client, x: Tensor) -> None:
     net, cache = made(Caching), Cache()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
     assert phase(offload) is LayerPhase.ON
     step(net, x, lambda: offload, cache=cache)
     assert cache.entries == LAYERS
+    replayed = offload.stats().replayed_bytes
+    assert_identical(step(net, x, lambda: offload), step(net, x, nullcontext))
+    assert offload.stats().replayed_bytes > replayed
+
+
+def test_a_block_inside_of_a_block_leaves_the_outer_one_its_layers(
+    client: storm.Client, x: Tensor
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with offload:
+        with offload:
+            pass
+        before = offload.stats().replayed_bytes
+        net(x)
+    assert offload.stats().replayed_bytes > before
+
+
+def test_who_is_always_given_a_cache_is_told_so(client: storm.Client, x: Tensor) -> None:
+    net, cache = made(Caching), Cache()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload, cache=cache)
+    assert cache.entries == LAYERS * (SETTLED + 1)
+    assert phase(offload) is LayerPhase.REFUSED
+    assert "it is given a Cache" in refusal(offload)
+    assert "use_cache = False" in str(offload.plan)
+
+
+def test_layers_that_pass_are_run_again_beside_one_that_does_not(
+    client: storm.Client, x: Tensor
+) -> None:
+    net = made()
+    net.layers[1] = Counting()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert run_again(offload) == ["layers.0", "layers.2", "layers.3"]
+    assert "layers.1 is not run again" in str(offload.plan)
 
 
 def test_a_watched_part_is_not_called_twice(client: storm.Client, x: Tensor) -> None:
@@ -495,23 +534,41 @@ def test_a_graph_may_be_used_twice(client: storm.Client, x: Tensor) -> None:
         assert_identical([loss.detach(), *gradients(net)], expected)
 
 
-def test_transformers_layers_are_run_again(client: storm.Client) -> None:
-    net = tiny_llama(layers=3).train()
-    rows = token_rows(2)
-    words = torch.stack([row["input_ids"] for row in rows])
+# --- models that nobody here wrote ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("llama", {"use_cache": False}, LayerPhase.ON),
+        ("llama", {}, LayerPhase.REFUSED),  # each layer is given a cache
+        ("bert", {}, LayerPhase.ON),
+        ("t5", {}, LayerPhase.ON),  # of its encoder
+        ("vit", {}, LayerPhase.ON),
+        ("wav2vec2", {}, LayerPhase.ON),
+        ("resnet", {}, LayerPhase.OFF),
+    ],
+)
+@pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "autocast"])
+def test_models_of_transformers(
+    client: storm.Client, name: str, options: dict[str, Any], expected: LayerPhase, is_cast: bool
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from support.small_models import MODELS
+
+    net, inputs = MODELS[name]()
+    net.train()
 
     def train(context: Context) -> list[Tensor]:
+        torch.manual_seed(1)
         net.zero_grad()
-        with context():
-            loss = net(input_ids=words, labels=words, use_cache=False).loss
+        with context(), torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            loss = net(**inputs, **options).loss
         loss.backward()
         return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
 
     offload = client.offload(net, min_bytes=1)
-    expected = train(nullcontext)
+    plain = train(nullcontext)
     for _ in range(SETTLED):
-        assert_identical(train(lambda: offload), expected)
-    assert phase(offload) is LayerPhase.ON
-    assert offload.plan is not None
-    names = [row.operation for row in offload.plan.rows if "layers." in row.operation]
-    assert names == [f"model.layers.{number}" for number in range(3)]
+        assert_identical(train(lambda: offload), plain)
+    assert phase(offload) is expected
