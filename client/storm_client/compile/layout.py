@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from storm_client.compile.layout_search import packed
+from storm_client.compile.layout_search import Block, packed
 from storm_client.errors import UsageError
 
 __all__ = ["Block", "Layout", "bound", "greedy", "improved", "laid_out", "tightened"]
@@ -28,20 +28,6 @@ ROUNDS = 24
 """How often an order is tried with another block first."""
 CLOSE = 1000
 """What part of the bound a search goes on for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A value's memory: needed at the times from `begin` up to, not including, `end`."""
-
-    begin: int
-    end: int
-    nbytes: int
-    alignment: int = 1
-
-    def __post_init__(self) -> None:
-        if self.begin >= self.end or self.nbytes < 0 or self.alignment < 1:
-            raise UsageError(f"{self} is no block: it is needed at no time, or has no size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,14 +36,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from hashlib import blake2b
 from itertools import cycle, pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from storm_client.compile.layout import Block
+from storm_client.errors import UsageError
 
-__all__ = ["packed"]
+__all__ = ["Block", "packed"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Span: TypeAlias = tuple[int, int]
@@ -61,6 +60,20 @@ MOST_KNOWN = 1 << 20
 """How many dead ends are remembered, each in some 100 bytes."""
 MOST_BLOCKS = 4096
 """How many are searched: tables hold up to their square, and a node looks at all that is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A value's memory: needed at the times from `begin` up to, not including, `end`."""
+
+    begin: int
+    end: int
+    nbytes: int
+    alignment: int = 1
+
+    def __post_init__(self) -> None:
+        if self.begin >= self.end or self.nbytes < 0 or self.alignment < 1:
+            raise UsageError(f"{self} is no block: it is needed at no time, or has no size")
 
 
 class _End(Enum):

@@ -17,29 +17,28 @@ PyTorch for what is saved.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from time import perf_counter
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import ActivationLost
 from storm_client.layers import Layers, parts_of
+from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
-from storm_client.plan.recipes import checksum
+from storm_client.plan.layer_trial import call_twice, state_of, tensors_in
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
 
-__all__ = ["LayerPhase", "LayerReplay", "LayerStep", "ReplayedLayer"]
+__all__ = ["LayerPhase", "LayerReplay", "LayerStep"]
 
 DECLARED: Final = "GradientCheckpointingLayer"
 """What transformers has its layers be that may be run again in the backward pass."""
@@ -69,14 +68,6 @@ _NEXT: Final = {
     LayerPhase.ON: {LayerPhase.OFF},
     LayerPhase.REFUSED: frozenset[LayerPhase](),
 }
-
-
-class ReplayedLayer(NamedTuple):
-    """A layer that is run again, for the plan's table."""
-
-    name: str
-    nbytes: int
-    """What it saves when nothing is run again."""
 
 
 class LayerReplay:
@@ -274,15 +265,19 @@ class LayerStep:
             return layer.forward(*args, **kwargs)
         layer.is_tried = True
         try:
-            tensors = _tensors((*args, *kwargs.values()))
+            nbytes = sum(tensor.nbytes for tensor in tensors_in((*args, *kwargs.values())))
         except TypeError as error:
             if not self._is_on:
                 layer.refuse(str(error))
             return layer.forward(*args, **kwargs)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
         if not self._is_on:
             layer.input_bytes = nbytes
-            return _tried(layer, tensors, args, kwargs, self._mode)
+            made, difference = call_twice(
+                layer.module, layer.forward, args, kwargs, unseen_by=self._mode
+            )
+            if difference:
+                layer.refuse(difference)
+            return made
         if nbytes > OUTGROWN * layer.input_bytes:
             self._replay.outgrown()
         self._stats.of_layer(layer.name).gives_up(layer.nbytes)
@@ -291,7 +286,7 @@ class LayerStep:
     def _checkpointed(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward now, and again where something that it saved is asked for."""
         loose = [argument for argument in args if not isinstance(argument, torch.Tensor)]
-        held = _tensors((*loose, *kwargs.values()))
+        held = tensors_in((*loose, *kwargs.values()))
         again = _Again(layer, held, self._stats)
         return checkpoint(
             partial(layer.forward, **kwargs),
@@ -342,133 +337,6 @@ class _Layer:
         return self.forward(*args, **kwargs) if step is None else step.call(self, args, kwargs)
 
 
-# --- trying ---------------------------------------------------------------------------------------
-
-
-def _tried(
-    layer: _Layer,
-    tensors: Sequence[torch.Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mode: TorchFunctionMode | None,
-) -> Any:
-    """Call a layer's forward twice and note whether it did the same; return what it returned first.
-
-    The second call, of which `mode` sees nothing, makes a graph of its own, which nobody keeps.
-    """
-    parts = list(parts_of([layer.module]))
-    held, versions = _held(parts), [tensor._version for tensor in tensors]
-    randomness = _RandomStates(tensors)
-    first, second = _Checksums(), _Checksums()
-    with first:
-        made = layer.forward(*args, **kwargs)
-    if [tensor._version for tensor in tensors] != versions:
-        layer.refuse("it changes what it is given")
-        return made
-    apart = iter([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
-    args, kwargs = _replaced(args, apart), _replaced(kwargs, apart)
-    try:
-        with _Unseen(mode), saved_tensors_hooks(_nothing, _nothing), randomness, second:
-            layer.forward(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - nobody has asked for this call, so it may not raise
-        layer.refuse(f"its second call failed: {type(error).__name__}: {error}")
-        return made
-    if _held(parts) != held:
-        layer.refuse("its forward changes what its modules hold")
-    elif not first.equals(second):
-        layer.refuse("called twice it had other bits")
-    return made
-
-
-class _Unseen:
-    """A context in which functions do not pass through `mode`, where that is the innermost."""
-
-    def __init__(self, mode: TorchFunctionMode | None) -> None:
-        count = torch._C._len_torch_function_stack()
-        is_innermost = count > 0 and torch._C._get_function_stack_at(count - 1) is mode
-        self._mode = mode if is_innermost else None
-
-    def __enter__(self) -> None:
-        if self._mode is not None:
-            torch._C._pop_torch_function_stack()
-
-    def __exit__(self, *_: object) -> None:
-        if self._mode is not None:
-            torch._C._push_on_torch_function_stack(self._mode)
-
-
-class _RandomStates:
-    """The random number generators as they were: a context in which they are so again."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._devices = sorted({t.device.index for t in tensors if t.is_cuda})
-        self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-        self._after: AbstractContextManager[None] = nullcontext()
-
-    def __enter__(self) -> None:
-        self._after = torch.random.fork_rng(self._devices)
-        self._after.__enter__()
-        torch.set_rng_state(self._cpu)
-        for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Have them be as they are."""
-        self._after.__exit__(kind, error, traceback)
-
-
-class _Checksums(TorchFunctionMode):
-    """Takes a checksum of each tensor that PyTorch's functions return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: list[torch.Tensor] = []
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run the function and note what it returned."""
-        made = function(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for tensor in made if isinstance(made, (tuple, list)) else (made,):
-                if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-                    self._found.append(checksum(tensor.untyped_storage()))
-        return made
-
-    def equals(self, other: _Checksums) -> bool:
-        """Tell whether both have seen the same; waits for the device."""
-        if len(self._found) != len(other._found):
-            return False
-        return all(map(torch.equal, self._found, other._found))
-
-
-def _held(parts: Iterable[torch.nn.Module]) -> list[object]:
-    """Return what tells whether modules hold the same: objects, lengths and versions."""
-    found: list[object] = []
-    for part in parts:
-        for name, value in part.__dict__.items():
-            if name == "forward":
-                continue
-            found += [name, id(value)]
-            if isinstance(value, (list, dict, set)):
-                found.append(len(value))
-        found += _state(part)
-    return found
-
-
-# --- running again --------------------------------------------------------------------------------
-
-
 class _Again:
     """The context in which a layer's forward is called in the backward pass.
 
@@ -484,7 +352,7 @@ class _Again:
         self._layer = layer
         self._stats = stats
         self._parts = list(parts_of([layer.module]))
-        self._states = [_state(part) for part in self._parts]
+        self._states = [state_of(part) for part in self._parts]
         self._tensors = [(tensor, tensor._version) for tensor in held]
         self._began = 0.0
 
@@ -497,7 +365,7 @@ class _Again:
 
     def _check(self) -> None:
         for part, state in zip(self._parts, self._states, strict=True):
-            if _state(part) != state:
+            if state_of(part) != state:
                 raise ActivationLost(
                     f"a parameter, a buffer or the mode of {self._layer.name} was changed between "
                     "the forward and the backward pass, which was to run that layer again; change "
@@ -512,61 +380,9 @@ class _Again:
                 )
 
 
-def _state(part: torch.nn.Module) -> tuple[object, ...]:
-    """Return what tells whether a module's own tensors and mode are the same."""
-    tensors = (*part._parameters.values(), *part._buffers.values())
-    return (
-        part.training,
-        *((id(tensor), tensor._version) for tensor in tensors if tensor is not None),
-    )
-
-
 def _is_plain(part: torch.nn.Module) -> bool:
     """Tell whether a module's tensors are ordinary ones, and nobody is told of its calls."""
     tensors = (*part._parameters.values(), *part._buffers.values())
     return not (part._forward_hooks or part._forward_pre_hooks) and all(
         tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors
     )
-
-
-# --- arguments ------------------------------------------------------------------------------------
-
-_NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among some arguments.
-
-    Raises:
-        TypeError: one could hold what calls change.
-    """
-    found: list[torch.Tensor] = []
-    for argument in arguments:
-        if type(argument) in (torch.Tensor, torch.nn.Parameter):
-            found.append(argument)
-        elif type(argument) in (tuple, list, dict):
-            found += _tensors(argument.values() if type(argument) is dict else argument)
-        elif not isinstance(argument, _NUMBERS):
-            raise TypeError(
-                f"it is given a {type(argument).__name__}, which each call may write to; if that "
-                "is a cache, train with model.config.use_cache = False"
-            )
-    return found
-
-
-def _replaced(argument: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return arguments with the next of `tensors` in the place of theirs."""
-    if type(argument) in (torch.Tensor, torch.nn.Parameter):
-        return next(tensors)
-    if type(argument) is dict:
-        return {name: _replaced(value, tensors) for name, value in argument.items()}
-    if type(argument) in (tuple, list):
-        return type(argument)(_replaced(value, tensors) for value in argument)
-    return argument
-
-
-def _nothing(_: object) -> Any:
-    """Stand in for both hooks of a graph that nobody goes back through.
-
-    One that returned the tensor would have results hold themselves, for ever.
-    """

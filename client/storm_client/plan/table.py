@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client.errors import UsageError
-from storm_client.plan.decisions import Keep, Offload, Replay
+from storm_client.plan.decisions import Keep, Offload, Replay, ReplayedLayer
 from storm_client.plan.kinds import Kind
-from storm_client.plan.layer_replay import ReplayedLayer
 from storm_client.plan.planner import Choice
 from storm_client.sizes import format_size
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.errors import ActivationLost
-from storm_client.plan import layer_replay, planning
+from storm_client.plan import layer_replay, layer_trial, planning
 from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
 from support.planning import value
@@ -217,6 +217,16 @@ class Counting(Layer):
         return super().forward(x, scale)
 
 
+class Alternating(Layer):
+    """Is after two calls as it was."""
+
+    is_odd = False
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        self.is_odd = not self.is_odd
+        return super().forward(x, scale)
+
+
 class Collecting(Layer):
     def __init__(self) -> None:
         super().__init__()
@@ -266,6 +276,7 @@ LAST: list[nn.Module] = []
     ("kind", "reason"),
     [
         (Counting, "changes what its modules hold"),
+        (Alternating, "changes what its modules hold"),
         (Collecting, "changes what its modules hold"),
         (Averaging, "changes what its modules hold"),
         (Once, "its second call failed: ValueError: called twice"),
@@ -307,7 +318,7 @@ def test_no_memory_for_a_second_call_is_no_error(
     def without_memory(self: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(layer_replay._RandomStates, "__enter__", without_memory)
+    monkeypatch.setattr(layer_trial._RandomStates, "__enter__", without_memory)
     net = made()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
