@@ -28,7 +28,10 @@ from storm_client.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Tran
 __all__ = ["STALL_SECONDS", "Inbound"]
 
 STALL_SECONDS = 60.0
-"""How long a restore may make no progress before it is given up; disks are not in the way."""
+"""How long a restore is waited for while the daemon answers nothing; disks are not in the way."""
+
+LONGEST_SECONDS = 600.0
+"""The same while it answers others: many processes may share a device by time slices."""
 
 TOGETHER_BYTES = 8 << 20
 """Of records fetched ahead: so many share an event on the stream and a frame to the daemon."""
@@ -109,12 +112,7 @@ class Inbound:
                     transfer = incoming.transfers.get(index)
                     if transfer is None or not transfer.is_wanted:
                         transfer = self._requested(incoming, index)
-                    deadline = time.monotonic() + STALL_SECONDS
-                    while transfer.phase is Phase.REQUESTED:
-                        if not connection.wait(deadline):
-                            raise self._stalled(incoming, index)
-                    if transfer.error is not None:
-                        raise transfer.error
+                    self._wait_for_part(incoming, index)
                     slot = transfer.slot
                     assert slot is not None, transfer
                 self._lane.unstage(slot, destination, part.begin)
@@ -213,15 +211,24 @@ class Inbound:
             self._wait_for_room(incoming, index)
 
     def _wait_for_room(self, incoming: Incoming, index: int) -> None:
-        seen, deadline = self._transfers.freed, time.monotonic() + STALL_SECONDS
+        seen, patience = self._transfers.freed, _Patience(self._connection, self._transfers)
         while self._transfers.freed == seen:
-            if not self._connection.wait(deadline):
+            if not patience.wait():
                 raise self._stalled(incoming, index)
+
+    def _wait_for_part(self, incoming: Incoming, index: int) -> None:
+        transfer, patience = incoming.transfers[index], _Patience(self._connection, self._transfers)
+        while transfer.phase is Phase.REQUESTED:
+            if not patience.wait():
+                raise self._stalled(incoming, index)
+        if transfer.error is not None:
+            raise transfer.error
 
     def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
         return ActivationLost(
-            f"the daemon did not restore entry {incoming.parts[index].entry} within "
-            f"{STALL_SECONDS:g} s; see `stormd status` and its log"
+            f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
+            f"for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` "
+            "and its log"
         )
 
     # --- into memory of its own -------------------------------------------------------------
@@ -260,14 +267,6 @@ class Inbound:
         assert incoming.storage is not None
         self._lane.use(incoming.storage)  # which may have been allocated on another stream
         return incoming.storage
-
-    def _wait_for_part(self, incoming: Incoming, index: int) -> None:
-        transfer, deadline = incoming.transfers[index], time.monotonic() + STALL_SECONDS
-        while transfer.phase is Phase.REQUESTED:
-            if not self._connection.wait(deadline):
-                raise self._stalled(incoming, index)
-        if transfer.error is not None:
-            raise transfer.error
 
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
         """Request what is used next; False where the rest has to take the staging area."""
@@ -367,6 +366,30 @@ class Inbound:
         transfers = self._transfers
         self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held_bytes)
         return self._allowed - transfers.early_bytes
+
+
+class _Patience:
+    """With a daemon that is asked for something: ends once it has answered nothing for long."""
+
+    def __init__(self, connection: Connection, transfers: Transfers) -> None:
+        """Begin now; the session's lock is held, here and in `wait`."""
+        self._connection = connection
+        self._transfers = transfers
+        self._answered = transfers.answered
+        now = time.monotonic()
+        self._deadline, self._last = now + STALL_SECONDS, now + LONGEST_SECONDS
+
+    def wait(self) -> bool:
+        """Wait until something may have come; False at the end of patience.
+
+        Raises:
+            DaemonLost, UsageError: as Connection.wait.
+        """
+        if self._connection.wait(min(self._deadline, self._last)):
+            return True
+        answered, self._answered = self._answered, self._transfers.answered
+        self._deadline = time.monotonic() + STALL_SECONDS
+        return answered != self._answered and time.monotonic() < self._last
 
 
 def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:

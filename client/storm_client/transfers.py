@@ -287,6 +287,8 @@ class Transfers:
         """
         self.part_bytes = max(part_bytes - part_bytes % ALIGNMENT, 1)
         self.window = window
+        self.answered = 0
+        """Answers about transfers so far: while it grows the daemon gets on."""
         self.freed = 0
         """Grows with whatever gives room to a thread that waits for some."""
         self.early_bytes = 0
@@ -610,6 +612,7 @@ class Transfers:
         transfer = self._pending.get(number)
         if transfer is None:
             return
+        self.answered += 1
         if isinstance(transfer.of, Incoming):
             self._came(transfer, transfer.of, message)
         else:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import storm_client as storm
@@ -318,6 +319,41 @@ def test_threads_share_a_small_area_that_keeps_parts(
             count = choice.randint(1, 3)
             plans = [choice.choices(sizes, k=choice.randint(1, 10)) for _ in range(count)]
             assert all(threads.map(train, plans))
+
+
+class Clock:
+    """A clock, and a connection at which nothing comes: each wait lasts until its deadline."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, deadline: float) -> bool:
+        self.now = deadline
+        return False
+
+
+def test_a_daemon_that_answers_others_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, transfers = Clock(), SimpleNamespace(answered=3)
+    monkeypatch.setattr(inbound, "time", clock)
+    patience = inbound._Patience(clock, transfers)  # type: ignore[arg-type]
+    transfers.answered += 1
+    assert patience.wait()
+    transfers.answered += 2
+    assert patience.wait()
+    assert not patience.wait(), "nothing has been answered since"
+    assert clock.now == 3 * inbound.STALL_SECONDS
+
+
+def test_it_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, transfers = Clock(), SimpleNamespace(answered=0)
+    monkeypatch.setattr(inbound, "time", clock)
+    patience = inbound._Patience(clock, transfers)  # type: ignore[arg-type]
+    transfers.answered += 1
+    while patience.wait():
+        transfers.answered += 1
+    assert clock.now == inbound.LONGEST_SECONDS
 
 
 def plain_gradient(x: Tensor, length: int) -> Tensor:
