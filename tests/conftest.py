@@ -30,6 +30,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Daemons have little memory to touch as they start, where a test does not say how much: the 4.25 GiB
+# of a plain one take 14 s of a processor.
+os.environ.setdefault("STORMD_POOL_BYTES", "64MiB")
+os.environ.setdefault("STORMD_CACHE_BYTES", "8MiB")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -143,7 +143,8 @@ def make_late_daemon(
 
         def make(**options: int) -> DaemonThread:
             address = f"ipc://{base}/{len(started)}.sock"
-            sizes = {"pool_bytes": 256 * MIB, "part_bytes_cpu": 256 << 10, **options}
+            sizes = {"pool_bytes": 64 * MIB, "cache_bytes": MIB, "part_bytes_cpu": 256 << 10}
+            sizes |= options
             started.append(DaemonThread(Config(address=address, device="cpu", **sizes)))
             return started[-1]
 

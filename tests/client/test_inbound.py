@@ -38,6 +38,7 @@ def inner_daemons(staging_bytes: int, part_bytes: int) -> Iterator[DaemonThread]
                 address=f"ipc://{directory}/stormd.sock",
                 device="cpu",
                 pool_bytes=64 << 20,
+                cache_bytes=1 << 20,
                 staging_bytes_cpu=staging_bytes,
                 part_bytes_cpu=part_bytes,
             )

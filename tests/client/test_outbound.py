@@ -153,7 +153,7 @@ def test_a_session_at_its_quota(device: str, make_daemon: Callable[..., DaemonPr
 
 def test_a_staging_area_smaller_than_a_tensor(make_daemon: Callable[..., DaemonProcess]) -> None:
     options = ("--staging-bytes-cpu", "256KiB", "--part-bytes-cpu", "64KiB")
-    with connected(make_daemon("--pool-bytes", "256MiB", *options)) as client:
+    with connected(make_daemon(*options)) as client:
         offload = client.offload(min_bytes=1)
         for _ in range(2):
             assert_same(offload, "cpu", mib=4)
@@ -165,7 +165,7 @@ def test_several_threads_share_a_small_staging_area(
 ) -> None:
     """Each forward and backward needs more than the whole area, and all go on at once."""
     options = ("--staging-bytes-cpu", "256KiB", "--part-bytes-cpu", "128KiB")
-    with connected(make_daemon("--pool-bytes", "256MiB", *options)) as client:
+    with connected(make_daemon(*options)) as client:
         offload = client.offload(min_bytes=1)
         expected = step(nullcontext(), "cpu")
         found: dict[int, list[Tensor]] = {}

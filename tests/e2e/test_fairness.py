@@ -47,7 +47,11 @@ def test_large_and_small_tensors_move_alike(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(HostCodec, "store", late)
     with tempfile.TemporaryDirectory(prefix="storm-") as base:
         config = Config(
-            address=f"ipc://{base}/sock", device="cpu", pool_bytes=128 << 20, encode_threads=1
+            address=f"ipc://{base}/sock",
+            device="cpu",
+            pool_bytes=128 << 20,
+            cache_bytes=1 << 20,
+            encode_threads=1,
         )
         daemon = DaemonThread(config)
         try:
