@@ -187,6 +187,8 @@ def main() -> None:
     torch.set_num_threads(1)
     KindsOfHooks.install()
     options.overhead = overhead()
+    gc.collect()
+    gc.freeze()  # a collection before each step would walk over what imports have made
     planning.CPU_COSTS = FREE_REPLAYS
     flags = ["--device=cpu", "--pool-bytes=256MiB"]
     with (
