@@ -25,6 +25,8 @@ C_SOURCES := $(shell find kernels/storm_kernels -name "*.[ch]" -o -name CMakeLis
 demo: $(call ready,)
 	$(RUN) stormd.cli demo
 
+# Each test process would compile the packages again, and each worker all of the tests.
+test test-gpu: export PYTHONDONTWRITEBYTECODE =
 test: $(call ready,-dev)
 	$(RUN) pytest -m "not gpu and not slow" $(if $(INSTALLED),,-n $(WORKERS) --dist worksteal)
 
