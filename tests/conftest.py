@@ -30,8 +30,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Daemons have little memory to touch as they start, where a test does not say how much: the 4.25 GiB
-# of a plain one take 14 s of a processor.
+# Daemons have little memory to touch as they start, where a test does not say how much: the
+# 4.25 GiB of a plain one take 14 s of a processor.
 os.environ.setdefault("STORMD_POOL_BYTES", "64MiB")
 os.environ.setdefault("STORMD_CACHE_BYTES", "8MiB")
 
@@ -54,6 +54,17 @@ LEAVING_SECONDS = 10.0
 
 KINDS = ("socket:", "pipe:", "anon_inode:", "/memfd:", "/dev/shm/")
 """Descriptors that only our code opens; files are left out, which imports and logs open."""
+
+
+STARTING = Path(__file__).parent / "support" / "starting"
+"""What processes that tests start run first."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have processes that tests start run `sitecustomize.py`, workers of xdist excepted."""
+    if getattr(config.option, "numprocesses", None) is None:
+        paths = [str(STARTING), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 LOADED = pytest.StashKey[int]()

@@ -18,6 +18,8 @@ import pytest
 from support import accelerate_ranks, ranks
 from support.daemon_process import DaemonProcess
 
+TESTS = str(Path(ranks.__file__).parents[1])
+
 
 def run_ranks(program: ModuleType, file: Path, daemon: DaemonProcess) -> list[Any]:
     """Return what each rank of a program has found."""
@@ -31,7 +33,7 @@ def run_ranks(program: ModuleType, file: Path, daemon: DaemonProcess) -> list[An
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
                 "CUDA_VISIBLE_DEVICES": "",
-                "PYTHONPATH": str(Path(ranks.__file__).parents[1]),
+                "PYTHONPATH": os.pathsep.join([TESTS, os.environ["PYTHONPATH"]]),
             },
         )
         for rank in range(ranks.RANKS)
