@@ -74,8 +74,9 @@ def managed(folder: Path, *flags: str, **environ: str) -> Iterator[Managed]:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a writer of the settings file."""
+    monkeypatch.delenv("STORMD_POOL_BYTES")  # which would win over the file's
 
     def make(pool: str = "8MiB", sessions: int = 1) -> Path:
         path = tmp_path / "stormd.toml"
