@@ -98,7 +98,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("seed", some_and_all(4, 8))
+@pytest.mark.parametrize("seed", some_and_all(2, 8))
 @pytest.mark.usefixtures("one_thread")
 def test_no_interrupt_is_lost(seed: int, daemon: DaemonProcess) -> None:
     with storm.connect(daemon.address, embedded="never", timeout=30) as client:
@@ -153,7 +153,7 @@ def test_an_interrupted_close_is_finished_by_the_next(daemon: DaemonProcess) -> 
         assert client.status().pool.used_bytes == 0
 
 
-@pytest.mark.parametrize("attempt", some_and_all(3, 20))
+@pytest.mark.parametrize("attempt", some_and_all(2, 20))
 def test_a_script_ends_at_the_first_sigint(
     attempt: int, daemon: DaemonProcess, tmp_path: Path
 ) -> None:
