@@ -65,11 +65,17 @@ def test_imports_point_one_way(package: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", ["stormd", "storm_client", "storm_kernels", "stormd.cli"])
-def test_importing_loads_nothing_of_cuda(package: str) -> None:
-    code = f"import sys, {package}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    loaded = subprocess.run(
+def test_importing_loads_nothing_of_cuda_and_starts_none(package: str) -> None:
+    code = (
+        f"import sys, {package}; torch = sys.modules.get('torch');"
+        "print(torch is not None and torch.cuda.is_initialized(),"
+        "*{name.split('.')[0] for name in sys.modules})"
+    )
+    is_started, *loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     ).stdout.split()
+    assert is_started == "False"
+    assert package.partition(".")[0] in loaded
     heavy = {"cupy", "cuda", "triton"}
     assert not heavy & set(loaded)
 
@@ -107,14 +113,6 @@ def test_a_command_loads_no_programs_of_others(arguments: list[str]) -> None:
     roots = {name.split(".")[0] for name in loaded}
     assert "stormd" in roots
     assert not {"storm_bench", "storm_client", "torch"} & roots
-
-
-def test_importing_starts_no_cuda() -> None:
-    code = "import stormd, storm_client, torch; print(torch.cuda.is_initialized())"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    assert done.stdout.strip() == "False"
 
 
 def test_the_protocol_needs_the_standard_library_and_msgpack_alone() -> None:

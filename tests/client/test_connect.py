@@ -166,12 +166,3 @@ def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProce
         print(offload.stats().saved_bytes > 0)
     """
     assert words_of(script, STORMD_ADDRESS=daemon.address) == ["True", "0", "True"]
-
-
-def test_importing_loads_no_gpu_library() -> None:
-    script = """
-        import sys, storm_client, torch
-        print([name for name in ("cupy", "cuda") if name in sys.modules])
-        print(torch.cuda.is_initialized())
-    """
-    assert words_of(script) == ["[]", "False"]
