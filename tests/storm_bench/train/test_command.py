@@ -112,12 +112,14 @@ def test_an_interrupt_right_behind_the_timers_start_leaves_none(
     assert not timer.is_alive()
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_gives_what_it_has(ending: int) -> None:
     command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
     small = ["--workloads=W0", "--methods", "none", "storm", "--steps=1", "--warm-ups=1"]
     with subprocess.Popen(
-        [*command, *small, "--pool-bytes=512MiB"],
+        [*command, *small, "--pool-bytes=16MiB"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -137,7 +139,7 @@ def test_a_run() -> None:
     command = [sys.executable, "-m", "stormd.cli", "bench", "train", "--json", "--device=cpu"]
     small = ["--workloads=W0", "--methods", "none", "trl", "storm", "--steps=1", "--warm-ups=1"]
     done = subprocess.run(
-        [*command, *small, "--pool-bytes=512MiB", "--together"],
+        [*command, *small, "--pool-bytes=256MiB", "--together"],
         check=False,
         capture_output=True,
         text=True,
