@@ -19,7 +19,7 @@ pytest.importorskip("transformers", reason="the models are its")
 
 from support.small_models import MODELS
 
-FEW = ("llama", "gpt2", "wav2vec2")
+FEW = ("llama", "wav2vec2")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
