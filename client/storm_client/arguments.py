@@ -13,10 +13,18 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from storm_client.errors import UsageError
+from storm_client.layers import Layers
 from storm_client.plan.planning import PlanOptions
 from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
 
-__all__ = ["Modules", "check_options", "check_storing", "modules_of", "plan_options"]
+__all__ = [
+    "Modules",
+    "check_layers",
+    "check_options",
+    "check_storing",
+    "modules_of",
+    "plan_options",
+]
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
 
@@ -95,9 +103,7 @@ def plan_options(
         raise UsageError(str(error)) from error
     if verify not in _VERIFY:
         raise UsageError(f"verify is {verify!r}; choose {' or '.join(_VERIFY)}")
-    again = None
-    if layers is not None:  # a ModuleList has its modules, and is none that is called
-        again = tuple(modules_of(list(layers) if isinstance(layers, Iterable) else layers))
+    again = None if layers is None else _layers_of(layers)
     if isinstance(replay, bool):
         return PlanOptions(parsed, verify == "always", replay, layers=again)
     functions = list(replay) if isinstance(replay, Iterable) else [replay]
@@ -108,6 +114,32 @@ def plan_options(
             )
     spelled = frozenset(chain.from_iterable(map(_spellings, functions)))
     return PlanOptions(parsed, verify == "always", True, spelled, again)
+
+
+def _layers_of(layers: Any) -> tuple[torch.nn.Module, ...]:
+    is_one = isinstance(layers, (str, bytes, torch.Tensor)) or not isinstance(layers, Iterable)
+    found = (layers,) if is_one else tuple(layers)  # a ModuleList is none that is called itself
+    for one in found:
+        if not isinstance(one, torch.nn.Module):
+            raise UsageError(f"layers has {_shown(one)}; {_LAYERS}")
+    return found
+
+
+def check_layers(
+    layers: Iterable[torch.nn.Module] | None, modules: Iterable[torch.nn.Module]
+) -> None:
+    """Check that each of some layers is one of the modules' layers as a whole.
+
+    Raises:
+        UsageError: one is not.
+    """
+    known = {id(module) for module in Layers(modules).whole().values()} if layers else set()
+    for one in layers or ():
+        if id(one) not in known:
+            raise UsageError(
+                f"layers has a {type(one).__name__} that is not an item of one of the model's "
+                f"outermost lists of modules; {_LAYERS}"
+            )
 
 
 def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -122,6 +154,8 @@ def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 _VERIFY = ("learn", "always")
+
+_LAYERS = "pass layers of the model, as in layers=model.blocks, or [] for none"
 
 
 def _options(function: Callable[..., Any]) -> list[str]:

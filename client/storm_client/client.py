@@ -13,6 +13,7 @@ import torch
 
 from storm_client.arguments import (
     Modules,
+    check_layers,
     check_options,
     check_storing,
     modules_of,
@@ -92,6 +93,7 @@ class Client:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
         options = plan_options(budget, verify, replay, layers)
+        check_layers(options.layers, modules)
         return Offload.of(self._supply, Policy(modules, min_bytes), codec, options)
 
     def status(self) -> DaemonStatus:

@@ -49,7 +49,8 @@ class Layers:
         found: dict[str, torch.nn.Module] = {}
         for prefix, root in _with_prefixes(self.modules):
             for name, module in root.named_modules():
-                if name and layer_name(name) == name:
+                is_called = not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+                if name and layer_name(name) == name and is_called:
                     found.setdefault(prefix + name, module)
         return found
 

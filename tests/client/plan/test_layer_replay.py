@@ -201,9 +201,29 @@ def test_it_can_be_switched_off(client: storm.Client, x: Tensor, options: dict[s
     assert phase(offload) is LayerPhase.OFF
 
 
-def test_what_is_no_layer_is_refused(client: storm.Client) -> None:
-    with pytest.raises(storm.errors.UsageError, match="among its modules"):
-        client.offload(made(), layers=[3])  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (lambda _: [3], r"layers has int 3; pass layers of the model"),
+        (lambda _: "layers", r"layers has str 'layers'; pass layers"),
+        (lambda net: net.layers[0].up, r"layers has a Linear that is not an item"),
+        (lambda _: [Layer()], r"layers has a Layer that is not an item"),
+        (lambda net: [net.layers], r"layers has a ModuleList that is not an item"),
+    ],
+)
+def test_what_is_no_layer_is_refused(
+    client: storm.Client, layers: Callable[[Model], Any], message: str
+) -> None:
+    net = made()
+    with pytest.raises(storm.errors.UsageError, match=message):
+        client.offload(net, layers=layers(net))
+
+
+def test_a_single_layer_may_be_named(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1, layers=[net.layers[2]])
+    settle(net, x, offload)
+    assert run_again(offload) == ["layers.2"]
 
 
 # --- layers that do not do the same twice ---------------------------------------------------------
