@@ -60,11 +60,29 @@ class Schedule:
     def draft(self, count: int, *, in_runs: bool = False) -> Draft:
         """Return what becomes of each value if the first `count` of `order` are kept.
 
-        Where a run decides what is kept, `in_runs`, they are offloaded by decision.
+        Where a run decides what is kept, `in_runs`, they are offloaded by decision: as many as let
+        the peak be what it is with nothing kept.
         """
-        again = frozenset(n for n, until in enumerate(self.again_until) if count < until)
-        kept = frozenset() if in_runs else frozenset(self.order[:count])
-        return self.problem.draft(kept, again, self.peaks[0 if in_runs else count])
+        if in_runs:
+            again = self._again_in_runs(count)
+            return self.problem.draft(frozenset(), again, self.least)
+        return self.problem.draft(
+            frozenset(self.order[:count]), self._again(count), self.peaks[count]
+        )
+
+    def _again(self, count: int) -> frozenset[int]:
+        """Return what is computed again while the first `count` of `order` are kept."""
+        return frozenset(n for n, until in enumerate(self.again_until) if count < until)
+
+    def _again_in_runs(self, count: int) -> frozenset[int]:
+        """Return the same for as many that the peak with nothing kept is not exceeded.
+
+        Less that is computed again may need more at once: where others are made from it, it has to
+        be there earlier than for its own use, and what it is made from may go then.
+        """
+        while self.problem.peak(frozenset(), self._again(count)) > self.least:
+            count -= 1
+        return self._again(count)
 
 
 def schedule(

@@ -93,6 +93,25 @@ def test_peaks_are_what_is_there_and_grow_with_the_budget(
     assert len(kept) == (0 if in_runs else len(chosen.order))
 
 
+def test_less_that_is_computed_again_may_need_more_at_once() -> None:
+    """Value 3 is made earlier for 6, and what it is made from may go; else that stays longer."""
+    source = Saved.only_a_source(1)
+    found = [
+        source,
+        saved(1, 0, can_leave=False),
+        saved(1, 0, can_leave=False),
+        saved(1, 1, recipe=Recipe(0.0, (0, 1, 2))),
+        source,
+        source,
+        saved(2, 0, 1, recipe=Recipe(0.0078125, (0, 3))),
+        saved(1, 1),
+        source,
+    ]
+    chosen = schedule(found, [*[0.0] * (POSITIONS - 1), 1.0], COSTS, None)
+    for count in range(len(chosen.order) + 1):
+        assert peak(found, chosen.draft(count, in_runs=True)) <= chosen.least
+
+
 @given(values(), windows)
 def test_what_is_computed_again_has_its_sources(found: list[Saved], window: float | None) -> None:
     chosen = schedule(found, [1.0] * POSITIONS, COSTS, window)
