@@ -234,8 +234,7 @@ class StepHooks:
         is_first = self._step.unpacked(handle)
         record = handle.record
         began = perf_counter()
-        is_watched = ranges.is_watched()
-        with ranges.span("unpack", record.nbytes, record.key) if is_watched else ranges.UNWATCHED:
+        with ranges.span("unpack", record.nbytes, record.key):
             try:
                 located = record.session.load(handle, is_first=is_first)
             except DaemonLost as loss:
@@ -401,8 +400,7 @@ class StepHooks:
     ) -> StoredRange:
         """Make the record of a storage that has none, and send others that may leave now."""
         began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
-        is_watched = ranges.is_watched()
-        with ranges.span("pack", nbytes) if is_watched else ranges.UNWATCHED:
+        with ranges.span("pack", nbytes):
             ready = None if recording is None else recording.ready.get(storage._cdata)
             record = session.hold(
                 storage,

@@ -1,38 +1,30 @@
 """Names for profilers: what the client does, as ranges in `nsys` and in torch.profiler's traces.
 
-Where no profiler is attached a range costs one look at a flag, and no text is made. The hooks,
-which run for each saved tensor, look at it themselves.
+Where no profiler is attached a range costs one look at a flag, and no text is made.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Final
 
 import torch
 
-__all__ = ["UNWATCHED", "is_watched", "span"]
+__all__ = ["span"]
 
 _NSYS: Final = "NVTX_INJECTION64_PATH"
 """What NVIDIA's profilers set in the environment of what they start, for NVTX to find them."""
 
 _listening: Final = _NSYS in os.environ
-
-UNWATCHED: Final[AbstractContextManager[object]] = nullcontext()
-"""The range of what nobody watches."""
-
-is_watched: Callable[[], bool] = (
-    (lambda: True) if _listening else torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # torch's gap
-)
-"""Tells whether a profiler is attached."""
+_nothing: Final = nullcontext()
+_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # torch's gap
 
 
 def span(what: str, nbytes: int, number: int = 0) -> AbstractContextManager[object]:
     """Return a context that is the range `storm WHAT #NUMBER, NBYTES B` to a profiler."""
-    if not is_watched():
-        return UNWATCHED
+    if not _listening and not _profiler_enabled():
+        return _nothing
     return _Span(f"storm {what} #{number}, {nbytes} B")
 
 

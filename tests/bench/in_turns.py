@@ -13,56 +13,23 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import storm_client as storm
 import torch
+from storm_bench.train import BUDGET_PREFIX
 from storm_bench.train.gpt import attention
-from storm_bench.train.workloads import WORKLOADS, Training, make
-from storm_client.client import Client
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from storm_bench.train.measure import _step as step
+from storm_bench.train.methods import METHODS, method_of
+from storm_bench.train.workloads import WORKLOADS, make
 
 from stormd.machine import describe, package_versions
 
 WARM_UPS = 45
 """Steps by which a plan is learned, layers are tried, and what needs no hooks has none."""
-
-Run = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-
-
-def checkpointed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    made: Tensor = checkpoint(block, x, use_reentrant=False)
-    return made
-
-
-def plainly(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return block(x)
-
-
-def step(training: Training, context: AbstractContextManager[object], run: Run) -> float:
-    """Return the seconds of one step, optimizer and all."""
-    synchronize(training.tokens)
-    began = time.perf_counter()
-    x = training.net.embed(training.tokens)
-    with context:
-        for block in training.net.blocks:
-            x = run(block, x)
-    training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
-    if training.optimizer is not None:
-        training.optimizer.step()
-    training.module.zero_grad(set_to_none=True)
-    synchronize(training.tokens)
-    return time.perf_counter() - began
-
-
-def synchronize(tensor: Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
 
 
 def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str, float]:
@@ -78,24 +45,22 @@ def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str
     }
 
 
-def measure(options: argparse.Namespace, client: Client) -> list[dict[str, Any]]:
-    """Return what each method took in each turn."""
+def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
+    """Return what each method took in each turn, beside the daemon at an address."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = make(WORKLOADS[options.workload], device)
-    methods: dict[str, Callable[[], float]] = {
-        "none": lambda: step(training, nullcontext(), plainly),
-        "checkpoint": lambda: step(training, nullcontext(), checkpointed),
-    }
-    for budget in options.budgets:
-        offload = client.offload(training.module, budget=budget)
-        methods[f"storm {budget}"] = lambda offload=offload: step(training, offload, plainly)
+    names = [*options.methods, *(BUDGET_PREFIX + budget for budget in options.budgets)]
     rows = []
-    with attention(device):
-        for one in methods.values():
+    with ExitStack() as held, attention(device):
+        ones: dict[str, Callable[[], float]] = {}
+        for name in names:
+            method = method_of(name)
+            active = held.enter_context(method.enter(training.module, device, address))
+            ones[name] = lambda active=active, method=method: step(training, active, method)[0]
             for _ in range(options.warm_ups):
-                one()
+                ones[name]()
         for number in range(options.turns):
-            for name, one in methods.items():
+            for name, one in ones.items():
                 rows.append({"turn": number, "method": name, **turn(one, options.steps, device)})
                 print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -104,14 +69,17 @@ def measure(options: argparse.Namespace, client: Client) -> list[dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workload", choices=WORKLOADS, default="llama-small")
-    parser.add_argument("--budgets", nargs="*", default=["least"], help="of offload")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["none", "checkpoint", "storm"]
+    )
+    parser.add_argument("--budgets", nargs="*", default=[], help="of offload, besides")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     with storm.connect(timeout=60.0) as client:
-        rows = measure(options, client)
+        rows = measure(options, client.address)
     if options.json:
         command = " ".join(["python tests/bench/in_turns.py", *sys.argv[1:]])
         machine = describe() | {"command": command, "versions": package_versions(("torch",))}

@@ -23,6 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
@@ -222,6 +223,11 @@ class Kind:
         """Whether all of it stays, since it is little and the thread has no time."""
         self._waits: list[bool] = []
         """Whether the device had done the latest forward passes when something was asked for."""
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What one of its steps saves."""
+        return sum(value.nbytes for value in self.values if value.is_saved)
 
     def follow(self, decisions: list[Decision]) -> None:
         """Follow these from now on. Where they are new, every replay has to prove itself anew.

@@ -33,7 +33,7 @@ from storm_client.errors import ActivationLost
 from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
-from storm_client.plan.layer_trial import call_twice, state_of, tensors_in
+from storm_client.plan.layer_trial import call_twice, own_tensors, state_of, tensors_in
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -130,10 +130,9 @@ class LayerReplay:
         with self._lock:
             if self._phase is not LayerPhase.OFF:
                 return
-            saved = sum(value.nbytes for value in kind.values if value.is_saved)
-            layers = list(self._first_of(kind, saved - room))
+            layers = list(self._first_of(kind, kind.saved_bytes - room))
             if layers:
-                self._layers, self._saved_bytes, self._host = layers, saved, host
+                self._layers, self._saved_bytes, self._host = layers, kind.saved_bytes, host
                 self._move_to(LayerPhase.TRIED)
 
     def begins(self) -> bool:
@@ -382,7 +381,6 @@ class _Again:
 
 def _is_plain(part: torch.nn.Module) -> bool:
     """Tell whether a module's tensors are ordinary ones, and nobody is told of its calls."""
-    tensors = (*part._parameters.values(), *part._buffers.values())
     return not (part._forward_hooks or part._forward_pre_hooks) and all(
-        tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in own_tensors(part)
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from storm_client.layers import parts_of
 from storm_client.plan.recipes import checksum
 
-__all__ = ["call_twice", "state_of", "tensors_in"]
+__all__ = ["call_twice", "own_tensors", "state_of", "tensors_in"]
 
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -93,14 +92,9 @@ class _RandomStates:
         for device, state in zip(self._devices, self._cuda, strict=True):
             torch.cuda.set_rng_state(state, device)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Have them be as they are."""
-        self._after.__exit__(kind, error, traceback)
+        self._after.__exit__(*error)
 
 
 class _Checksums(TorchFunctionMode):
@@ -146,13 +140,16 @@ def _held(parts: Iterable[torch.nn.Module]) -> list[object]:
     return found
 
 
+def own_tensors(part: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a module's parameters and buffers, without those of its parts."""
+    tensors = (*part._parameters.values(), *part._buffers.values())
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def state_of(part: torch.nn.Module) -> tuple[object, ...]:
     """Return what tells whether a module's own tensors and mode are the same."""
-    tensors = (*part._parameters.values(), *part._buffers.values())
-    return (
-        part.training,
-        *((id(tensor), tensor._version) for tensor in tensors if tensor is not None),
-    )
+    tensors = own_tensors(part)
+    return (part.training, *((id(tensor), tensor._version) for tensor in tensors))
 
 
 def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:

@@ -157,7 +157,7 @@ class Planning:
             self._unwatched = 0
             return None
         self._unwatched += 1
-        return UnwatchedStep(self, sum(value.nbytes for value in kind.values))
+        return UnwatchedStep(self, kind.saved_bytes)
 
     def watch_next(self) -> None:
         """Have the next steps be watched."""
@@ -197,8 +197,7 @@ class Planning:
 
     def _make(self, kind: Kind) -> None:
         costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
-        saved = [value.nbytes for value in kind.values if value.is_saved]
-        largest = max(saved, default=0)
+        largest = max((value.nbytes for value in kind.values if value.is_saved), default=0)
         budget, layers = self.options.budget, self._layer_replay
         if type(budget) is int and budget < largest:
             raise UsageError(
@@ -206,7 +205,7 @@ class Planning:
                 f"{format_size(largest)}, which is the least possible; raise it, or pass "
                 "budget='least'"
             )
-        spared = max(sum(saved), layers.spared_bytes)
+        spared = max(kind.saved_bytes, layers.spared_bytes)
         room = _room(budget, spared, kind)
         forward_seconds = kind.measure()
         choice = choose(
@@ -215,7 +214,7 @@ class Planning:
             costs,
             room=room,
             forward_seconds=forward_seconds,
-            in_flight=last_bytes(sum(saved)) if kind.is_on_gpu else 0,
+            in_flight=last_bytes(kind.saved_bytes) if kind.is_on_gpu else 0,
             turn_seconds=kind.turn_seconds(),
             least=self._least,
         )

@@ -135,9 +135,7 @@ class Pipeline(Generic[Job, Scratch]):
         # The thread's own. Loads are in the order in which the device does them.
         self._pending: deque[Job | _Call | None] = deque()
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
-        self._beside: deque[tuple[list[Job], Scratch]] = (
-            deque()
-        )  # begun, and in an order of its own
+        self._beside: deque[tuple[list[Job], Scratch]] = deque()  # begun, in its own order
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
         self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
         self._pause = LOOK_SECONDS
