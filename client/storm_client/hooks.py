@@ -83,6 +83,12 @@ class Offload:
             UsageError: the client is closed or forked, or the budget cannot be kept.
             DaemonLost: the client is without its daemon.
         """
+        supply, unwatched = self._found(), self._planning.unwatched()
+        # The daemon is not asked whether it lives where nothing goes there.
+        sessions = supply.current(asks=unwatched is None)
+        if unwatched is not None:
+            self.blocks.enter_without_hooks(unwatched)
+            return self
         if self._first_steps.is_due():
             self._look_back()
         line = self._summary.step_begins(
@@ -93,12 +99,6 @@ class Offload:
         )
         if line is not None:
             say(line)
-        supply = self._found()
-        sessions = supply.current()
-        unwatched = self._planning.unwatched()
-        if unwatched is not None:
-            self.blocks.enter_without_hooks(unwatched)
-            return self
         sessions.sweep()
         self._policy.refresh()
         self._compiled.look(self._policy.modules)
@@ -147,7 +147,7 @@ class Offload:
         return Report(
             stats=stats,
             layers=self._recorder.layers(),
-            steps=self._summary.begun,
+            steps=self._summary.begun + self._planning.unwatched_steps,
             plan=self.plan,
             timeline=self._traces.timeline(),
         )

@@ -55,13 +55,18 @@ class Sessions:
             self.control = self._sessions[CPU] = Session(address, CpuLane(), timeout)
         self.control.connection.end_with(self)
 
-    def check(self) -> None:
-        """Raise what keeps the sessions from being used: closed, forked, daemon lost by now."""
+    def check(self, *, asks: bool = True) -> None:
+        """Raise what keeps the sessions from being used: closed, forked, daemon lost.
+
+        By now, if it `asks` the system for that; else as far as a listener has noticed.
+        """
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
-        self.control.connection.check_now()
+        check = Connection.check_now if asks else Connection.check
+        check(self.control.connection)
         for session in self._open_sessions():
-            session.connection.check_now()
+            if session is not self.control:
+                check(session.connection)
 
     @property
     def lost(self) -> bool:

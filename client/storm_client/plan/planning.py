@@ -95,6 +95,10 @@ class Planning:
         self._kinds = Kinds()
         self._unwatched = 0
         """Steps since the last that was watched."""
+        self._row: UnwatchedRow | None = None
+        """Those steps, where there are any."""
+        self.unwatched_steps = 0
+        """All so far."""
         self._alike: tuple[Kind | None, int] = (None, 0)
         """The kind of the last ones that were, and how many in a row were of that."""
         may_call_again = options.replays and not options.verifies
@@ -148,20 +152,23 @@ class Planning:
         layers = self._layer_replay.step(stats, mode)
         return PlannedStep(self, recording, mode, begun, times=times, layers=layers)
 
-    def unwatched(self) -> UnwatchedStep | None:
-        """Return the next step if it needs no hooks: all that the last ones saved stays anyway."""
+    def unwatched(self) -> UnwatchedRow | None:
+        """Begin the next step if it needs no hooks: all that the last ones saved stays anyway."""
         kind, count = self._alike
         if kind is None or not kind.is_not_worth_it or kind.is_outdated or count < ALIKE:
             return None
         if self._unwatched >= UNWATCHED:
             self._unwatched = 0
             return None
+        if not self._unwatched or self._row is None:
+            self._row = UnwatchedRow(self, kind.saved_bytes)
         self._unwatched += 1
-        return UnwatchedStep(self, kind.saved_bytes)
+        self.unwatched_steps += 1
+        return self._row
 
     def watch_next(self) -> None:
         """Have the next steps be watched."""
-        self._alike = None, 0
+        self._alike, self._row = (None, 0), None
 
     def ended(
         self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
@@ -258,16 +265,20 @@ class Planning:
                 storages.pop().free()
 
 
-class UnwatchedStep:
-    """One step of which nothing is seen but how much memory it takes."""
+class UnwatchedRow:
+    """Steps in a row of which nothing is seen but how much memory they take.
+
+    All that is done for one is done by code that no cache holds, after a step's other work: it is
+    to be little. So memory is asked for at the end of each, and once before the first.
+    """
 
     def __init__(self, planning: Planning, nbytes: int) -> None:
-        """Expect that the block saves `nbytes`."""
+        """Expect that a block saves `nbytes`."""
         self._planning = planning
         self._most = allocated_bytes() + GROWN * nbytes
 
     def end(self) -> None:
-        """Have the next steps be watched if this one has taken more than was expected."""
+        """Have the next steps be watched if one has ended with more than was expected."""
         if allocated_bytes() > self._most:
             self._planning.watch_next()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import storm_client as storm
 import torch
 from storm_client.plan import planning
 from storm_client.plan.kinds import HostBound, Kind
+from support.daemon_process import DaemonProcess
 from support.training import Context, assert_identical, gradients
+from support.waiting import wait_until
 from torch import Tensor, nn
 
 STEPS = 3 * planning.UNWATCHED
@@ -69,6 +72,7 @@ def test_most_steps_have_no_hooks(client: storm.Client, device: SimpleNamespace)
     ]
     assert offload.plan is not None
     assert offload.plan.bytes_by_decision["offload"] == 0
+    assert offload.report().steps == STEPS
 
 
 @pytest.mark.parametrize("budget", ["64MiB", 0.5, "fit"])
@@ -156,3 +160,17 @@ def test_a_plain_call_leaves_what_a_plain_call_entered(
     step(net, nullcontext)
     offload.__exit__(None, None, None)
     assert not watched(offload, net)
+
+
+def test_a_step_without_hooks_says_that_the_daemon_is_lost(
+    make_daemon: Callable[..., DaemonProcess], device: SimpleNamespace
+) -> None:
+    daemon = make_daemon("--pool-bytes", "64MiB")
+    with storm.connect(daemon.address, timeout=30) as client:
+        net = network()
+        offload = client.offload(net, min_bytes=1)
+        unwatch(offload, net)
+        daemon.kill()
+        wait_until(lambda: client._supply.sessions.lost)
+        with pytest.raises(storm.DaemonLost), offload:
+            net(torch.randn(ROWS, 32))
