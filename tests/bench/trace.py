@@ -2,6 +2,10 @@
 
     PYTHONPATH=tests python -m bench.trace --workload W1 --budgets none least 0.5 \\
         --traces . --json overlap.json
+    PYTHONPATH=tests python -m bench.trace --workload llama-long --compiled --budgets none 0.0
+
+With --compiled each block is compiled, and a budget is that of `storm.compile`, a fraction of what
+a graph saves.
 
 The daemon runs under a profiler of its own; both traces are merged into one a budget that Perfetto
 and chrome://tracing open. What stays true: times are those that the GPU's own tracing gives, in
@@ -16,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,10 +31,12 @@ from typing import Any
 import storm_client as storm
 import torch
 from storm_bench.train.gpt import attention
+from storm_bench.train.llama import Llama
 from storm_bench.train.methods import MIN_BYTES
 from storm_bench.train.workloads import WORKLOADS, Training, make
 from storm_client.handshake import is_listening
 from support.waiting import wait_until
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from stormd import cli
@@ -55,19 +62,51 @@ def traced_daemon(address: str, device: str, pool: str, path: str) -> None:
 
 
 def traced_steps(
-    address: str, device: torch.device, workload: str, budgets: list[str], directory: Path
+    address: str,
+    device: torch.device,
+    workload: str,
+    budgets: list[str],
+    directory: Path,
+    *,
+    compiled: bool,
 ) -> None:
     """With each budget take some steps, and write the trace of one more."""
     training = make(WORKLOADS[workload], device)
     for budget in budgets:
+        if compiled:
+            training = make(WORKLOADS[workload], device)
         with ExitStack() as entered:
-            offload = entered.enter_context(_context(budget, training, address))
+            if compiled:
+                offload: AbstractContextManager[object] = nullcontext()
+                entered.enter_context(_compiled(budget, training, address))
+            else:
+                offload = entered.enter_context(_context(budget, training, address))
             entered.enter_context(attention(device))
             for _ in range(WARM_UPS):
                 _step(training, offload)
             with _profiled() as profiled:
                 _step(training, offload)
         profiled.export_chrome_trace(str(directory / f"{budget}.json"))
+
+
+@contextmanager
+def _compiled(budget: str, training: Training, address: str) -> Iterator[None]:
+    """Have each block be compiled, with offload unless there is to be none."""
+    net = training.net
+    blocks = net.net.model.layers if isinstance(net, Llama) else training.net.blocks
+    assert isinstance(blocks, nn.ModuleList)
+    torch._dynamo.reset()
+    if budget == NONE:
+        for place, block in enumerate(blocks):
+            blocks[place] = torch.compile(block)
+        yield
+        return
+    with storm.connect(address, embedded="never", timeout=60.0) as client:
+        for place, block in enumerate(blocks):
+            blocks[place] = storm.compile(
+                block, budget=float(budget), client=client, min_bytes=MIN_BYTES
+            )
+        yield
 
 
 @contextmanager
@@ -156,15 +195,37 @@ def overlap(trace: dict[str, Any]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in result.items()}
 
 
-def idle(trace: dict[str, Any]) -> list[tuple[float, float]]:
-    """Return the longest times without a kernel of the client: after how many ms, for how many."""
+def idle(trace: dict[str, Any]) -> dict[str, list[tuple[float, float, str]]]:
+    """Return the longest times without a kernel of the client, and between copies each way.
+
+    Each after how many ms of the step, for how many, and what the client runs next, or then.
+    """
     mine = [event for event in trace["traceEvents"] if not _is_daemons(event)]
-    compute = _union(_spans(mine, "kernel"))
-    longest = sorted(_between(compute), key=lambda gap: gap[0] - gap[1])[:LONGEST]
-    return [
-        (round((one - compute[0][0]) / 1e3, 3), round((other - one) / 1e3, 3))
-        for one, other in sorted(longest)
-    ]
+    theirs = [event for event in trace["traceEvents"] if _is_daemons(event)]
+    named = sorted(
+        (*_span(event), event["name"][:40])
+        for event in mine
+        if event.get("ph") == "X" and event.get("cat") == "kernel"
+    )
+    if not named:
+        return {}
+    begin, ends = named[0][0], [end for _, end, _ in named]
+
+    def longest(spans: list[Span]) -> list[tuple[float, float, str]]:
+        gaps = sorted(_between(spans), key=lambda gap: gap[0] - gap[1])[:LONGEST]
+        found = []
+        for one, other in sorted(gaps):
+            place = min(bisect_right(ends, one), len(named) - 1)
+            found.append(
+                (round((one - begin) / 1e3, 3), round((other - one) / 1e3, 3), named[place][2])
+            )
+        return found
+
+    return {
+        "kernels": longest(_union(_spans(mine, "kernel"))),
+        "download": longest(_union(_spans(theirs, "gpu_memcpy", "DtoH"))),
+        "upload": longest(_union(_spans(theirs, "gpu_memcpy", "HtoD"))),
+    }
 
 
 def kernels(trace: dict[str, Any]) -> dict[str, list[float]]:
@@ -240,6 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.trace")
     parser.add_argument("--workload", choices=tuple(WORKLOADS))
     parser.add_argument("--budgets", nargs="+", default=["least"], help=f"{NONE!r}: no offload")
+    parser.add_argument("--compiled", action="store_true", help="block by block")
     parser.add_argument("--pool", default="16GiB")
     parser.add_argument("--traces", type=Path, help="the folder where the merged traces go")
     parser.add_argument("--json", type=Path, help="where the figures go")
@@ -253,13 +315,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="storm-") as base:
         directory = Path(base)
         with daemon(device, args.pool, directory) as address:
-            traced_steps(address, torch.device(device), workload, args.budgets, directory)
+            where = torch.device(device)
+            traced_steps(address, where, workload, args.budgets, directory, compiled=args.compiled)
         theirs = json.loads((directory / "daemon.json").read_text())
         traces = {
             budget: merged(json.loads((directory / f"{budget}.json").read_text()), theirs)
             for budget in args.budgets
         }
     command = f"python -m bench.trace --workload {workload} --budgets {' '.join(args.budgets)}"
+    command += " --compiled" * args.compiled
     result = {
         "machine": describe() | {"command": command},
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
