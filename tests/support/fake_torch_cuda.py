@@ -57,7 +57,9 @@ class FakeTorch:
 
     def __init__(self) -> None:
         self.cuda = self
-        self._C = SimpleNamespace(_cuda_getCurrentRawStream=self._raw_stream)
+        self._C = SimpleNamespace(
+            _cuda_getCurrentRawStream=self._raw_stream, _cuda_getDevice=self.current_device
+        )
         self._chosen = threading.local()
         self._made: list[FakeTensor] = []
 

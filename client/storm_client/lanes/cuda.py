@@ -280,6 +280,8 @@ class CudaLane:
 
     def entered(self) -> AbstractContextManager[None]:
         """Make the driver's calls possible for a while; then the thread's device is as before."""
+        if hasattr(self._thread, "entered") and self._current_device() == self._ordinal:
+            return _NOTHING  # as in nearly all calls
         return _Entered(self, self._ordinal)
 
     def offer(self) -> MapSegment:
@@ -387,6 +389,11 @@ class CudaLane:
         """Return what publishes numbers, which says so itself once the lane is closed."""
         assert self._publisher is not None, "not attached"
         return self._publisher
+
+    @staticmethod
+    def _current_device() -> int:
+        """Return the ordinal of the thread's device, without the public call's initialisation."""
+        return int(torch._C._cuda_getDevice())
 
     def _current_stream(self) -> int:
         """Return the handle of the thread's stream on the device, at a tenth of the public cost."""

@@ -162,11 +162,6 @@ class _Pass:
         self.first = first
 
     @property
-    def is_over(self) -> bool:
-        """Whether what is packed next belongs to another pass."""
-        return self.plan.is_going_back or len(self.records) >= PASS_HANDLES
-
-    @property
     def lives(self) -> bool:
         """Whether something of it is alive, and so may be asked for."""
         return any(record() is not None for record in self.records)
@@ -203,7 +198,7 @@ class Step:
     def handle(self, record: StoredRange, view: View, version: SavedVersion) -> Handle:
         """Return a new handle of `record`, next in the plan."""
         with self._lock:
-            packing = self._begin_anew_if_over()
+            packing = self._pass_of_next()
             number = packing.first + packing.plan.packed(record.nbytes)
             packing.records.append(weakref.ref(record))
         return Handle(record, view, version, self, number)
@@ -211,7 +206,7 @@ class Step:
     def needed_at_once(self, nbytes: int) -> bool:
         """Tell whether a record of `nbytes` that is made now will be needed at once."""
         with self._lock:
-            return self._begin_anew_if_over().plan.needed_at_once(nbytes)
+            return self._pass_of_next().plan.needed_at_once(nbytes)
 
     def unpacked(self, handle: Handle) -> bool:
         """Note that `handle` is being asked for; tell whether it is the first since the packing."""
@@ -249,14 +244,16 @@ class Step:
                 one.plan.saw(seen)
                 count -= seen
 
-    def _begin_anew_if_over(self) -> _Pass:
-        if self._packing.is_over:
-            earlier = _living(self._packing)
+    def _pass_of_next(self) -> _Pass:
+        """Return the pass of what is packed next, which may be another than of what was last."""
+        packing = self._packing
+        if packing.plan.is_going_back or len(packing.records) >= PASS_HANDLES:
+            earlier = _living(packing)
             if earlier is not None:
                 earlier.earlier = _living(earlier.earlier)
             first = 0 if earlier is None else earlier.first + len(earlier.records)
-            self._packing = _Pass(self._history, earlier, first)
-        return self._packing
+            packing = self._packing = _Pass(self._history, earlier, first)
+        return packing
 
 
 def _living(latest: _Pass | None) -> _Pass | None:

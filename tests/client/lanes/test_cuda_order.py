@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,28 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
     thread.start()
     thread.join()
     assert seen == [0] * 15
+
+
+def test_a_device_that_is_current_is_not_entered_again(
+    fake: FakeTorch, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = bench().lane
+    entered: list[int] = []
+
+    def in_device(ordinal: int) -> AbstractContextManager[None]:
+        entered.append(ordinal)
+        return fake.in_device(ordinal)
+
+    monkeypatch.setattr(fake.cuda, "device", in_device)
+    lane.in_place.produced(1)
+    assert not entered
+    with fake.in_device(1):
+        lane.in_place.produced(1)
+        assert entered == [0]
+    thread = threading.Thread(target=lane.in_place.produced, args=(1,))
+    thread.start()
+    thread.join()
+    assert entered == [0, 0]
 
 
 def test_a_refused_blobs_slot_is_filled_behind_its_encoder(
