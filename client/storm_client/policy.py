@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from itertools import chain
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ __all__ = ["NO_ACTIVATIONS", "Inside", "Policy"]
 
 NO_ACTIVATIONS = frozenset({"parameter", "leaf", "zero", "meta"})
 """Reasons of what takes no memory of its own besides the model's and the batch's."""
+
+LOOK_EVERY: Final = 64
+"""One in so many looks for the modules' storages is for those that are new, too."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Exact types; a subclass may mean anything by its bytes."""
@@ -50,9 +53,22 @@ class Policy:
         """Set where only what is saved inside certain layers may leave."""
         self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
         """One of those that lie in a storage, by the storage's address."""
+        self._may_be_stale = True
+        self._looks = -1
 
     def refresh(self) -> None:
-        """Look up the modules' storages anew: moving a module gives its parameters new ones."""
+        """Have the modules' storages looked up anew before something is not found among them.
+
+        Moving a module gives its parameters new ones. To look through a model's modules takes up to
+        a millisecond, and what most steps save needs no such look.
+        """
+        self._may_be_stale = True
+
+    def _look_up(self) -> None:
+        self._may_be_stale = False
+        self._looks += 1
+        if self._looks % LOOK_EVERY and all(map(self._is_known, self._owned)):
+            return  # nothing has moved; what is new stays anyway, since somebody else holds it
         owned: dict[int, weakref.ref[torch.Tensor]] = {}
         for part in parts_of(self.modules):
             for table in (part._parameters, part._buffers):
@@ -107,12 +123,26 @@ class Policy:
         return Keep("inference") if tensor.is_inference() else self.decide_storage(storage)
 
     def _is_owned(self, tensor: torch.Tensor, address: int) -> bool:
-        """Tell whether it is, or views, a parameter or buffer of the modules."""
+        """Tell whether it is, or views, a parameter or buffer of the modules.
+
+        No result of an operation is one, but for a view.
+        """
+        if self._is_known(address):
+            return True
+        base = tensor._base
+        if isinstance(base, torch.nn.Parameter):
+            return True
+        if not self._may_be_stale or (tensor if base is None else base).grad_fn is not None:
+            return False
+        self._look_up()
+        return self._is_known(address)
+
+    def _is_known(self, address: int) -> bool:
+        """Tell whether a storage is that of one that was found at the last look."""
         reference = self._owned.get(address)
         owner = None if reference is None else reference()
-        if owner is not None and owner.untyped_storage()._cdata == address:
-            return True  # and no storage has come to the address of one that is gone
-        return tensor._is_view() and isinstance(tensor._base, torch.nn.Parameter)
+        # No storage may have come to the address of one that is gone.
+        return owner is not None and owner.untyped_storage()._cdata == address
 
 
 def _is_foreign(storage: torch.UntypedStorage) -> bool:

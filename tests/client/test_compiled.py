@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import storm_client as storm
 import torch
+from storm_client.compiled import LOOK_EVERY, CompiledParts
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
 
@@ -181,3 +182,22 @@ def test_compiled_blocks_are_not_warned_of(client: storm.Client) -> None:
         warnings.simplefilter("error")
         with client.offload(net):
             pass
+
+
+def test_what_is_compiled_between_two_steps_is_known_at_once() -> None:
+    parts, net = CompiledParts(), perceptron("cpu")
+    assert not parts.may_run([net])
+    net[0].compile(backend="eager")
+    assert parts.may_run([net])
+
+
+def test_what_pytorch_has_forgotten_is_found_in_the_modules() -> None:
+    """For it compiles them again."""
+    parts, net = CompiledParts(), perceptron("cpu")
+    assert not parts.may_run([net])
+    net[0].compile(backend="eager")
+    torch._dynamo.reset()
+    assert [parts.may_run([net]) for _ in range(LOOK_EVERY)] == [
+        *[False] * (LOOK_EVERY - 1),
+        True,
+    ]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
+from storm_client import policy as policy_module
 from storm_client.plan import OFFLOAD, Keep
-from storm_client.policy import Policy
+from storm_client.policy import LOOK_EVERY, Policy
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
@@ -81,6 +83,36 @@ def test_a_module_that_moved_is_known_again_after_refresh() -> None:
     net.double()
     policy.refresh()
     assert policy.decide(net.weight.detach()) == Keep("parameter")
+
+
+def test_modules_are_not_looked_through_for_what_operations_have_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net = nn.Linear(16, 16)
+    policy = Policy([net], min_bytes=1)
+    result = net(torch.ones(16, 16))
+
+    def looked(modules: object) -> NoReturn:
+        raise AssertionError("looked through")
+
+    monkeypatch.setattr(policy_module, "parts_of", looked)
+    policy.refresh()
+    for tensor in (result, result[1:], net.weight, net.weight.t()):
+        policy.decide(tensor)
+    with pytest.raises(AssertionError, match="looked through"):
+        policy.decide(torch.ones(16, 16))
+
+
+def test_what_is_new_in_a_module_is_known_some_looks_later() -> None:
+    """Until then it is a tensor that somebody else holds."""
+    net = nn.Linear(16, 16)
+    policy = Policy([net], min_bytes=1)
+    policy.decide(torch.ones(16, 16))
+    net.register_buffer("mask", torch.ones(16, 16))
+    for _ in range(LOOK_EVERY):
+        policy.refresh()
+        decision = policy.decide(net.mask)
+    assert decision == Keep("parameter")
 
 
 def test_tied_weights_are_one_storage() -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from storm_client.compiled import may_be_compiled
+from storm_client.compiled import CompiledParts
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision
@@ -89,6 +89,7 @@ class Planning:
         self._layers = layers
         self.options = options
         self._functions = REPLAYABLE | options.functions
+        self._compiled = CompiledParts()
         self._ratio = ratio
         self._least = 1
         """Bytes of the smallest tensors that may leave."""
@@ -132,7 +133,7 @@ class Planning:
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
         has_replays = kind is None or kind.has_replays
-        watches = self.options.replays and has_replays and not may_be_compiled(modules)
+        watches = self.options.replays and has_replays and not self._compiled.may_run(modules)
         walks = kind is not None and kind.has_functions == watches
         step = StepRecord(self._kinds, kind, walks=walks)
         recording = Recording(
