@@ -309,7 +309,7 @@ class PlannedStep:
         self._layers = layers
         self._begun = begun
         self.times = times
-        self._host_begun = thread_time()
+        self._host_begun = thread_time() if times else 0.0
         self._is_trial = False
         self.recording: Recording | None = recording
         """What says what becomes of a saved tensor; None once the block has ended."""
