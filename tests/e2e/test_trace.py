@@ -55,7 +55,20 @@ def test_overlap_is_what_is_in_both() -> None:
 
 def test_when_the_client_is_idle_and_what_runs() -> None:
     trace = merged(CLIENT, DAEMON)
-    assert idle(trace) == [(3.0, 2.0)]  # after how many ms, for how many
+    # After how many ms, for how many, and what comes next.
+    assert idle(trace) == {"kernels": [(3.0, 2.0, "norm")], "download": [], "upload": []}
     found = kernels(trace)
     assert found["stormd: encode"] == [1, 0.5]
     assert found["norm"] == [1, 1.0]
+
+
+def test_what_runs_while_the_link_is_idle() -> None:
+    copy = "Memcpy HtoD (Pinned -> Device)"
+    more = [span(0, "gpu_memcpy", copy, 3_200, 3_300), span(0, "gpu_memcpy", copy, 4_000, 4_100)]
+    trace = merged(CLIENT, {**DAEMON, "traceEvents": DAEMON["traceEvents"] + more})
+    assert idle(trace)["upload"] == [(1.3, 0.7, "gemm"), (2.1, 3.4, "gemm")]
+
+
+def test_a_trace_without_kernels() -> None:
+    empty = {"baseTimeNanoseconds": 0, "traceEvents": [span(10, "cpu_op", "step", 0, 10)]}
+    assert idle(empty) == {}
