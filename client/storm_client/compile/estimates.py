@@ -90,6 +90,8 @@ class Draft:
     """Where each value has to be there: earlier than its own use where others are made from it."""
     fetches: tuple[int, ...]
     """The position before which the fetch of each value begins."""
+    rooms: tuple[int, ...]
+    """Of the peak, how many bytes are free from each position of the backward graph on."""
     link_seconds: float
     """Of the link, one way."""
     replay_seconds: float
@@ -231,7 +233,9 @@ class Problem:
         leaves = self.leaves(kept, again)
         needed = self.needed(kept, again)
         begins = self._begins(again, needed)
-        fetches = self._fetches(leaves, needed, begins, self.live(kept, again), limit)
+        there = self.live(kept, again)
+        fetches = self._fetches(leaves, needed, begins, there, limit)
+        most = np.maximum.accumulate(there[::-1])[::-1]
         stall = self.late(leaves) + self._waits(leaves, needed, begins, fetches)
         decisions: list[Decision] = []
         for number, value in enumerate(self.values):
@@ -246,6 +250,7 @@ class Problem:
             tuple(self.is_handed(kept, again)),
             tuple(one.first for one in needed),
             tuple(fetches),
+            tuple(max(0, limit - int(one)) for one in most),
             float(self.transfers[leaves].sum()),
             sum(map(self.replay_seconds, again)),
             stall,

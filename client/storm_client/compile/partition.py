@@ -279,7 +279,19 @@ class _Pair:
         plan = _plan(values, draft, peak, forward, self.machine)
         order = sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
-        return Graph(plan, chosen, ranks, early, tuple(order))
+        last = max(order, key=lambda n: (draft.fetches[n], draft.first_uses[n], n), default=None)
+        rooms = {n: draft.rooms[draft.first_uses[n]] for n in order}
+        return Graph(
+            plan,
+            chosen,
+            ranks,
+            early,
+            tuple(order),
+            early_bytes=sum(saved[n].nbytes for n in early),
+            last_fetched=last,
+            room=0 if last is None else draft.rooms[draft.fetches[last]],
+            rooms=rooms,
+        )
 
     def _drop(self, values: list[_Value], draft: Draft) -> None:
         """Hand over no more what nothing is computed from."""

@@ -14,9 +14,9 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +74,14 @@ class Graph:
     in the order of use."""
     order: tuple[int, ...] = ()
     """All offloaded values, in the order in which the backward graph waits for them."""
+    early_bytes: int = 0
+    """Of the values whose fetches are early."""
+    last_fetched: int | None = None
+    """The value whose fetch begins last."""
+    room: int = 0
+    """Bytes below the backward graph's peak that are free from then on."""
+    rooms: Mapping[int, int] = field(default_factory=dict)
+    """The same from when it waits for each offloaded value on."""
 
     @property
     def last(self) -> int | None:
@@ -302,16 +310,19 @@ class _Trail:
     the first is fetched: then one message asks for as much as there is room for. Else each is when
     its graph says so; but what a backward pass needs as soon as it begins is fetched before.
     Backward passes mostly run in the reverse order of the forward passes, so when one has begun its
-    last restore, what the run before stored is next. Where it is not, that was fetched for nothing.
+    last restore, what the run before stored is next: at once if that fits below the peak, else when
+    it does, or when all of this one is back. Where it is not next, that was fetched for nothing.
     What is stored holds its run's trail, and nothing else does.
     """
 
-    __slots__ = ("__weakref__", "_before", "_graph", "_is_announced", "_stored")
+    __slots__ = ("__weakref__", "_before", "_graph", "_has_begun", "_is_announced", "_stored")
 
     def __init__(self, graph: Graph, before: weakref.ref[_Trail] | None) -> None:
         self._graph, self._before = graph, before
         self._stored: dict[int, weakref.ref[Stored]] = {}
         self._is_announced = False
+        self._has_begun = False
+        """Whether all its restores have begun, and the run before is still to follow."""
 
     def note(self, number: int, stored: Stored) -> None:
         """Note that the run stored its value `number`."""
@@ -327,10 +338,22 @@ class _Trail:
                 if stored is not None and stored.holder is session:
                     stored.announce()
 
+    def has_begun(self, number: int) -> None:
+        """Note that the restore of a value has begun; behind the last the run before follows."""
+        if number == self._graph.last_fetched:
+            self._has_begun = True
+            self._go_on(self._graph.room)
+
     def has_brought(self, number: int) -> None:
-        """Note that a value is back; begin with what is needed next after the last."""
-        before = self._before() if number == self._graph.last and self._before else None
-        if before is not None:
+        """Note that a value is back; behind the last the run before follows in any case."""
+        if self._has_begun:
+            self._go_on(None if number == self._graph.last else self._graph.rooms[number])
+
+    def _go_on(self, room: int | None) -> None:
+        """Begin with what the run before stored, if there is room for it."""
+        before = None if self._before is None else self._before()
+        if before is not None and (room is None or before._graph.early_bytes <= room):
+            self._has_begun = False
             before._fetch_early()
 
     def _fetch_early(self) -> None:
@@ -502,6 +525,8 @@ class Stored:
             self._trail.announce(session)
         self.announce()
         session.look_ahead(self._target.announced(session))
+        if self._trail is not None:
+            self._trail.has_begun(self._number)
 
     @property
     def holder(self) -> Holder:

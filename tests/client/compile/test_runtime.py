@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import operators, runtime
-from storm_client.compile.runtime import Target, running
+from storm_client.compile.runtime import Graph, Target, running
 from storm_client.compiled import HANDLED
 from support.records import record_of
 from support.training import seeded
@@ -180,3 +182,43 @@ def test_the_operators_have_fake_kernels() -> None:
         assert operators.FETCH(token).shape == token.shape == (1,)
         found = operators.WAIT(token, [token], [4, 4], [1, 4], torch.half, torch.device("cpu"))
     assert (found.shape, found.stride(), found.dtype) == ((4, 4), (1, 4), torch.half)
+
+
+# --- what the run before stored -----------------------------------------------------------------
+
+
+class Fetched:
+    """Stands for a stored value, and notes that its fetch has begun."""
+
+    def __init__(self, begun: list[str]) -> None:
+        self._begun = begun
+
+    def fetch(self) -> None:
+        self._begun.append("early")
+
+
+@pytest.mark.parametrize(
+    ("room", "rooms", "expected"),
+    [
+        (100, {}, ["begun 1", "begun 0", "early", "brought 1", "brought 0"]),
+        (99, {1: 100}, ["begun 1", "begun 0", "brought 1", "early", "brought 0"]),
+        (99, {1: 99}, ["begun 1", "begun 0", "brought 1", "brought 0", "early"]),
+    ],
+)
+def test_what_the_run_before_needs_at_once_is_fetched_when_there_is_room_for_it(
+    room: int, rooms: dict[int, int], expected: list[str]
+) -> None:
+    """Behind all that this run fetches, and once in each of its backward passes."""
+    nothing: Any = None
+    events: list[str] = []
+    value = Fetched(events)
+    before = runtime._Trail(Graph(nothing, nothing, {}, early=(7,), early_bytes=100), None)
+    before.note(7, value)  # type: ignore[arg-type]
+    graph = Graph(nothing, nothing, {}, order=(1, 0), last_fetched=0, room=room, rooms=rooms)
+    trail = runtime._Trail(graph, weakref.ref(before))
+    for _ in range(2):
+        events.clear()
+        for what, number in (("begun", 1), ("begun", 0), ("brought", 1), ("brought", 0)):
+            events.append(f"{what} {number}")
+            (trail.has_begun if what == "begun" else trail.has_brought)(number)
+        assert events == expected

@@ -250,6 +250,19 @@ def test_a_fetch_begins_as_early_as_its_transfer_takes() -> None:
     assert draft.fetches == (4, 10)
 
 
+def test_what_is_free_below_the_peak_from_each_position_on() -> None:
+    large = saved(10, 20)
+    chosen = schedule([saved(5, 9, 12), large, saved(4, 25)], [1.0] * POSITIONS, COSTS)
+    draft = chosen.draft(0)
+    assert draft.fetches == (4, 10, 21)
+    assert chosen.peaks[0] == 15  # the first two at once
+    assert draft.rooms[0] == draft.rooms[12] == 0
+    assert draft.rooms[13] == draft.rooms[20] == 5
+    assert draft.rooms[21] == draft.rooms[25] == 11
+    assert draft.rooms[26] == 15
+    assert len(draft.rooms) >= POSITIONS
+
+
 def test_transfers_go_one_after_the_other() -> None:
     room = saved(100, 29, recipe=Recipe(0.0))
     draft = schedule([saved(5, 9), saved(5, 10), room], [1.0] * POSITIONS, COSTS).draft(0)
