@@ -78,6 +78,9 @@ GROWN: Final = 4
 """So many times what such a step saves, and the one behind it is watched."""
 
 
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 class Planning:
     """The kinds of steps of one Offload, and their plans. Threads may share it."""
 
@@ -154,9 +157,14 @@ class Planning:
         return PlannedStep(self, recording, mode, begun, times=times, layers=layers)
 
     def unwatched(self) -> UnwatchedRow | None:
-        """Begin the next step if it needs no hooks: all that the last ones saved stays anyway."""
+        """Begin the next step if it needs no hooks: all that the last ones saved stays anyway.
+
+        It does where others are on PyTorch's stack, which would be handed all instead.
+        """
         kind, count = self._alike
         if kind is None or not kind.is_not_worth_it or kind.is_outdated or count < ALIKE:
+            return None
+        if _top_hooks(True) is not None:
             return None
         if self._unwatched >= UNWATCHED:
             self._unwatched = 0

@@ -15,6 +15,7 @@ from support.daemon_process import DaemonProcess
 from support.training import Context, assert_identical, gradients
 from support.waiting import wait_until
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 STEPS = 3 * planning.UNWATCHED
 ROWS = 64
@@ -148,6 +149,16 @@ def test_blocks_inside_each_other_end_in_their_order(
     (first + second).sum().backward()
     assert outer.stats().saved_bytes > before.saved_bytes
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_hooks_of_others_are_handed_nothing(client: storm.Client, device: SimpleNamespace) -> None:
+    net, seen = network(), []
+    offload = client.offload(net, min_bytes=1)
+    unwatch(offload, net)
+    for _ in range(planning.UNWATCHED):
+        with saved_tensors_hooks(lambda tensor: seen.append(0) or tensor, lambda tensor: tensor):
+            step(net, lambda: offload)
+    assert not seen
 
 
 def test_a_plain_call_leaves_what_a_plain_call_entered(
