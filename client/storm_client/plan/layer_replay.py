@@ -9,31 +9,44 @@ them stay; the backward pass has freed them by the time that the first are run a
 A forward is somebody else's Python code, and to call it twice is right only if it does the same
 twice. So it is done to layers alone that are made for it (transformers' GradientCheckpointingLayer)
 or that the user has named, and each has to show it: in one step it is called twice in the forward
-pass, what its functions return is compared, and so is what its modules hold before and after. And
-where anything that it reads was changed before the backward pass, that raises, as it does in
-PyTorch for what is saved.
+pass, what its functions return is compared, and so is what its modules hold before and after. What
+has shown it is trusted as long as it has the same modules in the same modes, of whose calls nobody
+is told. And where anything that it reads was changed before the backward pass, that raises, as it
+does in PyTorch for what is saved.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from storm_client.blocks import untraced
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import ActivationLost
 from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
-from storm_client.plan.layer_trial import call_twice, own_tensors, state_of, tensors_in
+from storm_client.plan.layer_trial import (
+    Attributes,
+    TensorStates,
+    call_twice,
+    copied,
+    own_tensors,
+    tensors_in,
+    version_of,
+)
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -53,7 +66,8 @@ class LayerPhase(Enum):
     """What is done with the layers of an Offload.
 
     OFF to TRIED (a step is bound by the thread), TRIED to ON or REFUSED (its layers have been
-    called twice), ON to OFF (steps have grown).
+    called twice), ON to OFF (steps have grown, or layers are others now); TRIED and ON to OFF (what
+    steps run may be compiled).
     """
 
     OFF = "off"
@@ -64,7 +78,7 @@ class LayerPhase(Enum):
 
 _NEXT: Final = {
     LayerPhase.OFF: {LayerPhase.TRIED},
-    LayerPhase.TRIED: {LayerPhase.ON, LayerPhase.REFUSED},
+    LayerPhase.TRIED: {LayerPhase.ON, LayerPhase.REFUSED, LayerPhase.OFF},
     LayerPhase.ON: {LayerPhase.OFF},
     LayerPhase.REFUSED: frozenset[LayerPhase](),
 }
@@ -84,6 +98,8 @@ class LayerReplay:
         self._phase = LayerPhase.OFF
         self._layers: list[_Layer] = []
         """The first of the model, which are tried or run again."""
+        self._refused: set[int] = set()
+        """Ids of layers that are not tried again."""
         self._steps = 0
         self._hooked: list[_Layer] = []
         """Those whose forwards are replaced while that many steps are under way."""
@@ -136,15 +152,17 @@ class LayerReplay:
                 self._move_to(LayerPhase.TRIED)
 
     def begins(self) -> bool:
-        """Tell, where a step begins, whether steps are another kind from here on."""
+        """Tell, where a step begins, whether steps are another kind from here on.
+
+        What is compiled is left alone: the compiler would look into the calls of layers.
+        """
         with self._lock:
+            self._layers = [layer for layer in self._layers if layer.identity]
             if self._phase is LayerPhase.TRIED and all(layer.is_tried for layer in self._layers):
                 return self._judge()
-            if self._phase is LayerPhase.ON and self._has_outgrown:
-                self._has_outgrown = False
-                self._move_to(LayerPhase.OFF)
-                self._forget()
-                return True
+            is_open = self._phase in {LayerPhase.TRIED, LayerPhase.ON}
+            if is_open and (self._has_outgrown or may_be_compiled(self._known.modules)):
+                return self._end()
             return False
 
     def step(self, stats: StatsRecorder, mode: TorchFunctionMode | None) -> LayerStep | None:
@@ -177,7 +195,7 @@ class LayerReplay:
     def current(self) -> LayerStep | None:
         """Return this thread's step, if nothing has saved-tensor hooks inside of its block."""
         step: LayerStep | None = getattr(self._local, "step", None)
-        if step is None or not torch.is_grad_enabled():
+        if step is None or not torch.is_grad_enabled() or _is_transformed():
             return None
         top = _top_hooks(True)
         return step if top is not None and top[0] == step.pack else None
@@ -190,10 +208,21 @@ class LayerReplay:
 
     def _judge(self) -> bool:
         """Go on with the layers that have passed their trials; False where none has."""
-        self.refusal = next(filter(None, (layer.refusal for layer in self._layers)), "")
+        self.refusal = next(filter(None, [layer.judged() for layer in self._layers]), "")
         self._layers = [layer for layer in self._layers if not layer.refusal]
         self._move_to(LayerPhase.ON if self._layers else LayerPhase.REFUSED)
         return bool(self._layers)
+
+    def _end(self) -> bool:
+        """Begin anew; True if layers were run again so far."""
+        was_on = self._phase is LayerPhase.ON
+        refused = [layer for layer in self._layers if layer.refusal]
+        self._refused.update(layer.identity for layer in refused)
+        self.refusal = next((layer.refusal for layer in refused), self.refusal)
+        self._has_outgrown = False
+        self._move_to(LayerPhase.OFF)
+        self._forget()
+        return was_on
 
     def _move_to(self, phase: LayerPhase) -> None:
         assert phase in _NEXT[self._phase], f"{self._phase} to {phase}"
@@ -218,13 +247,18 @@ class LayerReplay:
 
     def _may_be_called_twice(self, module: torch.nn.Module) -> bool:
         """Tell whether somebody says so of a layer, and nobody watches or shards its parts."""
+        if id(module) in self._refused:
+            return False
         if self._named is None:
             says_so = any(base.__name__ == DECLARED for base in type(module).__mro__)
             if not says_so or getattr(module, "gradient_checkpointing", False):
                 return False
         elif id(module) not in self._named:
             return False
-        return all(map(_is_plain, parts_of([module])))
+        parts = list(parts_of([module]))
+        if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+            return False
+        return _are_plain(parts, own_tensors(parts))
 
 
 class LayerStep:
@@ -246,6 +280,8 @@ class LayerStep:
         """The hook that the block has put on PyTorch's stack."""
         self.outer: LayerStep | None = None
         """The step inside of which it is, in the same thread."""
+        self._tried: list[_Layer] = []
+        """What has been tried in it."""
 
     def begin(self, pack: object) -> None:
         """Begin to see the calls of layers while `pack` is the innermost hook."""
@@ -254,133 +290,373 @@ class LayerStep:
 
     def end(self) -> None:
         """See no more of them."""
+        for layer in self._tried:
+            layer.lets_go()
         if self.pack is not None:
             self._replay.leave(self)
 
     def call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer's forward returns."""
-        has_shown = layer.is_tried and not self._is_on
-        if has_shown or layer.refusal or not layer.module.training:
+        if layer.refusal or not layer.module.training:
             return layer.forward(*args, **kwargs)
-        layer.is_tried = True
+        return (self._checkpointed if self._is_on else self._try)(layer, args, kwargs)
+
+    def _try(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Find out whether a layer may be run again, which is open where its forward raises."""
+        if layer.is_tried:
+            layer.look_back()
+            return layer.forward(*args, **kwargs)
+        parts = list(parts_of([layer.module]))
         try:
-            nbytes = sum(tensor.nbytes for tensor in tensors_in((*args, *kwargs.values())))
+            tensors = tensors_in((*args, *kwargs.values()))
         except TypeError as error:
-            if not self._is_on:
-                layer.refuse(str(error))
+            layer.refuse(str(error))
             return layer.forward(*args, **kwargs)
-        if not self._is_on:
-            layer.input_bytes = nbytes
-            made, difference = call_twice(
-                layer.module, layer.forward, args, kwargs, unseen_by=self._mode
-            )
-            if difference:
-                layer.refuse(difference)
-            return made
-        if nbytes > OUTGROWN * layer.input_bytes:
-            self._replay.outgrown()
-        self._stats.of_layer(layer.name).gives_up(layer.nbytes)
-        return self._checkpointed(layer, args, kwargs)
+        if not _are_plain(parts, own_tensors(parts)):
+            layer.refuse("somebody has hooks on the calls of its modules")
+        if layer.refusal or _is_captured(tensors):
+            return layer.forward(*args, **kwargs)
+        made, difference = call_twice(
+            layer.module, layer.forward, args, kwargs, name=layer.name, unseen_by=self._mode
+        )
+        layer.passes(parts, tensors)
+        self._tried.append(layer)
+        if difference:
+            layer.refuse(difference)
+        return made
 
     def _checkpointed(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward now, and again where something that it saved is asked for."""
-        loose = [argument for argument in args if not isinstance(argument, torch.Tensor)]
-        held = tensors_in((*loose, *kwargs.values()))
-        again = _Again(layer, held, self._stats)
-        return checkpoint(
-            partial(layer.forward, **kwargs),
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), again),
-        )
+        try:
+            tensors = tensors_in((*args, *kwargs.values()))
+        except TypeError:
+            return layer.forward(*args, **kwargs)
+        if _is_captured(tensors):
+            return layer.forward(*args, **kwargs)
+        parts = list(parts_of([layer.module]))
+        own = own_tensors(parts)
+        passed = layer.passed(parts) if _are_plain(parts, own) else None
+        if passed is None or _nbytes(tensors) > OUTGROWN * layer.input_bytes:
+            self._replay.outgrown()
+        if passed is None:
+            return layer.forward(*args, **kwargs)
+        self._stats.of_layer(layer.name).gives_up(layer.nbytes)
+        calls = _Calls(layer, passed, parts, own, self._stats)
+        return checkpoint(calls, *calls.given(args, kwargs), use_reentrant=False)
 
 
 class _Layer:
-    """A layer's place in its module: stands there as its `forward` while steps are under way."""
+    """A layer's place in its module: stands there as its `forward` while steps are under way.
+
+    It does not keep the module, which may be replaced by another. Copies and pickles of the module
+    have its forward instead.
+    """
 
     def __init__(self, name: str, module: torch.nn.Module, nbytes: int) -> None:
         self.name = name
-        self.module = module
         self.nbytes = nbytes
         self.input_bytes = 0
         """Of the tensors that it was given when it was tried."""
         self.is_tried = False
         self.refusal = ""
-        self.forward: Callable[..., Any] = module.forward
-        self._replay: LayerReplay | None = None
+        self._module = weakref.ref(module)
+        self._forward = _weakly(module.forward)
         self._before: Callable[..., Any] | None = None
+        """What stood there as the module's own forward, while this does."""
+        self._is_hooked = False
+        self._replay: LayerReplay | None = None
+        self._passed: Attributes | None = None
+        """The modules that were tried, and what they had."""
+        self._own: TensorStates | None = None
+        """Their parameters and buffers then, until the trial is judged."""
+        self._given: list[tuple[torch.Tensor, int]] = []
+        """What they were given then and its versions, until the block ends."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The layer, which lives while it is called."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The module's forward for which it stands."""
+        return self._forward()
 
     def hook(self, replay: LayerReplay) -> None:
-        """Stand in for the module's forward."""
+        """Stand in for the module's forward, unless it still does below what others put there."""
+        module = self._module()
         self._replay = replay
-        self._before = self.module.__dict__.get("forward")
-        self.forward = self.module.forward
-        self.module.__dict__["forward"] = self
+        if module is None or self._is_hooked:
+            return
+        self._before = module.__dict__.get("forward")
+        self._forward = _weakly(module.forward)
+        module.__dict__["forward"] = self
+        self._is_hooked = True
 
     def unhook(self) -> None:
-        """Give its forward back, unless somebody else has put another there."""
-        if self.module.__dict__.get("forward") is not self:
+        """Give its forward back, unless somebody else has put another there, which may call it."""
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
             return
+        self._is_hooked = False
         if self._before is None:
-            del self.module.__dict__["forward"]
+            del module.__dict__["forward"]
         else:
-            self.module.__dict__["forward"] = self._before
+            module.__dict__["forward"], self._before = self._before, None
+
+    def passes(self, parts: Sequence[torch.nn.Module], given: Iterable[torch.Tensor]) -> None:
+        """Note what was called twice, and what it was given."""
+        self.is_tried, self.input_bytes = True, _nbytes(given)
+        self._given = [(tensor, version_of(tensor)) for tensor in given]
+        self._passed = Attributes(parts)
+        self._own = TensorStates(own_tensors(parts))
+
+    def passed(self, parts: Sequence[torch.nn.Module]) -> Attributes | None:
+        """Return what it was tried with; None if it has other modules now, or in other modes.
+
+        It is refused where their attributes are set anew: who does that for each call may do so
+        before the backward pass has called it again.
+        """
+        passed = self._passed
+        if passed is None or not passed.is_of(parts):
+            return None
+        if passed.difference(parts):
+            self.refuse(_SET_ANEW)
+        return None if self.refusal else passed
+
+    def look_back(self) -> None:
+        """Refuse where others set anew what it was called with: its calls may depend on that."""
+        if self._passed is None or self._own is None:
+            return
+        parts = list(parts_of([self.module]))
+        if self._passed.is_of(parts) and (
+            self._passed.difference(parts) or not self._own.is_of(own_tensors(parts))
+        ):
+            self.refuse(_SET_ANEW)
+
+    def lets_go(self) -> None:
+        """Refuse if what it was given in its trial has been written to before the block's end."""
+        given, self._given = self._given, []
+        if any(version_of(tensor) != version for tensor, version in given):
+            self.refuse("what it is given is changed in place behind its call")
+
+    def judged(self) -> str:
+        """Return what speaks against it after the step of its trial."""
+        self.look_back()
+        self._own = None
+        return self.refusal
+
+    @property
+    def identity(self) -> int:
+        """The module's id; 0 where that is gone."""
+        module = self._module()
+        return 0 if module is None else id(module)
 
     def refuse(self, reason: str) -> None:
         """Note why it cannot be run again."""
+        self.is_tried = True
         self.refusal = self.refusal or f"{self.name} is not run again: {reason}"
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do what this thread's step does with a call."""
         step = None if self._replay is None else self._replay.current()
         return self.forward(*args, **kwargs) if step is None else step.call(self, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the forward has: its name, signature or function."""
+        return getattr(self.forward, name)
 
-class _Again:
-    """The context in which a layer's forward is called in the backward pass.
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Where `inspect` looks for a signature."""
+        return self.forward
 
-    Raises on entry:
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be copied and pickled as the forward."""
+        return _as_it_is, (self.forward,)
+
+
+class _Calls:
+    """The calls of a layer's forward: one in the forward pass, the others in backward passes.
+
+    Those are given lists and dicts as they were at first, whatever was written to them since.
+
+    Raises from the second call on:
         ActivationLost: what it reads is not as it was in the forward pass.
     """
 
-    def __init__(self, layer: _Layer, held: Sequence[torch.Tensor], stats: StatsRecorder) -> None:
-        """Note the present versions of what the layer has and of the tensors `held` for it.
-
-        Those among its arguments themselves are saved, and watched with that.
-        """
-        self._layer = layer
+    def __init__(
+        self,
+        layer: _Layer,
+        passed: Attributes,
+        parts: Sequence[torch.nn.Module],
+        own: list[torch.Tensor],
+        stats: StatsRecorder,
+    ) -> None:
+        """Note the present state of a layer's `parts`, whose parameters and buffers are `own`."""
+        self._name = layer.name
+        self._forward = layer.forward
         self._stats = stats
-        self._parts = list(parts_of([layer.module]))
-        self._states = [state_of(part) for part in self._parts]
-        self._tensors = [(tensor, tensor._version) for tensor in held]
-        self._began = 0.0
+        self._passed = passed
+        self._parts = parts
+        self._own = TensorStates(own + passed.tensors)
+        self._settings = _settings()
+        self._kwargs: dict[str, Any] = {}
+        self._has_begun = False
 
-    def __enter__(self) -> None:
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what checkpointing is to be given, having noted the state of some arguments.
+
+        It saves tensors among the first, which are watched with that. In the last it finds the
+        devices of all others, whose random numbers have to be the same again.
+        """
+        loose = [None if isinstance(argument, torch.Tensor) else argument for argument in args]
+        held = tensors_in((*loose, *kwargs.values()))
+        self._kwargs = kwargs
+        self._given = copied((loose, kwargs))
+        self._tensors = [(tensor, version_of(tensor)) for tensor in held]
+        known = {id(tensor): tensor for tensor in held}
+        self._held = [known.get(id(argument)) for argument in args]
+        """Of the arguments themselves those that are given in another place, too."""
+        first: dict[int, int] = {}
+        self._places = [first.setdefault(id(given), place) for place, given in enumerate(args)]
+        """Where each stands first: what is one tensor has to be one again."""
+        return (*args, tuple(held))
+
+    def __call__(self, *args: Any) -> Any:
+        """Return what the forward returns."""
+        if self._has_begun:
+            return self._again(args[:-1])
+        self._has_begun = True
+        kwargs, self._kwargs = self._kwargs, {}
+        pack, unpack = _top_hooks(True)
+        with saved_tensors_hooks(pack, partial(_unpacked, self._name, unpack)):
+            return self._forward(*args[:-1], **kwargs)
+
+    def _again(self, args: tuple[Any, ...]) -> Any:
         self._check()
-        self._began = perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._stats.replayed(perf_counter() - self._began)
+        began = perf_counter()
+        loose, kwargs = copied(self._given)
+        given = [
+            (args[place] if held is None else held) if isinstance(brought, torch.Tensor) else other
+            for brought, place, held, other in zip(
+                args, self._places, self._held, loose, strict=True
+            )
+        ]
+        try:
+            return self._forward(*given, **kwargs)
+        finally:
+            self._stats.replayed(perf_counter() - began)
 
     def _check(self) -> None:
-        for part, state in zip(self._parts, self._states, strict=True):
-            if state_of(part) != state:
-                raise ActivationLost(
-                    f"a parameter, a buffer or the mode of {self._layer.name} was changed between "
-                    "the forward and the backward pass, which was to run that layer again; change "
-                    "it after the backward pass, or pass offload(..., layers=[])"
-                )
+        if difference := self._difference():
+            raise ActivationLost(
+                f"a parameter, a buffer, an attribute or the mode of {self._name} was changed "
+                f"between the forward and the backward pass, or by its forward ({difference}), and "
+                "the backward pass was to run that layer again; change it after the backward pass, "
+                "or pass offload(..., layers=[])"
+            )
         for tensor, version in self._tensors:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise ActivationLost(
-                    f"a tensor of shape {list(tensor.shape)} that {self._layer.name} was given was "
+                    f"a tensor of shape {list(tensor.shape)} that {self._name} was given was "
                     "changed in place before the backward pass, which was to run that layer again; "
                     "change a copy of it, or pass offload(..., layers=[])"
                 )
+        if _settings() != self._settings:
+            raise ActivationLost(
+                f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
+                f"determinism) are others in the backward pass, which was to run {self._name} "
+                "again, than in the forward pass; run it within the same ones, or pass "
+                "offload(..., layers=[])"
+            )
+
+    def _difference(self) -> str:
+        """Return what of the layer is not as it was; empty where all is."""
+        parts = list(parts_of(self._parts[:1]))
+        if not self._passed.is_of(parts):
+            return "its modules, or their modes"
+        own = own_tensors(parts)
+        if not self._own.is_of(own + self._passed.tensors):
+            return "its set of parameters and buffers"
+        return self._passed.difference(parts) or self._own.difference()
 
 
-def _is_plain(part: torch.nn.Module) -> bool:
-    """Tell whether a module's tensors are ordinary ones, and nobody is told of its calls."""
-    return not (part._forward_hooks or part._forward_pre_hooks) and all(
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in own_tensors(part)
+def _unpacked(name: str, unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
+    """Return what checkpointing returns for what a layer has saved.
+
+    Raises:
+        ActivationLost: the layer did something else when it was run again.
+    """
+    try:
+        return unpack(packed)
+    except CheckpointError as error:
+        raise ActivationLost(
+            f"{name}, which the backward pass has run again, did not do what it did in the forward "
+            "pass, or what it saved was asked for twice in one backward pass; pass "
+            f"offload(..., layers=[]) (PyTorch says: {str(error).partition('Tip:')[0].strip()})"
+        ) from error
+
+
+_SET_ANEW: Final = "a parameter, a buffer or an attribute of it is set anew between its calls"
+
+
+def _settings() -> tuple[object, ...]:
+    """Return what is set for the whole process that decides which bits functions make."""
+    precision = torch._C._get_fp32_precision_getter
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_mkldnn_enabled(),
+        precision("cuda", "matmul"),
+        precision("cuda", "conv"),
+        precision("mkldnn", "matmul"),
     )
+
+
+def _is_transformed() -> bool:
+    """Tell whether a transform of torch.func is under way, as vmap."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _is_captured(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether what is done with some tensors goes into a CUDA graph."""
+    on_gpu = any(tensor.is_cuda for tensor in tensors)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def _weakly(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """Return what returns a function, without keeping the object that it is a method of."""
+    if isinstance(function, MethodType):
+        return cast("Callable[[], Callable[..., Any]]", weakref.WeakMethod(function))
+    return lambda: function
+
+
+def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a layer's place is pickled as."""
+    return forward
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _are_plain(parts: Iterable[torch.nn.Module], tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether nobody is told of the calls of modules, whose tensors are ordinary ones."""
+    hooks = modules._global_forward_hooks or modules._global_forward_pre_hooks
+    if hooks or any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+        return False
+    return {type(tensor) for tensor in tensors} <= _PLAIN
+
+
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}

@@ -1,27 +1,143 @@
 """Finds out whether a layer's forward may be called a second time, by calling it twice.
 
-Both calls are made in the forward pass, and the first one's result is what goes on. So a layer that
-does not do the same twice has cost time and nothing else.
+Both calls are made in the forward pass, and the first one's result is what goes on. What the first
+has changed is seen before the second is made: in the modules, in what it was given, in generators
+of random numbers besides PyTorch's. So a layer that does not do the same twice has cost time and
+nothing else, unless it hands something on where nobody looks; who goes back through that is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from itertools import chain
+from operator import is_
+from typing import Any, Final, Never
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
 from storm_client.plan.recipes import checksum
 
-__all__ = ["call_twice", "own_tensors", "state_of", "tensors_in"]
+__all__ = [
+    "Attributes",
+    "TensorStates",
+    "call_twice",
+    "copied",
+    "own_tensors",
+    "tensors_in",
+    "version_of",
+]
 
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 _CHANGES = "its forward changes what its modules hold"
+
+DEPTH: Final = 4
+"""So deep what a module's attributes hold is looked through, with the attributes of objects."""
+
+MOST_HELD: Final = 10_000
+"""Of what is looked through; a module may refer to a whole data set."""
+
+
+class Attributes:
+    """The modules of a layer and their attributes, as they were when it was tried.
+
+    The layer itself is not kept. What containers among the attributes hold is not noted.
+    """
+
+    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
+        """Note the present; the first of `parts` is the layer."""
+        self._inner = parts[1:]
+        self._of_parts = list(map(_attributes_of, parts))
+        self._values = [tuple(attributes.values()) for attributes in self._of_parts]
+        values = chain.from_iterable(self._values)
+        self.tensors = [value for value in values if type(value) is torch.Tensor]
+        """Those that are neither parameters nor buffers."""
+
+    def is_of(self, parts: Sequence[torch.nn.Module]) -> bool:
+        """Tell whether a layer has these modules still, in the modes in which they were."""
+        return parts[1:] == self._inner and all(
+            part.training is attributes["training"]
+            for part, attributes in zip(parts, self._of_parts, strict=True)
+        )
+
+    def difference(self, parts: Iterable[torch.nn.Module]) -> str:
+        """Return which has become another, the modes of modules left out; empty where none has."""
+        for part, before, values in zip(parts, self._of_parts, self._values, strict=True):
+            if len(part.__dict__) == len(values) and all(map(is_, part.__dict__.values(), values)):
+                continue
+            now = _attributes_of(part)
+            for name in (before | now).keys() - {"training"}:
+                if not _is_same(now.get(name, _NOTHING), before.get(name, _NOTHING)):
+                    return f"attribute {name!r}"
+        return ""
+
+
+class TensorStates:
+    """Tensors as they were."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        """Note the present."""
+        self._tensors = tensors
+        self._versions = _versions_of(tensors)
+        self._needed = [tensor.requires_grad for tensor in tensors]
+
+    def difference(self) -> str:
+        """Return which was written to, or needs a gradient or none now; empty where none was."""
+        versions = _versions_of(self._tensors)
+        needed = [tensor.requires_grad for tensor in self._tensors]
+        if versions == self._versions and needed == self._needed:
+            return ""
+        for number, tensor in enumerate(self._tensors):
+            if (versions[number], needed[number]) != (self._versions[number], self._needed[number]):
+                return f"tensor of shape {list(tensor.shape)}"
+        return ""
+
+    def is_of(self, tensors: list[torch.Tensor]) -> bool:
+        """Tell whether these are the same tensors, whatever was written to them."""
+        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+
+
+def _versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # of inference mode's nothing is counted
+        return list(map(version_of, tensors))
+
+
+_NOTHING: Final = object()
+
+
+def _attributes_of(part: torch.nn.Module) -> dict[str, Any]:
+    attributes = part.__dict__.copy()
+    attributes.pop("forward", None)  # what stands there while steps are under way
+    return attributes
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to, as far as that is counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Tell whether two are the same object, or equal numbers, words or lists of such."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) in (list, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    return isinstance(one, _NUMBERS) and bool(one == other)
 
 
 def call_twice(
@@ -30,33 +146,44 @@ def call_twice(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    name: str = "",
     unseen_by: TorchFunctionMode | None = None,
 ) -> tuple[Any, str]:
     """Return what the first call of a module's `forward` makes, and how the second differs.
 
     That is empty where it does not. The second call, of which the mode `unseen_by` sees nothing,
-    makes a graph of its own, which nobody keeps; what it raises is returned as a difference.
+    makes a graph of its own; what it raises is returned as a difference. It is not made where the
+    first shows that it would differ. The module is called `name` where somebody goes back through
+    that graph.
     """
     tensors, parts = tensors_in((*args, *kwargs.values())), list(parts_of([module]))
-    held, versions = _held(parts), [tensor._version for tensor in tensors]
+    given = copied((args, kwargs))
+    versions = list(map(version_of, tensors))
+    held, outside = _Held(parts), _Outside(parts)
     randomness = _RandomStates(tensors)
-    first, second = _Checksums(), _Checksums()
+    first = _Checksums()
     with first:
         made = forward(*args, **kwargs)
-    if [tensor._version for tensor in tensors] != versions:
+    is_written_to = list(map(version_of, tensors)) != versions
+    if is_written_to or not _is_same_given((args, kwargs), given):
         return made, "it changes what it is given"
-    if _held(parts) != held:
+    if _Held(parts) != held:
         return made, _CHANGES
-    apart = iter([tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors])
+    if difference := outside.difference(_Outside(parts)):
+        return made, difference
+    apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     args, kwargs = _replaced(args, apart), _replaced(kwargs, apart)
+    complain = partial(_is_no_result, name)
+    hooks, second = saved_tensors_hooks(_nothing, complain), _Checksums(complain)
     try:
-        with _Unseen(unseen_by), saved_tensors_hooks(_nothing, _nothing), randomness, second:
+        with _Unseen(unseen_by), hooks, randomness, second:
             forward(*args, **kwargs)
+        is_same = first.equals(second)
     except Exception as error:  # noqa: BLE001 - nobody has asked for this call, so it may not raise
         return made, f"its second call failed: {type(error).__name__}: {error}"
-    if _held(parts) != held:
+    if _Held(parts) != held:
         return made, _CHANGES
-    return made, "" if first.equals(second) else "called twice it had other bits"
+    return made, "" if is_same else "called twice it had other bits"
 
 
 class _Unseen:
@@ -97,12 +224,61 @@ class _RandomStates:
         self._after.__exit__(*error)
 
 
+class _Outside:
+    """What a forward may change outside of its modules, and a second call would once more.
+
+    Random numbers of Python, NumPy and generators that modules hold are not drawn again in the
+    backward pass, and another process of a group may not call its layers twice.
+    """
+
+    def __init__(self, parts: Iterable[torch.nn.Module]) -> None:
+        numpy = sys.modules.get("numpy.random")
+        self._random = [
+            random.getstate(),
+            None if numpy is None else pickle.dumps(numpy.get_state()),
+            *(_random_state(value) for part in parts for value in part.__dict__.values()),
+        ]
+        self._collectives = _collectives()
+
+    def difference(self, later: _Outside) -> str:
+        """Return what has been changed; empty where nothing was."""
+        if self._collectives != later._collectives:
+            return "it exchanges something with other processes"
+        if self._random != later._random:
+            return "it draws random numbers that are not PyTorch's own"
+        return ""
+
+
+def _random_state(value: object) -> object:
+    """Return the state of a generator; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None and isinstance(value, (numpy.Generator, numpy.RandomState)):
+        return pickle.dumps(value)
+    return None
+
+
+def _collectives() -> list[int]:
+    """Return how many collectives each group of processes has begun."""
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None or not distributed.is_initialized():
+        return []
+    return [group._get_sequence_number_for_group() for group in distributed._world.pg_map]
+
+
 class _Checksums(TorchFunctionMode):
     """Takes a checksum of each tensor that PyTorch's functions return."""
 
-    def __init__(self) -> None:
+    def __init__(self, hook: Callable[[torch.Tensor], Never] | None = None) -> None:
+        """Have `hook` be told where somebody goes back through what is made from here on."""
         super().__init__()
+        self._hook = hook
+        self._first = torch._C._autograd._get_sequence_nr()
         self._found: list[torch.Tensor] = []
+        self._error: Exception | None = None
 
     def __torch_function__(
         self,
@@ -113,43 +289,108 @@ class _Checksums(TorchFunctionMode):
     ) -> Any:
         """Run the function and note what it returned."""
         made = function(*args, **(kwargs or {}))
+        if function in _UNWRITTEN:
+            return made
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for tensor in made if isinstance(made, (tuple, list)) else (made,):
-                if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
-                    self._found.append(checksum(tensor.untyped_storage()))
+                if type(tensor) is torch.Tensor and self._error is None:
+                    self._note(tensor)
         return made
 
+    def _note(self, tensor: torch.Tensor) -> None:
+        """Note a tensor; what keeps that from being done is raised where both are compared."""
+        try:
+            node = tensor.grad_fn
+            if self._hook is not None and node is not None and node._sequence_nr() >= self._first:
+                tensor.register_hook(self._hook)  # type: ignore[no-untyped-call]
+            tensor = _unwrapped(tensor)
+            if tensor.layout is torch.strided and tensor.device.type != "meta":
+                storage = tensor.untyped_storage()
+                if storage.nbytes():
+                    self._found.append(checksum(storage))
+        except Exception as error:  # noqa: BLE001 - the user's own call may be under way
+            self._error = error
+
     def equals(self, other: _Checksums) -> bool:
-        """Tell whether both have seen the same; waits for the device."""
+        """Tell whether both have seen the same; waits for the device.
+
+        Raises:
+            Exception: that of one could not be told.
+        """
+        for error in (self._error, other._error):
+            if error is not None:
+                raise error
         if len(self._found) != len(other._found):
             return False
         return all(map(torch.equal, self._found, other._found))
 
 
-def _held(parts: Iterable[torch.nn.Module]) -> list[object]:
-    """Return what tells whether modules hold the same: objects, lengths and versions."""
-    found: list[object] = []
+_UNWRITTEN: Final = {
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_empty_strided,
+}
+"""What returns memory with any bits."""
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a transform of torch.func has wrapped, which has no memory itself."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+class _Held:
+    """What modules hold, and what that holds: the objects, and the versions of tensors."""
+
+    def __init__(self, parts: Iterable[torch.nn.Module]) -> None:
+        self._found: list[object] = []
+        self._met: set[int] = set()
+        for part in parts:
+            for name, value in _attributes_of(part).items():
+                self._found.append(name)
+                self._look(value, DEPTH)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Held) or len(self._found) != len(other._found):
+            return False
+        return all(
+            one is two or (isinstance(one, _NUMBERS) and _is_same(one, two))
+            for one, two in zip(self._found, other._found, strict=True)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared alone
+
+    def _look(self, value: Any, depth: int) -> None:
+        self._found.append(value)
+        if isinstance(value, torch.Tensor):
+            self._found += (version_of(value), value.requires_grad)
+        elif depth and id(value) not in self._met and len(self._found) < MOST_HELD:
+            self._met.add(id(value))
+            for held in _held_by(value):
+                self._look(held, depth - 1)
+
+
+def _held_by(value: Any) -> Iterable[object]:
+    """Return what a container or a simple object holds."""
+    if isinstance(value, dict):
+        return (*value, *value.values())
+    if isinstance(value, (list, tuple, set)):
+        return tuple(value)
+    if isinstance(value, (torch.nn.Module, type, torch.Generator)) or callable(value):
+        return ()
+    return tuple(getattr(value, "__dict__", {}).values())
+
+
+def own_tensors(parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of modules, without those of their parts."""
+    found: list[torch.Tensor | None] = []
     for part in parts:
-        for name, value in part.__dict__.items():
-            if name == "forward":
-                continue
-            found += [name, id(value)]
-            if isinstance(value, (list, dict, set)):
-                found.append(len(value))
-        found += state_of(part)
-    return found
-
-
-def own_tensors(part: torch.nn.Module) -> list[torch.Tensor]:
-    """Return a module's parameters and buffers, without those of its parts."""
-    tensors = (*part._parameters.values(), *part._buffers.values())
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def state_of(part: torch.nn.Module) -> tuple[object, ...]:
-    """Return what tells whether a module's own tensors and mode are the same."""
-    tensors = own_tensors(part)
-    return (part.training, *((id(tensor), tensor._version) for tensor in tensors))
+        found += part._parameters.values()
+        found += part._buffers.values()
+    return [tensor for tensor in found if tensor is not None]
 
 
 def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
@@ -172,19 +413,48 @@ def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _replaced(argument: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """Return arguments with the next of `tensors` in the place of theirs."""
+def copied(argument: Any) -> Any:
+    """Return an argument with lists and dicts of its own, in which are the same tensors."""
+    if type(argument) is dict:
+        return {name: copied(value) for name, value in argument.items()}
+    if type(argument) in (tuple, list):
+        return type(argument)(map(copied, argument))
+    return argument
+
+
+def _is_same_given(argument: Any, before: Any) -> bool:
+    """Tell whether an argument holds the same as its copy."""
+    if type(argument) is dict and type(before) is dict:
+        return argument.keys() == before.keys() and all(
+            _is_same_given(value, before[name]) for name, value in argument.items()
+        )
+    if type(argument) in (tuple, list) and type(argument) is type(before):
+        return len(argument) == len(before) and all(map(_is_same_given, argument, before))
+    return argument is before
+
+
+def _replaced(argument: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """Return arguments with those of `tensors`, by the id of each, in the place of theirs."""
     if type(argument) in (torch.Tensor, torch.nn.Parameter):
-        return next(tensors)
+        return tensors[id(argument)]
     if type(argument) is dict:
         return {name: _replaced(value, tensors) for name, value in argument.items()}
     if type(argument) in (tuple, list):
-        return type(argument)(_replaced(value, tensors) for value in argument)
+        return type(argument)([_replaced(value, tensors) for value in argument])
     return argument
 
 
 def _nothing(_: object) -> Any:
-    """Stand in for both hooks of a graph that nobody goes back through.
+    """Stand in for what a graph saves that nobody goes back through.
 
     One that returned the tensor would have results hold themselves, for ever.
     """
+
+
+def _is_no_result(name: str, _: object) -> Never:
+    """Say why nobody can go back through what a second call has made."""
+    raise ActivationLost(
+        f"{name} was called twice in this step, to find out whether the backward pass may call it "
+        "again, and the loss depends on what the second call has handed on where nobody sees it, "
+        "as in a global list; pass offload(..., layers=[]), or have its forward return that"
+    )

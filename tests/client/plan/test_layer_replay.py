@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -21,10 +23,14 @@ from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
 from support.planning import value
 from support.training import Context, assert_identical, gradients
+from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, silu
-from torch.utils.checkpoint import checkpoint
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
 WIDTH = 64
 LAYERS = 4
@@ -563,6 +569,422 @@ def test_a_graph_may_be_used_twice(client: storm.Client, x: Tensor) -> None:
         net.zero_grad()
         loss.backward(retain_graph=True)
         assert_identical([loss.detach(), *gradients(net)], expected)
+
+
+# --- what changes after the trial -----------------------------------------------------------------
+
+
+def differs_nowhere(
+    kind: Callable[[], nn.Module],
+    client: storm.Client,
+    x: Tensor,
+    *,
+    train: Callable[[nn.Module, Tensor, Context, int], list[Tensor]],
+    steps: int = 2 * SETTLED,
+) -> storm.Offload:
+    """Train one with offload beside one without; return what offloads."""
+    plain, net = kind(), kind()
+    offload = client.offload(net, min_bytes=1)
+    for number in range(steps):
+        expected = train(plain, x, nullcontext, number)
+        assert_identical(train(net, x, lambda: offload, number), expected)
+        assert_identical(net.buffers(), plain.buffers())
+    return offload
+
+
+class Frozen(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return super().forward(self.batch(x), scale)
+
+
+def test_a_part_that_trains_from_some_step_on(client: storm.Client, x: Tensor) -> None:
+    def train(net: Any, x: Tensor, context: Context, number: int) -> list[Tensor]:
+        for layer in net.layers:
+            layer.batch.train(number >= SETTLED)
+        return step(net, x, context)
+
+    offload = differs_nowhere(lambda: made(Frozen), client, x, train=train)
+    assert phase(offload) is LayerPhase.REFUSED
+
+
+def test_a_part_that_is_put_in_later(client: storm.Client, x: Tensor) -> None:
+    def train(net: Any, x: Tensor, context: Context, number: int) -> list[Tensor]:
+        if number == SETTLED:
+            for layer in net.layers:
+                layer.down = nn.Sequential(layer.down, nn.BatchNorm1d(WIDTH))
+        return step(net, x, context)
+
+    offload = differs_nowhere(made, client, x, train=train)
+    assert phase(offload) is LayerPhase.REFUSED
+
+
+@pytest.mark.parametrize("is_for_all", [False, True])
+def test_hooks_that_are_registered_later_are_called_once(
+    client: storm.Client, x: Tensor, is_for_all: bool
+) -> None:
+    net, seen = made(), []
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+    part = net.layers[1].up
+
+    def see(module: nn.Module, *_: object) -> None:
+        seen.extend([0] * (module is part))
+
+    registers = register_module_forward_hook if is_for_all else part.register_forward_hook
+    removed = registers(see)
+    try:
+        for count in range(1, 2 * SETTLED):
+            step(net, x, lambda: offload)
+            assert len(seen) == count
+    finally:
+        removed.remove()
+
+
+class Timed(Layer):
+    time = 0
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return super().forward(x * (1 + self.time), scale)
+
+
+def test_an_attribute_that_is_set_for_each_call(client: storm.Client, x: Tensor) -> None:
+    class Recurrent(Model):
+        def forward(self, x: Tensor, **options: Any) -> Tensor:
+            for time in range(3):
+                for layer in self.layers:
+                    layer.time = time
+                x = super().forward(x, **options)
+            return x
+
+    def train(net: Any, x: Tensor, context: Context, number: int) -> list[Tensor]:
+        return step(net, x, context)
+
+    def new() -> nn.Module:
+        torch.manual_seed(0)
+        return Recurrent(Timed, 2)
+
+    offload = differs_nowhere(new, client, x, train=train)
+    assert "is set anew between its calls" in refusal(offload)
+
+
+class Masked(Layer):
+    mask: Tensor | None = None
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        assert self.mask is not None
+        return super().forward(x * self.mask, scale)
+
+
+def test_an_attribute_that_is_set_for_each_of_two_forwards(client: storm.Client, x: Tensor) -> None:
+    def train(net: Any, x: Tensor, context: Context, number: int) -> list[Tensor]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        losses = []
+        for threshold in (0.0, 0.5):
+            for layer in net.layers:
+                layer.mask = (x > threshold).float()
+            with context():
+                losses.append(net(x).square().mean())
+        sum(losses[1:], losses[0]).backward()
+        return [losses[1].detach(), *gradients(net)]
+
+    offload = differs_nowhere(lambda: made(Masked), client, x, train=train)
+    assert "is set anew between its calls" in refusal(offload)
+    assert phase(offload) is not LayerPhase.ON
+
+
+def test_an_attribute_that_is_set_before_the_backward_pass_raises(
+    client: storm.Client, x: Tensor
+) -> None:
+    net = made(Timed)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with offload:
+        loss = net(x).square().mean()
+    net.layers[2].time = 1
+    with pytest.raises(ActivationLost, match=r"layers\.2 was changed .*attribute 'time'"):
+        loss.backward()
+
+
+def test_settings_that_are_others_in_the_backward_pass_raise(
+    client: storm.Client, x: Tensor
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with sdpa_kernel(SDPBackend.MATH), offload:
+        loss = net(x).square().mean()
+    with pytest.raises(ActivationLost, match=r"settings of PyTorch .*layers\.3"):
+        loss.backward()
+
+
+class Unsteady(Layer):
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return super().forward(x, scale).tanh() if PARITY[0] else super().forward(x, scale)
+
+
+def test_a_layer_that_saves_something_else_is_named(client: storm.Client, x: Tensor) -> None:
+    net = made(Unsteady)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    try:
+        PARITY[0] = 1
+        with offload:
+            loss = net(x).square().mean()
+        PARITY[0] = 0
+        with pytest.raises(ActivationLost, match=r"layers\.3.*did not do.*layers=\[\]"):
+            loss.backward()
+    finally:
+        PARITY.zero_()
+
+
+class Fails(Frozen):
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        y = super().forward(x, scale)
+        if FAILS and FAILS[0]():
+            FAILS.clear()
+            raise MemoryError
+        return y
+
+
+FAILS: list[Callable[[], bool]] = []
+
+
+def test_a_trial_whose_call_fails_has_shown_nothing(client: storm.Client, x: Tensor) -> None:
+    net = made(Fails)
+    offload = client.offload(net, min_bytes=1)
+    FAILS[:] = [lambda: phase(offload) is LayerPhase.TRIED]
+    for _ in range(2 * SETTLED):
+        with suppress(MemoryError):
+            step(net, x, lambda: offload)
+    assert not FAILS
+    assert phase(offload) is LayerPhase.REFUSED
+
+
+# --- what layers are given ------------------------------------------------------------------------
+
+
+class Reading(Layer):
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:  # type: ignore[override]
+        while not isinstance(given, Tensor):
+            given = given[-1]
+        return super().forward(x + given)
+
+
+@pytest.mark.parametrize("wraps", [lambda given: given, lambda given: (given,)])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_lists_that_grow_behind_a_call_are_as_they_were(
+    client: storm.Client, x: Tensor, wraps: Callable[[Any], Any], by_name: bool
+) -> None:
+    class Skipping(Model):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            outputs = [x]
+            for layer in self.layers:
+                given = wraps(outputs)
+                x = layer(x, given=given) if by_name else layer(x, given)
+                outputs.append(x)
+            return x
+
+    torch.manual_seed(0)
+    net = Skipping(Reading)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+
+
+class Attention(GradientCheckpointingLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made: Tensor = self.attention(query, key, value, need_weights=False)[0]
+        return query + made
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_one_tensor_that_is_given_thrice_is_one_again(
+    client: storm.Client, x: Tensor, by_name: bool
+) -> None:
+    class SelfAttention(Model):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            x = x[:, None]
+            for layer in self.layers:
+                x = layer(x, key=x, value=x) if by_name else layer(x, x, x)
+            return x
+
+    torch.manual_seed(0)
+    net = SelfAttention(Attention)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+
+
+def test_random_numbers_are_the_same_where_what_is_given_has_names(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    seen: list[Any] = []
+
+    def looking(function: Any, *args: Any, **options: Any) -> Any:
+        seen.extend(tree_leaves(args))  # as it looks for devices
+        return checkpoint(function, *args, **options)
+
+    monkeypatch.setattr(layer_replay, "checkpoint", looking)
+    with offload:
+        net.layers[0](x=x)
+    assert any(tensor is x for tensor in seen)
+
+
+class Written(GradientCheckpointingLayer):
+    """Saves nothing that its caller writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear((x * 2).relu())
+        return made
+
+
+def test_what_is_written_to_behind_a_call_is_found_in_the_trial(
+    client: storm.Client, x: Tensor
+) -> None:
+    class InPlace(Model):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            x = x * 1
+            for layer in self.layers:
+                x += layer(x)
+            return x
+
+    torch.manual_seed(0)
+    net = InPlace(Written)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert "changed in place behind its call" in refusal(offload)
+
+
+# --- who else looks at forwards -------------------------------------------------------------------
+
+
+def test_copies_made_in_a_block_are_of_the_model_as_it_is(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    signature = inspect.signature(net.layers[0].forward)
+    expected = step(net, x, nullcontext)
+    with offload:
+        copies = copy.deepcopy(net), pickle.loads(pickle.dumps(net))
+        assert inspect.signature(net.layers[0].forward) == signature
+        assert net.layers[0].forward.__name__ == "forward"
+    for one in copies:
+        assert_identical(step(one, x, nullcontext), expected)
+        assert one.layers[0].forward.__self__ is one.layers[0]
+
+
+def test_a_forward_that_is_wrapped_in_a_block(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with offload:
+        before = net.layers[0].forward
+        net.layers[0].forward = lambda x: before(x) * 1.5
+    assert_identical(step(net, x, lambda: offload), step(net, x, nullcontext))
+    settle(net, x, offload)
+    net.layers[0].forward = before
+    settle(net, x, offload)
+    assert "forward" not in net.layers[0].__dict__
+
+
+def test_two_offloads_whose_blocks_overlap(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offloads = [client.offload(net, min_bytes=1) for _ in range(2)]
+    for one in offloads:
+        settle(net, x, one)
+    one, other = offloads
+    entered, left = threading.Event(), threading.Event()
+
+    def overlap() -> None:
+        entered.wait(30)
+        with other:
+            entered.clear()
+            left.wait(30)
+
+    thread = threading.Thread(target=overlap)
+    thread.start()
+    with one:
+        entered.set()
+        wait_until(lambda: not entered.is_set(), 30, lambda: "the other block has not begun")
+    left.set()
+    thread.join()
+    for _ in range(2):
+        for each in offloads:
+            assert_identical(step(net, x, lambda each=each: each), step(net, x, nullcontext))
+    assert "forward" not in net.layers[0].__dict__
+
+
+def test_a_layer_that_is_replaced_is_not_kept(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    weight = weakref.ref(net.layers[1].up.weight)
+    net.layers[1] = Layer()
+    settle(net, x, offload)
+    gc.collect()
+    assert weight() is None
+
+
+def test_layers_under_a_transform_are_left_alone(client: storm.Client, x: Tensor) -> None:
+    class Mapped(Model):
+        def forward(self, x: Tensor, **_: Any) -> Tensor:
+            for layer in self.layers:
+                x = torch.vmap(layer)(x)
+            return x
+
+    torch.manual_seed(0)
+    net = Mapped(Written)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.TRIED
+
+
+def test_checkpointing_that_is_debugged_elsewhere(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    noted = torch.utils.checkpoint._get_debug_context_and_cb()[1]  # without processes of its own
+    debugs = (torch.utils.checkpoint.noop_context_fn, noted)
+    monkeypatch.setattr(torch.utils.checkpoint, "_get_debug_context_and_cb", lambda: debugs)
+    with set_checkpoint_debug_enabled(True):
+        assert_identical(step(net, x, lambda: offload), step(net, x, nullcontext))
+
+
+def test_what_is_compiled_later_is_left_alone(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    net.layers[0].compile(backend="eager")
+    step(net, x, lambda: offload)
+    assert phase(offload) is LayerPhase.OFF
+
+
+def test_layers_that_are_scripts_are_left_alone(client: storm.Client, x: Tensor) -> None:
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
+        net = nn.Sequential(*(torch.jit.trace(Written(), x) for _ in range(2)))
+    offload = client.offload(net, min_bytes=1, layers=list(net))
+    for _ in range(SETTLED):
+        step(net, x, lambda: offload)
+    assert phase(offload) is LayerPhase.OFF
 
 
 # --- models that nobody here wrote ----------------------------------------------------------------
