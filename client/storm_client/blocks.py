@@ -14,13 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from operator import call, methodcaller
+from operator import call, is_, methodcaller
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Blocks", "Ended", "Entered", "Leaving", "untraced"]
+__all__ = ["Blocks", "Ended", "Entered", "Leaving", "Stacks", "untraced"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,6 +42,40 @@ def untraced(function: Function) -> Function:
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     function.__dict__["_torchdynamo_disable"] = True
     return function
+
+
+class Stacks:
+    """What this thread has on PyTorch's stacks, so that it can be so again after an exception.
+
+    A `with` statement takes off what it has put on, unless an interrupt comes before the first line
+    of an `__exit__` or behind the last of an `__enter__`. For that, restore in an `except` clause
+    around it.
+    """
+
+    __slots__ = ("_hooks", "_is_recording", "_modes")
+
+    def __init__(self) -> None:
+        """Note the present."""
+        self._hooks = _top_hooks(True)
+        self._is_recording = torch.is_grad_enabled()
+        self._modes = _modes()
+
+    def restore(self) -> None:
+        """Have hooks, function modes and the recording of gradients be as they were."""
+        while (top := _top_hooks(True)) is not None and top != self._hooks:
+            _pop_hooks()
+        modes = _modes()
+        if not (len(modes) == len(self._modes) and all(map(is_, modes, self._modes))):
+            for _ in modes:
+                _pop_mode()
+            for mode in self._modes:
+                _push_mode(mode)
+        torch._C._set_grad_enabled(self._is_recording)
+
+
+def _modes() -> list[Any]:
+    count = torch._C._len_torch_function_stack()
+    return [torch._C._get_function_stack_at(index) for index in range(count)]
 
 
 class Ended(Protocol):

@@ -32,7 +32,7 @@ from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from storm_client.blocks import untraced
+from storm_client.blocks import Stacks, untraced
 from storm_client.compiled import may_be_compiled
 from storm_client.errors import ActivationLost
 from storm_client.layers import Layers, parts_of
@@ -299,7 +299,12 @@ class LayerStep:
         """Return what a layer's forward returns."""
         if layer.refusal or not layer.module.training:
             return layer.forward(*args, **kwargs)
-        return (self._checkpointed if self._is_on else self._try)(layer, args, kwargs)
+        stacks = Stacks()
+        try:
+            return (self._checkpointed if self._is_on else self._try)(layer, args, kwargs)
+        except BaseException:
+            stacks.restore()
+            raise
 
     def _try(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Find out whether a layer may be run again, which is open where its forward raises."""
@@ -591,9 +596,13 @@ def _unpacked(name: str, unpack: Callable[[Any], torch.Tensor], packed: Any) -> 
     Raises:
         ActivationLost: the layer did something else when it was run again.
     """
+    stacks = Stacks()
     try:
         return unpack(packed)
-    except CheckpointError as error:
+    except BaseException as error:
+        stacks.restore()
+        if not isinstance(error, CheckpointError):
+            raise
         raise ActivationLost(
             f"{name}, which the backward pass has run again, did not do what it did in the forward "
             "pass, or what it saved was asked for twice in one backward pass; pass "

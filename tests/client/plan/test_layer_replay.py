@@ -8,7 +8,7 @@ import inspect
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -985,6 +985,63 @@ def test_layers_that_are_scripts_are_left_alone(client: storm.Client, x: Tensor)
     for _ in range(SETTLED):
         step(net, x, lambda: offload)
     assert phase(offload) is LayerPhase.OFF
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def stacks() -> Iterator[None]:
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("name", ["_Checksums", "_Unseen", "saved_tensors_hooks"])
+def test_an_interrupt_in_a_trial_leaves_nothing_on(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch, stacks: None, name: str
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    interrupted = type(name, (getattr(layer_trial, name),), {"__exit__": interrupt})
+    with monkeypatch.context() as patches:
+        patches.setattr(layer_trial, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            settle(net, x, offload)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+
+
+def test_an_interrupt_in_a_call_leaves_nothing_on(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch, stacks: None
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    interrupted = type("Hooks", (layer_replay.saved_tensors_hooks,), {"__exit__": interrupt})
+    with monkeypatch.context() as patches:
+        patches.setattr(layer_replay, "saved_tensors_hooks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(net, x, lambda: offload)
+    settle(net, x, offload)
+
+
+def test_an_interrupt_in_a_later_call_leaves_nothing_on(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch, stacks: None
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with monkeypatch.context() as patches:
+        patches.setattr(torch.utils.checkpoint._recomputation_hook, "__exit__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(net, x, lambda: offload)
+    settle(net, x, offload)
 
 
 # --- models that nobody here wrote ----------------------------------------------------------------
