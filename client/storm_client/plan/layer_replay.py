@@ -30,10 +30,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from storm_client.blocks import Stacks, untraced
-from storm_client.compiled import may_be_compiled
+from storm_client.compiled import CompiledParts, may_be_compiled
 from storm_client.errors import ActivationLost
 from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
@@ -96,6 +97,7 @@ class LayerReplay:
         self._named = None if named is None else {id(module) for module in named}
         self._lock = threading.Lock()  # protects what follows
         self._phase = LayerPhase.OFF
+        self._compiled = CompiledParts()
         self._layers: list[_Layer] = []
         """The first of the model, which are tried or run again."""
         self._refused: set[int] = set()
@@ -161,7 +163,7 @@ class LayerReplay:
             if self._phase is LayerPhase.TRIED and all(layer.is_tried for layer in self._layers):
                 return self._judge()
             is_open = self._phase in {LayerPhase.TRIED, LayerPhase.ON}
-            if is_open and (self._has_outgrown or may_be_compiled(self._known.modules)):
+            if is_open and (self._has_outgrown or self._compiled.may_run(self._known.modules)):
                 return self._end()
             return False
 
@@ -328,6 +330,8 @@ class LayerStep:
         self._tried.append(layer)
         if difference:
             layer.refuse(difference)
+        else:
+            _refuse_in_other_settings(layer, made)
         return made
 
     def _checkpointed(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -631,6 +635,25 @@ def _settings() -> tuple[object, ...]:
         precision("cuda", "conv"),
         precision("mkldnn", "matmul"),
     )
+
+
+def _refuse_in_other_settings(layer: _Layer, made: Any) -> None:
+    """Have a layer not be run again if the backward pass of its trial runs in other settings.
+
+    As that of a script does which chooses attention's kernels for the forward pass alone.
+    """
+    settings = _settings()
+
+    def look(_: torch.Tensor) -> None:
+        if _settings() != settings:
+            layer.refuse(
+                "settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
+                "determinism) are others in the backward pass than in the forward pass"
+            )
+
+    for one in tree_leaves(made):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(look)  # type: ignore[no-untyped-call]  # torch's gap
 
 
 def _is_transformed() -> bool:

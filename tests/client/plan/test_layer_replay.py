@@ -9,7 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -721,6 +721,24 @@ def test_settings_that_are_others_in_the_backward_pass_raise(
         loss = net(x).square().mean()
     with pytest.raises(ActivationLost, match=r"settings of PyTorch .*layers\.3"):
         loss.backward()
+
+
+def test_layers_whose_backward_pass_has_other_settings_are_not_run_again(
+    client: storm.Client, x: Tensor
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+
+    @contextmanager
+    def chosen() -> Iterator[None]:
+        with sdpa_kernel(SDPBackend.MATH), offload:
+            yield
+
+    expected = step(net, x, nullcontext)
+    for _ in range(2 * SETTLED):
+        assert_identical(step(net, x, chosen), expected)
+    assert "settings of PyTorch" in refusal(offload)
+    assert phase(offload) is LayerPhase.REFUSED
 
 
 class Unsteady(Layer):
