@@ -404,12 +404,15 @@ def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
     """
     call = _RUNNING.call
     assert call is not None, "a graph of the stormd backend was run without it"
+    if value.is_inference():
+        call.target.recorder.skipped(value.nbytes, "inference")
+        return _TOKENS.make(Unversioned(value))
     return _TOKENS.make(_pack(call, value, number, lent=lent))
 
 
 def hold(value: torch.Tensor) -> torch.Tensor:
     """Return a token for a parameter as it is: it may be given other data before it is used."""
-    return _TOKENS.make(Lent(value))
+    return _TOKENS.make(Unversioned(value) if value.is_inference() else Lent(value))
 
 
 def fetch(token: torch.Tensor) -> None:
@@ -576,6 +579,19 @@ class Held:
         return self._version.token if replaced is None else replaced
 
 
+class Unversioned:
+    """A value that stays here and has no version: inference mode has made it."""
+
+    __slots__ = ("__weakref__", "_value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        return self._value
+
+
 class Lent:
     """A parameter that values are computed again from, in the memory that it has now."""
 
@@ -655,7 +671,7 @@ class _Owner(bytearray):
     """A token's memory. PyTorch holds it for as long as a tensor lies in it."""
 
     __slots__ = ("__weakref__", "content")
-    content: Held | Lent | Stored
+    content: Held | Lent | Stored | Unversioned
 
 
 class _OwnerRef(weakref.ref[_Owner]):
@@ -672,7 +688,7 @@ class _Tokens:
         self._owners: dict[int, _OwnerRef] = {}
         self._dead: deque[_OwnerRef] = deque()
 
-    def make(self, content: Held | Lent | Stored) -> torch.Tensor:
+    def make(self, content: Held | Lent | Stored | Unversioned) -> torch.Tensor:
         """Return a token for `content`, which lives as long as the token's memory."""
         while self._dead:
             self._owners.pop(self._dead.popleft().key, None)
@@ -685,7 +701,7 @@ class _Tokens:
         with torch._C.DisableTorchFunction():  # a default device is not for this
             return torch.frombuffer(owner, dtype=torch.int64)
 
-    def content(self, token: torch.Tensor) -> Held | Lent | Stored:
+    def content(self, token: torch.Tensor) -> Held | Lent | Stored | Unversioned:
         """Return what a token stands for.
 
         Raises:

@@ -7,7 +7,6 @@ same to the true ones.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from torch.utils import _pytree as pytree
 from storm_client.compile.step.loops import CAPTURING, Loop
 from storm_client.compile.step.recording import Recorder, Recording, data_dependent, not_in_place
 from storm_client.compile.step.scalars import number_of
+from storm_client.compile.step.variables import attributes, is_value, own
 from storm_client.errors import UsageError
 
 __all__ = ["Captured", "Result", "capture", "is_lifted"]
@@ -45,7 +45,7 @@ class Result:
     value: Any = None
     path: tuple[Any, ...] = ()
     """Where it is put: ("grad", leaf), ("state", optimizer, parameter, key),
-    ("buffer", module, name); empty for what the step returns."""
+    ("buffer", module, name), ("attribute", module, name); empty for what the step returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,20 @@ class Captured:
 
     @property
     def makes_state(self) -> bool:
-        """Whether this is the step that makes the state of optimizers, which comes but once."""
-        return any(result.path[:1] == ("state",) for result in self.left)
+        """Whether this is the step that makes the state of optimizers, which comes but once.
+
+        So does one that changes an attribute of a module: the next is another capture.
+        """
+        return any(result.path[:1] in (("state",), ("attribute",)) for result in self.left)
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The attributes of modules that the step changes, by name, with what they become."""
+        return {
+            f"{type(result.path[1]).__name__}.{result.path[2]}": result.value
+            for result in self.left
+            if result.path[:1] == ("attribute",)
+        }
 
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -108,14 +120,24 @@ def capture(
     with _ONE_AT_A_TIME, ExitStack() as stack:
         tables = _Tables(captured)
         stack.callback(tables.put_back)
+        stack.enter_context(recording.generators)
+        for generator in (*own(step, torch.Generator), *_generators(leaves)):
+            recording.generators.see(generator)
         stack.enter_context(_watching(captured, tables))
-        for optimizer in _optimizers(step):
+        for module in own(step, nn.Module):
+            tables.see_module(module)
+        for optimizer in own(step, Optimizer):
             tables.see_optimizer(optimizer)
         returned = _returned(step, arguments, options)
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             _conclude(captured, tables, returned)
+            recording.generators.check()
     recording.graph.erase_node(recording.root)
     return captured
+
+
+def _generators(leaves: Sequence[object]) -> list[torch.Generator]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
 
 
 def is_lifted(value: object) -> bool:
@@ -132,17 +154,6 @@ def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dic
         if "SymFloat" not in str(error):
             raise
         raise data_dependent("as a number", error) from error
-
-
-def _optimizers(step: Callable[..., Any]) -> list[Optimizer]:
-    """Return the optimizers among a function's variables and its object's attributes."""
-    function = getattr(step, "__func__", step)
-    found: list[object] = list(getattr(getattr(step, "__self__", None), "__dict__", {}).values())
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        found += [function.__globals__.get(name) for name in code.co_names]
-        found += inspect.getclosurevars(function).nonlocals.values()
-    return [one for one in found if isinstance(one, Optimizer)]
 
 
 @contextmanager
@@ -228,15 +239,32 @@ class _Tables:
         self.given: list[list[dict[str, Any]]] = []
         """The groups as the step was given them, with numbers for settings."""
         self.attributes: list[dict[str, Any]] = []
+        self.looks: list[dict[str, Any]] = []
+        """What told the attributes of modules from others."""
+        self.contents: list[tuple[Any, Any]] = []
+        """Lists and tables that modules have, with copies of them."""
+        self.counts: list[dict[str, Any]] = []
+        """The plain attributes of optimizers."""
         self.buffers: list[dict[str, Any]] = []
+        self._seen: set[int] = set()
+        """The ids of modules, which are held."""
 
     def see_module(self, module: nn.Module) -> None:
-        """Note a module that is called, or a buffer of which is assigned, before it is."""
-        if any(known is module for known in self.captured.modules):
+        """Note a module that is called, or a buffer of which is assigned, before it is.
+
+        Those in it are noted, too: lists of modules are never called.
+        """
+        if id(module) in self._seen:
             return
-        self.captured.modules.append(module)
-        self.attributes.append(dict(module.__dict__))
-        self.buffers.append(dict(module._buffers))
+        for one in module.modules():
+            if id(one) not in self._seen:
+                self._seen.add(id(one))
+                self.captured.modules.append(one)
+                self.attributes.append(dict(one.__dict__))
+                self.looks.append(attributes(one))
+                own = (value for key, value in one.__dict__.items() if key in self.looks[-1])
+                self.contents += [(held, held.copy()) for held in own if type(held) in (list, dict)]
+                self.buffers.append(dict(one._buffers))
 
     def see_optimizer(self, optimizer: Optimizer) -> None:
         """Note an optimizer that makes a step, before it does; its settings become numbers."""
@@ -244,6 +272,7 @@ class _Tables:
         if any(known is optimizer for known in captured.optimizers):
             return
         captured.optimizers.append(optimizer)
+        self.counts.append(_counts(optimizer))
         self.states.append({key: dict(value) for key, value in optimizer.state.items()})
         self.groups.append([dict(group) for group in optimizer.param_groups])
         for number, group in enumerate(optimizer.param_groups):
@@ -274,9 +303,12 @@ class _Tables:
     def put_back(self) -> None:
         """Have everything as it was before."""
         captured = self.captured
-        for optimizer, state, groups in zip(
-            captured.optimizers, self.states, self.groups, strict=False
+        for optimizer, state, groups, counts in zip(
+            captured.optimizers, self.states, self.groups, self.counts, strict=False
         ):
+            for name in _counts(optimizer).keys() - counts.keys():
+                del optimizer.__dict__[name]
+            optimizer.__dict__.update(counts)
             for key in list(optimizer.state):
                 if key not in state:
                     del optimizer.state[key]
@@ -286,13 +318,16 @@ class _Tables:
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
-        for module, attributes, buffers in zip(
+        for held, before in self.contents:
+            held.clear()
+            held.extend(before) if isinstance(held, list) else held.update(before)
+        for module, before, buffers in zip(
             captured.modules, self.attributes, self.buffers, strict=True
         ):
             module._buffers.clear()
             module._buffers.update(buffers)
             module.__dict__.clear()
-            module.__dict__.update(attributes)
+            module.__dict__.update(before)
         for tensor, gradient in captured.recording.leaves.values():
             tensor.grad = gradient
 
@@ -309,10 +344,13 @@ def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
 
 
 def _conclude_optimizers(captured: Captured, tables: _Tables) -> None:
-    for optimizer, states, given in zip(
-        captured.optimizers, tables.states, tables.given, strict=True
+    for optimizer, states, given, counts in zip(
+        captured.optimizers, tables.states, tables.given, tables.counts, strict=True
     ):
         _check_groups(optimizer, given)
+        for key, value in _counts(optimizer).items():
+            if value != counts.get(key):
+                raise _counted(optimizer, key, value)
         for parameter, state in optimizer.state.items():
             known = states.get(parameter, {})
             for key, value in state.items():
@@ -322,27 +360,55 @@ def _conclude_optimizers(captured: Captured, tables: _Tables) -> None:
 
 
 def _conclude_modules(captured: Captured, tables: _Tables) -> None:
-    for module, attributes, buffers in zip(
-        captured.modules, tables.attributes, tables.buffers, strict=True
+    for module, before, looks, buffers in zip(
+        captured.modules, tables.attributes, tables.looks, tables.buffers, strict=True
     ):
         for name, value in module._buffers.items():
             if value is not buffers.get(name):
                 captured.left.append(_result(captured, value, ("buffer", module, name)))
         for name, value in module.__dict__.items():
-            if value is not attributes.get(name) and _holds_a_tensor(captured, value):
+            if _holds_a_tensor(captured, value) and name != "_buffers":
                 raise UsageError(
                     f"the step puts a tensor into {type(module).__name__}.{name}, which each run "
                     "would have to do again; register it as a buffer, or return it"
                 )
+        for name, look in attributes(module).items():
+            value = module.__dict__[name]
+            if look == looks.get(name):
+                continue
+            if value is before.get(name):
+                raise UsageError(
+                    f"the step changes what {type(module).__name__}.{name} holds, which each run "
+                    "would have to do again; leave that to what calls the step"
+                )
+            if is_value(value):
+                captured.left.append(_result(captured, value, ("attribute", module, name)))
 
 
 def _kept(captured: Captured, value: Any, before: Any, path: tuple[Any, ...]) -> Result:
     if not isinstance(value, torch.Tensor) and value is not None and value != before:
-        raise UsageError(
-            f"{type(path[1]).__name__} counts in Python ({path[3]!r} became {value!r}), which a "
-            "captured step cannot; use an optimizer whose state is tensors"
-        )
+        raise _counted(path[1], path[3], value)
     return _result(captured, value, path)
+
+
+_TOLD_BY_SCHEDULERS = ("_opt_called",)
+"""Of optimizers that have a scheduler: whether they were called at all."""
+
+
+def _counts(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the plain attributes of an optimizer."""
+    return {
+        key: value
+        for key, value in optimizer.__dict__.items()
+        if key not in _TOLD_BY_SCHEDULERS and isinstance(value, (bool, int, float, str))
+    }
+
+
+def _counted(optimizer: Optimizer, key: str, value: object) -> UsageError:
+    return UsageError(
+        f"{type(optimizer).__name__} counts in Python ({key!r} became {value!r}), which a "
+        "captured step cannot; use an optimizer whose state is tensors"
+    )
 
 
 def _result(captured: Captured, value: Any, path: tuple[Any, ...]) -> Result:

@@ -27,7 +27,8 @@ from storm_client.compile.runtime import Target
 from storm_client.compile.step.capture import Captured, Result, capture
 from storm_client.compile.step.explain import Explanation, explained, most_at_once
 from storm_client.compile.step.program import Program, program_of
-from storm_client.compile.step.state import State, described, variables
+from storm_client.compile.step.state import State, described
+from storm_client.compile.step.variables import variables
 from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
 from storm_client.stats import OffloadStats
@@ -116,7 +117,8 @@ class CompiledStep:
             if values is not None:
                 self._known.move_to_end(key)
                 return prepared, values
-        prepared = self._capture(arguments, options)
+        prepared = self._capture(arguments, options, tensors)
+        self._check_changed(prepared, self._known.get(key, []))
         values = prepared.state.values(tensors)
         if values is None:
             raise UsageError(
@@ -135,7 +137,24 @@ class CompiledStep:
         ]
         return prepared, values
 
-    def _capture(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> _Prepared:
+    @staticmethod
+    def _check_changed(prepared: _Prepared, known: list[_Prepared]) -> None:
+        """Refuse a step that changes what it has changed before, for arguments that are alike."""
+        before = {name for one in known for name in one.program.captured.changed}
+        for name, value in prepared.program.captured.changed.items():
+            if name in before:
+                raise UsageError(
+                    f"the step changes {name} again and again, now to {value!r}, but its Python "
+                    "code runs only when it is captured; leave counting to what calls the step, "
+                    "or make it a buffer"
+                )
+
+    def _capture(
+        self,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        tensors: list[torch.Tensor],
+    ) -> _Prepared:
         before = variables(self._step)
         captured = capture(self._step, arguments, options)
         after = variables(self._step)
@@ -159,7 +178,7 @@ class CompiledStep:
         )
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program))
-        return _Prepared(program, State(captured, self._step))
+        return _Prepared(program, State(captured, self._step, tensors))
 
     # --- a run ------------------------------------------------------------------------------
 
@@ -283,9 +302,12 @@ def _put(result: Result, value: Any, captured: Captured, values: dict[fx.Node, A
     elif kind == "state":
         optimizer, parameter, key = path
         optimizer.state[parameter][key] = value
-    else:
+    elif kind == "buffer":
         module, name = path
         module._buffers[name] = value
+    else:
+        module, name = path
+        module.__dict__[name] = value
 
 
 @contextmanager

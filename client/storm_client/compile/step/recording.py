@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storm_client.compile.step.generators import Generators, is_same
 from storm_client.compile.step.recurrent import (
     BACKWARD_LAYER,
     LAYER,
@@ -97,6 +98,7 @@ class Recording:
     constants: dict[fx.Node, Any] = field(default_factory=dict)
     """What Python code made of data of its own, and generators."""
     numbers: Numbers = field(init=False)
+    generators: Generators = field(init=False)
     part: int = 0
     """The micro-batch that is recorded: 0 before the first and without any, -1 after the last."""
     storages: dict[int, tuple[int, object]] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class Recording:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
         self.numbers = Numbers(self.graph, lambda: data_dependent("a number"))
         self.numbers.note = self._note
+        self.generators = Generators(_sets_a_generator)
 
     # --- what is there before ---------------------------------------------------------------
 
@@ -165,6 +168,12 @@ class Recording:
             raise UsageError(
                 f"the step uses a tensor of type {type(tensor).__name__}, which compile_step does "
                 "not capture; use plain tensors, or storm.compile(model)"
+            )
+        if tensor.grad_fn is not None:
+            raise UsageError(
+                f"the step uses a tensor that was computed before it ({tensor.grad_fn.name()}) at "
+                f"{_line()}, and its backward pass would go on there; compute that in the step, or "
+                "pass tensor.detach()"
             )
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UsageError(
@@ -237,6 +246,10 @@ class Recording:
                 "that computes dropout again; leave checkpointing out of the step, whose plan "
                 "computes again what is worth it"
             )
+        if is_random(node):
+            given = [self.constants.get(one) for one in node.all_input_nodes]
+            own = [one for one in given if isinstance(one, torch.Generator)]
+            self.generators.draw(own[0] if own else None)
 
     def _item(self, tensor: torch.Tensor) -> Any:
         if not tensor.dtype.is_floating_point:
@@ -261,8 +274,9 @@ class Recording:
 
     def _generator(self, generator: torch.Generator) -> fx.Node:
         for node, value in self.constants.items():
-            if value is generator:
+            if isinstance(value, torch.Generator) and is_same(value, generator):
                 return node
+        self.generators.see(generator)
         node = self._placeholder()
         node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
         self.constants[node] = generator
@@ -507,6 +521,8 @@ def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
     )
     if any(name.endswith("amp/grad_scaler.py") for name in below):
         advice = "a GradScaler decides by what gradients hold; train in bfloat16 without one"
+    elif any(name.endswith("optim/swa_utils.py") for name in below):
+        advice = "call update_parameters() of an average after the step"
     elif any("/torch/optim/" in name for name in below):
         advice = (
             "this optimizer's update branches on how often it was called; pass capturable=True, "
@@ -523,6 +539,14 @@ def not_in_place(what: str, how: str) -> UsageError:
     return UsageError(
         f"the step {what} ({how}) at {_line()}, which compile_step does not capture; write to the "
         "tensor with copy_() under torch.no_grad(), or do that outside of the step"
+    )
+
+
+def _sets_a_generator() -> UsageError:
+    return UsageError(
+        f"the step seeds a generator or sets its state, which is seen at {_line()}: a captured "
+        "step draws random numbers from wherever generators are; seed before the step, or pass "
+        "what is drawn as an argument"
     )
 
 

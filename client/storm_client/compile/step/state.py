@@ -7,24 +7,19 @@ each run, and where it differs the step is captured anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.optim.optimizer import Optimizer
 
 from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
+from storm_client.compile.step.variables import PLAIN, attributes, own, variables
 
-__all__ = ["State", "described", "surroundings", "variables"]
-
-PLAIN = (bool, int, float, str, bytes, type(None))
-
-CONTENTS = 64
-"""Of a list or table with more than so many things in it, it is not compared what they are."""
+__all__ = ["State", "described", "surroundings"]
 
 
 class _Itself(NamedTuple):
@@ -102,8 +97,10 @@ class _Held(NamedTuple):
 class State:
     """What one captured step reads besides its arguments."""
 
-    def __init__(self, captured: Captured, step: Callable[..., Any]) -> None:
-        """Note everything as it is: nothing must have changed since the capture."""
+    def __init__(
+        self, captured: Captured, step: Callable[..., Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Note everything as it is, and the arguments: nothing has changed since the capture."""
         self.captured = captured
         slots = _slots(captured)
         self.held = [
@@ -111,12 +108,15 @@ class State:
             for one in captured.recording.outside.values()
             if one.argument is None
         ]
+        self.besides = [slots[id(one)] for one in tensors if id(one) in slots]
+        """Where arguments were found besides, as a buffer that is handed to the step."""
         self.arguments = [
             (one.node, one.argument)
             for one in captured.recording.outside.values()
             if one.argument is not None
         ]
         self.step = step
+        self.sharing = self._sharing(tensors, [held.slot.find() for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
         self.python = self._python()
         self.gradients = [
@@ -127,7 +127,13 @@ class State:
         """Return what Python code may have decided by."""
         found: list[Any] = [surroundings(), variables(self.step)]
         found += [
-            (module.training, _ids(module._modules), _ids(module._parameters), _plain(module))
+            (
+                module.training,
+                _ids(module._modules),
+                _ids(module._parameters),
+                [(key, one is None) for key, one in module._buffers.items()],
+                attributes(module),
+            )
             for module in self.captured.modules
         ]
         found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
@@ -141,6 +147,21 @@ class State:
                     found.append([(key, _kind(value)) for key, value in table.items()])
         return found
 
+    def _sharing(
+        self, tensors: Sequence[torch.Tensor], held: Iterable[torch.Tensor]
+    ) -> list[tuple[int, int]]:
+        """Return which of all tensors that the step may read are one, or lie in one's memory.
+
+        What is written to one of them the others have too, so a capture is for that alone.
+        """
+        besides = [slot.find() for slot in self.besides]
+        found = [*tensors, *held, *besides, *own(self.step, torch.Tensor)]
+        tables: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        return [
+            (tables[0].setdefault(id(one), at), tables[1].setdefault(_memory_of(one), at))
+            for at, one in enumerate(found)
+        ]
+
     def values(self, tensors: list[torch.Tensor]) -> dict[fx.Node, Any] | None:
         """Return the values of the graph's inputs now; None where another capture is needed."""
         found: dict[fx.Node, Any] = {}
@@ -149,7 +170,7 @@ class State:
             if not held.fits(tensor):
                 return None
             found[held.node] = tensor
-        if self.python != self._python():
+        if self.sharing != self._sharing(tensors, found.values()) or self.python != self._python():
             return None
         for setting in self.captured.settings:
             found[setting.node] = setting.value()
@@ -196,69 +217,19 @@ def surroundings() -> tuple[Any, ...]:
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        *(ask() for ask in _ATTENTION),
     )
 
 
-def variables(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return the variables of a function's surroundings, plain ones by value, objects by identity.
-
-    Of lists, tables and objects, such as the one whose method it is, what it reads there too, but
-    not what lies deeper. Only its own variables, not those of functions that it calls.
-    """
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
-    found: dict[str, Any] = {}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            _look_at(name, cell.cell_contents, code.co_names, found)
-        except ValueError:  # an empty cell
-            continue
-    for name in code.co_names:
-        if name in function.__globals__:
-            _look_at(name, function.__globals__[name], code.co_names, found)
-    if function is not step:
-        _look_at("self", step.__self__, code.co_names, found)  # type: ignore[attr-defined]
-    for number, value in enumerate(function.__defaults__ or ()):
-        found[f"default {number}"] = _identified(value)
-    return found
-
-
-_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
-"""What is in a function's surroundings, and is no variable."""
-
-
-def _look_at(name: str, value: object, names: Sequence[str], found: dict[str, Any]) -> None:
-    """Note a variable, and those of its attributes that are among `names`."""
-    if isinstance(value, _OPAQUE):
-        return
-    found[name] = _identified(value)
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(value, (nn.Module, Optimizer, torch.Tensor)) or type(attributes) is not dict:
-        return
-    for key in names:
-        if key in attributes:
-            found[f"{name}.{key}"] = _identified(attributes[key])
-
-
-def _ids(table: Mapping[str, object]) -> list[int]:
-    return list(map(id, table.values()))
-
-
-def _identified(value: object) -> Any:
-    """Return what tells a variable from another, or from itself when it holds other things."""
-    if isinstance(value, PLAIN):
-        return type(value), value
-    if isinstance(value, dict) and len(value) <= CONTENTS:
-        return id(value), [(_alone(key), _alone(one)) for key, one in value.items()]
-    if isinstance(value, (list, tuple)) and len(value) <= CONTENTS:
-        return id(value), list(map(_alone, value))
-    return id(value), len(value) if isinstance(value, (dict, list)) else None
-
-
-def _alone(value: object) -> Any:
-    return (type(value), value) if isinstance(value, PLAIN) else id(value)
+_ATTENTION = (
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    torch._C._get_sdp_priority_order,
+)
+"""They say which kernels attention is recorded as."""
 
 
 _HOOKS_OF_MODULES = (
@@ -270,18 +241,20 @@ _HOOKS_OF_MODULES = (
 _HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
+def _memory_of(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor's storage; that of the tensor where it has none."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _ids(table: Mapping[str, object]) -> list[int]:
+    return list(map(id, table.values()))
+
+
 def _hooks(owner: object, tables: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the numbers of a module's or tensor's hooks, which Python code may add and remove."""
     return [tuple(getattr(owner, name, None) or ()) for name in tables]
-
-
-def _plain(module: nn.Module) -> list[Any]:
-    """Return the plain attributes of a module, as a dropout's probability is one."""
-    return [
-        (key, value)
-        for key, value in module.__dict__.items()
-        if type(value) in (bool, int, float, str) and key != "training"
-    ]
 
 
 def _plain_setting(key: str, value: Any) -> Any:
@@ -307,7 +280,7 @@ def _slots(captured: Captured) -> dict[int, _Slot]:
         for parameter, table in optimizer.state.items():
             found |= {id(one): _InState(optimizer, parameter, key) for key, one in _tensors(table)}
     for module in captured.modules:
-        for names in (module._parameters, module._buffers):
+        for names in (module.__dict__, module._parameters, module._buffers):
             found |= {id(one): _InModule(names, key) for key, one in _tensors(names)}
     return found
 

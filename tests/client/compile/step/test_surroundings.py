@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client.compile import costs, partition
 from storm_client.compile.step.compiled import CompiledStep
 from storm_client.errors import UsageError
+from storm_client.plan.planner import CPU_COSTS
 from support.steps import everything
 from support.training import assert_identical, seeded
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
@@ -165,3 +170,229 @@ def test_what_a_step_changes_in_its_object_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=f"the step changes its variable '{named}'"):
         wrap(kind().step)(seeded("cpu", 8, 8))
+
+
+# --- memory that is shared ----------------------------------------------------------------------
+
+
+def one_and_two(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(x, x), (x, y), (y, x), (y, y), (x, y)]
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_capture_is_for_arguments_that_are_one_as_they_were(
+    is_written: bool, wrap: Callable[..., CompiledStep]
+) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if is_written:
+            y.add_(1)
+        return (x * 2 - y).exp()
+
+    call = wrap(step)
+    for pair, expected in zip(
+        one_and_two(*(seeded("cpu", 4, 4, seed=n) for n in (1, 2))),
+        one_and_two(*(seeded("cpu", 4, 4, seed=n) for n in (1, 2))),
+        strict=True,
+    ):
+        assert_identical([call(*pair), *pair], [step(*expected), *expected])
+
+
+def test_memory_that_only_later_arguments_share_is_not_taken_for_theirs(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        y.add_(1)
+        return x * 2
+
+    call = wrap(step)
+    call(seeded("cpu", 4, 4), seeded("cpu", 4, 4))
+    both, expected = seeded("cpu", 5, 4), seeded("cpu", 5, 4)
+    made = call(both[1:], both[:-1])
+    assert_identical([made, both], [step(expected[1:], expected[:-1]), expected])
+
+
+def test_an_argument_may_be_what_the_step_uses_besides(wrap: Callable[..., CompiledStep]) -> None:
+    net = nn.Module()
+    net.register_buffer("mean", seeded("cpu", 4))
+    kept = seeded("cpu", 4, seed=2)
+
+    def step(x: Tensor) -> Tensor:
+        return x * 2 + net.mean - kept
+
+    call = wrap(step)
+    for x in (net.mean, kept, seeded("cpu", 4, seed=3), kept, net.mean):
+        assert_identical([call(x)], [step(x)])
+
+
+def test_what_was_computed_before_the_step_is_refused(wrap: Callable[..., CompiledStep]) -> None:
+    """Its backward pass would go on into what the step has not recorded, and leave fakes there."""
+    encoder, net = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().sum()
+        loss.backward()
+        return loss
+
+    call = wrap(step)
+    with pytest.raises(UsageError, match=r"computed before it.*pass tensor.detach"):
+        call(encoder(torch.ones(2, 4)))
+    outer = encoder.weight.tanh()
+    with pytest.raises(UsageError, match="computed before it"):
+        wrap(lambda x: step(x @ outer))(torch.ones(2, 4))
+    assert encoder.weight.grad is None
+    assert net.weight.grad is None
+    call(encoder(torch.ones(2, 4)).detach())
+
+
+# --- what modules have --------------------------------------------------------------------------
+
+
+class Module(nn.Module):
+    """A layer that looks at other things than its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.weights = nn.ParameterList([torch.ones(4)])
+        self.register_buffer("mean", None)
+        self.act = torch.tanh
+        self.shift = torch.zeros(4)
+        self.order = (0, 1)
+        self.longest = 0
+        self.calls = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.longest = max(self.longest, x.shape[0])
+        for number in self.order:
+            x = self.act(self.layers[number](x)) * self.weights[0] + self.shift
+        self.mean = x.detach().mean(0) if self.mean is None else self.mean * 0.9
+        return x * self.longest - self.mean
+
+
+CHANGES_OF_MODULES: dict[str, Callable[[Module], object]] = {
+    "nothing": lambda net: None,
+    "a layer in a list": lambda net: net.layers.__setitem__(1, nn.Linear(4, 4)),
+    "a parameter in a list": lambda net: net.weights.__setitem__(0, torch.ones(4) * 2),
+    "a buffer that is none again": lambda net: setattr(net, "mean", None),
+    "a function": lambda net: setattr(net, "act", torch.sigmoid),
+    "a tensor": lambda net: setattr(net, "shift", torch.ones(4)),
+    "a tuple": lambda net: setattr(net, "order", (1, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_MODULES)
+@pytest.mark.parametrize("is_called", [True, False])
+def test_what_changes_in_a_module_takes_effect(
+    name: str, is_called: bool, wrap: Callable[..., CompiledStep]
+) -> None:
+    def train(compile_: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        net = Module()
+
+        def step(x: Tensor) -> Tensor:
+            loss = (net(x) if is_called else net.forward(x)).square().sum()
+            loss.backward()
+            net.zero_grad()
+            return loss
+
+        call = compile_(step)
+        found = []
+        for number, rows in enumerate((3, 3, 2, 3, 5, 5, 2, 3)):
+            found.append(call(seeded("cpu", rows, 4, seed=number)).detach())
+            if number == 3:
+                torch.manual_seed(9)
+                CHANGES_OF_MODULES[name](net)
+        return [*found, net.mean, torch.tensor(net.longest)]
+
+    assert_identical(train(wrap), train(lambda step: step))
+
+
+def test_what_a_module_counts_is_named(wrap: Callable[..., CompiledStep]) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    net = Counting(4, 4)
+    call = wrap(net)
+    x = torch.ones(2, 4)
+    call(x)
+    assert net.calls == 1
+    with pytest.raises(UsageError, match=r"Counting.calls again and again, now to 2"):
+        call(x)
+    assert net.calls == 1
+
+
+def test_what_a_step_puts_into_a_module_s_list_is_named(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    class Listing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(self.what(x))
+            return super().forward(x)
+
+    for what, named in ((len, "changes what Listing.seen holds"), (torch.relu, "puts a tensor")):
+        net = Listing(4, 4)
+        net.seen, net.what = [], what
+        with pytest.raises(UsageError, match=named):
+            wrap(lambda x, net=net: net(x))(torch.ones(2, 4))
+        assert net.seen == []
+
+
+def test_what_an_optimizer_counts_is_named(wrap: Callable[..., CompiledStep]) -> None:
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def step(self) -> None:
+            self.calls += 1
+            super().step()
+
+    net = nn.Linear(4, 4)
+    optimizer = Counting(net.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> None:
+        net(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(UsageError, match=r"counts in Python \('calls' became 1\)"):
+        wrap(step)(torch.ones(2, 4))
+    assert optimizer.calls == 0
+
+
+# --- settings of PyTorch ------------------------------------------------------------------------
+
+
+def test_attention_is_run_by_the_kernel_that_is_asked_for(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    def step(x: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    call = wrap(step)
+    x = seeded("cpu", 2, 4, 64, 16)
+    for _ in range(2):
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+            with sdpa_kernel(backend):
+                assert_identical([call(x)], [step(x)])
+
+
+def test_a_step_may_run_in_inference_mode(
+    wrap: Callable[..., CompiledStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such tensors have no versions, by which what leaves is known to be unchanged."""
+    free = replace(CPU_COSTS, link=1e-15, shipping=1e-18, ship_floor=0.0, replay_floor=1.0)
+    monkeypatch.setattr(partition, "machine_of", lambda _: replace(costs.CPU, costs=free))
+    net = Trainer().net
+
+    def step(x: Tensor) -> Tensor:
+        return net(x).exp().square().mean()
+
+    call = wrap(step, budget=0.0)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert_identical([call(seeded("cpu", 8, 8))], [step(seeded("cpu", 8, 8))])
+    assert call.stats().skipped["inference"] > 0

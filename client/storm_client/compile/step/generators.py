@@ -1,0 +1,157 @@
+"""Notices that a step seeds a generator, or sets its state, and draws from there.
+
+A captured step draws wherever its generators are, and nothing is drawn while it is captured. So it
+is counted how far each generator would be, and where it is elsewhere at the next draw or at the end
+the step has put it there. A state that is set back to what it was, as checkpointing does it around
+what draws nothing, is no change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+__all__ = ["Generators", "is_same"]
+
+_FUNCTIONS: Any = torch.random
+"""The module whose functions seed PyTorch's generator and set its state."""
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Tell whether two are one generator: PyTorch makes a new object of it for each call."""
+    return bool(one._cdata == other._cdata)
+
+
+class Generators:
+    """The generators that a step may draw from, while this thread captures it."""
+
+    def __init__(self, refuse: Callable[[], Exception]) -> None:
+        """Watch PyTorch's own; `refuse` makes the exception for one that was put elsewhere."""
+        self._refuse = refuse
+        self._default = _Default()
+        self._others: list[_Other] = []
+
+    def __enter__(self) -> Generators:
+        """Have PyTorch's functions find what stands in for its generator."""
+        _FUNCTIONS.default_generator = self._default
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Have all generators as they were."""
+        _FUNCTIONS.default_generator = torch.default_generator
+        for other in self._others:
+            other.put_back()
+
+    def see(self, generator: torch.Generator) -> None:
+        """Watch one of the step's own, too."""
+        is_default = is_same(generator, torch.default_generator)
+        if not is_default and self._other(generator) is None:
+            self._others.append(_Other(generator))
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        """Note that an operation draws from a generator, by default from PyTorch's.
+
+        Raises:
+            UsageError: the step has put it elsewhere.
+        """
+        other = None if generator is None else self._other(generator)
+        one: _Default | _Other = self._default if other is None else other
+        if one.is_elsewhere():
+            raise self._refuse()
+        one.advance()
+
+    def check(self) -> None:
+        """Raise where the step leaves a generator elsewhere than where its draws have brought it.
+
+        Raises:
+            UsageError: it does.
+        """
+        everyone: list[_Default | _Other] = [self._default, *self._others]
+        if any(one.is_elsewhere() for one in everyone):
+            raise self._refuse()
+
+    def _other(self, generator: torch.Generator) -> _Other | None:
+        return next((one for one in self._others if is_same(one.generator, generator)), None)
+
+
+class _Default:
+    """Stands in for PyTorch's generator on the host, of which other threads may draw meanwhile.
+
+    To them it is that generator; for the thread that captures it only counts.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._drawn = self._place = 0
+        self._states: list[tuple[torch.Tensor, int]] = []
+        """What was asked for, and where the generator was then."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.default_generator, name)
+
+    def is_elsewhere(self) -> bool:
+        return self._place != self._drawn
+
+    def advance(self) -> None:
+        self._drawn += 1
+        self._place = self._drawn
+
+    def get_state(self) -> torch.Tensor:
+        state = torch.default_generator.get_state()
+        if threading.get_ident() == self._thread:
+            self._states.append((state, self._place))
+        return state
+
+    def set_state(self, state: torch.Tensor) -> Any:
+        if threading.get_ident() != self._thread:
+            return torch.default_generator.set_state(state)
+        places = [place for known, place in self._states if known is state]
+        self._place = places[0] if places else -1
+        return self
+
+    def manual_seed(self, seed: int) -> Any:
+        if threading.get_ident() != self._thread:
+            return torch.default_generator.manual_seed(seed)
+        self._place = -1
+        return self
+
+    def seed(self) -> int:
+        if threading.get_ident() != self._thread:
+            return torch.default_generator.seed()
+        self._place = -1
+        return torch.default_generator.initial_seed()
+
+
+class _Other:
+    """A generator of the step's own, whose state says how often it was drawn from."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._before = generator.get_state()
+        self._drawn = 0
+        self.advance()
+
+    def advance(self) -> None:
+        self._drawn += 1
+        self.generator.manual_seed(_SEED + self._drawn)
+        self._expected = self.generator.get_state()
+
+    def is_elsewhere(self) -> bool:
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            return not torch.equal(self.generator.get_state(), self._expected)
+
+    def put_back(self) -> None:
+        self.generator.set_state(self._before)
+
+
+_SEED = 0x5708_D000
+"""Nobody would seed with what follows."""
