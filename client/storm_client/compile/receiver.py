@@ -36,7 +36,7 @@ class Receiver:
                 receive(step, loss)
 
     What the callback raises is raised at the next call, or at `close`; nothing is called back
-    after it.
+    after it. The callback may send to its own Receiver where there is room, and not close it.
     """
 
     def __init__(self, callback: Callable[..., object], *, waiting: int = 64) -> None:
@@ -52,8 +52,8 @@ class Receiver:
         self._callback = callback
         self._queue: queue.Queue[_Sent | None] = queue.Queue(waiting)
         self._error: BaseException | None = None
-        self._closed = False
-        self._lock = threading.Lock()  # protects _thread and _closed
+        self._closed = self._has_end = False
+        self._lock = threading.Lock()  # protects these, _thread, and that nothing follows the end
         self._thread: threading.Thread | None = None
 
     def __call__(self, *values: Any, **named: Any) -> None:
@@ -64,20 +64,24 @@ class Receiver:
         a copy, too.
 
         Raises:
-            UsageError: it is closed.
+            UsageError: it is closed, or the callback itself sends and would wait for itself.
             Exception: whatever the callback has raised since the last call.
         """
         self._raise_error()
+        self._check_open()
+        (taken, taken_named), event = _taken((values, named))
+        sent = _Sent(taken, taken_named, event)
+        if self._is_called_back():
+            self._send_from_callback(sent)
+            return
         with self._lock:
-            if self._closed:
-                raise UsageError("the Receiver is closed; make another")
+            self._check_open()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="storm-receiver", daemon=True
                 )
                 self._thread.start()
-        (taken, taken_named), event = _taken((values, named))
-        self._queue.put(_Sent(taken, taken_named, event))
+            self._queue.put(sent)
 
     def close(self) -> None:
         """Wait until all that was sent has been called back, and end the thread.
@@ -85,14 +89,21 @@ class Receiver:
         Calling it twice is fine.
 
         Raises:
+            UsageError: the callback itself closes it.
             Exception: whatever the callback has raised since the last call.
         """
+        if self._is_called_back():
+            raise UsageError(
+                "a Receiver is closed by its own callback, and would wait for that; raise an "
+                "exception there, which comes at the next call, or close it where it was made"
+            )
         with self._lock:
             self._closed = True
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            self._queue.put(None)
-            thread.join()
+            if self._thread is not None and not self._has_end:
+                self._queue.put(None)
+                self._has_end = True
+        if self._thread is not None:
+            self._thread.join()
         self._raise_error()
 
     def __enter__(self) -> Receiver:
@@ -111,6 +122,23 @@ class Receiver:
         except BaseException:
             if error is None:
                 raise
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the Receiver is closed; make another")
+
+    def _is_called_back(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _send_from_callback(self, sent: _Sent) -> None:
+        """Send from the thread that makes room, which must not wait for any."""
+        try:
+            self._queue.put_nowait(sent)
+        except queue.Full:
+            raise UsageError(
+                f"the callback sends to its own Receiver while {self._queue.maxsize} calls wait, "
+                "and would wait for itself; send from elsewhere, or raise waiting="
+            ) from None
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

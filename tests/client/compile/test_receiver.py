@@ -97,6 +97,54 @@ def test_a_closed_receiver_takes_nothing() -> None:
         receive(1)
 
 
+def test_a_callback_may_send_where_there_is_room() -> None:
+    found: list[int] = []
+    sent = threading.Event()
+
+    def call(number: int) -> None:
+        found.append(number)
+        if number < 3:
+            receiver(number + 1)
+        else:
+            sent.set()
+
+    with storm.Receiver(call, waiting=1) as receiver:
+        receiver(0)
+        assert sent.wait(SECONDS)
+    assert found == [0, 1, 2, 3]
+
+
+def test_a_callback_that_would_wait_for_itself_raises() -> None:
+    begun, full, refused = threading.Event(), threading.Event(), threading.Event()
+
+    def call(number: int) -> None:
+        begun.set()
+        assert full.wait(SECONDS)
+        try:
+            receiver(number)
+        finally:
+            refused.set()
+
+    receiver = storm.Receiver(call, waiting=1)
+    receiver(0)
+    assert begun.wait(SECONDS)
+    receiver(1)
+    full.set()
+    assert refused.wait(SECONDS)
+    with pytest.raises(storm.UsageError, match="sends to its own Receiver while 1 calls wait"):
+        receiver.close()
+
+
+def test_a_callback_cannot_close_its_receiver() -> None:
+    def call() -> None:
+        receiver.close()
+
+    receiver = storm.Receiver(call)
+    receiver()
+    with pytest.raises(storm.UsageError, match="closed by its own callback"):
+        receiver.close()
+
+
 @pytest.mark.parametrize(
     ("callback", "waiting", "message"),
     [(None, 1, "callback is"), (print, 0, "waiting is"), (print, 1.0, "waiting is")],
