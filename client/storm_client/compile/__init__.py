@@ -107,11 +107,11 @@ def compile_step(
     the function, forward, backward and update, without running them; every call runs what was
     recorded, as one plan of what is kept, offloaded and computed again. So its Python code runs
     when it is captured, and not again; loops over `storm_client.micro_batches` stay loops. It is
-    captured anew where an argument's shape or plain value differs, or which of them share memory, a
-    variable of the function's own, a module's mode or attribute, or an optimizer's setting; the last
-    `captures` are kept.
-    Learning rates, momentum and betas may change at each step, as schedulers change them.
-    What an optimizer makes in its first step is made by a capture of its own.
+    captured anew where an argument's shape or plain value differs, or which of them share memory,
+    a variable of the function's own, a module's mode or attribute, or an optimizer's setting; the
+    last `captures` are kept. Learning rates, momentum and betas may change at each step, as
+    schedulers change them. What an optimizer makes in its first step is made by a capture of its
+    own.
 
     Parameters, gradients, buffers and the state of optimizers are changed in place, and have the
     bits that they would have: with codegen "eager" those of the function itself; with "inductor"

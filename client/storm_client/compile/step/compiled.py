@@ -26,6 +26,7 @@ from storm_client.compile.exactness import exact_in_eager, exact_in_generated_co
 from storm_client.compile.runtime import Target
 from storm_client.compile.step.capture import Captured, Result, capture
 from storm_client.compile.step.explain import Explanation, explained, most_at_once
+from storm_client.compile.step.loops import CAPTURING
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.state import State, described
 from storm_client.compile.step.variables import variables
@@ -95,6 +96,8 @@ class CompiledStep:
             StormError: stored values cannot be had again. Nothing has changed but that generators
                 have advanced.
         """
+        if CAPTURING.loop is not None:
+            return self._step(*arguments, **options)  # as a part of the step that is captured
         with self._lock:
             leaves, spec = pytree.tree_flatten((arguments, options))
             key = (spec, tuple(map(described, leaves)))

@@ -223,6 +223,7 @@ class Recording:
                 made = function(*faked, **faked_options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise data_dependent(str(function)) from error
+        self._check_layout(function, made)
         self._check_memory(function, (faked, faked_options), made)
         node = self.graph.call_function(function, *given)
         node.meta[WRITTEN] = frozenset(
@@ -307,6 +308,17 @@ class Recording:
                 f"the step communicates ({function}) at {_line()}; compile_step is for one "
                 "process, use storm.compile(model) with DDP or FSDP"
             )
+
+    @staticmethod
+    def _check_layout(function: Any, made: Any) -> None:
+        """Refuse results that have no memory of their own, as gradients of sparse embeddings."""
+        for one in pytree.tree_leaves(made):
+            if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
+                raise UsageError(
+                    f"{function} at {_line()} makes a tensor of layout {one.layout}, which "
+                    "compile_step does not capture; use dense gradients (sparse=False), or "
+                    "storm.compile(model)"
+                )
 
     def _check_memory(self, function: Any, given: Any, made: Any) -> None:
         """Refuse results in an argument's memory of which the operation's schema does not tell.

@@ -95,7 +95,13 @@ def draws_again(self: Trained, loss: Tensor) -> object:
     return None
 
 
+def makes_sparse_gradients(_: Trained, loss: Tensor) -> object:
+    nn.Embedding(4, 4, sparse=True)(torch.tensor([1])).sum().backward()
+    return None
+
+
 REFUSED = {
+    makes_sparse_gradients: r"sum\(\).backward\(\)\) makes a tensor of layout torch.sparse_coo",
     branches: "return 1 if loss > 0.5 else 2",
     branches_on_a_number: r"return 1 if loss.item\(\) > 0.5 else 2",
     formats_a_number: "return f",
@@ -141,6 +147,13 @@ def test_a_buffer_may_be_assigned_before_its_module_runs() -> None:
 
     compiled = trained(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
     assert_identical(compiled, trained(lambda step: step))
+
+
+def test_an_average_of_weights_is_to_be_updated_outside() -> None:
+    net = nn.Linear(4, 4)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with pytest.raises(UsageError, match=r"call update_parameters\(\) .* after the step"):
+        capture(lambda: average.update_parameters(net), (), {})
 
 
 def test_an_update_that_branches_is_refused_with_what_to_do() -> None:

@@ -320,6 +320,18 @@ def test_what_a_step_has_stored_is_gone_when_it_has_ended(
     wait_until(lambda: client.status().pool.used_bytes == 0, found=client.status)
 
 
+def test_a_compiled_step_in_another_is_a_part_of_it(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        outer = step if step == training.step else wrap(lambda x: step(x) * 2)
+        for n in range(3):
+            x = seeded("cpu", 8, 32, seed=n)
+            assert outer(x).grad_fn is None or outer is step
+
+    both(wrap, run)
+
+
 # --- what fails ---------------------------------------------------------------------------------
 
 
