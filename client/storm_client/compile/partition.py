@@ -387,9 +387,10 @@ class _Pair:
         if again:
             self._drop_results([values[number] for number in again])
             self.forward.graph.eliminate_dead_code()
-        for number in again:
-            made, recipe = values[number].made, values[number].recipe
-            if made.users and any(map(self.recipes.is_special, recipe)):
+        if self.there.rules.runs_alone is None:
+            return
+        for made in (values[number].made for number in again):
+            if made.users:
                 _see(made)
 
     def _copy_recipe(self, value: _Value, position: int, here: dict[fx.Node, fx.Node]) -> None:

@@ -11,7 +11,8 @@ import torch
 from storm_client.compile import inductor
 from storm_client.plan.table import Plan
 from support.compiled_programs import PROGRAMS, GatedMlp, perceptron
-from support.training import assert_identical, seeded
+from support.training import assert_identical, gradients, seeded
+from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -47,6 +48,37 @@ def test_what_comes_back_counts_as_aligned(code: tuple[str, str]) -> None:
 def replayed(plans: list[Plan]) -> dict[str, str]:
     rows = [row for plan in plans for row in plan.rows if row.decision == "replay"]
     return {row.operation: row.reason for row in rows}
+
+
+def test_what_is_only_moved_is_still_made_by_itself(
+    device: str, client: storm.Client, full_link: None
+) -> None:
+    """Fused with what follows, a repeated statistic has its norm summed up in other loops."""
+
+    def trained(wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        norm = nn.InstanceNorm2d(8, track_running_stats=True, affine=True)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.SiLU()).to(device).eval()
+        loss = wrap(net)(seeded(device, 4, 3, 8, 8)).square().mean()
+        loss.backward()
+        return [loss.detach(), *gradients(net)]
+
+    expected = trained(torch.compile)
+    plans: list[Plan] = []
+
+    def wrap(net: nn.Module) -> Callable[..., Tensor]:
+        call = storm.compile(net, client=client, min_bytes=1, budget=0.0)
+
+        def run(x: Tensor) -> Tensor:
+            made = call(x)
+            plans.extend(storm.compiled_plans(call))
+            return made
+
+        return run
+
+    assert_identical(trained(wrap), expected)
+    assert "aten.repeat.default" in replayed(plans)
 
 
 @pytest.mark.parametrize("name", ["half_precision", "autocast", "lengths_rounded_up"])
