@@ -80,6 +80,8 @@ def compiled(
     dynamic: bool | None,
 ) -> Model:
     """Return `model` compiled for one client, as `storm_client.compile` does."""
+    if not callable(model) or isinstance(model, type):
+        raise UsageError(f"model is {model!r}; pass a module that was made, or a function")
     asked = _Asked.of(mode, options)
     target = Target(supply_of(client), asked.budget, asked.codec, asked.min_bytes)
     options = {_ASKED: asked, _TARGET: target}

@@ -404,6 +404,12 @@ def test_something_else_than_a_client_is_named() -> None:
         storm.compile(perceptron("cpu"), client="ipc:///nowhere")
 
 
+@pytest.mark.parametrize("model", [3, nn.Linear])
+def test_something_else_than_a_model_is_named(model: object, client: storm.Client) -> None:
+    with pytest.raises(storm.UsageError, match="pass a module that was made"):
+        storm.compile(model, client=client)
+
+
 def test_plans_of_something_else_are_refused() -> None:
     with pytest.raises(storm.UsageError, match="not a Linear"):
         storm.compiled_plans(nn.Linear(2, 2))

@@ -335,6 +335,13 @@ class _Tables:
 def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
     """Note what the step returns and leaves behind."""
     leaves, captured.spec = pytree.tree_flatten(returned)
+    for leaf in leaves:
+        if any(captured.recording.has(one) for one in _inside(leaf)):
+            raise UsageError(
+                f"the step returns tensors in a {type(leaf).__name__}, in which a run could not "
+                "put its own; return tuples, lists and dicts, or make the class known to "
+                "torch.utils._pytree"
+            )
     captured.returned = [_result(captured, leaf, ()) for leaf in leaves]
     for tensor, before in captured.recording.leaves.values():
         if tensor.grad is not before:
@@ -383,6 +390,19 @@ def _conclude_modules(captured: Captured, tables: _Tables) -> None:
                 )
             if is_value(value):
                 captured.left.append(_result(captured, value, ("attribute", module, name)))
+
+
+def _inside(leaf: object) -> list[object]:
+    """Return what an object or a set that was returned holds itself."""
+    if isinstance(leaf, (torch.Tensor, nn.Module)):
+        return []
+    if isinstance(leaf, (set, frozenset)):
+        return list(leaf)
+    found = list((getattr(leaf, "__dict__", None) or {}).values())
+    slots = getattr(type(leaf), "__slots__", ())
+    found += [getattr(leaf, name, None) for name in ([slots] if type(slots) is str else slots)]
+    leaves: list[object] = pytree.tree_leaves(found)
+    return leaves
 
 
 def _kept(captured: Captured, value: Any, before: Any, path: tuple[Any, ...]) -> Result:

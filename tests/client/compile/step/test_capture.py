@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_a_buffer_may_be_assigned_before_its_module_runs() -> None:
 
     compiled = trained(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
     assert_identical(compiled, trained(lambda step: step))
+
+
+@dataclass
+class Output:
+    loss: Tensor
+
+
+@dataclass(slots=True)
+class SlottedOutput:
+    losses: list[Tensor]
+
+
+@pytest.mark.parametrize("made", [Output, lambda x: SlottedOutput([x]), lambda x: {x}])
+def test_tensors_in_what_a_run_could_not_fill_are_refused(made: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(UsageError, match=r"returns tensors in a .*return tuples, lists and dicts"):
+        capture(lambda x: made(x * 2), (torch.ones(2),), {})
 
 
 def test_an_average_of_weights_is_to_be_updated_outside() -> None:
