@@ -293,6 +293,10 @@ class Recording:
         return _VIEWS.get(function, function), arguments
 
     def _refuse_some(self, function: Any) -> None:
+        """Refuse what cannot be captured, whatever it is given.
+
+        An index of numbers gives a shape that is known, one of truth values raises in the fake.
+        """
         packet = getattr(function, "overloadpacket", None)
         if packet in _REFUSED:
             raise not_in_place(_REFUSED[packet], str(function))
@@ -301,7 +305,7 @@ class Recording:
                 f"the step uses {function} at {_line()}, which compile_step does not capture; "
                 "compile the model with storm.compile instead"
             )
-        if torch.Tag.dynamic_output_shape in function.tags:
+        if torch.Tag.dynamic_output_shape in function.tags and packet is not aten.index:
             raise data_dependent(str(function))
         if function.namespace in ("c10d", "_c10d_functional"):
             raise UsageError(

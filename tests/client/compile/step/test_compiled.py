@@ -320,6 +320,21 @@ def test_what_a_step_has_stored_is_gone_when_it_has_ended(
     wait_until(lambda: client.status().pool.used_bytes == 0, found=client.status)
 
 
+def test_tensors_of_numbers_may_index(wrap: Callable[..., compiled.CompiledStep]) -> None:
+    weight = seeded("cpu", 8, 4, grad=True)
+
+    def step(at: Tensor) -> Tensor:
+        loss = (weight[at].exp() * weight[..., [-1]][:2]).sum()
+        loss.backward()
+        gradient = weight.grad
+        weight.grad = None
+        return gradient
+
+    call = wrap(step)
+    for rows in ([0, 3], [3, 3], [7, 1]):
+        assert_identical([call(torch.tensor(rows))], [step(torch.tensor(rows))])
+
+
 def test_a_compiled_step_in_another_is_a_part_of_it(
     wrap: Callable[..., compiled.CompiledStep],
 ) -> None:
