@@ -124,11 +124,12 @@ class _ModeGuard(weakref.ref["partial[None]"]):
 class _Block:
     """One entry, from before its hooks are on until they are off."""
 
-    __slots__ = ("entered", "guard", "mode_guard", "pops")
+    __slots__ = ("entered", "guard", "mode", "mode_guard", "pops")
 
     def __init__(self, entered: Ended, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
+        self.mode: TorchFunctionMode | None = None
         self.mode_guard: _ModeGuard | None = None
         self.pops = pops
         """What takes off what the block has put on, called one after the other without Python."""
@@ -151,6 +152,7 @@ class Blocks(threading.local):
         """Put the hooks of `entered` on."""
         hooks, mode = (entered.pack, entered.unpack), entered.mode
         block = _Block(entered, *((_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)))
+        block.mode = mode
         leave = None if self._leaving is None else self._leaving()
         self._leaving = None
         try:
@@ -183,6 +185,9 @@ class Blocks(threading.local):
         """Take the hooks of the block off, and tell it unless an exception has ended it."""
         entered = blocks or self._unguarded
         block = entered[-1]
+        if block.mode is not None and not _is_on(block.mode):
+            _take_out(block.mode)
+            block.pops = (_pop_hooks,)
         pops = map(call, block.pops)
         # No signal is looked for between these, which call nothing, and the end of the call.
         block.guard = block.mode_guard = None
@@ -197,6 +202,21 @@ class Blocks(threading.local):
 def _is_on(mode: TorchFunctionMode) -> bool:
     count = torch._C._len_torch_function_stack()
     return count > 0 and torch._C._get_function_stack_at(count - 1) is mode
+
+
+def _take_out(mode: TorchFunctionMode) -> None:
+    """Have a mode not be on the stack, of which it is not the top.
+
+    PyTorch takes it off while it runs, and an interrupt may strike before that is sure to be
+    undone; so may one that keeps another's mode there.
+    """
+    modes = _modes()
+    if any(one is mode for one in modes):
+        for _ in modes:
+            _pop_mode()
+        for one in modes:
+            if one is not mode:
+                _push_mode(one)
 
 
 _TAKE_OFF = methodcaller("pop")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from storm_client.waiting import Changes
 from support.daemon_process import DaemonProcess
 from support.training import assert_identical, seeded, trained
 from support.waiting import wait_until
+from torch.overrides import TorchFunctionMode
 
 IN_ONE_TEST = 250
 
@@ -194,6 +195,37 @@ def test_a_block_left_by_an_interrupt_before_its_exit_has_begun(client: storm.Cl
     with pytest.raises(KeyboardInterrupt):
         step()
     assert not hooks_are_on()
+
+
+class Other(TorchFunctionMode):
+    """Somebody else's mode, which changes nothing."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["lost", "below"])
+def test_a_block_whose_mode_is_not_where_it_was(client: storm.Client, kind: str) -> None:
+    """PyTorch takes a mode off while it runs, and an interrupt may strike before it is sure to be
+    put back; or with another's, and that stays on top.
+    """
+    pop, push = torch._C._pop_torch_function_stack, torch._C._push_on_torch_function_stack
+    net, outer, inner = torch.nn.Linear(64, 64), Other(), Other()
+    with outer:
+        with suppress(KeyboardInterrupt), client.offload(net, min_bytes=1):
+            net(torch.ones(64, 64))
+            if kind == "lost":
+                pop()
+            else:
+                push(inner)
+            raise KeyboardInterrupt
+        assert not hooks_are_on()
+        left = [outer] if kind == "lost" else [outer, inner]
+        assert torch._C._len_torch_function_stack() == len(left)
+        for index, mode in enumerate(left):
+            assert torch._C._get_function_stack_at(index) is mode
+        if kind == "below":
+            pop()
 
 
 def test_blocks_may_be_left_by_plain_calls(client: storm.Client) -> None:
