@@ -7,17 +7,18 @@ each run, and where it differs the step is captured anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.optim.optimizer import Optimizer
 
 from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
-from storm_client.compile.step.variables import PLAIN, attributes, own, variables
+from storm_client.compile.step.variables import PLAIN, are_plain, attributes, own, variables
 
 __all__ = ["State", "described", "surroundings"]
 
@@ -116,6 +117,10 @@ class State:
             if one.argument is not None
         ]
         self.step = step
+        self._looks: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
+        """Of modules that have plain attributes alone, by number: what they were last."""
+        self._places: list[tuple[int, int]] = []
+        """Where tensors lay when they were last found to share memory as they did."""
         self.sharing = self._sharing(tensors, [held.slot.find() for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
         self.python = self._python()
@@ -132,9 +137,9 @@ class State:
                 _ids(module._modules),
                 _ids(module._parameters),
                 [(key, one is None) for key, one in module._buffers.items()],
-                attributes(module),
+                self._attributes(number, module),
             )
-            for module in self.captured.modules
+            for number, module in enumerate(self.captured.modules)
         ]
         found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
         leaves = self.captured.recording.leaves.values()
@@ -146,6 +151,36 @@ class State:
                     table = optimizer.state.get(parameter, {})
                     found.append([(key, _kind(value)) for key, value in table.items()])
         return found
+
+    def _attributes(self, number: int, module: nn.Module) -> dict[str, Any]:
+        """Return a module's attributes; most are what they were, which their objects tell."""
+        values = tuple(module.__dict__.values())
+        known = self._looks.get(number)
+        if known and len(known[0]) == len(values) and all(map(is_, known[0], values)):
+            return known[1]
+        found = attributes(module)
+        if are_plain(module):
+            self._looks[number] = values, found
+        return found
+
+    def _shares_alike(
+        self, tensors: Sequence[torch.Tensor], held: Collection[torch.Tensor]
+    ) -> bool:
+        """Tell whether tensors share memory as they did: so they do where all lie as they lay."""
+        places = [
+            (id(one), one.data_ptr() if one.layout is torch.strided else 0)
+            for one in (*tensors, *held)
+        ]
+        if places == self._places and not self._has_others:
+            return True
+        is_alike = self.sharing == self._sharing(tensors, held)
+        self._places = places if is_alike else []
+        return is_alike
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether there are tensors besides arguments and what is held by the graph's inputs."""
+        return bool(self.besides) or bool(own(self.step, torch.Tensor))
 
     def _sharing(
         self, tensors: Sequence[torch.Tensor], held: Iterable[torch.Tensor]
@@ -170,7 +205,7 @@ class State:
             if not held.fits(tensor):
                 return None
             found[held.node] = tensor
-        if self.sharing != self._sharing(tensors, found.values()) or self.python != self._python():
+        if not self._shares_alike(tensors, found.values()) or self.python != self._python():
             return None
         for setting in self.captured.settings:
             found[setting.node] = setting.value()

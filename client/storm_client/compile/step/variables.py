@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["PLAIN", "attributes", "identified", "is_value", "own", "variables"]
+__all__ = ["PLAIN", "are_plain", "attributes", "identified", "is_value", "own", "variables"]
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -120,6 +120,15 @@ def attributes(module: nn.Module) -> dict[str, Any]:
         for key, value in module.__dict__.items()
         if key not in _EVERY_MODULES and not isinstance(value, torch.Tensor)
     }
+
+
+def are_plain(module: nn.Module) -> bool:
+    """Tell whether a module's attributes are plain values, of which each is one object for ever."""
+    return all(
+        isinstance(value, PLAIN)
+        for key, value in module.__dict__.items()
+        if key not in _EVERY_MODULES
+    )
 
 
 # --- of values ----------------------------------------------------------------------------------
