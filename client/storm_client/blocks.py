@@ -66,16 +66,20 @@ class Stacks:
             _pop_hooks()
         modes = _modes()
         if not (len(modes) == len(self._modes) and all(map(is_, modes, self._modes))):
-            for _ in modes:
-                _pop_mode()
-            for mode in self._modes:
-                _push_mode(mode)
+            _have_modes(self._modes)
         torch._C._set_grad_enabled(self._is_recording)
 
 
 def _modes() -> list[Any]:
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(index) for index in range(count)]
+
+
+def _have_modes(modes: list[Any]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 class Ended(Protocol):
@@ -212,11 +216,7 @@ def _take_out(mode: TorchFunctionMode) -> None:
     """
     modes = _modes()
     if any(one is mode for one in modes):
-        for _ in modes:
-            _pop_mode()
-        for one in modes:
-            if one is not mode:
-                _push_mode(one)
+        _have_modes([one for one in modes if one is not mode])
 
 
 _TAKE_OFF = methodcaller("pop")

@@ -76,11 +76,8 @@ def traced_steps(
         if compiled:
             training = make(WORKLOADS[workload], device)
         with ExitStack() as entered:
-            if compiled:
-                offload: AbstractContextManager[object] = nullcontext()
-                entered.enter_context(_compiled(budget, training, address))
-            else:
-                offload = entered.enter_context(_context(budget, training, address))
+            context = _compiled if compiled else _context
+            offload = entered.enter_context(context(budget, training, address))
             entered.enter_context(attention(device))
             for _ in range(WARM_UPS):
                 _step(training, offload)
@@ -90,8 +87,10 @@ def traced_steps(
 
 
 @contextmanager
-def _compiled(budget: str, training: Training, address: str) -> Iterator[None]:
-    """Have each block be compiled, with offload unless there is to be none."""
+def _compiled(
+    budget: str, training: Training, address: str
+) -> Iterator[AbstractContextManager[object]]:
+    """Have each block be compiled, with offload unless there is to be none; as `_context`."""
     net = training.net
     blocks = net.net.model.layers if isinstance(net, Llama) else training.net.blocks
     assert isinstance(blocks, nn.ModuleList)
@@ -99,14 +98,14 @@ def _compiled(budget: str, training: Training, address: str) -> Iterator[None]:
     if budget == NONE:
         for place, block in enumerate(blocks):
             blocks[place] = torch.compile(block)
-        yield
+        yield nullcontext()
         return
     with storm.connect(address, embedded="never", timeout=60.0) as client:
         for place, block in enumerate(blocks):
             blocks[place] = storm.compile(
                 block, budget=float(budget), client=client, min_bytes=MIN_BYTES
             )
-        yield
+        yield nullcontext()
 
 
 @contextmanager

@@ -277,9 +277,9 @@ class _Pair:
         ranks = {n: rank for n, rank in ranks.items() if isinstance(decisions[n], Offload)}
         peak = chosen.peaks[0 if in_runs else count]
         plan = _plan(values, draft, peak, forward, self.machine)
-        order = sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
+        order, fetched = _by_use(draft), _by_fetch(draft)
         early = tuple(n for n in order if not any(seconds[: draft.fetches[n]]))
-        last = max(order, key=lambda n: (draft.fetches[n], draft.first_uses[n], n), default=None)
+        last = fetched[-1] if fetched else None
         rooms = {n: draft.rooms[draft.first_uses[n]] for n in order}
         return Graph(
             plan,
@@ -320,15 +320,12 @@ class _Pair:
         return self.results.index(made, self.first_handed)
 
     def _offload(self, values: list[_Value], chosen: Draft) -> None:
-        offloaded = _offloaded(chosen)
-        for number in offloaded:
+        for number in _offloaded(chosen):
             self._store(values[number], number)
-        fetches = sorted(offloaded, key=lambda n: (chosen.fetches[n], chosen.first_uses[n], n))
-        waits = sorted(offloaded, key=lambda n: (chosen.first_uses[n], n))
         begun: dict[int, fx.Node] = {}
-        pending = iter(fetches)
+        pending = iter(_by_fetch(chosen))
         ahead = next(pending, None)
-        for number in waits:
+        for number in _by_use(chosen):
             use = chosen.first_uses[number]
             while ahead is not None and (chosen.fetches[ahead] <= use or number not in begun):
                 begun[ahead] = self._fetch(values[ahead], chosen.fetches[ahead])
@@ -440,6 +437,16 @@ class _Pair:
 def _offloaded(draft: Draft) -> list[int]:
     both = zip(draft.decisions, draft.is_handed, strict=True)
     return [n for n, (one, handed) in enumerate(both) if isinstance(one, Offload) and handed]
+
+
+def _by_use(draft: Draft) -> list[int]:
+    """Return what is offloaded, in the order in which the backward graph waits for it."""
+    return sorted(_offloaded(draft), key=lambda n: (draft.first_uses[n], n))
+
+
+def _by_fetch(draft: Draft) -> list[int]:
+    """Return what is offloaded, in the order in which its fetches begin."""
+    return sorted(_offloaded(draft), key=lambda n: (draft.fetches[n], draft.first_uses[n], n))
 
 
 def _see(node: fx.Node) -> None:
