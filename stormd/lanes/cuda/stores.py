@@ -70,7 +70,10 @@ class Stores:
         scratch.placed.clear()
         if isinstance(scratch, DirectScratch):
             self._copy_as_it_is(batch[0], scratch)
-        elif not batch[0].result:
+        elif batch[0].result:
+            for job in batch:  # whose sources its client's encoder has read
+                self.pass_over(job.sequence)
+        else:
             self._encode_all(batch, scratch)
 
     def goes_beside(self, scratch: Scratch | DirectScratch) -> bool:

@@ -197,6 +197,20 @@ def test_a_rejected_store_is_passed_over_behind_those_before_it(bench: Bench) ->
             bench.space.release(done.block)
 
 
+def test_what_its_client_has_encoded_keeps_no_source_behind_it(bench: Bench) -> None:
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART)
+    bench.encode(2, PART, PART)
+    bench.store(3, 0, PART)
+    bench.publish(3)
+    bench.expect(StoreDone, 3)
+    wait_until(lambda: bench.counters.read(STORED) == 3)
+    for done in bench.results:
+        if isinstance(done, StoreDone):
+            bench.space.release(done.block)
+
+
 def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
     bench.map()
     before = fill(bench)
