@@ -28,6 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The compiler is taken to know the processor, which to try takes it 6 s.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Inductor chooses by no measurement on a GPU: another choice adds in another order. A setting that
+# is changed in one thread holds there, and backward passes are compiled in others.
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Daemons have little memory to touch as they start, where a test does not say how much: the

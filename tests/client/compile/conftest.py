@@ -1,15 +1,12 @@
-"""What tests of compiled graphs need of a machine: a link that is full, and kernels that stay."""
+"""What tests of compiled graphs need of a machine: a link that is full, or none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from storm_client.compile import costs, partition
 from storm_client.plan.planner import CPU_COSTS
-from torch._inductor import config
 
 
 @pytest.fixture
@@ -24,10 +21,3 @@ def full_link(monkeypatch: pytest.MonkeyPatch) -> None:
 def cpu_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all devices plan as a CPU does: on a GPU a fetch of what is small begins at once."""
     monkeypatch.setattr(partition, "machine_of", lambda _: costs.CPU)
-
-
-@pytest.fixture(autouse=True)
-def kernels_stay() -> Iterator[None]:
-    """Have Inductor choose by no measurement on a GPU: another choice adds in another order."""
-    with config.patch(deterministic=torch.cuda.is_available()):
-        yield

@@ -57,7 +57,8 @@ def compare(name: str, client: storm.Client, codegen: str, *, is_cast: bool = Fa
         name, lambda model: torch.compile(model, backend=PLAIN[codegen]), is_cast=is_cast
     )
     assert_identical(two_steps(name, wrap, is_cast=is_cast), expected)
-    assert storm.compiled_stats(made[0]).offloaded_bytes > 0
+    rows = [row for plan in storm.compiled_plans(made[0]) for row in plan.rows]
+    assert {row.decision for row in rows} & {"offload", "replay"}
 
 
 @pytest.mark.parametrize("name", FEW)
