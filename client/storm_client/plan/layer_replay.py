@@ -48,6 +48,7 @@ from storm_client.plan.layer_trial import (
     tensors_in,
     version_of,
 )
+from storm_client.settings import deciding_settings
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -512,7 +513,7 @@ class _Calls:
         self._passed = passed
         self._parts = parts
         self._own = TensorStates(own + passed.tensors)
-        self._settings = _settings()
+        self._settings = deciding_settings()
         self._kwargs: dict[str, Any] = {}
         self._has_begun = False
 
@@ -575,7 +576,7 @@ class _Calls:
                     "changed in place before the backward pass, which was to run that layer again; "
                     "change a copy of it, or pass offload(..., layers=[])"
                 )
-        if _settings() != self._settings:
+        if deciding_settings() != self._settings:
             raise ActivationLost(
                 f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
                 f"determinism) are others in the backward pass, which was to run {self._name} "
@@ -617,35 +618,15 @@ def _unpacked(name: str, unpack: Callable[[Any], torch.Tensor], packed: Any) -> 
 _SET_ANEW: Final = "a parameter, a buffer or an attribute of it is set anew between its calls"
 
 
-def _settings() -> tuple[object, ...]:
-    """Return what is set for the whole process that decides which bits functions make."""
-    precision = torch._C._get_fp32_precision_getter
-    return (
-        torch.get_default_dtype(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-        torch._C._get_cudnn_deterministic(),
-        torch._C._get_mkldnn_enabled(),
-        precision("cuda", "matmul"),
-        precision("cuda", "conv"),
-        precision("mkldnn", "matmul"),
-    )
-
-
 def _refuse_in_other_settings(layer: _Layer, made: Any) -> None:
     """Have a layer not be run again if the backward pass of its trial runs in other settings.
 
     As that of a script does which chooses attention's kernels for the forward pass alone.
     """
-    settings = _settings()
+    settings = deciding_settings()
 
     def look(_: torch.Tensor) -> None:
-        if _settings() != settings:
+        if deciding_settings() != settings:
             layer.refuse(
                 "settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
                 "determinism) are others in the backward pass than in the forward pass"

@@ -19,6 +19,7 @@ from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
 from storm_client.compile.step.variables import PLAIN, are_plain, attributes, own, variables
+from storm_client.settings import deciding_settings
 
 __all__ = ["State", "described", "surroundings"]
 
@@ -249,22 +250,8 @@ def surroundings() -> tuple[Any, ...]:
         casts,
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.backends.mkldnn.enabled,
-        *(ask() for ask in _ATTENTION),
+        *deciding_settings(),
     )
-
-
-_ATTENTION = (
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_sdp_priority_order,
-)
-"""They say which kernels attention is recorded as."""
 
 
 _HOOKS_OF_MODULES = (

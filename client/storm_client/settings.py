@@ -1,0 +1,35 @@
+"""PyTorch's settings that decide which bits its functions make, as they are now."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["deciding_settings"]
+
+
+def deciding_settings() -> tuple[object, ...]:
+    """Return what is set for the whole process that decides which bits functions make.
+
+    Two equal results mean that the same function makes the same bits, by its own kernels.
+    """
+    precision = torch._C._get_fp32_precision_getter
+    return (
+        torch.get_default_dtype(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_mkldnn_enabled(),
+        *(precision(*kind) for kind in _OF_SINGLE_PRECISION),
+    )
+
+
+_OF_SINGLE_PRECISION = [
+    (by, kind) for by in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")
+]
+"""Who computes what, in single precision or less."""
