@@ -79,22 +79,24 @@ class Recipes:
     def _rounds_alike(self, node: fx.Node) -> bool:
         """Tell whether generated code rounds a result of fused operations the same everywhere.
 
-        They begin with what lies in memory, what is rounded lies there, and what is rounded on the
-        way nobody else reads: else it might be read rounded in one place, and not in another.
+        They begin with what lies in memory, or is handed over as it was in registers, in single
+        precision. What is rounded lies in memory, and what is rounded on the way nobody else reads:
+        else it might be read rounded in one place, and not in another.
         """
         rule = self.there.rules.rounds_alike
         if self._converts_a_parameter(node):
             return True
         if rule is None or not rule(node) or not is_tensor(node):
             return False
-        is_single = node.meta["val"].dtype.itemsize >= torch.float32.itemsize
-        if not is_single and len(node.users) != 1 and not self._is_read_alone(node):
+        if not _is_single(node) and len(node.users) != 1 and not self._is_read_alone(node):
             return False
-        bases = map(memory_of, node.all_input_nodes)
-        return all(
-            base.op == "placeholder" or self.runs_alone(base) or self._rounds_alike(base)
-            for base in bases
-        )
+        return all(map(self._is_known_to_the_bit, map(memory_of, node.all_input_nodes)))
+
+    def _is_known_to_the_bit(self, base: fx.Node) -> bool:
+        """Tell whether fused operations that read a value read the same bits in each graph."""
+        if base.op == "placeholder" or self.runs_alone(base) or self._rounds_alike(base):
+            return True
+        return base.name in self.there.placeholders and _is_single(base)
 
     def _converts_a_parameter(self, node: fx.Node) -> bool:
         """Tell whether a node is what products alone read of a parameter, in another type."""
@@ -201,6 +203,11 @@ def turned_back(node: fx.Node) -> tuple[torch._ops.OpOverload, tuple[Any, ...]] 
         back = sorted(range(rank), key=lambda at: order[at] % rank)
         return aten.permute.default, (back,)
     return None
+
+
+def _is_single(node: fx.Node) -> bool:
+    """Tell whether a value has single precision or more: generated code computes in no other."""
+    return is_tensor(node) and node.meta["val"].dtype.itemsize >= torch.float32.itemsize
 
 
 def _is_plain(value: torch.Tensor) -> bool:

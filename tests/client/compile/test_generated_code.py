@@ -102,6 +102,34 @@ def test_products_that_are_computed_again_have_the_same_bits(
     assert {again.get(name) for name in products} & {"the link is full"}
 
 
+def test_a_norm_is_computed_again_from_its_statistic(
+    device: str, client: storm.Client, full_link: None
+) -> None:
+    """On a GPU, where all elements of a row are computed by the same instructions."""
+
+    def trained(wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 48, bias=False))
+        net = net.to(device, torch.bfloat16)
+        x = seeded(device, 64, 32).to(torch.bfloat16).requires_grad_()
+        loss = wrap(net)(x).float().square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad, *gradients(net)]
+
+    expected = trained(torch.compile)
+    made: list[Callable[..., Tensor]] = []
+
+    def wrap(net: nn.Module) -> Callable[..., Tensor]:
+        made.append(storm.compile(net, client=client, min_bytes=1, budget=0.0))
+        return made[-1]
+
+    assert_identical(trained(wrap), expected)
+    again = set(replayed(storm.compiled_plans(made[0])))
+    assert again == ({"prims.convert_element_type.default"} if device == "cuda" else set())
+
+
 def test_what_products_read_is_handed_over_besides(client: storm.Client, full_link: None) -> None:
     """It is in memory anyway: the forward pass has the same kernels as without offload."""
     x = seeded("cpu", 2, 16, 32)
