@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["deciding_settings"]
+__all__ = ["deciding_settings", "kinds_of_casts"]
 
 
 def deciding_settings() -> tuple[object, ...]:
@@ -26,6 +26,14 @@ def deciding_settings() -> tuple[object, ...]:
         torch._C._get_cudnn_deterministic(),
         torch._C._get_mkldnn_enabled(),
         *(precision(*kind) for kind in _OF_SINGLE_PRECISION),
+    )
+
+
+def kinds_of_casts() -> tuple[tuple[str, bool, torch.dtype], ...]:
+    """Return for which devices operations cast what they are given, in this thread, and to what."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
     )
 
 

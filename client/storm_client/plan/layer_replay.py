@@ -21,29 +21,24 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from functools import partial
-from time import perf_counter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from storm_client.blocks import Stacks, untraced
 from storm_client.compiled import CompiledParts, may_be_compiled
-from storm_client.errors import ActivationLost
 from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
+from storm_client.plan.layer_call import LayerCall
 from storm_client.plan.layer_trial import (
     Attributes,
     TensorStates,
     call_twice,
-    copied,
     own_tensors,
     tensors_in,
     version_of,
@@ -304,7 +299,7 @@ class LayerStep:
             return layer.forward(*args, **kwargs)
         stacks = Stacks()
         try:
-            return (self._checkpointed if self._is_on else self._try)(layer, args, kwargs)
+            return (self._replayed_call if self._is_on else self._try)(layer, args, kwargs)
         except BaseException:
             stacks.restore()
             raise
@@ -335,7 +330,7 @@ class LayerStep:
             _refuse_in_other_settings(layer, made)
         return made
 
-    def _checkpointed(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replayed_call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward now, and again where something that it saved is asked for."""
         try:
             tensors = tensors_in((*args, *kwargs.values()))
@@ -351,8 +346,8 @@ class LayerStep:
         if passed is None:
             return layer.forward(*args, **kwargs)
         self._stats.of_layer(layer.name).gives_up(layer.nbytes)
-        calls = _Calls(layer, passed, parts, own, self._stats)
-        return checkpoint(calls, *calls.given(args, kwargs), use_reentrant=False)
+        call = LayerCall(layer.name, layer.forward, passed, parts, own=own, stats=self._stats)
+        return call(args, kwargs)
 
 
 class _Layer:
@@ -487,132 +482,6 @@ class _Layer:
     def __reduce__(self) -> tuple[Any, ...]:
         """Be copied and pickled as the forward."""
         return _as_it_is, (self.forward,)
-
-
-class _Calls:
-    """The calls of a layer's forward: one in the forward pass, the others in backward passes.
-
-    Those are given lists and dicts as they were at first, whatever was written to them since.
-
-    Raises from the second call on:
-        ActivationLost: what it reads is not as it was in the forward pass.
-    """
-
-    def __init__(
-        self,
-        layer: _Layer,
-        passed: Attributes,
-        parts: Sequence[torch.nn.Module],
-        own: list[torch.Tensor],
-        stats: StatsRecorder,
-    ) -> None:
-        """Note the present state of a layer's `parts`, whose parameters and buffers are `own`."""
-        self._name = layer.name
-        self._forward = layer.forward
-        self._stats = stats
-        self._passed = passed
-        self._parts = parts
-        self._own = TensorStates(own + passed.tensors)
-        self._settings = deciding_settings()
-        self._kwargs: dict[str, Any] = {}
-        self._has_begun = False
-
-    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what checkpointing is to be given, having noted the state of some arguments.
-
-        It saves tensors among the first, which are watched with that. In the last it finds the
-        devices of all others, whose random numbers have to be the same again.
-        """
-        loose = [None if isinstance(argument, torch.Tensor) else argument for argument in args]
-        held = tensors_in((*loose, *kwargs.values()))
-        self._kwargs = kwargs
-        self._given = copied((loose, kwargs))
-        self._tensors = [(tensor, version_of(tensor)) for tensor in held]
-        known = {id(tensor): tensor for tensor in held}
-        self._held = [known.get(id(argument)) for argument in args]
-        """Of the arguments themselves those that are given in another place, too."""
-        first: dict[int, int] = {}
-        self._places = [first.setdefault(id(given), place) for place, given in enumerate(args)]
-        """Where each stands first: what is one tensor has to be one again."""
-        return (*args, tuple(held))
-
-    def __call__(self, *args: Any) -> Any:
-        """Return what the forward returns."""
-        if self._has_begun:
-            return self._again(args[:-1])
-        self._has_begun = True
-        kwargs, self._kwargs = self._kwargs, {}
-        pack, unpack = _top_hooks(True)
-        with saved_tensors_hooks(pack, partial(_unpacked, self._name, unpack)):
-            return self._forward(*args[:-1], **kwargs)
-
-    def _again(self, args: tuple[Any, ...]) -> Any:
-        self._check()
-        began = perf_counter()
-        loose, kwargs = copied(self._given)
-        given = [
-            (args[place] if held is None else held) if isinstance(brought, torch.Tensor) else other
-            for brought, place, held, other in zip(
-                args, self._places, self._held, loose, strict=True
-            )
-        ]
-        try:
-            return self._forward(*given, **kwargs)
-        finally:
-            self._stats.replayed(perf_counter() - began)
-
-    def _check(self) -> None:
-        if difference := self._difference():
-            raise ActivationLost(
-                f"a parameter, a buffer, an attribute or the mode of {self._name} was changed "
-                f"between the forward and the backward pass, or by its forward ({difference}), and "
-                "the backward pass was to run that layer again; change it after the backward pass, "
-                "or pass offload(..., layers=[])"
-            )
-        for tensor, version in self._tensors:
-            if version_of(tensor) != version:
-                raise ActivationLost(
-                    f"a tensor of shape {list(tensor.shape)} that {self._name} was given was "
-                    "changed in place before the backward pass, which was to run that layer again; "
-                    "change a copy of it, or pass offload(..., layers=[])"
-                )
-        if deciding_settings() != self._settings:
-            raise ActivationLost(
-                f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
-                f"determinism) are others in the backward pass, which was to run {self._name} "
-                "again, than in the forward pass; run it within the same ones, or pass "
-                "offload(..., layers=[])"
-            )
-
-    def _difference(self) -> str:
-        """Return what of the layer is not as it was; empty where all is."""
-        parts = list(parts_of(self._parts[:1]))
-        if not self._passed.is_of(parts):
-            return "its modules, or their modes"
-        own = own_tensors(parts)
-        if not self._own.is_of(own + self._passed.tensors):
-            return "its set of parameters and buffers"
-        return self._passed.difference(parts) or self._own.difference()
-
-
-def _unpacked(name: str, unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
-    """Return what checkpointing returns for what a layer has saved.
-
-    Raises:
-        ActivationLost: the layer did something else when it was run again.
-    """
-    stacks = Stacks()
-    try:
-        return unpack(packed)
-    except BaseException as error:
-        stacks.restore()
-        if not isinstance(error, CheckpointError):
-            raise
-        raise ActivationLost(
-            f"{name}, which the backward pass has run again, did not do what it did in the forward "
-            "pass, or what it saved was asked for twice in one backward pass; pass "
-            f"offload(..., layers=[]) (PyTorch says: {str(error).partition('Tip:')[0].strip()})"
-        ) from error
 
 
 _SET_ANEW: Final = "a parameter, a buffer or an attribute of it is set anew between its calls"

@@ -38,6 +38,8 @@ __all__ = [
 
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 _CHANGES = "its forward changes what its modules hold"
 
 DEPTH: Final = 4
@@ -162,7 +164,7 @@ def call_twice(
     held, outside = _Held(parts), _Outside(parts)
     randomness = _RandomStates(tensors)
     first = _Checksums()
-    with first:
+    with first.past_hooks(), first:
         made = forward(*args, **kwargs)
     is_written_to = list(map(version_of, tensors)) != versions
     if is_written_to or not _is_same_given((args, kwargs), given):
@@ -279,6 +281,26 @@ class _Checksums(TorchFunctionMode):
         self._first = torch._C._autograd._get_sequence_nr()
         self._found: list[torch.Tensor] = []
         self._error: Exception | None = None
+        self._is_in_hook = False
+
+    def past_hooks(self) -> AbstractContextManager[object]:
+        """Return a context in which what the innermost hooks do is not noted.
+
+        A custom function's tensors are saved outside of any function that this mode has called.
+        """
+        top = _top_hooks(True)
+        if top is None:
+            return nullcontext()
+        pack, unpack = top
+
+        def unseen(tensor: torch.Tensor) -> Any:
+            before, self._is_in_hook = self._is_in_hook, True
+            try:
+                return pack(tensor)
+            finally:
+                self._is_in_hook = before
+
+        return saved_tensors_hooks(unseen, unpack)
 
     def __torch_function__(
         self,
@@ -289,7 +311,7 @@ class _Checksums(TorchFunctionMode):
     ) -> Any:
         """Run the function and note what it returned."""
         made = function(*args, **(kwargs or {}))
-        if function in _UNWRITTEN:
+        if self._is_in_hook or function in _UNWRITTEN:
             return made
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for tensor in made if isinstance(made, (tuple, list)) else (made,):

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.errors import ActivationLost
-from storm_client.plan import layer_replay, layer_trial, planning
+from storm_client.plan import layer_call, layer_replay, layer_trial, planning
 from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
 from support.planning import value
@@ -29,8 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, silu
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, set_checkpoint_debug_enabled
 
 WIDTH = 64
 LAYERS = 4
@@ -507,11 +505,12 @@ def test_other_threads_and_inner_hooks_have_layers_as_they_are(
     settle(net, x, offload)
     calls: list[int] = []
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> layer_call.LayerCall:
         calls.append(len(args))
-        return checkpoint(*args, **options)
+        return LayerCall(*args, **options)
 
-    monkeypatch.setattr(layer_replay, "checkpoint", counted)
+    LayerCall = layer_call.LayerCall
+    monkeypatch.setattr(layer_replay, "LayerCall", counted)
     with offload:
         thread = threading.Thread(target=net, args=(x,))
         thread.start()
@@ -569,6 +568,106 @@ def test_a_graph_may_be_used_twice(client: storm.Client, x: Tensor) -> None:
         net.zero_grad()
         loss.backward(retain_graph=True)
         assert_identical([loss.detach(), *gradients(net)], expected)
+
+
+class Asking(torch.autograd.Function):
+    """Doubles, and asks twice for what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (ctx.saved_tensors[0] + ctx.saved_tensors[0])
+
+
+class Squared(Layer):
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        made: Tensor = Asking.apply(self.down(silu(self.up(x))))
+        return x + made * scale
+
+
+def test_what_is_saved_may_be_asked_for_twice(client: storm.Client, x: Tensor) -> None:
+    net = made(Squared)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+
+
+def test_gradients_of_gradients(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+
+    def penalty(context: Context) -> list[Tensor]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        given = x.clone().requires_grad_()
+        with context():
+            loss = net(given).square().mean()
+        (gradient,) = torch.autograd.grad(loss, given, create_graph=True)
+        gradient.square().sum().backward()
+        return [gradient.detach(), *gradients(net)]
+
+    assert_identical(penalty(lambda: offload), penalty(nullcontext))
+    assert phase(offload) is LayerPhase.ON
+
+
+def test_tensors_are_made_where_the_forward_pass_has_made_them(
+    client: storm.Client, x: Tensor
+) -> None:
+    seen: list[str] = []
+
+    class Making(Layer):
+        def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+            seen.append(torch.empty(1).device.type)
+            return super().forward(x, scale)
+
+    net = made(Making)
+    offload = client.offload(net, min_bytes=1)
+    with torch.device("meta"):
+        settle(net, x, offload)
+        assert phase(offload) is LayerPhase.ON
+        with offload:
+            loss = net(x).square().mean()
+    seen.clear()
+    loss.backward()
+    assert seen == LAYERS * ["meta"]
+
+
+def test_a_layer_that_saves_other_tensors_raises(client: storm.Client, x: Tensor) -> None:
+    rows = [slice(None)]
+
+    class Chosen(Layer):
+        def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+            return super().forward(x[rows[0]], scale)
+
+    net = made(Chosen)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with offload:
+        loss = net(x).square().mean()
+    rows[0] = slice(3)
+    with pytest.raises(ActivationLost, match="did not do what it did"):
+        loss.backward()
+    rows[0] = slice(None)
+    settle(net, x, offload)
+
+
+def test_what_is_made_again_is_freed_with_its_use(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    with offload:
+        loss = net(x).square().mean()
+    living: weakref.WeakSet[layer_call.LayerCall] = weakref.WeakSet(
+        one for one in gc.get_objects() if isinstance(one, layer_call.LayerCall)
+    )
+    assert len(living) == LAYERS
+    loss.backward()
+    assert not living  # though the loss is held
 
 
 # --- what changes after the trial -----------------------------------------------------------------
@@ -843,19 +942,20 @@ def test_one_tensor_that_is_given_thrice_is_one_again(
     assert phase(offload) is LayerPhase.ON
 
 
-def test_random_numbers_are_the_same_where_what_is_given_has_names(
+def test_random_numbers_are_of_the_devices_of_what_is_given_by_name_too(
     client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net = made()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
-    seen: list[Any] = []
+    seen: list[Tensor] = []
 
-    def looking(function: Any, *args: Any, **options: Any) -> Any:
-        seen.extend(tree_leaves(args))  # as it looks for devices
-        return checkpoint(function, *args, **options)
+    class Looking(layer_call._RandomStates):
+        def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+            seen.extend(tensors)
+            super().__init__(tensors)
 
-    monkeypatch.setattr(layer_replay, "checkpoint", looking)
+    monkeypatch.setattr(layer_call, "_RandomStates", Looking)
     with offload:
         net.layers[0](x=x)
     assert any(tensor is x for tensor in seen)
@@ -974,19 +1074,6 @@ def test_layers_under_a_transform_are_left_alone(client: storm.Client, x: Tensor
     assert phase(offload) is LayerPhase.TRIED
 
 
-def test_checkpointing_that_is_debugged_elsewhere(
-    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = made()
-    offload = client.offload(net, min_bytes=1)
-    settle(net, x, offload)
-    noted = torch.utils.checkpoint._get_debug_context_and_cb()[1]  # without processes of its own
-    debugs = (torch.utils.checkpoint.noop_context_fn, noted)
-    monkeypatch.setattr(torch.utils.checkpoint, "_get_debug_context_and_cb", lambda: debugs)
-    with set_checkpoint_debug_enabled(True):
-        assert_identical(step(net, x, lambda: offload), step(net, x, nullcontext))
-
-
 def test_what_is_compiled_later_is_left_alone(client: storm.Client, x: Tensor) -> None:
     net = made()
     offload = client.offload(net, min_bytes=1)
@@ -1041,9 +1128,9 @@ def test_an_interrupt_in_a_call_leaves_nothing_on(
     net = made()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
-    interrupted = type("Hooks", (layer_replay.saved_tensors_hooks,), {"__exit__": interrupt})
+    interrupted = type("Hooks", (layer_call.saved_tensors_hooks,), {"__exit__": interrupt})
     with monkeypatch.context() as patches:
-        patches.setattr(layer_replay, "saved_tensors_hooks", interrupted)
+        patches.setattr(layer_call, "saved_tensors_hooks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             step(net, x, lambda: offload)
     settle(net, x, offload)
@@ -1055,10 +1142,13 @@ def test_an_interrupt_in_a_later_call_leaves_nothing_on(
     net = made()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
+    interrupted = type("Hooks", (layer_call.saved_tensors_hooks,), {"__exit__": interrupt})
+    with offload:
+        loss = net(x).square().mean()
     with monkeypatch.context() as patches:
-        patches.setattr(torch.utils.checkpoint._recomputation_hook, "__exit__", interrupt)
+        patches.setattr(layer_call, "saved_tensors_hooks", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            step(net, x, lambda: offload)
+            loss.backward()
     settle(net, x, offload)
 
 

@@ -19,7 +19,7 @@ from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
 from storm_client.compile.step.variables import PLAIN, are_plain, attributes, own, variables
-from storm_client.settings import deciding_settings
+from storm_client.settings import deciding_settings, kinds_of_casts
 
 __all__ = ["State", "described", "surroundings"]
 
@@ -242,12 +242,8 @@ def described(leaf: object) -> Any:
 
 def surroundings() -> tuple[Any, ...]:
     """Return the settings of PyTorch's that what is recorded depends on."""
-    casts = tuple(
-        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-    )
     return (
-        casts,
+        kinds_of_casts(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *deciding_settings(),
