@@ -88,6 +88,7 @@ class Offload:
         sessions = supply.current(asks=unwatched is None)
         if unwatched is not None:
             self.blocks.enter_without_hooks(unwatched)
+            unwatched.begin()
             return self
         if self._first_steps.is_due():
             self._look_back()

@@ -196,7 +196,7 @@ class LayerReplay:
         if step is None or not torch.is_grad_enabled() or _is_transformed():
             return None
         top = _top_hooks(True)
-        return step if top is not None and top[0] == step.pack else None
+        return step if (None if top is None else top[0]) == step.pack else None
 
     def outgrown(self) -> None:
         """Note that a layer was given much more than when it was tried."""
@@ -275,22 +275,23 @@ class LayerStep:
         self._stats = stats
         self._mode = mode
         self.pack: object = None
-        """The hook that the block has put on PyTorch's stack."""
+        """The hook that the block has put on PyTorch's stack, if any."""
+        self._has_begun = False
         self.outer: LayerStep | None = None
         """The step inside of which it is, in the same thread."""
         self._tried: list[_Layer] = []
         """What has been tried in it."""
 
-    def begin(self, pack: object) -> None:
-        """Begin to see the calls of layers while `pack` is the innermost hook."""
-        self.pack = pack
+    def begin(self, pack: object = None) -> None:
+        """Begin to see the calls of layers while `pack` is the innermost hook, or there is none."""
+        self.pack, self._has_begun = pack, True
         self._replay.enter(self)
 
     def end(self) -> None:
         """See no more of them."""
         for layer in self._tried:
             layer.lets_go()
-        if self.pack is not None:
+        if self._has_begun:
             self._replay.leave(self)
 
     def call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

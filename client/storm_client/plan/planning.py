@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from time import thread_time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision
 from storm_client.plan.host import choose_for_host, host_bound, load_of, spare_seconds
 from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
-from storm_client.plan.layer_replay import LayerReplay, LayerStep
+from storm_client.plan.layer_replay import LayerPhase, LayerReplay, LayerStep
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
@@ -39,12 +39,12 @@ from storm_client.plan.window import (
     last_bytes,
 )
 from storm_client.sizes import format_size
+from storm_client.stats import StatsRecorder
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
     from storm_client.plan.recipes import Pins
     from storm_client.saved import WeakStorage
-    from storm_client.stats import StatsRecorder
     from storm_client.storages import Ready
 
 __all__ = ["PlanOptions", "PlannedStep", "Planning"]
@@ -156,15 +156,20 @@ class Planning:
         layers = self._layer_replay.step(stats, mode)
         return PlannedStep(self, recording, mode, begun, times=times, layers=layers)
 
-    def unwatched(self) -> UnwatchedRow | None:
+    def unwatched(self) -> Unwatched | None:
         """Begin the next step if it needs no hooks: all that the last ones saved stays anyway.
 
         It does where others are on PyTorch's stack, which would be handed all instead.
         """
         kind, count = self._alike
-        if kind is None or not kind.is_not_worth_it or kind.is_outdated or count < ALIKE:
+        if kind is None or kind.is_outdated or count < ALIKE or _top_hooks(True) is not None:
             return None
-        if _top_hooks(True) is not None:
+        has_layers = self._layer_replay.phase is LayerPhase.ON
+        if not (self._leaves_rest(kind) if has_layers else kind.is_not_worth_it):
+            return None
+        if has_layers and self._layer_replay.begins():
+            self._kinds = Kinds()
+            self.watch_next()
             return None
         if self._unwatched >= UNWATCHED:
             self._unwatched = 0
@@ -173,7 +178,17 @@ class Planning:
             self._row = UnwatchedRow(self, kind.saved_bytes)
         self._unwatched += 1
         self.unwatched_steps += 1
-        return self._row
+        # Figures of what a step saves are those of the watched ones.
+        layers = self._layer_replay.step(StatsRecorder(), None) if has_layers else None
+        return self._row if layers is None else UnwatchedStep(self._row, layers)
+
+    def _leaves_rest(self, kind: Kind) -> bool:
+        """Tell whether all stays that steps save outside of the layers that are run again.
+
+        Where a budget is one of bytes each step is watched: inputs may be larger than the last.
+        """
+        budget = self.options.budget
+        return kind.all_stays and (budget == "least" or isinstance(budget, float))
 
     def watch_next(self) -> None:
         """Have the next steps be watched."""
@@ -286,6 +301,9 @@ class UnwatchedRow:
         self._planning = planning
         self._most = allocated_bytes() + GROWN * nbytes
 
+    def begin(self) -> None:
+        """Note that a block has begun."""
+
     def end(self) -> None:
         """Have the next steps be watched if one has ended with more than was expected."""
         if allocated_bytes() > self._most:
@@ -294,6 +312,33 @@ class UnwatchedRow:
     def abandon(self) -> None:
         """Have the next steps be watched: why this one failed is not known."""
         self._planning.watch_next()
+
+
+class UnwatchedStep:
+    """One of them in which layers are run again."""
+
+    __slots__ = ("_layers", "_row")
+
+    def __init__(self, row: UnwatchedRow, layers: LayerStep) -> None:
+        """Be one of `row`, whose calls of whole layers go to `layers`."""
+        self._row, self._layers = row, layers
+
+    def begin(self) -> None:
+        """Begin to see the calls of layers."""
+        self._layers.begin()
+
+    def end(self) -> None:
+        """See no more of them."""
+        self._layers.end()
+        self._row.end()
+
+    def abandon(self) -> None:
+        """The same, where an exception has ended the block."""
+        self._layers.end()
+        self._row.abandon()
+
+
+Unwatched: TypeAlias = UnwatchedRow | UnwatchedStep
 
 
 class PlannedStep:

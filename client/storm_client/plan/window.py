@@ -94,7 +94,9 @@ def device_bytes() -> int:
 
 
 def allocated_bytes() -> int:
-    """Return how much of the current device's memory PyTorch's tensors take."""
+    """Return how much of the current GPU's memory PyTorch's tensors take; 0 before there is one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it so
+        return 0
     # Without the flat table of all figures, which takes ten times as long as this one.
     figures = torch.cuda.memory_stats_as_nested_dict(torch.cuda.current_device())
     return int(figures["allocated_bytes"]["all"]["current"])

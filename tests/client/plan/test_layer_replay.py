@@ -662,9 +662,7 @@ def test_what_is_made_again_is_freed_with_its_use(client: storm.Client, x: Tenso
     settle(net, x, offload)
     with offload:
         loss = net(x).square().mean()
-    living: weakref.WeakSet[layer_call.LayerCall] = weakref.WeakSet(
-        one for one in gc.get_objects() if isinstance(one, layer_call.LayerCall)
-    )
+    living = weakref.WeakSet(living_calls())
     assert len(living) == LAYERS
     loss.backward()
     assert not living  # though the loss is held
@@ -1090,6 +1088,116 @@ def test_layers_that_are_scripts_are_left_alone(client: storm.Client, x: Tensor)
     for _ in range(SETTLED):
         step(net, x, lambda: offload)
     assert phase(offload) is LayerPhase.OFF
+
+
+# --- steps without hooks --------------------------------------------------------------------------
+
+
+def living_calls() -> list[layer_call.LayerCall]:
+    return [one for one in gc.get_objects() if isinstance(one, layer_call.LayerCall)]
+
+
+def unwatch(net: nn.Module, x: Tensor, offload: storm.Offload) -> None:
+    """Train without a difference until steps have no hooks."""
+    expected = step(net, x, nullcontext)
+    for _ in range(SETTLED + 2 * planning.ALIKE):
+        if not offload._planning.unwatched_steps:
+            assert_identical(step(net, x, lambda: offload), expected)
+    assert offload._planning.unwatched_steps == 1
+
+
+@pytest.mark.parametrize(("budget", "count"), [("least", LAYERS), (0.6, LAYERS // 2)])
+def test_most_steps_have_no_hooks_where_all_stays_outside_of_layers(
+    client: storm.Client, x: Tensor, budget: str | float, count: int
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1, budget=budget)
+    unwatch(net, x, offload)
+    expected, hooks = step(net, x, nullcontext), []
+
+    def context() -> Any:
+        return block
+
+    @contextmanager
+    def counting() -> Iterator[None]:
+        with offload:
+            hooks.append(torch._C._autograd._top_saved_tensors_default_hooks(True))
+            yield
+        assert len(living_calls()) == count
+
+    for _ in range(2 * planning.UNWATCHED):
+        block = counting()
+        assert_identical(step(net, x, context), expected)
+    assert phase(offload) is LayerPhase.ON
+    assert sum(one is not None for one in hooks) in {1, 2}
+    assert "forward" not in net.layers[0].__dict__
+
+
+def test_with_a_budget_of_bytes_each_step_is_watched(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1, budget=1 << 20)
+    for _ in range(SETTLED + 2 * planning.ALIKE):
+        step(net, x, lambda: offload)
+    assert not offload._planning.unwatched_steps
+
+
+def test_larger_inputs_are_watched_again(client: storm.Client, x: Tensor) -> None:
+    net, larger = made(), torch.cat(3 * [x])
+    offload = client.offload(net, min_bytes=1)
+    unwatch(net, x, offload)
+    before = offload._planning.unwatched_steps
+    expected = step(net, larger, nullcontext)
+    for _ in range(SETTLED):
+        assert_identical(step(net, larger, lambda: offload), expected)
+    assert offload._planning.unwatched_steps == before + 1
+    assert phase(offload) is LayerPhase.ON
+
+
+def test_what_changes_in_a_step_without_hooks_raises(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    unwatch(net, x, offload)
+    with offload:
+        loss = net(x).square().mean()
+    with torch.no_grad():
+        net.layers[1].up.weight.mul_(2)
+    with pytest.raises(ActivationLost, match="was changed between the forward"):
+        loss.backward()
+    given = x.clone()
+    with offload:
+        loss = net(given).square().mean()
+    given.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_exception_in_a_step_without_hooks_leaves_layers_as_they_were(
+    client: storm.Client, x: Tensor
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    unwatch(net, x, offload)
+    with pytest.raises(RuntimeError, match="normalized_shape"), offload:
+        net(x[:, 1:])
+    assert "forward" not in net.layers[0].__dict__
+    assert offload._planning._row is None
+    settle(net, x, offload)
+
+
+def test_hooks_inside_of_a_block_without_any_have_layers_as_they_are(
+    client: storm.Client, x: Tensor
+) -> None:
+    net, seen = made(), []
+    offload = client.offload(net, min_bytes=1)
+    unwatch(net, x, offload)
+    with (
+        offload,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(0) or t, lambda t: t),
+    ):
+        loss = net(x).square().mean()
+    assert not living_calls()
+    loss.backward()
+    assert len(seen) > LAYERS
 
 
 # --- interrupts -----------------------------------------------------------------------------------
