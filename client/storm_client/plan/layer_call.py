@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Final, Never
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -77,7 +77,8 @@ class LayerCall:
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what is given, and what else decides what the forward does with it."""
         first = {id(one): one for one in args if isinstance(one, torch.Tensor)}
-        self._given = _given(tuple(first.values()))
+        self._given: torch.Tensor = _Given.apply(_RECORDED, *first.values())  # type: ignore[no-untyped-call]
+        """Whose node has saved them, by the hooks that are on PyTorch's stack now."""
         places = {key: place for place, key in enumerate(first)}
         self._places = [places.get(id(argument)) for argument in args]
         """Of the arguments that are tensors, which of those given: one tensor is one again."""
@@ -145,7 +146,8 @@ class LayerCall:
 
     def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Return what the forward was given."""
-        brought = list(self._given.saved_tensors)
+        node: Any = self._given.grad_fn
+        brought = list(node.saved_tensors)
         for given, tensor in self._inside.items():
             brought[given] = tensor
         loose, kwargs = copied(self._loose)
@@ -217,9 +219,8 @@ class _Given(torch.autograd.Function):
         raise AssertionError("nobody has its result")
 
 
-def _given(tensors: tuple[torch.Tensor, ...]) -> Any:
-    """Return what `saved_tensors` of are these, by the hooks that are on PyTorch's stack now."""
-    return _Given.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn  # type: ignore[no-untyped-call]
+_RECORDED: Final = torch.empty(0, device="cpu", requires_grad=True)
+"""Has operations be recorded of which nothing else needs a gradient."""
 
 
 class _RandomStates:
