@@ -107,7 +107,7 @@ class LayerCall:
                 stacks.restore()
                 raise
             tensor = self._made[number]
-            assert tensor is not None
+            assert tensor is not None, "made by one thread, and asked for by others"
         self._made[number] = None
         return tensor
 
@@ -160,8 +160,9 @@ class LayerCall:
         """Return a context in which PyTorch records, casts and draws as it did."""
         stack = ExitStack()
         stack.enter_context(self._random.again())
-        if self._casts != kinds_of_casts():
-            for kind, is_enabled, dtype in self._casts:
+        for before, now in zip(self._casts, kinds_of_casts(), strict=True):
+            if before != now:
+                kind, is_enabled, dtype = before
                 stack.enter_context(torch.autocast(kind, dtype, enabled=is_enabled))
         if self._device is not None:
             stack.enter_context(self._device)
@@ -213,6 +214,11 @@ class _Given(torch.autograd.Function):
     def forward(ctx: Any, recorded: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
         return recorded.detach()
+
+    @staticmethod
+    def jvp(*_: Any) -> torch.Tensor:
+        """Return what forward-mode differentiation asks for, where what was given has tangents."""
+        return torch.zeros(0)
 
     @staticmethod
     def backward(_: Any, *gradients: Any) -> Never:  # noqa: ARG004 - so it is called

@@ -1,10 +1,10 @@
 """Runs whole layers again in the backward pass, where a step waits for the thread that trains.
 
 Hooks and recipes take that thread some time for each tensor. A step of small operations, whose
-device waits for the thread, gets longer by that than by PyTorch's checkpointing, which hands over
-nothing that is saved inside of a layer and calls its forward a second time. So there the first
-layers are checkpointed, by PyTorch's own function, as many as the budget asks for. Those behind
-them stay; the backward pass has freed them by the time that the first are run again.
+device waits for the thread, gets longer by that than by handing over nothing that is saved inside
+of a layer, and calling its forward a second time. So there that is done with the first layers, as
+many as the budget asks for; `layer_call.py` has one such call. Those behind them stay; the backward
+pass has freed them by the time that the first are run again.
 
 A forward is somebody else's Python code, and to call it twice is right only if it does the same
 twice. So it is done to layers alone that are made for it (transformers' GradientCheckpointingLayer)
@@ -316,8 +316,11 @@ class LayerStep:
         except TypeError as error:
             layer.refuse(str(error))
             return layer.forward(*args, **kwargs)
-        if not _are_plain(parts, own_tensors(parts)):
+        own = own_tensors(parts)
+        if not _are_plain(parts, own):
             layer.refuse("somebody has hooks on the calls of its modules")
+        if len({tensor.device for tensor in own}) > 1:  # each has a backward thread of its own
+            layer.refuse("its parameters and buffers lie on several devices")
         if layer.refusal or _is_captured(tensors):
             return layer.forward(*args, **kwargs)
         made, difference = call_twice(

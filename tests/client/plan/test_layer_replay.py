@@ -25,6 +25,7 @@ from support.planning import value
 from support.training import Context, assert_identical, gradients
 from support.waiting import wait_until
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, silu
@@ -613,6 +614,38 @@ def test_gradients_of_gradients(client: storm.Client, x: Tensor) -> None:
 
     assert_identical(penalty(lambda: offload), penalty(nullcontext))
     assert phase(offload) is LayerPhase.ON
+
+
+def test_forward_mode_differentiation(client: storm.Client, x: Tensor) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+
+    def tangent(context: Context) -> Tensor:
+        torch.manual_seed(1)
+        with forward_ad.dual_level():
+            given = forward_ad.make_dual(x, torch.ones_like(x))
+            with context():
+                found = forward_ad.unpack_dual(net(given)).tangent
+        assert found is not None
+        return found.detach()
+
+    assert_identical([tangent(lambda: offload)], [tangent(nullcontext)])
+    assert phase(offload) is LayerPhase.ON
+
+
+class Spread(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("elsewhere", torch.empty(1, device="meta"))
+
+
+def test_layers_on_several_devices_are_left_alone(client: storm.Client, x: Tensor) -> None:
+    net = made(Spread)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.REFUSED
+    assert "on several devices" in refusal(offload)
 
 
 def test_tensors_are_made_where_the_forward_pass_has_made_them(
