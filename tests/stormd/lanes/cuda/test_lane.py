@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from storm_kernels import ancf
+from storm_kernels.ancf.layout import Mode
 from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, held_back, hello, offer
 from support.waiting import wait_until
@@ -209,6 +211,40 @@ def test_what_its_client_has_encoded_keeps_no_source_behind_it(bench: Bench) -> 
     for done in bench.results:
         if isinstance(done, StoreDone):
             bench.space.release(done.block)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_comes_all_sources_may_be_used_again(bench: Bench, seed: int) -> None:
+    """The client's streams wait for that: what is mapped, encoded, broken or rejected, in turns."""
+    chance = random.Random(seed)
+    bench.map()
+    fill(bench)
+    stored = failed = published = 0
+    last = 24
+    for entry in range(1, last + 1):
+        kind = chance.choice(["mapped", "raw", "encoded", "broken", "rejected"])
+        if kind == "rejected":
+            bench.lane.skip(SESSION, entry)
+            continue
+        if kind in {"mapped", "raw"}:
+            codec = "raw" if kind == "raw" else "ancf"
+            bench.store(entry, 0, PART, codec, ready=chance.randint(1, entry))
+        else:
+            bench.store(entry, PART * (1 + entry % 4), PART // 2, result=entry)
+            bench.leave(entry, (PART // 4, int(kind == "broken"), int(Mode.RAW)))
+        stored, failed = stored + (kind != "broken"), failed + (kind == "broken")
+        if chance.random() < 0.3:
+            published = chance.randint(published, entry)
+            bench.publish(published)
+    bench.publish(last)
+    if stored:
+        bench.expect(StoreDone, stored)
+    if failed:
+        bench.expect(StoreFailed, failed)
+    wait_until(lambda: bench.counters.read(STORED) == last)
+    for result in bench.results:
+        if isinstance(result, StoreDone):
+            bench.space.release(result.block)
 
 
 def test_what_is_not_compiled_yet_is_stored_raw(bench: Bench) -> None:
