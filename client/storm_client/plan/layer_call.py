@@ -12,8 +12,8 @@ twice where nothing that it reads has changed, and that is looked at before it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, Never
 
@@ -26,6 +26,7 @@ from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
 from storm_client.plan.layer_trial import (
     Attributes,
+    RandomStates,
     TensorStates,
     copied,
     own_tensors,
@@ -88,7 +89,7 @@ class LayerCall:
         self._held = [(tensor, version_of(tensor)) for tensor in held]
         self._inside = {places[id(one)]: one for one in held if id(one) in places}
         """Of those given the tensors that lists, dicts or names refer to as well."""
-        self._random = _RandomStates((*first.values(), *held))
+        self._random = RandomStates((*first.values(), *held))
         self._casts = kinds_of_casts()
         self._device = _device_context()
 
@@ -227,29 +228,6 @@ class _Given(torch.autograd.Function):
 
 _RECORDED: Final = torch.empty(0, device="cpu", requires_grad=True)
 """Has operations be recorded of which nothing else needs a gradient."""
-
-
-class _RandomStates:
-    """PyTorch's generators of random numbers, as they were."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the present ones of the CPU, and of the devices of some tensors."""
-        ordinals = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-        self._generators = [torch.default_generator]
-        self._generators += [torch.cuda.default_generators[ordinal] for ordinal in ordinals]
-        self._states = [one.get_state() for one in self._generators]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Have them be as they were; then as they are now."""
-        now = [one.get_state() for one in self._generators]
-        try:
-            for generator, state in zip(self._generators, self._states, strict=True):
-                generator.set_state(state)
-            yield
-        finally:
-            for generator, state in zip(self._generators, now, strict=True):
-                generator.set_state(state)
 
 
 def _device_context() -> DeviceContext | None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -28,6 +28,7 @@ from storm_client.plan.recipes import checksum
 
 __all__ = [
     "Attributes",
+    "RandomStates",
     "TensorStates",
     "call_twice",
     "copied",
@@ -162,7 +163,7 @@ def call_twice(
     given = copied((args, kwargs))
     versions = list(map(version_of, tensors))
     held, outside = _Held(parts), _Outside(parts)
-    randomness = _RandomStates(tensors)
+    randomness = RandomStates(tensors)
     first = _Checksums()
     with first.past_hooks(), first:
         made = forward(*args, **kwargs)
@@ -178,7 +179,7 @@ def call_twice(
     complain = partial(_is_no_result, name)
     hooks, second = saved_tensors_hooks(_nothing, complain), _Checksums(complain)
     try:
-        with _Unseen(unseen_by), hooks, randomness, second:
+        with _Unseen(unseen_by), hooks, randomness.again(), second:
             forward(*args, **kwargs)
         is_same = first.equals(second)
     except Exception as error:  # noqa: BLE001 - nobody has asked for this call, so it may not raise
@@ -205,25 +206,27 @@ class _Unseen:
             torch._C._push_on_torch_function_stack(self._mode)
 
 
-class _RandomStates:
-    """The random number generators as they were: a context in which they are so again."""
+class RandomStates:
+    """PyTorch's generators of random numbers, as they were."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._devices = sorted({t.device.index for t in tensors if t.is_cuda})
-        self._cpu = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(device) for device in self._devices]
-        self._after: AbstractContextManager[None] = nullcontext()
+        """Note the present ones of the CPU, and of the GPUs of some tensors."""
+        ordinals = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+        self._generators = [torch.default_generator]
+        self._generators += [torch.cuda.default_generators[ordinal] for ordinal in ordinals]
+        self._states = [one.get_state() for one in self._generators]
 
-    def __enter__(self) -> None:
-        self._after = torch.random.fork_rng(self._devices)
-        self._after.__enter__()
-        torch.set_rng_state(self._cpu)
-        for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
-
-    def __exit__(self, *error: Any) -> None:
-        """Have them be as they are."""
-        self._after.__exit__(*error)
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Have them be as they were; then as they are now."""
+        now = [one.get_state() for one in self._generators]
+        try:
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.set_state(state)
+            yield
+        finally:
+            for generator, state in zip(self._generators, now, strict=True):
+                generator.set_state(state)
 
 
 class _Outside:

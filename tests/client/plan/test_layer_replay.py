@@ -343,7 +343,7 @@ def test_no_memory_for_a_second_call_is_no_error(
     def without_memory(self: object) -> None:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(layer_trial._RandomStates, "__enter__", without_memory)
+    monkeypatch.setattr(layer_trial.RandomStates, "again", without_memory)
     net = made()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
@@ -981,12 +981,12 @@ def test_random_numbers_are_of_the_devices_of_what_is_given_by_name_too(
     settle(net, x, offload)
     seen: list[Tensor] = []
 
-    class Looking(layer_call._RandomStates):
+    class Looking(layer_call.RandomStates):
         def __init__(self, tensors: tuple[Tensor, ...]) -> None:
             seen.extend(tensors)
             super().__init__(tensors)
 
-    monkeypatch.setattr(layer_call, "_RandomStates", Looking)
+    monkeypatch.setattr(layer_call, "RandomStates", Looking)
     with offload:
         net.layers[0](x=x)
     assert any(tensor is x for tensor in seen)
