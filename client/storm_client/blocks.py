@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Blocks", "Ended", "Entered", "Leaving", "Stacks", "untraced"]
+__all__ = ["Blocks", "Ended", "Entered", "Leaving", "Stacks", "function_modes", "untraced"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -58,19 +58,20 @@ class Stacks:
         """Note the present."""
         self._hooks = _top_hooks(True)
         self._is_recording = torch.is_grad_enabled()
-        self._modes = _modes()
+        self._modes = function_modes()
 
     def restore(self) -> None:
         """Have hooks, function modes and the recording of gradients be as they were."""
         while (top := _top_hooks(True)) is not None and top != self._hooks:
             _pop_hooks()
-        modes = _modes()
+        modes = function_modes()
         if not (len(modes) == len(self._modes) and all(map(is_, modes, self._modes))):
             _have_modes(self._modes)
         torch._C._set_grad_enabled(self._is_recording)
 
 
-def _modes() -> list[Any]:
+def function_modes() -> list[Any]:
+    """Return what PyTorch's functions pass through in this thread, the innermost last."""
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(index) for index in range(count)]
 
@@ -214,7 +215,7 @@ def _take_out(mode: TorchFunctionMode) -> None:
     PyTorch takes it off while it runs, and an interrupt may strike before that is sure to be
     undone; so may one that keeps another's mode there.
     """
-    modes = _modes()
+    modes = function_modes()
     if any(one is mode for one in modes):
         _have_modes([one for one in modes if one is not mode])
 

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._device import DeviceContext
 
-from storm_client.blocks import Stacks
+from storm_client.blocks import Stacks, function_modes
 from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
 from storm_client.plan.layer_trial import (
@@ -232,11 +232,8 @@ _RECORDED: Final = torch.empty(0, device="cpu", requires_grad=True)
 
 def _device_context() -> DeviceContext | None:
     """Return the innermost context of this thread that says where tensors are made."""
-    for index in reversed(range(torch._C._len_torch_function_stack())):
-        mode = torch._C._get_function_stack_at(index)
-        if isinstance(mode, DeviceContext):
-            return mode
-    return None
+    contexts = (mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext))
+    return next(contexts, None)
 
 
 def _never(_: object) -> Never:

@@ -130,8 +130,7 @@ class Planning:
         self._least = least
         for one in self._kinds.outdated():
             self._make(one)
-        if self._layer_replay.begins():
-            self._kinds = Kinds()
+        self._begins_anew()
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
@@ -167,9 +166,7 @@ class Planning:
         has_layers = self._layer_replay.phase is LayerPhase.ON
         if not (self._leaves_rest(kind) if has_layers else kind.is_not_worth_it):
             return None
-        if has_layers and self._layer_replay.begins():
-            self._kinds = Kinds()
-            self.watch_next()
+        if has_layers and self._begins_anew():
             return None
         if self._unwatched >= UNWATCHED:
             self._unwatched = 0
@@ -181,6 +178,14 @@ class Planning:
         # Figures of what a step saves are those of the watched ones.
         layers = self._layer_replay.step(StatsRecorder(), None) if has_layers else None
         return self._row if layers is None else UnwatchedStep(self._row, layers)
+
+    def _begins_anew(self) -> bool:
+        """Begin to learn anew where layers are called again from here on, or are no more."""
+        is_anew = self._layer_replay.begins()
+        if is_anew:
+            self._kinds = Kinds()
+            self.watch_next()
+        return is_anew
 
     def _leaves_rest(self, kind: Kind) -> bool:
         """Tell whether all stays that steps save outside of the layers that are run again.
