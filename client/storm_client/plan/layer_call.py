@@ -1,4 +1,4 @@
-"""One call of a layer, and what it saves, which its forward makes again where that is asked for.
+"""A call of a layer by which what it saves is made again where the backward pass asks for it.
 
 Autograd holds numbers in the place of what is saved, so the graph is the one that it would be
 otherwise. The first number that the backward pass asks for has the forward called again, for what
@@ -12,86 +12,36 @@ twice where nothing that it reads has changed, and that is looked at before it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, Never
+from typing import Any, Final, Never
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._device import DeviceContext
 
-from storm_client.blocks import Stacks, function_modes
-from storm_client.errors import ActivationLost
-from storm_client.layers import parts_of
-from storm_client.plan.layer_trial import (
-    Attributes,
-    RandomStates,
-    TensorStates,
-    copied,
-    own_tensors,
-    tensors_in,
-    version_of,
-)
-from storm_client.settings import deciding_settings, kinds_of_casts
+from storm_client.blocks import Stacks
+from storm_client.plan.layer_state import Arguments, Call, CallState
 
-if TYPE_CHECKING:
-    from storm_client.stats import StatsRecorder
-
-__all__ = ["LayerCall"]
+__all__ = ["HookedCall"]
 
 
-class LayerCall:
-    """A call in the forward pass, and those that follow from it in backward passes.
+class HookedCall:
+    """A call in the forward pass, and those that follow from it in backward passes."""
 
-    Those are given lists and dicts as they were at first, whatever was written to them since.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        passed: Attributes,
-        parts: Sequence[torch.nn.Module],
-        *,
-        own: list[torch.Tensor],
-        stats: StatsRecorder,
-    ) -> None:
-        """Note the present state of a layer's `parts`, whose parameters and buffers are `own`."""
-        self._name = name
-        self._forward = forward
-        self._stats = stats
-        self._passed = passed
-        self._parts = parts
-        self._own = TensorStates(own + passed.tensors)
-        self._settings = deciding_settings()
+    def __init__(self, call: Call) -> None:
+        """Be a call."""
+        self._state, self._forward, self._stats = call
         self._saved: list[tuple[torch.dtype, torch.Size]] = []
         self._made: list[torch.Tensor | None] = []
         """What the numbers stand for, without what was given away; empty before it was made."""
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, arguments: Arguments) -> Any:
         """Return what the forward returns."""
-        self._note(args, kwargs)
+        args, kwargs = arguments
+        self._given: torch.Tensor = _Given.apply(_RECORDED, *CallState.saved_of(args))  # type: ignore[no-untyped-call]
+        """Whose node has saved them, by the hooks that are on PyTorch's stack now."""
         with saved_tensors_hooks(self._pack, self._unpack):
             return self._forward(*args, **kwargs)
-
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what is given, and what else decides what the forward does with it."""
-        first = {id(one): one for one in args if isinstance(one, torch.Tensor)}
-        self._given: torch.Tensor = _Given.apply(_RECORDED, *first.values())  # type: ignore[no-untyped-call]
-        """Whose node has saved them, by the hooks that are on PyTorch's stack now."""
-        places = {key: place for place, key in enumerate(first)}
-        self._places = [places.get(id(argument)) for argument in args]
-        """Of the arguments that are tensors, which of those given: one tensor is one again."""
-        loose = [None if isinstance(one, torch.Tensor) else one for one in args]
-        held = tensors_in((*loose, *kwargs.values()))
-        self._loose = copied((loose, kwargs))
-        self._held = [(tensor, version_of(tensor)) for tensor in held]
-        self._inside = {places[id(one)]: one for one in held if id(one) in places}
-        """Of those given the tensors that lists, dicts or names refer to as well."""
-        self._random = RandomStates((*first.values(), *held))
-        self._casts = kinds_of_casts()
-        self._device = _device_context()
 
     def _pack(self, tensor: torch.Tensor) -> int:
         self._saved.append((tensor.dtype, tensor.shape))
@@ -119,9 +69,10 @@ class LayerCall:
             ActivationLost: what it reads is not as it was in the forward pass, or it saves other
                 tensors.
         """
-        self._check()
+        self._state.check()
         began = perf_counter()
-        args, kwargs = self._arguments()
+        node: Any = self._given.grad_fn
+        args, kwargs = self._state.arguments(self._state.given(node.saved_tensors), {})
         made: list[torch.Tensor] = []
         count = len(self._saved)
 
@@ -131,77 +82,17 @@ class LayerCall:
                 raise _AllMadeError
 
         try:
-            with self._surroundings(), saved_tensors_hooks(pack, _never):
+            with self._state.surroundings(), saved_tensors_hooks(pack, _never):
                 self._forward(*args, **kwargs)
         except _AllMadeError:
             pass
         finally:
             self._stats.replayed(perf_counter() - began)
         if [(tensor.dtype, tensor.shape) for tensor in made] != self._saved:
-            raise ActivationLost(
-                f"{self._name}, which the backward pass has run again, did not do what it did in "
-                f"the forward pass: it saved {_listed(made)} instead of {len(self._saved)} tensors "
-                "of certain shapes; pass offload(..., layers=[])"
+            raise self._state.did_otherwise(
+                f"it saved {_listed(made)} instead of {len(self._saved)} tensors of certain shapes"
             )
         return list(made)
-
-    def _arguments(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return what the forward was given."""
-        node: Any = self._given.grad_fn
-        brought = list(node.saved_tensors)
-        for given, tensor in self._inside.items():
-            brought[given] = tensor
-        loose, kwargs = copied(self._loose)
-        for index, place in enumerate(self._places):
-            if place is not None:
-                loose[index] = brought[place]
-        return loose, kwargs
-
-    def _surroundings(self) -> AbstractContextManager[object]:
-        """Return a context in which PyTorch records, casts and draws as it did."""
-        stack = ExitStack()
-        stack.enter_context(self._random.again())
-        for before, now in zip(self._casts, kinds_of_casts(), strict=True):
-            if before != now:
-                kind, is_enabled, dtype = before
-                stack.enter_context(torch.autocast(kind, dtype, enabled=is_enabled))
-        if self._device is not None:
-            stack.enter_context(self._device)
-        stack.enter_context(torch.enable_grad())
-        return stack
-
-    def _check(self) -> None:
-        if difference := self._difference():
-            raise ActivationLost(
-                f"a parameter, a buffer, an attribute or the mode of {self._name} was changed "
-                f"between the forward and the backward pass, or by its forward ({difference}), and "
-                "the backward pass was to run that layer again; change it after the backward pass, "
-                "or pass offload(..., layers=[])"
-            )
-        for tensor, version in self._held:
-            if version_of(tensor) != version:
-                raise ActivationLost(
-                    f"a tensor of shape {list(tensor.shape)} that {self._name} was given was "
-                    "changed in place before the backward pass, which was to run that layer again; "
-                    "change a copy of it, or pass offload(..., layers=[])"
-                )
-        if deciding_settings() != self._settings:
-            raise ActivationLost(
-                f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
-                f"determinism) are others in the backward pass, which was to run {self._name} "
-                "again, than in the forward pass; run it within the same ones, or pass "
-                "offload(..., layers=[])"
-            )
-
-    def _difference(self) -> str:
-        """Return what of the layer is not as it was; empty where all is."""
-        parts = list(parts_of(self._parts[:1]))
-        if not self._passed.is_of(parts):
-            return "its modules, or their modes"
-        own = own_tensors(parts)
-        if not self._own.is_of(own + self._passed.tensors):
-            return "its set of parameters and buffers"
-        return self._passed.difference(parts) or self._own.difference()
 
 
 class _AllMadeError(Exception):
@@ -228,12 +119,6 @@ class _Given(torch.autograd.Function):
 
 _RECORDED: Final = torch.empty(0, device="cpu", requires_grad=True)
 """Has operations be recorded of which nothing else needs a gradient."""
-
-
-def _device_context() -> DeviceContext | None:
-    """Return the innermost context of this thread that says where tensors are made."""
-    contexts = (mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext))
-    return next(contexts, None)
 
 
 def _never(_: object) -> Never:

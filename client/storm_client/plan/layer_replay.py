@@ -34,7 +34,8 @@ from storm_client.compiled import CompiledParts, may_be_compiled
 from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
-from storm_client.plan.layer_call import LayerCall
+from storm_client.plan.layer_cut import Graphs, LayerCalls
+from storm_client.plan.layer_state import Call, CallState
 from storm_client.plan.layer_trial import (
     Attributes,
     TensorStates,
@@ -94,6 +95,7 @@ class LayerReplay:
         self._lock = threading.Lock()  # protects what follows
         self._phase = LayerPhase.OFF
         self._compiled = CompiledParts()
+        self._graphs = Graphs()
         self._layers: list[_Layer] = []
         """The first of the model, which are tried or run again."""
         self._refused: set[int] = set()
@@ -202,6 +204,12 @@ class LayerReplay:
         """Note that a layer was given much more than when it was tried."""
         self._has_outgrown = True
 
+    def shares(self, own: Iterable[torch.Tensor], parts: Iterable[torch.nn.Module]) -> bool:
+        """Tell whether modules that are none of a layer's `parts` have tensors of its `own` too."""
+        inside, ids = set(map(id, parts)), set(map(id, own))
+        others = [part for part in parts_of(self._known.modules) if id(part) not in inside]
+        return any(id(tensor) in ids for tensor in own_tensors(others))
+
     # --- helpers, with the lock held --------------------------------------------------------
 
     def _judge(self) -> bool:
@@ -241,7 +249,7 @@ class LayerReplay:
         for name, module in self._known.whole().items():
             if leaving > 0 and sizes.get(name) and self._may_be_called_twice(module):
                 leaving -= sizes[name]
-                yield _Layer(name, module, sizes[name])
+                yield _Layer(name, module, sizes[name], self._graphs)
 
     def _may_be_called_twice(self, module: torch.nn.Module) -> bool:
         """Tell whether somebody says so of a layer, and nobody watches or shards its parts."""
@@ -309,6 +317,7 @@ class LayerStep:
         """Find out whether a layer may be run again, which is open where its forward raises."""
         if layer.is_tried:
             layer.look_back()
+            layer.calls.need_graphs()
             return layer.forward(*args, **kwargs)
         parts = list(parts_of([layer.module]))
         try:
@@ -323,16 +332,18 @@ class LayerStep:
             layer.refuse("its parameters and buffers lie on several devices")
         if layer.refusal or _is_captured(tensors):
             return layer.forward(*args, **kwargs)
-        made, difference = call_twice(
+        trial = call_twice(
             layer.module, layer.forward, args, kwargs, name=layer.name, unseen_by=self._mode
         )
         layer.passes(parts, tensors)
+        if trial.needs_no_graph and not self._replay.shares(own, parts):
+            layer.calls.need_no_graphs()
         self._tried.append(layer)
-        if difference:
-            layer.refuse(difference)
+        if trial.difference:
+            layer.refuse(trial.difference)
         else:
-            _refuse_in_other_settings(layer, made)
-        return made
+            _look_at_backward_pass(layer, trial.made)
+        return trial.made
 
     def _replayed_call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a layer's forward now, and again where something that it saved is asked for."""
@@ -350,8 +361,9 @@ class LayerStep:
         if passed is None:
             return layer.forward(*args, **kwargs)
         self._stats.of_layer(layer.name).gives_up(layer.nbytes)
-        call = LayerCall(layer.name, layer.forward, passed, parts, own=own, stats=self._stats)
-        return call(args, kwargs)
+        state = CallState(layer.name, passed, parts, own, (args, kwargs))
+        call = Call(state, layer.forward, self._stats)
+        return layer.calls.run(call, own + passed.tensors, (args, kwargs))
 
 
 class _Layer:
@@ -361,7 +373,7 @@ class _Layer:
     have its forward instead.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module, nbytes: int) -> None:
+    def __init__(self, name: str, module: torch.nn.Module, nbytes: int, graphs: Graphs) -> None:
         self.name = name
         self.nbytes = nbytes
         self.input_bytes = 0
@@ -374,6 +386,7 @@ class _Layer:
         """What stood there as the module's own forward, while this does."""
         self._is_hooked = False
         self._replay: LayerReplay | None = None
+        self.calls = LayerCalls(graphs)
         self._passed: Attributes | None = None
         """The modules that were tried, and what they had."""
         self._own: TensorStates | None = None
@@ -491,14 +504,17 @@ class _Layer:
 _SET_ANEW: Final = "a parameter, a buffer or an attribute of it is set anew between its calls"
 
 
-def _refuse_in_other_settings(layer: _Layer, made: Any) -> None:
+def _look_at_backward_pass(layer: _Layer, made: Any) -> None:
     """Have a layer not be run again if the backward pass of its trial runs in other settings.
 
-    As that of a script does which chooses attention's kernels for the forward pass alone.
+    As that of a script does which chooses attention's kernels for the forward pass alone. Have its
+    calls leave graphs if gradients are to be differentiated themselves.
     """
     settings = deciding_settings()
 
     def look(_: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            layer.calls.of_all.are_needed = True
         if deciding_settings() != settings:
             layer.refuse(
                 "settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "

@@ -11,12 +11,13 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_
-from typing import Any, Final, Never
+from typing import Any, Final, NamedTuple, Never
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,15 +25,18 @@ from torch.overrides import TorchFunctionMode
 
 from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
+from storm_client.plan.layer_graph import uncached_casts
 from storm_client.plan.recipes import checksum
 
 __all__ = [
     "Attributes",
     "RandomStates",
     "TensorStates",
+    "Trial",
     "call_twice",
     "copied",
     "own_tensors",
+    "replaced",
     "tensors_in",
     "version_of",
 ]
@@ -143,6 +147,17 @@ def _is_same(one: Any, other: Any) -> bool:
     return isinstance(one, _NUMBERS) and bool(one == other)
 
 
+class Trial(NamedTuple):
+    """What calls of a layer have shown."""
+
+    made: Any
+    """By the first of them."""
+    difference: str
+    """What another did otherwise; empty where it did the same."""
+    needs_no_graph: bool = False
+    """Whether one that recorded nothing did the same too, and left nothing."""
+
+
 def call_twice(
     module: torch.nn.Module,
     forward: Callable[..., Any],
@@ -151,13 +166,12 @@ def call_twice(
     *,
     name: str = "",
     unseen_by: TorchFunctionMode | None = None,
-) -> tuple[Any, str]:
-    """Return what the first call of a module's `forward` makes, and how the second differs.
+) -> Trial:
+    """Call a module's `forward`, and again unless the first call shows that it would differ.
 
-    That is empty where it does not. The second call, of which the mode `unseen_by` sees nothing,
-    makes a graph of its own; what it raises is returned as a difference. It is not made where the
-    first shows that it would differ. The module is called `name` where somebody goes back through
-    that graph.
+    The second call has a graph of its own, and the mode `unseen_by` sees nothing of it. What it
+    raises is a difference; who goes back through its graph is told so, with the `name` of the
+    module. Where it does the same, a third is made without a graph.
     """
     tensors, parts = tensors_in((*args, *kwargs.values())), list(parts_of([module]))
     given = copied((args, kwargs))
@@ -169,24 +183,46 @@ def call_twice(
         made = forward(*args, **kwargs)
     is_written_to = list(map(version_of, tensors)) != versions
     if is_written_to or not _is_same_given((args, kwargs), given):
-        return made, "it changes what it is given"
+        return Trial(made, "it changes what it is given")
     if _Held(parts) != held:
-        return made, _CHANGES
+        return Trial(made, _CHANGES)
     if difference := outside.difference(_Outside(parts)):
-        return made, difference
+        return Trial(made, difference)
     apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
-    args, kwargs = _replaced(args, apart), _replaced(kwargs, apart)
+    again = partial(forward, *replaced(args, apart), **replaced(kwargs, apart))
+    known = [*own_tensors(parts), *apart.values()]
     complain = partial(_is_no_result, name)
     hooks, second = saved_tensors_hooks(_nothing, complain), _Checksums(complain)
+    needs_no_graph = False
     try:
         with _Unseen(unseen_by), hooks, randomness.again(), second:
-            forward(*args, **kwargs)
+            again()
         is_same = first.equals(second)
+        if is_same and not second.outlived(known):
+            with _Unseen(unseen_by), randomness.again():
+                needs_no_graph = _is_same_without_graph(again, first, known)
     except Exception as error:  # noqa: BLE001 - nobody has asked for this call, so it may not raise
-        return made, f"its second call failed: {type(error).__name__}: {error}"
+        return Trial(made, f"its second call failed: {type(error).__name__}: {error}")
     if _Held(parts) != held:
-        return made, _CHANGES
-    return made, "" if is_same else "called twice it had other bits"
+        return Trial(made, _CHANGES)
+    return Trial(made, "" if is_same else "called twice it had other bits", needs_no_graph)
+
+
+def _is_same_without_graph(
+    call: Callable[[], Any], first: _Checksums, known: Iterable[torch.Tensor]
+) -> bool:
+    """Tell whether a call that records nothing does what the first did, and leaves nothing.
+
+    What it left would be where gradients go on from, and would have none. The tensors `known` were
+    there before it.
+    """
+    found = _Checksums()
+    try:
+        with torch.no_grad(), uncached_casts(), found:
+            call()
+        return not found.outlived(known) and first.equals(found)
+    except Exception:  # noqa: BLE001 - with a graph it may do
+        return False
 
 
 class _Unseen:
@@ -283,6 +319,7 @@ class _Checksums(TorchFunctionMode):
         self._hook = hook
         self._first = torch._C._autograd._get_sequence_nr()
         self._found: list[torch.Tensor] = []
+        self._living: list[weakref.ref[torch.Tensor]] = []
         self._error: Exception | None = None
         self._is_in_hook = False
 
@@ -324,6 +361,7 @@ class _Checksums(TorchFunctionMode):
 
     def _note(self, tensor: torch.Tensor) -> None:
         """Note a tensor; what keeps that from being done is raised where both are compared."""
+        self._living.append(weakref.ref(tensor))
         try:
             node = tensor.grad_fn
             if self._hook is not None and node is not None and node._sequence_nr() >= self._first:
@@ -348,6 +386,12 @@ class _Checksums(TorchFunctionMode):
         if len(self._found) != len(other._found):
             return False
         return all(map(torch.equal, self._found, other._found))
+
+    def outlived(self, known: Iterable[torch.Tensor]) -> bool:
+        """Tell whether something that functions have returned lives, besides what was `known`."""
+        ids = set(map(id, known))
+        living = (reference() for reference in self._living)
+        return any(tensor is not None and id(tensor) not in ids for tensor in living)
 
 
 _UNWRITTEN: Final = {
@@ -458,14 +502,14 @@ def _is_same_given(argument: Any, before: Any) -> bool:
     return argument is before
 
 
-def _replaced(argument: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+def replaced(argument: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
     """Return arguments with those of `tensors`, by the id of each, in the place of theirs."""
     if type(argument) in (torch.Tensor, torch.nn.Parameter):
-        return tensors[id(argument)]
+        return tensors.get(id(argument), argument)
     if type(argument) is dict:
-        return {name: _replaced(value, tensors) for name, value in argument.items()}
+        return {name: replaced(value, tensors) for name, value in argument.items()}
     if type(argument) in (tuple, list):
-        return type(argument)([_replaced(value, tensors) for value in argument])
+        return type(argument)([replaced(value, tensors) for value in argument])
     return argument
 
 

@@ -1,0 +1,179 @@
+"""What decides what a call of a layer does: noted at the call, and there again for a later one.
+
+What the layer was given is not kept where it can be saved for the backward pass, as the inputs of
+any operation are: that is left to who calls again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch.utils._device import DeviceContext
+
+from storm_client.blocks import function_modes
+from storm_client.errors import ActivationLost
+from storm_client.layers import parts_of
+from storm_client.plan.layer_trial import (
+    Attributes,
+    RandomStates,
+    TensorStates,
+    copied,
+    own_tensors,
+    replaced,
+    tensors_in,
+    version_of,
+)
+from storm_client.settings import deciding_settings, kinds_of_casts
+
+if TYPE_CHECKING:
+    from storm_client.stats import StatsRecorder
+
+__all__ = ["Arguments", "Call", "CallState"]
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""Those without names, and those by name."""
+
+
+class CallState:
+    """The arguments of one call, and its layer and PyTorch as they were.
+
+    A later call is given lists and dicts as they were at first, whatever was written to them since.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        passed: Attributes,
+        parts: Sequence[torch.nn.Module],
+        own: list[torch.Tensor],
+        arguments: Arguments,
+    ) -> None:
+        """Note the present state of a layer's `parts`, whose parameters and buffers are `own`."""
+        args, kwargs = arguments
+        self._name = name
+        self._passed = passed
+        self._parts = parts
+        self._own = TensorStates(own + passed.tensors)
+        self._settings = deciding_settings()
+        self._casts = kinds_of_casts()
+        self._device = _device_context()
+        first = {id(one): one for one in args if isinstance(one, torch.Tensor)}
+        places = {key: place for place, key in enumerate(first)}
+        self._places = [places.get(id(argument)) for argument in args]
+        """Of the arguments that are tensors, which of the first: one tensor is one again."""
+        loose = [None if isinstance(one, torch.Tensor) else one for one in args]
+        held = {id(one): one for one in tensors_in((*loose, *kwargs.values()))}
+        self._loose = copied((loose, kwargs))
+        self._held = [(tensor, version_of(tensor)) for tensor in held.values()]
+        self._inside = {places[key]: one for key, one in held.items() if key in places}
+        """Of the first the tensors that lists, dicts or names refer to as well."""
+        self._kept = [one for key, one in held.items() if key not in places]
+        self._random = RandomStates((*first.values(), *held.values()))
+
+    @staticmethod
+    def saved_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Return the tensors among arguments that are to be saved, each once."""
+        return list({id(one): one for one in args if isinstance(one, torch.Tensor)}.values())
+
+    def given(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return all that the layer was given, each once, of which some was saved."""
+        first = list(saved)
+        for place, tensor in self._inside.items():
+            first[place] = tensor
+        return first + self._kept
+
+    def arguments(
+        self, given: Sequence[torch.Tensor], instead: Mapping[int, torch.Tensor]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments, with what is `given`, or others `instead` by the id of each."""
+        loose, kwargs = copied(self._loose)
+        if instead and self._held:
+            loose, kwargs = replaced(loose, instead), replaced(kwargs, instead)
+        for index, place in enumerate(self._places):
+            if place is not None:
+                loose[index] = instead.get(id(given[place]), given[place])
+        return loose, kwargs
+
+    def surroundings(self) -> AbstractContextManager[object]:
+        """Return a context in which PyTorch records, casts and draws as it did."""
+        stack = ExitStack()
+        stack.enter_context(self._random.again())
+        for before, now in zip(self._casts, kinds_of_casts(), strict=True):
+            if before != now:
+                kind, is_enabled, dtype = before
+                stack.enter_context(torch.autocast(kind, dtype, enabled=is_enabled))
+        if self._device is not None:
+            stack.enter_context(self._device)
+        stack.enter_context(torch.enable_grad())
+        return stack
+
+    def check(self) -> None:
+        """Look whether a call would do again what the first did.
+
+        Raises:
+            ActivationLost: something that it reads is not as it was.
+        """
+        if difference := self._difference():
+            raise ActivationLost(
+                f"a parameter, a buffer, an attribute or the mode of {self._name} was changed "
+                f"between the forward and the backward pass, or by its forward ({difference}), and "
+                "the backward pass was to run that layer again; change it after the backward pass, "
+                "or pass offload(..., layers=[])"
+            )
+        for tensor, version in self._held:
+            if version_of(tensor) != version:
+                raise ActivationLost(
+                    f"a tensor of shape {list(tensor.shape)} that {self._name} was given was "
+                    "changed in place before the backward pass, which was to run that layer again; "
+                    "change a copy of it, or pass offload(..., layers=[])"
+                )
+        if deciding_settings() != self._settings:
+            raise ActivationLost(
+                f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
+                f"determinism) are others in the backward pass, which was to run {self._name} "
+                "again, than in the forward pass; run it within the same ones, or pass "
+                "offload(..., layers=[])"
+            )
+
+    def cannot_be_called_again(self, reason: str) -> ActivationLost:
+        """Return the error of a call that nothing has shown to be one which could not be."""
+        return ActivationLost(
+            f"{self._name} was to be run again in the backward pass, which had nothing else saved "
+            f"of it, and {reason}: the sums of its gradients would have other bits; that layer is "
+            "run otherwise from here on, so do this step again, or pass offload(..., layers=[])"
+        )
+
+    def did_otherwise(self, difference: str) -> ActivationLost:
+        """Return the error of a later call that did not do what the first did."""
+        return ActivationLost(
+            f"{self._name}, which the backward pass has run again, did not do what it did in the "
+            f"forward pass: {difference}; pass offload(..., layers=[])"
+        )
+
+    def _difference(self) -> str:
+        """Return what of the layer is not as it was; empty where all is."""
+        parts = list(parts_of(self._parts[:1]))
+        if not self._passed.is_of(parts):
+            return "its modules, or their modes"
+        own = own_tensors(parts)
+        if not self._own.is_of(own + self._passed.tensors):
+            return "its set of parameters and buffers"
+        return self._passed.difference(parts) or self._own.difference()
+
+
+class Call(NamedTuple):
+    """A call that may be made again."""
+
+    state: CallState
+    forward: Callable[..., Any]
+    """Of the layer."""
+    stats: StatsRecorder
+
+
+def _device_context() -> DeviceContext | None:
+    """Return the innermost context of this thread that says where tensors are made."""
+    contexts = (mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext))
+    return next(contexts, None)
