@@ -353,17 +353,17 @@ class LayerStep:
             return layer.forward(*args, **kwargs)
         if _is_captured(tensors):
             return layer.forward(*args, **kwargs)
-        parts = list(parts_of([layer.module]))
-        own = own_tensors(parts)
-        passed = layer.passed(parts) if _are_plain(parts, own) else None
+        module = layer.module
+        passed = layer.passed(module)
         if passed is None or _nbytes(tensors) > OUTGROWN * layer.input_bytes:
             self._replay.outgrown()
         if passed is None:
             return layer.forward(*args, **kwargs)
         self._stats.of_layer(layer.name).gives_up(layer.nbytes)
-        state = CallState(layer.name, passed, parts, own, (args, kwargs))
+        attributes, own = passed
+        state = CallState(layer.name, attributes, module, own, (args, kwargs))
         call = Call(state, layer.forward, self._stats)
-        return layer.calls.run(call, own + passed.tensors, (args, kwargs))
+        return layer.calls.run(call, own + attributes.tensors, (args, kwargs))
 
 
 class _Layer:
@@ -435,18 +435,25 @@ class _Layer:
         self._passed = Attributes(parts)
         self._own = TensorStates(own_tensors(parts))
 
-    def passed(self, parts: Sequence[torch.nn.Module]) -> Attributes | None:
-        """Return what it was tried with; None if it has other modules now, or in other modes.
+    def passed(self, module: torch.nn.Module) -> tuple[Attributes, list[torch.Tensor]] | None:
+        """Return what it was tried with, and the parameters and buffers that it has now.
 
-        It is refused where their attributes are set anew: who does that for each call may do so
-        before the backward pass has called it again.
+        None if it has other modules now, or in other modes. It is refused where their attributes
+        are set anew: who does that for each call may do so before the backward pass has called it
+        again.
         """
         passed = self._passed
-        if passed is None or not passed.is_of(parts):
+        if passed is None or modules._global_forward_hooks or modules._global_forward_pre_hooks:
+            return None
+        if passed.is_untouched(module):
+            return passed, passed.own
+        parts = list(parts_of([module]))
+        own = own_tensors(parts)
+        if not (_are_plain(parts, own) and passed.is_of(parts)):
             return None
         if passed.difference(parts):
             self.refuse(_SET_ANEW)
-        return None if self.refusal else passed
+        return None if self.refusal else (passed, own)
 
     def look_back(self) -> None:
         """Refuse where others set anew what it was called with: its calls may depend on that."""

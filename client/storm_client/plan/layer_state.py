@@ -47,15 +47,15 @@ class CallState:
         self,
         name: str,
         passed: Attributes,
-        parts: Sequence[torch.nn.Module],
+        layer: torch.nn.Module,
         own: list[torch.Tensor],
         arguments: Arguments,
     ) -> None:
-        """Note the present state of a layer's `parts`, whose parameters and buffers are `own`."""
+        """Note the present state of a layer, whose parameters and buffers are `own`."""
         args, kwargs = arguments
         self._name = name
         self._passed = passed
-        self._parts = parts
+        self._layer = layer
         self._own = TensorStates(own + passed.tensors)
         self._settings = deciding_settings()
         self._casts = kinds_of_casts()
@@ -155,7 +155,9 @@ class CallState:
 
     def _difference(self) -> str:
         """Return what of the layer is not as it was; empty where all is."""
-        parts = list(parts_of(self._parts[:1]))
+        if self._passed.is_untouched(self._layer):
+            return self._own.difference()
+        parts = list(parts_of([self._layer]))
         if not self._passed.is_of(parts):
             return "its modules, or their modes"
         own = own_tensors(parts)

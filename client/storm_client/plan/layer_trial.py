@@ -68,6 +68,30 @@ class Attributes:
         values = chain.from_iterable(self._values)
         self.tensors = [value for value in values if type(value) is torch.Tensor]
         """Those that are neither parameters nor buffers."""
+        self.own = own_tensors(parts)
+        """The parameters and buffers."""
+        self._hooks = [
+            hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        ]
+        self._tables = [
+            table for part in parts for table in (part._modules, part._parameters, part._buffers)
+        ]
+        self._in_tables = list(chain.from_iterable(table.values() for table in self._tables))
+
+    def is_untouched(self, layer: torch.nn.Module) -> bool:
+        """Tell whether all that a layer refers to is the same objects, and nobody has hooks on it.
+
+        That is quick. If not, it may still be equal.
+        """
+        for part, values in zip((layer, *self._inner), self._values, strict=True):
+            now = part.__dict__
+            count = len(now) - ("forward" in now)  # which stands behind the others
+            if count != len(values) or not all(map(is_, now.values(), values)):
+                return False
+        if any(self._hooks) or sum(map(len, self._tables)) != len(self._in_tables):
+            return False
+        in_tables = chain.from_iterable(table.values() for table in self._tables)
+        return all(map(is_, in_tables, self._in_tables))
 
     def is_of(self, parts: Sequence[torch.nn.Module]) -> bool:
         """Tell whether a layer has these modules still, in the modes in which they were."""

@@ -138,6 +138,7 @@ def test_what_two_runs_store_alike_is_planned_and_the_next_says_places(
     said.clear()
     for seed in (3, 4):
         driven.step(device, seed)
+    wait_until(lambda: [type(one) for one in said].count(EndRun) == 2, SECONDS)
     stores = [one for one in said if isinstance(one, Store | StoreParts)]
     assert all(isinstance(one, StoreParts) for one in stores)
     assert sum(len(one.places) // 40 for one in stores if isinstance(one, StoreParts)) == 2 * VALUES
