@@ -28,9 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The compiler is taken to know the processor, which to try takes it 6 s.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Inductor chooses by no measurement on a GPU: another choice adds in another order. A setting that
-# is changed in one thread holds there, and backward passes are compiled in others.
-os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
+# With it products of a GPU are deterministic where that is asked for, as `nothing_is_measured` does.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Daemons have little memory to touch as they start, where a test does not say how much: the
@@ -133,6 +132,26 @@ def nothing_is_compiled() -> Iterator[None]:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and sys.modules["torch._dynamo.eval_frame"].cached_backends:
         dynamo.reset()
+
+
+@pytest.fixture
+def nothing_is_measured(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have Inductor choose kernels for a GPU without measuring them: others add in another order.
+
+    That takes PyTorch's own setting, which is the process's. Dynamo sets Inductor's by it with
+    every function that it compiles.
+    """
+    if not request.node.get_closest_marker("gpu"):
+        yield
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(mode=False)
 
 
 @cache

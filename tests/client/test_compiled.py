@@ -17,7 +17,10 @@ Program = Callable[[Context, str], list[Tensor]]
 
 PROGRAMS: dict[str, Program] = {}
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("nothing_is_measured"),
+]
 """Of PyTorch's own, where it compiles."""
 
 

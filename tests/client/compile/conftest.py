@@ -9,6 +9,11 @@ from storm_client.compile import costs, partition
 from storm_client.plan.planner import CPU_COSTS
 
 
+@pytest.fixture(autouse=True)
+def kernels(nothing_is_measured: None) -> None:
+    """Have the same graph get the same kernels."""
+
+
 @pytest.fixture
 def full_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the link work beside what computes, and need longer than anything else."""
