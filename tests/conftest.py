@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # The compiler is taken to know the processor, which to try takes it 6 s.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# With it products of a GPU are deterministic where that is asked for, as `nothing_is_measured` does.
+# With it products of a GPU are deterministic where `nothing_is_measured` asks for that.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 # Nor does a test ask a server: TRL would tell one that it is used, from a thread of its own.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
