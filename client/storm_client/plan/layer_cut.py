@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
 from itertools import compress
 from time import perf_counter
 from typing import Any, Final
@@ -29,6 +30,7 @@ __all__ = ["CutCall", "Graphs", "LayerCalls"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _next_number = torch._C._autograd._get_sequence_nr
+_current_pass = torch._C._current_graph_task_id
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
@@ -184,30 +186,55 @@ class CutCall:
             )
         given = self._state.given(saved)
         began = perf_counter()
-        first, casts = _next_number(), _own_casts()
+        first = _next_number()
         try:
-            with self._state.surroundings(), casts, _unhooked():
+            with self._state.surroundings(), _unhooked():
                 instead = {id(tensor): stand_in(tensor) for tensor in given}
                 args, kwargs = self._state.arguments(given, instead)
                 result = self._cut.result(self._call.forward(*args, **kwargs))
         finally:
             self._call.stats.replayed(perf_counter() - began)
-        if result.shape != gradient.shape or not result.requires_grad:
-            raise self._state.did_otherwise(
-                f"it returned a tensor of shape {list(result.shape)} instead of one of "
-                f"{list(gradient.shape)}"
-            )
+        if not isinstance(result, torch.Tensor) or not result.requires_grad:
+            raise self._state.did_otherwise("it returned something else")
+        if result.shape != gradient.shape:
+            shapes = f"{list(result.shape)} instead of one of {list(gradient.shape)}"
+            raise self._state.did_otherwise(f"it returned a tensor of shape {shapes}")
         sources = self._needed(list(instead.values()))
         uses = uses_of(result, sources, first)
         if uses is None:
             raise self._state.did_otherwise("it used a tensor that it did not use before")
         sent = gradients_of(result, gradient, sources, uses)
         slots: list[torch.Tensor | None] = []
-        for count, gradients in zip(self._cut.slots, sent, strict=True):
-            if len(gradients) > count:
-                raise self._state.did_otherwise("it used a tensor more often")
-            slots += gradients + [None] * (count - len(gradients))
+        for source, count, gradients in zip(
+            self._needed(given), self._cut.slots, sent, strict=True
+        ):
+            found = gradients if len(gradients) <= count else [self._sum(source, gradients)]
+            slots += found + [None] * (count - len(found))
         return slots
+
+    def _sum(
+        self, source: torch.Tensor, gradients: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor | None:
+        """Return the sum of more gradients than a source has slots, as experts' weights may get.
+
+        It has the right bits if nothing else uses the source: that is looked at when it gets there.
+        """
+        found = [one for one in gradients if one is not None]
+        if not found:
+            return None
+        total = reduce(torch.add, found)
+        backward = _current_pass()
+
+        def look(arrived: torch.Tensor) -> None:
+            handle.remove()  # in a later pass, if an exception has ended this one
+            if backward == _current_pass() and arrived.data_ptr() != total.data_ptr():
+                raise self._state.did_otherwise(
+                    f"it used a tensor of shape {list(source.shape)} more often, which is used "
+                    "elsewhere too"
+                )
+
+        handle = source.register_hook(look)  # type: ignore[no-untyped-call]  # torch's gap
+        return total
 
     def _needed(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sources that need a gradient."""
@@ -251,15 +278,6 @@ class _Node(torch.autograd.Function):
 
 _OTHERS: Final = 4
 """What the node is given besides its slots."""
-
-
-def _own_casts() -> AbstractContextManager[object]:
-    """Return a context in which autocast keeps the casts of one call, and uses no others.
-
-    Where it is on here, those would be of other graphs; elsewhere it begins anew.
-    """
-    is_on = any(enabled for _, enabled, _ in kinds_of_casts())
-    return uncached_casts() if is_on else nullcontext()
 
 
 def _unhooked() -> AbstractContextManager[object]:

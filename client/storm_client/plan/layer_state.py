@@ -6,8 +6,8 @@ any operation are: that is left to who calls again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 from storm_client.blocks import function_modes
 from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
+from storm_client.plan.layer_graph import uncached_casts
 from storm_client.plan.layer_trial import (
     Attributes,
     RandomStates,
@@ -97,18 +98,20 @@ class CallState:
                 loose[index] = instead.get(id(given[place]), given[place])
         return loose, kwargs
 
-    def surroundings(self) -> AbstractContextManager[object]:
-        """Return a context in which PyTorch records, casts and draws as it did."""
-        stack = ExitStack()
-        stack.enter_context(self._random.again())
-        for before, now in zip(self._casts, kinds_of_casts(), strict=True):
-            if before != now:
-                kind, is_enabled, dtype = before
-                stack.enter_context(torch.autocast(kind, dtype, enabled=is_enabled))
-        if self._device is not None:
-            stack.enter_context(self._device)
-        stack.enter_context(torch.enable_grad())
-        return stack
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Have PyTorch record, cast and draw as it did, and use no casts of other graphs."""
+        casts = kinds_of_casts()
+        with ExitStack() as stack, self._random.again(), torch.enable_grad():
+            if any(is_enabled for _, is_enabled, _ in casts):
+                stack.enter_context(uncached_casts())
+            for before, now in zip(self._casts, casts, strict=True):
+                if before != now:
+                    kind, is_enabled, dtype = before
+                    stack.enter_context(torch.autocast(kind, dtype, enabled=is_enabled))
+            if self._device is not None:
+                stack.enter_context(self._device)
+            yield
 
     def check(self) -> None:
         """Look whether a call would do again what the first did.

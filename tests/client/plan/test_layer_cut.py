@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, silu
 
 WIDTH = 32
-SETTLED = 12
-"""Steps by which layers have been tried and are called without graphs."""
+LATEST = 60
+"""Steps by which layers have been tried, and are called again if they ever are."""
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,23 @@ class Experts(Layer):
         return h + silu(self.experts[chosen](h))
 
 
+class Mixture(Layer):
+    """Uses one parameter as often as it has experts for what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        chosen = (h.detach().sum(-1) * 1e2).long() % (1 + int(x[0, 0, 0].detach()) % 4)
+        made = torch.zeros_like(h)
+        for number in chosen.unique().tolist():
+            rows = torch.where(chosen == number)
+            made = made.index_put(rows, (h[rows] @ self.experts[number]).to(h.dtype))
+        return h + made
+
+
 def plainly(layers: nn.ModuleList, x: Tensor) -> list[Tensor]:
     found = [x]
     for layer in layers:
@@ -182,6 +200,7 @@ PROGRAMS = [
     (Twice, with_weights),
     (Halves, halves),
     (Experts, all_states),
+    (Mixture, last),
 ]
 
 
@@ -197,11 +216,16 @@ def test_all_sums_have_their_bits(
 ) -> None:
     plain, net = layers_of(kind), layers_of(kind)
     offload = client.offload(net, min_bytes=1)
-    for number in range(2 * SETTLED):
-        given = x + number * 0.1
+    numbers = count()
+
+    def train() -> None:
+        given = x + next(numbers) * 0.1
         expected = step(plain, given, loss, nullcontext, dtype)
         assert_identical(step(net, given, loss, lambda: offload, dtype), expected)
-    assert offload._planning._layer_replay.phase is LayerPhase.ON
+
+    train_until_on(offload, train)
+    for _ in range(12):
+        train()
     assert set(cuts) == {"0", "1", "2"}
 
 
@@ -210,10 +234,19 @@ def settled(
 ) -> storm.Offload:
     """Return an Offload of layers whose calls leave no graphs any more."""
     offload = client.offload(net, min_bytes=1)
-    for _ in range(SETTLED):
-        step(net, x, loss, lambda: offload)
-    assert offload._planning._layer_replay.phase is LayerPhase.ON
+    train_until_on(offload, lambda: step(net, x, loss, lambda: offload))
     return offload
+
+
+def train_until_on(offload: storm.Offload, train: Callable[[], object]) -> None:
+    """Do steps until layers are called again, and some more."""
+    for _ in range(LATEST):
+        if offload._planning._layer_replay.phase is LayerPhase.ON:
+            break
+        train()
+    assert offload._planning._layer_replay.phase is LayerPhase.ON
+    for _ in range(3):
+        train()
 
 
 def test_calls_within_a_block_that_has_its_backward_pass_in_it(
@@ -324,6 +357,51 @@ def test_some_gradients_and_a_graph_that_is_used_twice(
     assert len(cuts) >= before + 3
 
 
+def test_experts_whose_weights_are_used_elsewhere_raise(client: storm.Client, x: Tensor) -> None:
+    """If they are used more often than before: the order of their sum is not known then."""
+    net = layers_of(Mixture)
+    one, four = x.clone(), x.clone()
+    one[0, 0, 0], four[0, 0, 0] = 0.5, 3.5
+    offload = settled(client, net, one, with_weights)
+    with pytest.raises(ActivationLost, match=r"used a tensor .* more often, .* elsewhere too"):
+        step(net, four, with_weights, lambda: offload)
+    plain = layers_of(Mixture)
+    expected = step(plain, four, last, nullcontext)
+    for _ in range(2):
+        assert_identical(step(net, four, last, lambda: offload), expected)
+    assert not any(parameter._backward_hooks for parameter in net.parameters())
+
+
+def test_hooks_of_parts_and_passes_that_add_to_gradients(
+    client: storm.Client, x: Tensor, cuts: list[str]
+) -> None:
+    def train(net: Any, context: Context) -> list[Tensor]:
+        seen: list[Tensor] = []
+
+        def note(_: nn.Module, grads: Any, outputs: Any = ()) -> None:
+            seen.extend(one.clone() for one in (*grads, *outputs))
+
+        handles = [one.register_full_backward_hook(note) for one in (net[1], net[1].up)]
+        handles += [net[2].norm.register_full_backward_pre_hook(note)]
+        torch.manual_seed(1)
+        net.zero_grad()
+        for scale in (1, 2):
+            with context():
+                loss = with_weights(net, x * scale)
+            loss.backward()
+        for handle in handles:
+            handle.remove()
+        return [*seen, *(one.grad for one in net.parameters() if one.grad is not None)]
+
+    plain, net = layers_of(Twice), layers_of(Twice)
+    offload = settled(client, net, x)
+    before = len(cuts)
+    for _ in range(2):
+        expected = train(plain, nullcontext)
+        assert_identical(train(net, lambda: offload), expected)
+    assert len(cuts) > before
+
+
 class Penalty:
     """A step whose loss depends on a gradient, in steps from some on."""
 
@@ -344,10 +422,12 @@ def test_gradients_of_gradients_have_graphs_where_the_trial_has_them(
 ) -> None:
     plain, net = layers_of(Layer), layers_of(Layer)
     offload = client.offload(net, min_bytes=1)
-    for _ in range(SETTLED):
+
+    def train() -> None:
         expected = step(plain, x, Penalty(0), nullcontext)
         assert_identical(step(net, x, Penalty(0), lambda: offload), expected)
-    assert offload._planning._layer_replay.phase is LayerPhase.ON
+
+    train_until_on(offload, train)
     assert not cuts
 
 
@@ -377,19 +457,20 @@ def test_two_calls_before_a_backward_pass_under_autocast(
 
     plain, net = layers_of(Layer), layers_of(Layer)
     offload = client.offload(net, min_bytes=1)
-    for _ in range(2 * SETTLED):
+
+    def train() -> None:
         expected = step(plain, x, views(nullcontext), nullcontext, torch.bfloat16)
         found = step(net, x, views(lambda: offload), nullcontext, torch.bfloat16)
         assert_identical(found, expected)
-    assert offload._planning._layer_replay.phase is LayerPhase.ON
+
+    train_until_on(offload, train)
     assert not cuts
 
 
 def test_one_call_and_then_two_under_autocast_raise_once(client: storm.Client, x: Tensor) -> None:
     plain, net = layers_of(Layer), layers_of(Layer)
     offload = client.offload(net, min_bytes=1)
-    for _ in range(SETTLED):
-        step(net, x, last, lambda: offload, torch.bfloat16)
+    train_until_on(offload, lambda: step(net, x, last, lambda: offload, torch.bfloat16))
 
     def loss(net: Any, x: Tensor) -> Tensor:
         return last(net, x) + last(net, x * 2)
