@@ -80,8 +80,8 @@ class Client:
         Where a step is bound by the thread that trains, layers of the model are called again in
         the backward pass as a whole, as `torch.utils.checkpoint` does it: those of transformers
         that are made for that, or those in `layers`, each of which has first to show that a second
-        call does the same as the first: for that it is called twice in one forward pass. Nobody may
-        change its parameters, buffers or attributes, or PyTorch's settings of precision, between
+        call does the same as the first: for that it is called three times in one forward pass. Most
+        leave no graph in later ones, whose backward pass makes it. Nobody may change its parameters, buffers or attributes, or PyTorch's settings of precision, between
         the forward and the backward pass; that raises ActivationLost. With `layers=[]` none is.
 
         Raises:
