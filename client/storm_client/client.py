@@ -81,7 +81,7 @@ class Client:
         the backward pass as a whole, as `torch.utils.checkpoint` does it: those of transformers
         that are made for that, or those in `layers`, each of which has first to show that a second
         call does the same as the first: for that it is called three times in one forward pass. Most
-        leave no graph in later ones, whose backward pass makes it. Nobody may change its parameters,
+        leave no graph later, and the backward pass makes one. Nobody may change its parameters,
         buffers or attributes, or PyTorch's settings of precision, between the forward and the
         backward pass; that raises ActivationLost. So do gradients of gradients that come after
         steps without any, once. With `layers=[]` none is called again.
