@@ -11,23 +11,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 import storm_client as storm
 import torch
-from support.databases import Sample, Tally, module_samples, operator_samples
-
-EXCEPTIONS = {
-    "cpu": {
-        "linalg.lstsq": "differs with where its inputs lie in memory, also without offload",
-        "linalg.lstsq.grad_oriented": "as linalg.lstsq",
-    },
-    "cuda": {
-        "nn.FractionalMaxPool3d": "its backward adds atomically",
-        "nn.functional.fractional_max_pool3d": "its backward adds atomically",
-        "nn.functional.max_pool3d": "its backward adds atomically",
-        "nn.functional.grid_sample": "its backward adds atomically",
-        "grid_sampler_2d": "its backward adds atomically",
-        "grid_sampler_3d": "its backward adds atomically",
-    },
-}
-"""Entries whose bits may differ, by device, with the reason."""
+from support.databases import EXCEPTIONS, Sample, Tally, module_samples, operator_samples
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -74,18 +74,13 @@ class HookedCall:
         node: Any = self._given.grad_fn
         args, kwargs = self._state.arguments(self._state.given(node.saved_tensors), {})
         made: list[torch.Tensor] = []
-        count = len(self._saved)
 
         def pack(tensor: torch.Tensor) -> None:
             made.append(tensor.detach())
-            if len(made) == count:
-                raise _AllMadeError
 
         try:
             with self._state.surroundings(), saved_tensors_hooks(pack, _never):
-                self._forward(*args, **kwargs)
-        except _AllMadeError:
-            pass
+                self._forward(*args, **kwargs)  # to its end: some fill what they have saved before
         finally:
             self._stats.replayed(perf_counter() - began)
         if [(tensor.dtype, tensor.shape) for tensor in made] != self._saved:
@@ -93,10 +88,6 @@ class HookedCall:
                 f"it saved {_listed(made)} instead of {len(self._saved)} tensors of certain shapes"
             )
         return list(made)
-
-
-class _AllMadeError(Exception):
-    """Ends a forward that is called again, once all that it saved is there."""
 
 
 class _Given(torch.autograd.Function):

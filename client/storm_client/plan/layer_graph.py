@@ -57,6 +57,8 @@ class Cut:
         ends = list(compress(sources, needed))
         if len(set(map(id, ends))) < len(ends):
             return None  # one would have two nodes at which the graph ends
+        if any(end.layout is not torch.strided for end in ends):
+            return None  # of which nothing can stand in
         uses = uses_of(result, ends, first)
         if uses is None:
             return None

@@ -27,6 +27,7 @@ from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
 from storm_client.plan.layer_graph import uncached_casts
 from storm_client.plan.recipes import checksum
+from storm_client.watching import Watching
 
 __all__ = [
     "Attributes",
@@ -334,7 +335,7 @@ def _collectives() -> list[int]:
     return [group._get_sequence_number_for_group() for group in distributed._world.pg_map]
 
 
-class _Checksums(TorchFunctionMode):
+class _Checksums(Watching):
     """Takes a checksum of each tensor that PyTorch's functions return."""
 
     def __init__(self, hook: Callable[[torch.Tensor], Never] | None = None) -> None:
@@ -346,6 +347,11 @@ class _Checksums(TorchFunctionMode):
         self._living: list[weakref.ref[torch.Tensor]] = []
         self._error: Exception | None = None
         self._is_in_hook = False
+
+    def __exit__(self, *error: Any) -> None:
+        """See no more."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's gap
+        self.end()
 
     def past_hooks(self) -> AbstractContextManager[object]:
         """Return a context in which what the innermost hooks do is not noted.

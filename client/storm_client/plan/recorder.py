@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from storm_client.blocks import untraced
 from storm_client.plan.operations import Function
 from storm_client.plan.recording import Recording
+from storm_client.watching import Watching
 
 __all__ = ["Mark", "Recorder", "Span", "mark"]
 
@@ -24,7 +24,7 @@ Mark: TypeAlias = float | torch.cuda.Event
 """A moment, on the host or on a stream."""
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Watching):
     """Hands what functions of the table make to a Recording."""
 
     def __init__(self, recording: Recording, *, measures: bool, times: bool = False) -> None:
@@ -41,6 +41,7 @@ class Recorder(TorchFunctionMode):
     def end(self) -> None:
         """Pass everything through from now on."""
         self._recording = None
+        super().end()
 
     @untraced
     def __torch_function__(

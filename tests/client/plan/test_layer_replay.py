@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import dropout, silu
+from torch.nn.functional import dropout, rrelu, silu
 from torch.nn.modules.module import register_module_forward_hook
 
 WIDTH = 64
@@ -886,6 +886,20 @@ def test_layers_whose_backward_pass_has_other_settings_are_not_run_again(
         assert_identical(step(net, x, chosen), expected)
     assert "settings of PyTorch" in refusal(offload)
     assert phase(offload) is LayerPhase.REFUSED
+
+
+class Filling(Layer):
+    """Ends with an operation that saves memory which it fills only then."""
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+        return rrelu(self.norm(x) * scale, training=self.training)
+
+
+def test_what_is_filled_behind_its_save_is_filled_again(client: storm.Client, x: Tensor) -> None:
+    net = made(Filling)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
 
 
 class Unsteady(Layer):

@@ -1,0 +1,65 @@
+"""Function modes that watch, and that PyTorch's own modules are not to notice.
+
+Attention and encoder layers that are evaluated, where nothing needs a gradient, run in one kernel
+whose bits differ from those of its parts. They do so unless they are given a tensor that overrides
+PyTorch's functions, and the function that tells takes any mode for one. So while a mode of ours is
+on, it is asked as if that were not. Outside of that nothing of PyTorch is replaced: TorchScript and
+Dynamo know the function itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from storm_client.blocks import function_modes, untraced
+
+__all__ = ["Watching"]
+
+_has_torch_function = torch.overrides.has_torch_function
+_disabled = torch._C._disabled_torch_function_impl
+
+
+class Watching(TorchFunctionMode):
+    """A mode that passes all functions through; `end` has to be called behind its last."""
+
+    def __init__(self) -> None:
+        """Be unnoticed from here on."""
+        super().__init__()
+        with _LOCK:
+            _LIVING.add(self)
+            torch.overrides.has_torch_function = _has_any_besides
+
+    def end(self) -> None:
+        """Be on no stack any more."""
+        with _LOCK:
+            _LIVING.discard(self)
+            if not _LIVING:
+                torch.overrides.has_torch_function = _has_torch_function
+
+
+_LOCK = threading.Lock()
+_LIVING: weakref.WeakSet[Watching] = weakref.WeakSet()
+"""What has not ended, in any thread."""
+
+
+@untraced
+def _has_any_besides(args: Iterable[Any]) -> bool:
+    """Tell whether anything but modes that watch overrides functions of some arguments."""
+    if not _has_torch_function(args):
+        return False
+    modes = function_modes()
+    if not modes or not all(isinstance(mode, Watching) for mode in modes):
+        return True
+    return any(map(_overrides, args))
+
+
+def _overrides(argument: object) -> bool:
+    kind = type(argument)
+    own = getattr(kind, "__torch_function__", _disabled)
+    return kind is not torch.Tensor and own is not _disabled
