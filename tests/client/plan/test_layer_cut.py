@@ -172,7 +172,7 @@ def step(
     torch.manual_seed(1)
     net.zero_grad()
     x = x.detach().requires_grad_()
-    cast = torch.autocast("cpu", dtype) if dtype is not None else nullcontext()
+    cast = torch.autocast(x.device.type, dtype) if dtype is not None else nullcontext()
     with context(), cast:
         value = loss(net, x * 1)
     value.backward()
@@ -213,8 +213,10 @@ def test_all_sums_have_their_bits(
     kind: type[nn.Module],
     loss: Callable[..., Tensor],
     dtype: torch.dtype | None,
+    device: str,
 ) -> None:
-    plain, net = layers_of(kind), layers_of(kind)
+    x = x.to(device)
+    plain, net = layers_of(kind).to(device), layers_of(kind).to(device)
     offload = client.offload(net, min_bytes=1)
     numbers = count()
 
