@@ -11,10 +11,9 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.errors import ActivationLost
-from storm_client.plan import planning
-from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_cut import CutCall
 from storm_client.plan.layer_replay import LayerPhase
+from support.called_layers import GradientCheckpointingLayer, have_steps_bound_by_the_thread
 from support.training import Context, assert_identical
 from torch import Tensor, nn
 from torch.nn.functional import dropout, silu
@@ -26,13 +25,7 @@ LATEST = 60
 
 @pytest.fixture(autouse=True)
 def bound_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each kind of step be bound by the thread that trains, once it has a plan."""
-
-    def look(kind: Kind, forward_seconds: float | None) -> None:
-        if kind.host is None and kind.decisions is not None and forward_seconds:
-            kind.host = HostBound(1e-3)
-
-    monkeypatch.setattr(planning, "_look_for_host", look)
+    have_steps_bound_by_the_thread(monkeypatch)
 
 
 @pytest.fixture
@@ -47,10 +40,6 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(CutCall, "__call__", noted)
     return names
-
-
-class GradientCheckpointingLayer(nn.Module):
-    """What declares by its name that it may be run again."""
 
 
 class Layer(GradientCheckpointingLayer):

@@ -28,6 +28,7 @@ from storm_client.plan import (
 )
 from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
+from support.called_layers import GradientCheckpointingLayer, have_steps_bound_by_the_thread
 from support.planning import value
 from support.training import Context, assert_identical, gradients
 from support.waiting import wait_until
@@ -46,13 +47,7 @@ SETTLED = 9
 
 @pytest.fixture(autouse=True)
 def bound_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each kind of step be bound by the thread that trains, once it has a plan."""
-
-    def look(kind: Kind, forward_seconds: float | None) -> None:
-        if kind.host is None and kind.decisions is not None and forward_seconds:
-            kind.host = HostBound(1e-3)
-
-    monkeypatch.setattr(planning, "_look_for_host", look)
+    have_steps_bound_by_the_thread(monkeypatch)
 
 
 @pytest.fixture(autouse=True, params=["with graphs", "without graphs"])
@@ -62,10 +57,6 @@ def leaves_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if leaves:
         monkeypatch.setattr(layer_cut.LayerCalls, "need_no_graphs", lambda _: None)
     return leaves
-
-
-class GradientCheckpointingLayer(nn.Module):
-    """What declares by its name that it may be run again."""
 
 
 class Layer(GradientCheckpointingLayer):

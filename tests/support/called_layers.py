@@ -1,0 +1,24 @@
+"""What tests of layers that are called again share."""
+
+from __future__ import annotations
+
+import pytest
+from storm_client.plan import planning
+from storm_client.plan.kinds import HostBound, Kind
+from torch import nn
+
+__all__ = ["GradientCheckpointingLayer", "have_steps_bound_by_the_thread"]
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """What declares by its name that it may be run again."""
+
+
+def have_steps_bound_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each kind of step be bound by the thread that trains, once it has a plan."""
+
+    def look(kind: Kind, forward_seconds: float | None) -> None:
+        if kind.host is None and kind.decisions is not None and forward_seconds:
+            kind.host = HostBound(1e-3)
+
+    monkeypatch.setattr(planning, "_look_for_host", look)
