@@ -103,7 +103,8 @@ def uses_of(
 ) -> list[list[Use]] | None:
     """Return where a result's graph uses each source.
 
-    None if it ends somewhere else, or goes on in what was made before the sequence number `first`.
+    None if it ends somewhere else, or goes on in what this thread made before the sequence number
+    `first`. Each thread has its own: what another has made is followed to where it ends.
     """
     leaves = {id(one): index for index, one in enumerate(sources) if one.is_leaf}
     known: dict[Any, int] = {
