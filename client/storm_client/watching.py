@@ -26,7 +26,7 @@ _disabled = torch._C._disabled_torch_function_impl
 
 
 class Watching(TorchFunctionMode):
-    """A mode that passes all functions through; `end` has to be called behind its last."""
+    """A mode that passes all functions through, until a block of it ends or `end` is called."""
 
     def __init__(self) -> None:
         """Be unnoticed from here on."""
@@ -34,6 +34,11 @@ class Watching(TorchFunctionMode):
         with _LOCK:
             _LIVING.add(self)
             torch.overrides.has_torch_function = _has_any_besides
+
+    def __exit__(self, *error: Any) -> None:
+        """Be taken off the stack."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's gap
+        self.end()
 
     def end(self) -> None:
         """Be on no stack any more."""

@@ -82,6 +82,34 @@ def test_parts_and_teachers_have_their_bits(
     assert torch.overrides.has_torch_function is has_torch_function
 
 
+@pytest.mark.parametrize("part", [Attention, layer])
+def test_they_have_them_in_a_compiled_step(
+    part: Callable[[], nn.Module], device: str, client: storm.Client
+) -> None:
+    x = seeded(device, 4, 16, WIDTH)
+
+    def trained(wrap: Callable[[Callable[[Tensor], Tensor]], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net, teacher = OnTop(part()).to(device), part().to(device).eval()
+        net.part.eval()
+        optimizer = torch.optim.SGD(net.head.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(x, teacher)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        run = wrap(step)
+        return [*(run(x).clone() for _ in range(3)), *net.parameters()]
+
+    expected = trained(lambda step: step)
+    found = trained(lambda step: storm.compile_step(step, client=client, codegen="eager"))
+    assert_identical(found, expected)
+    assert torch.overrides.has_torch_function is has_torch_function
+
+
 class Theirs(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -99,7 +127,7 @@ class Subclass(Tensor):
 
 def test_what_others_override_is_told() -> None:
     x = torch.ones(2)
-    with Ours() as mode:
+    with Ours():
         asked = torch.overrides.has_torch_function
         assert asked is not has_torch_function
         assert not asked((x, None, nn.Parameter(x)))
@@ -109,7 +137,6 @@ def test_what_others_override_is_told() -> None:
         with DeviceContext(torch.device("cpu")):
             assert asked((x,))
     assert not asked((x,))
-    mode.end()
     assert torch.overrides.has_torch_function is has_torch_function
 
 
@@ -117,10 +144,9 @@ def test_one_thread_ends_while_another_watches() -> None:
     begun, go_on = threading.Event(), threading.Event()
 
     def watch() -> None:
-        with Ours() as mode:
+        with Ours():
             begun.set()
             go_on.wait(10)
-        mode.end()
 
     thread = threading.Thread(target=watch)
     thread.start()

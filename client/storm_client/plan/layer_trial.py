@@ -348,11 +348,6 @@ class _Checksums(Watching):
         self._error: Exception | None = None
         self._is_in_hook = False
 
-    def __exit__(self, *error: Any) -> None:
-        """See no more."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's gap
-        self.end()
-
     def past_hooks(self) -> AbstractContextManager[object]:
         """Return a context in which what the innermost hooks do is not noted.
 

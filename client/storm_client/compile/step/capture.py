@@ -22,7 +22,6 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from storm_client.compile.step.loops import CAPTURING, Loop
@@ -30,6 +29,7 @@ from storm_client.compile.step.recording import Recorder, Recording, data_depend
 from storm_client.compile.step.scalars import number_of
 from storm_client.compile.step.variables import attributes, is_value, own
 from storm_client.errors import UsageError
+from storm_client.watching import Watching
 
 __all__ = ["Captured", "Result", "capture", "is_lifted"]
 
@@ -199,7 +199,7 @@ def _check_parameter(captured: Captured, module: nn.Module, name: str, given: ob
         raise not_in_place("makes a parameter anew", f"{type(module).__name__}.{name}")
 
 
-class _Watcher(TorchFunctionMode):
+class _Watcher(Watching):
     """Sees what does not arrive below autograd: gradients taken, and numbers for fused updates."""
 
     def __init__(self, captured: Captured) -> None:
