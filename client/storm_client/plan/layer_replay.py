@@ -330,7 +330,7 @@ class LayerStep:
             layer.refuse("somebody has hooks on the calls of its modules")
         if len({tensor.device for tensor in own}) > 1:  # each has a backward thread of its own
             layer.refuse("its parameters and buffers lie on several devices")
-        if layer.refusal or _is_captured(tensors):
+        if layer.refusal or _cannot_be_saved(tensors):
             return layer.forward(*args, **kwargs)
         trial = call_twice(
             layer.module, layer.forward, args, kwargs, name=layer.name, unseen_by=self._mode
@@ -351,7 +351,7 @@ class LayerStep:
             tensors = tensors_in((*args, *kwargs.values()))
         except TypeError:
             return layer.forward(*args, **kwargs)
-        if _is_captured(tensors):
+        if _cannot_be_saved(tensors):
             return layer.forward(*args, **kwargs)
         module = layer.module
         passed = layer.passed(module)
@@ -538,8 +538,10 @@ def _is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _is_captured(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether what is done with some tensors goes into a CUDA graph."""
+def _cannot_be_saved(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether autograd saves none of some tensors, or a CUDA graph holds what is saved."""
+    if any(map(torch.Tensor.is_inference, tensors)):
+        return True
     on_gpu = any(tensor.is_cuda for tensor in tensors)
     return on_gpu and torch.cuda.is_current_stream_capturing()
 

@@ -879,6 +879,31 @@ def test_layers_whose_backward_pass_has_other_settings_are_not_run_again(
     assert phase(offload) is LayerPhase.REFUSED
 
 
+class Masking(Layer):
+    """Adds what it is given, which autograd does not save for that."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + mask
+
+
+def test_a_mask_from_inference_mode_is_not_saved(client: storm.Client, x: Tensor) -> None:
+    with torch.inference_mode():
+        mask = torch.ones(16, WIDTH)
+
+    class Masked(Model):
+        def forward(self, x: Tensor, **options: Any) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, options.get("mask", mask))
+            return x
+
+    torch.manual_seed(0)
+    net = Masked(Masking)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload, mask=torch.ones(16, WIDTH))
+    assert phase(offload) is LayerPhase.ON
+    settle(net, x, offload)
+
+
 class Filling(Layer):
     """Ends with an operation that saves memory which it fills only then."""
 
