@@ -21,18 +21,13 @@ from typing import Any
 import storm_client as storm
 import torch
 from storm_client.plan import planning
-from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
+from support.called_layers import look_bound_by_the_thread
 
 from stormd.machine import describe, package_versions
 
 LEARNING = 40
 """Steps by which layers have been tried, and what needs no hooks has none."""
-
-
-def bound_by_the_thread(kind: Kind, forward_seconds: float | None) -> None:
-    if kind.host is None and kind.decisions is not None and forward_seconds:
-        kind.host = HostBound(1e-3)
 
 
 def llama(layers: int, width: int, *, is_checkpointed: bool) -> torch.nn.Module:
@@ -108,7 +103,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    planning._look_for_host = bound_by_the_thread
+    planning._look_for_host = look_bound_by_the_thread
     with storm.connect(embedded="always", pool_bytes=1 << 28) as client:
         rows = measure(client, options)
     if options.json is not None:

@@ -7,18 +7,23 @@ from storm_client.plan import planning
 from storm_client.plan.kinds import HostBound, Kind
 from torch import nn
 
-__all__ = ["GradientCheckpointingLayer", "have_steps_bound_by_the_thread"]
+__all__ = [
+    "GradientCheckpointingLayer",
+    "have_steps_bound_by_the_thread",
+    "look_bound_by_the_thread",
+]
 
 
 class GradientCheckpointingLayer(nn.Module):
     """What declares by its name that it may be run again."""
 
 
+def look_bound_by_the_thread(kind: Kind, forward_seconds: float | None) -> None:
+    """Take a kind of step for bound by the thread that trains, once it has a plan."""
+    if kind.host is None and kind.decisions is not None and forward_seconds:
+        kind.host = HostBound(1e-3)
+
+
 def have_steps_bound_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each kind of step be bound by the thread that trains, once it has a plan."""
-
-    def look(kind: Kind, forward_seconds: float | None) -> None:
-        if kind.host is None and kind.decisions is not None and forward_seconds:
-            kind.host = HostBound(1e-3)
-
-    monkeypatch.setattr(planning, "_look_for_host", look)
+    """Have each kind of step be taken for such."""
+    monkeypatch.setattr(planning, "_look_for_host", look_bound_by_the_thread)

@@ -61,8 +61,8 @@ class CallState:
         self._settings = deciding_settings()
         self._casts = kinds_of_casts()
         self._device = _device_context()
-        first = {id(one): one for one in args if isinstance(one, torch.Tensor)}
-        places = {key: place for place, key in enumerate(first)}
+        first = self.saved_of(args)
+        places = {id(one): place for place, one in enumerate(first)}
         self._places = [places.get(id(argument)) for argument in args]
         """Of the arguments that are tensors, which of the first: one tensor is one again."""
         loose = [None if isinstance(one, torch.Tensor) else one for one in args]
@@ -72,7 +72,7 @@ class CallState:
         self._inside = {places[key]: one for key, one in held.items() if key in places}
         """Of the first the tensors that lists, dicts or names refer to as well."""
         self._kept = [one for key, one in held.items() if key not in places]
-        self._random = RandomStates((*first.values(), *held.values()))
+        self._random = RandomStates((*first, *held.values()))
 
     @staticmethod
     def saved_of(args: tuple[Any, ...]) -> list[torch.Tensor]:

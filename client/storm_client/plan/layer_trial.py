@@ -84,11 +84,9 @@ class Attributes:
 
         That is quick. If not, it may still be equal.
         """
-        for part, values in zip((layer, *self._inner), self._values, strict=True):
-            now = part.__dict__
-            count = len(now) - ("forward" in now)  # which stands behind the others
-            if count != len(values) or not all(map(is_, now.values(), values)):
-                return False
+        parts = (layer, *self._inner)
+        if not all(map(_has_the_same, parts, self._values)):
+            return False
         if any(self._hooks) or sum(map(len, self._tables)) != len(self._in_tables):
             return False
         in_tables = chain.from_iterable(table.values() for table in self._tables)
@@ -104,13 +102,20 @@ class Attributes:
     def difference(self, parts: Iterable[torch.nn.Module]) -> str:
         """Return which has become another, the modes of modules left out; empty where none has."""
         for part, before, values in zip(parts, self._of_parts, self._values, strict=True):
-            if len(part.__dict__) == len(values) and all(map(is_, part.__dict__.values(), values)):
+            if _has_the_same(part, values):
                 continue
             now = _attributes_of(part)
             for name in (before | now).keys() - {"training"}:
                 if not _is_same(now.get(name, _NOTHING), before.get(name, _NOTHING)):
                     return f"attribute {name!r}"
         return ""
+
+
+def _has_the_same(part: torch.nn.Module, values: Sequence[object]) -> bool:
+    """Tell whether a module's attributes are these objects, in this order."""
+    now = part.__dict__
+    count = len(now) - ("forward" in now)  # which stands behind the others
+    return count == len(values) and all(map(is_, now.values(), values))
 
 
 class TensorStates:

@@ -393,19 +393,11 @@ def test_hooks_of_parts_and_passes_that_add_to_gradients(
     assert len(cuts) > before
 
 
-class Penalty:
-    """A step whose loss depends on a gradient, in steps from some on."""
-
-    def __init__(self, first: int) -> None:
-        self._left = first
-
-    def __call__(self, net: Any, x: Tensor) -> Tensor:
-        self._left -= 1
-        loss = last(net, x)
-        if self._left < 0:
-            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-            loss = loss + gradient.square().sum()
-        return loss
+def penalized(net: Any, x: Tensor) -> Tensor:
+    """Have the loss depend on a gradient."""
+    loss = last(net, x)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
 
 
 def test_gradients_of_gradients_have_graphs_where_the_trial_has_them(
@@ -415,8 +407,8 @@ def test_gradients_of_gradients_have_graphs_where_the_trial_has_them(
     offload = client.offload(net, min_bytes=1)
 
     def train() -> None:
-        expected = step(plain, x, Penalty(0), nullcontext)
-        assert_identical(step(net, x, Penalty(0), lambda: offload), expected)
+        expected = step(plain, x, penalized, nullcontext)
+        assert_identical(step(net, x, penalized, lambda: offload), expected)
 
     train_until_on(offload, train)
     assert not cuts
@@ -425,10 +417,10 @@ def test_gradients_of_gradients_have_graphs_where_the_trial_has_them(
 def test_gradients_of_gradients_that_come_later_raise_once(client: storm.Client, x: Tensor) -> None:
     plain, net = layers_of(Layer), layers_of(Layer)
     offload = settled(client, net, x)
-    expected = step(plain, x, Penalty(0), nullcontext)
+    expected = step(plain, x, penalized, nullcontext)
     with pytest.raises(ActivationLost, match=r"gradients of its gradients.*do this step again"):
-        step(net, x, Penalty(0), lambda: offload)
-    assert_identical(step(net, x, Penalty(0), lambda: offload), expected)
+        step(net, x, penalized, lambda: offload)
+    assert_identical(step(net, x, penalized, lambda: offload), expected)
 
 
 def test_two_calls_before_a_backward_pass_under_autocast(
