@@ -461,8 +461,9 @@ def _see(node: fx.Node) -> None:
 def _count(budget: Budget, chosen: Schedule, saved: Sequence[Saved], *, is_loss: bool) -> int:
     """Return how many values a budget keeps, or may keep in a run that has all of it.
 
-    What adds nothing to a graph's own peak is kept below the least only where the graph returns a
-    loss, and its backward pass so comes next: blocks would all keep the same, one beside the other.
+    Where a graph returns a loss its backward pass comes next, and a fraction is of its own peak. Of
+    others all that is kept lies there at once, with what one backward graph needs: of the model's
+    blocks, which all keep the same. So a fraction is of what they keep, too.
     """
     if budget == "fit":
         return len(chosen.order)
@@ -470,9 +471,8 @@ def _count(budget: Budget, chosen: Schedule, saved: Sequence[Saved], *, is_loss:
         return chosen.fitting(budget)
     share = budget if isinstance(budget, float) else 0.0
     allowed = int(share * sum(one.nbytes for one in saved if not one.is_only_a_source))
-    if allowed < chosen.least and not is_loss:
-        return 0
-    return chosen.fitting(max(allowed, chosen.least))
+    count = chosen.fitting(max(allowed, chosen.least))
+    return count if is_loss else min(count, chosen.holding(allowed))
 
 
 def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine: Machine) -> Plan:

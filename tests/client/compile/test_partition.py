@@ -175,6 +175,21 @@ def test_what_takes_no_more_memory_is_kept_where_the_backward_pass_comes_next(
     assert graph.plan.peak_bytes == graph.schedule.least
 
 
+def test_a_fraction_below_the_least_lets_that_much_of_a_block_stay() -> None:
+    """One backward graph needs the least anyway; what blocks keep besides adds up."""
+    saved = sum(row.nbytes for row in divided(chain, x())[2].plan.rows)
+    shares = [0.0, 0.2, 0.3, 0.4, 0.6]
+    kept = []
+    for share in shares:
+        _, _, graph = divided(chain, x(), budget=share)
+        assert share * saved < graph.schedule.least or graph.plan.peak_bytes <= share * saved
+        stays = sum(row.nbytes for row in graph.plan.rows if row.reason == "budget")
+        assert stays <= share * saved
+        kept.append(stays)
+    assert kept == sorted(kept)
+    assert kept[0] == 0 < kept[1] < kept[-1]
+
+
 def test_the_graphs_are_pure_but_for_numbers_and_shapes() -> None:
     """Nothing of this process is in them: they are hashed, pickled and cached."""
     for module in divided(chain, x())[:2]:
