@@ -4,7 +4,8 @@
 
 Where a step is bound by the host, machines and minutes differ by more than methods do. So each
 method has a few steps in turn, several times, on one model; a figure is the median of one turn.
-Memory is PyTorch's peak on a GPU.
+Memory is PyTorch's peak on a GPU, and the most that PyTorch held there for it, used or not: a turn
+begins with a step that does not count, after all unused memory of the turn before was given back.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ from storm_bench.train.workloads import WORKLOADS, make
 
 from stormd.machine import describe, package_versions
 
+GIB = 1 << 30
+
 WARM_UPS = 45
 """Steps by which a plan is learned, layers are tried, and what needs no hooks has none."""
 
 
 def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str, float]:
-    """Return the median of some steps, in milliseconds, and their peak in GiB."""
-    if device.type == "cuda":
+    """Return the median of some steps, in milliseconds, and their most memory in GiB."""
+    is_on_gpu = device.type == "cuda"
+    if is_on_gpu:
+        torch.cuda.empty_cache()
+        one()
         torch.cuda.reset_peak_memory_stats(device)
     seconds = [one() for _ in range(steps)]
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated(device) if is_on_gpu else 0
+    reserved = torch.cuda.max_memory_reserved(device) if is_on_gpu else 0
     return {
         "ms": round(1e3 * statistics.median(seconds), 2),
         "least_ms": round(1e3 * min(seconds), 2),
-        "peak_gib": round(peak / (1 << 30), 3),
+        "peak_gib": round(peak / GIB, 3),
+        "reserved_gib": round(reserved / GIB, 3),
     }
 
 
@@ -75,7 +83,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="*", default=[], help="of offload, besides")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
-    parser.add_argument("--warm-ups", type=int, default=WARM_UPS)
+    parser.add_argument("--warm-ups", type=int, default=WARM_UPS, help="steps of each before that")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     with storm.connect(timeout=60.0) as client:

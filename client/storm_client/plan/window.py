@@ -19,14 +19,14 @@ FIT_SHARE = 0.9
 START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
 
-PASS_SHARE = 1 / 4
+PASS_SHARE = 1 / 8
 """Of what the fullest forward pass has stored: where little leaves, holding all of it would free
 nothing."""
 
-LAST_BYTES = 3 << 28
-LAST_SHARE = 1 / 16
-"""How much of what a forward pass saves last may stay, in bytes and of all that it saves: less than
-may be held anyway, since all of that lies there until the backward pass has begun."""
+LAST_BYTES = 9 << 27
+LAST_SHARE = 1 / 9
+"""How much of what a forward pass saves last may stay, in bytes and of all that it saves. It is asked
+for first, and what has just been sent lies there until the backward pass has begun, too."""
 
 LARGEST = 3
 """How many of the largest tensors may be held, so that the link has work while a long kernel runs

@@ -406,14 +406,14 @@ def test_three_of_the_largest_tensors_fit_below_the_ceiling() -> None:
 
 def test_little_is_held_where_little_leaves() -> None:
     window = DeviceWindow(4 * GIB)
-    for _ in range(16):
+    for _ in range(32):
         window.saw(GIB // 10)
     assert window.limit == START_BYTES
     window.turned()
-    assert window.limit == 16 * (GIB // 10) // 4
+    assert window.limit == 32 * (GIB // 10) // 8
     window.saw(GIB // 10)  # a part of a pass, as where a block runs again
     window.turned()
-    assert window.limit == 16 * (GIB // 10) // 4
+    assert window.limit == 32 * (GIB // 10) // 8
 
 
 @pytest.mark.parametrize(
