@@ -21,7 +21,7 @@ class GradientCheckpointingLayer(nn.Module):
 def look_bound_by_the_thread(kind: Kind, forward_seconds: float | None) -> None:
     """Take a kind of step for bound by the thread that trains, once it has a plan."""
     if kind.host is None and kind.decisions is not None and forward_seconds:
-        kind.host = HostBound(1e-3)
+        kind.host = HostBound(1e-4)
 
 
 def have_steps_bound_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,14 @@ from storm_client.plan.decisions import LAST, OFFLOAD, Decision, Keep, Replay
 from storm_client.plan.kinds import HostBound, HostPass, Value
 from storm_client.plan.planner import Choice
 
-__all__ = ["Load", "choose_for_host", "host_bound", "load_of", "spare_seconds"]
+__all__ = [
+    "Load",
+    "choose_for_host",
+    "host_bound",
+    "layers_are_quicker",
+    "load_of",
+    "spare_seconds",
+]
 
 CHECKPOINTING: Final = 1.5
 """Forward passes that checkpointing takes the thread: the one that is run again, and its own work
@@ -60,6 +67,17 @@ WATCHED: Final = 1.8e-5
 def spare_seconds(host: HostBound) -> float:
     """Return what the budget "least" may take the thread: not more than checkpointing."""
     return CHECKPOINTING * host.forward_seconds
+
+
+def layers_are_quicker(host: HostBound, forward_seconds: float, share: float) -> bool:
+    """Tell whether calling layers again would take a step less than handing their tensors over.
+
+    Layers that save such a `share` of what a step saves. Where tensors are large that takes longer,
+    for the device computes as long again: as in wide layers with adapters, whose many functions
+    keep the thread busy. With tensors handed over the forward pass took `forward_seconds`; what is
+    more than without is paid once more in the backward pass, at the most.
+    """
+    return spare_seconds(host) * share < 2 * (forward_seconds - host.forward_seconds)
 
 
 def load_of(values: Sequence[Value], decisions: Sequence[Decision], functions: int) -> Load:

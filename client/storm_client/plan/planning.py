@@ -22,8 +22,14 @@ from storm_client.compiled import CompiledParts
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision
-from storm_client.plan.host import choose_for_host, host_bound, load_of, spare_seconds
-from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
+from storm_client.plan.host import (
+    choose_for_host,
+    host_bound,
+    layers_are_quicker,
+    load_of,
+    spare_seconds,
+)
+from storm_client.plan.kinds import HostBound, HostPass, Kind, Kinds, StepRecord
 from storm_client.plan.layer_replay import LayerPhase, LayerReplay, LayerStep
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
@@ -260,8 +266,7 @@ class Planning:
             kind.host is not None and budget == "least" and spared <= _little_bytes(kind)
         )
         if kind.host is not None:
-            if not kind.is_not_worth_it:
-                layers.consider(kind, kind.host, room)
+            self._look_for_layers(kind, kind.host, room)
             spare = 0.0 if kind.is_not_worth_it else spare_seconds(kind.host)
             choice = choose_for_host(
                 choice,
@@ -276,6 +281,14 @@ class Planning:
         kind.plan, kind.told = Plan.of(kind, choice, layers.replayed), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_unwatched(kind)
+
+    def _look_for_layers(self, kind: Kind, host: HostBound, room: int) -> None:
+        """Have layers tried where handing over what they save was seen to take longer."""
+        if kind.is_not_worth_it or kind.window is None:
+            return
+        leaving = max(0.0, 1.0 - room / max(kind.saved_bytes, 1))
+        if layers_are_quicker(host, kind.window, leaving):
+            self._layer_replay.consider(kind, host, room)
 
     def _go_on_unwatched(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""

@@ -25,8 +25,8 @@ nothing."""
 
 LAST_BYTES = 9 << 27
 LAST_SHARE = 1 / 9
-"""How much of what a forward pass saves last may stay, in bytes and of all that it saves. It is asked
-for first, and what has just been sent lies there until the backward pass has begun, too."""
+"""How much of what a forward pass saves last may stay, in bytes and of all that it saves. That is
+asked for first, and what has just been sent lies there until the backward pass begins, too."""
 
 LARGEST = 3
 """How many of the largest tensors may be held, so that the link has work while a long kernel runs

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from storm_client.plan import host as host_module
 from storm_client.plan import planning
 from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
-from storm_client.plan.host import Load, choose_for_host, host_bound, load_of, spare_seconds
+from storm_client.plan.host import (
+    Load,
+    choose_for_host,
+    host_bound,
+    layers_are_quicker,
+    load_of,
+    spare_seconds,
+)
 from storm_client.plan.kinds import SAVED, HostBound, HostPass, Kind, Value
 from storm_client.plan.planner import Costs, choose
 from storm_client.stats import StatsRecorder
@@ -166,6 +173,21 @@ def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
         made.observe(Passed(1.0), host)
         made.turned(Passed(0.0), device_waits=device_waits)
     return made
+
+
+@pytest.mark.parametrize(
+    ("own", "with_offload", "share", "are_quicker"),
+    [
+        (0.011, 0.081, 1.0, True),  # 12 layers of width 1024
+        (0.011, 0.041, 0.15, True),
+        (0.076, 0.116, 1.0, False),  # 8 layers of width 4096 with adapters
+        (0.076, 0.082, 0.3, False),
+    ],
+)
+def test_layers_are_called_again_where_that_is_quicker_than_handing_over(
+    own: float, with_offload: float, share: float, are_quicker: bool
+) -> None:
+    assert layers_are_quicker(HostBound(own), with_offload, share) is are_quicker
 
 
 def test_a_kind_is_bound_by_the_host_if_the_device_has_waited_each_time() -> None:

@@ -168,6 +168,21 @@ def test_no_more_layers_are_taken_than_have_to_be(sizes: list[int], room: int) -
     assert taken == 0 or sum(sizes[: taken - 1]) < leaving
 
 
+def test_layers_are_called_once_where_offload_has_taken_the_thread_little(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(kind: Kind, forward_seconds: float | None) -> None:
+        if kind.host is None and forward_seconds:
+            kind.host = HostBound(0.9 * forward_seconds)
+
+    monkeypatch.setattr(planning, "_look_for_host", look)
+    net = made(Layer)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.OFF
+    assert offload.stats().offloaded_bytes > 0
+
+
 def test_nothing_of_the_second_call_is_left(client: storm.Client, x: Tensor) -> None:
     made_so_far: list[StorageWeakRef] = []
 
