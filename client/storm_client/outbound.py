@@ -279,7 +279,7 @@ class Outbound:
         # The pool promises room for the largest blob until a source is read; a host that ran ahead
         # of its device would have it promise all of a step.
         end = time.monotonic() + PATIENCE_SECONDS
-        while self._unread_bytes() > self._transfers.window.limit:
+        while self._unread_bytes() > self._transfers.window.unread:
             if not self._connection.wait(end, COUNTER_SECONDS):
                 return
 

@@ -53,6 +53,15 @@ class DeviceWindow:
         self._pass_bytes = 0
         self._fullest_pass = 0
 
+    @property
+    def unread(self) -> int:
+        """Bytes of sources that may be given up before they were read.
+
+        They take no memory of ours any more: this is by how much the host may be ahead of the
+        device, and less would leave that without work where little is held.
+        """
+        return max(self.limit, min(START_BYTES, self._ceiling))
+
     def saw(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
         self._largest = max(self._largest, nbytes)

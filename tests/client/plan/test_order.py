@@ -411,6 +411,7 @@ def test_little_is_held_where_little_leaves() -> None:
     assert window.limit == START_BYTES
     window.turned()
     assert window.limit == 32 * (GIB // 10) // 8
+    assert window.unread == START_BYTES, "the host is as far ahead as before"
     window.saw(GIB // 10)  # a part of a pass, as where a block runs again
     window.turned()
     assert window.limit == 32 * (GIB // 10) // 8
@@ -447,6 +448,7 @@ def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     window.saw(GIB)
     window.shrink()
     assert (window.limit, window.ahead(100 * GIB, 0)) == (2 * GIB, 2 * GIB)
+    assert window.unread == 2 * GIB
     for _ in range(10):
         window.shrink()
     assert window.limit == window.ahead(100 * GIB, 0) == LEAST_BYTES
