@@ -36,6 +36,10 @@ CHECKPOINTING: Final = 1.5
 """Forward passes that checkpointing takes the thread: the one that is run again, and its own work
 in both. That was 1.95 where it was measured; the rest is for what is not counted here."""
 
+BACKWARD_SHARE: Final = 0.5
+"""Of what handing over takes the forward pass, what it takes the backward pass: at the most, where
+both were measured."""
+
 BOUND_SHARE: Final = 0.6
 """Of the forward pass by the device's clock: a thread that was busy for less had time to spare."""
 
@@ -74,10 +78,10 @@ def layers_are_quicker(host: HostBound, forward_seconds: float, share: float) ->
 
     Layers that save such a `share` of what a step saves. Where tensors are large that takes longer,
     for the device computes as long again: as in wide layers with adapters, whose many functions
-    keep the thread busy. With tensors handed over the forward pass took `forward_seconds`; what is
-    more than without is paid once more in the backward pass, at the most.
+    keep the thread busy. With tensors handed over the forward pass took `forward_seconds`.
     """
-    return spare_seconds(host) * share < 2 * (forward_seconds - host.forward_seconds)
+    handing_over = (1 + BACKWARD_SHARE) * (forward_seconds - host.forward_seconds)
+    return spare_seconds(host) * share < handing_over
 
 
 def load_of(values: Sequence[Value], decisions: Sequence[Decision], functions: int) -> Load:
