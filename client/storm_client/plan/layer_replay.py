@@ -35,15 +35,15 @@ from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_cut import Graphs, LayerCalls
-from storm_client.plan.layer_state import Call, CallState
-from storm_client.plan.layer_trial import (
+from storm_client.plan.layer_snapshots import (
     Attributes,
     TensorStates,
-    call_twice,
     own_tensors,
     tensors_in,
     version_of,
 )
+from storm_client.plan.layer_state import Call, CallState
+from storm_client.plan.layer_trial import call_twice
 from storm_client.settings import deciding_settings
 
 if TYPE_CHECKING:

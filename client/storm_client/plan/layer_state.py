@@ -17,7 +17,7 @@ from storm_client.blocks import function_modes
 from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
 from storm_client.plan.layer_graph import uncached_casts
-from storm_client.plan.layer_trial import (
+from storm_client.plan.layer_snapshots import (
     Attributes,
     RandomStates,
     TensorStates,

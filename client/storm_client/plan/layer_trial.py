@@ -12,11 +12,9 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
-from operator import is_
 from typing import Any, Final, NamedTuple, Never
 
 import torch
@@ -26,23 +24,21 @@ from torch.overrides import TorchFunctionMode
 from storm_client.errors import ActivationLost
 from storm_client.layers import parts_of
 from storm_client.plan.layer_graph import uncached_casts
+from storm_client.plan.layer_snapshots import (
+    NUMBERS,
+    RandomStates,
+    attributes_of,
+    copied,
+    is_same,
+    own_tensors,
+    replaced,
+    tensors_in,
+    version_of,
+)
 from storm_client.plan.recipes import checksum
 from storm_client.watching import Watching
 
-__all__ = [
-    "Attributes",
-    "RandomStates",
-    "TensorStates",
-    "Trial",
-    "call_twice",
-    "copied",
-    "own_tensors",
-    "replaced",
-    "tensors_in",
-    "version_of",
-]
-
-_NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+__all__ = ["Trial", "call_twice"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -53,128 +49,6 @@ DEPTH: Final = 4
 
 MOST_HELD: Final = 10_000
 """Of what is looked through; a module may refer to a whole data set."""
-
-
-class Attributes:
-    """The modules of a layer and their attributes, as they were when it was tried.
-
-    The layer itself is not kept. What containers among the attributes hold is not noted.
-    """
-
-    def __init__(self, parts: Sequence[torch.nn.Module]) -> None:
-        """Note the present; the first of `parts` is the layer."""
-        self._inner = parts[1:]
-        self._of_parts = list(map(_attributes_of, parts))
-        self._values = [tuple(attributes.values()) for attributes in self._of_parts]
-        values = chain.from_iterable(self._values)
-        self.tensors = [value for value in values if type(value) is torch.Tensor]
-        """Those that are neither parameters nor buffers."""
-        self.own = own_tensors(parts)
-        """The parameters and buffers."""
-        self._hooks = [
-            hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)
-        ]
-        self._tables = [
-            table for part in parts for table in (part._modules, part._parameters, part._buffers)
-        ]
-        self._in_tables = list(chain.from_iterable(table.values() for table in self._tables))
-
-    def is_untouched(self, layer: torch.nn.Module) -> bool:
-        """Tell whether all that a layer refers to is the same objects, and nobody has hooks on it.
-
-        That is quick. If not, it may still be equal.
-        """
-        parts = (layer, *self._inner)
-        if not all(map(_has_the_same, parts, self._values)):
-            return False
-        if any(self._hooks) or sum(map(len, self._tables)) != len(self._in_tables):
-            return False
-        in_tables = chain.from_iterable(table.values() for table in self._tables)
-        return all(map(is_, in_tables, self._in_tables))
-
-    def is_of(self, parts: Sequence[torch.nn.Module]) -> bool:
-        """Tell whether a layer has these modules still, in the modes in which they were."""
-        return parts[1:] == self._inner and all(
-            part.training is attributes["training"]
-            for part, attributes in zip(parts, self._of_parts, strict=True)
-        )
-
-    def difference(self, parts: Iterable[torch.nn.Module]) -> str:
-        """Return which has become another, the modes of modules left out; empty where none has."""
-        for part, before, values in zip(parts, self._of_parts, self._values, strict=True):
-            if _has_the_same(part, values):
-                continue
-            now = _attributes_of(part)
-            for name in (before | now).keys() - {"training"}:
-                if not _is_same(now.get(name, _NOTHING), before.get(name, _NOTHING)):
-                    return f"attribute {name!r}"
-        return ""
-
-
-def _has_the_same(part: torch.nn.Module, values: Sequence[object]) -> bool:
-    """Tell whether a module's attributes are these objects, in this order."""
-    now = part.__dict__
-    count = len(now) - ("forward" in now)  # which stands behind the others
-    return count == len(values) and all(map(is_, now.values(), values))
-
-
-class TensorStates:
-    """Tensors as they were."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        """Note the present."""
-        self._tensors = tensors
-        self._versions = _versions_of(tensors)
-        self._needed = [tensor.requires_grad for tensor in tensors]
-
-    def difference(self) -> str:
-        """Return which was written to, or needs a gradient or none now; empty where none was."""
-        versions = _versions_of(self._tensors)
-        needed = [tensor.requires_grad for tensor in self._tensors]
-        if versions == self._versions and needed == self._needed:
-            return ""
-        for number, tensor in enumerate(self._tensors):
-            if (versions[number], needed[number]) != (self._versions[number], self._needed[number]):
-                return f"tensor of shape {list(tensor.shape)}"
-        return ""
-
-    def is_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Tell whether these are the same tensors, whatever was written to them."""
-        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-
-
-def _versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # of inference mode's nothing is counted
-        return list(map(version_of, tensors))
-
-
-_NOTHING: Final = object()
-
-
-def _attributes_of(part: torch.nn.Module) -> dict[str, Any]:
-    attributes = part.__dict__.copy()
-    attributes.pop("forward", None)  # what stands there while steps are under way
-    return attributes
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to, as far as that is counted."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Tell whether two are the same object, or equal numbers, words or lists of such."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if type(one) in (list, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if type(one) is dict:
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    return isinstance(one, _NUMBERS) and bool(one == other)
 
 
 class Trial(NamedTuple):
@@ -270,29 +144,6 @@ class _Unseen:
     def __exit__(self, *_: object) -> None:
         if self._mode is not None:
             torch._C._push_on_torch_function_stack(self._mode)
-
-
-class RandomStates:
-    """PyTorch's generators of random numbers, as they were."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note the present ones of the CPU, and of the GPUs of some tensors."""
-        ordinals = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
-        self._generators = [torch.default_generator]
-        self._generators += [torch.cuda.default_generators[ordinal] for ordinal in ordinals]
-        self._states = [one.get_state() for one in self._generators]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Have them be as they were; then as they are now."""
-        now = [one.get_state() for one in self._generators]
-        try:
-            for generator, state in zip(self._generators, self._states, strict=True):
-                generator.set_state(state)
-            yield
-        finally:
-            for generator, state in zip(self._generators, now, strict=True):
-                generator.set_state(state)
 
 
 class _Outside:
@@ -448,7 +299,7 @@ class _Held:
         self._found: list[object] = []
         self._met: set[int] = set()
         for part in parts:
-            for name, value in _attributes_of(part).items():
+            for name, value in attributes_of(part).items():
                 self._found.append(name)
                 self._look(value, DEPTH)
 
@@ -456,7 +307,7 @@ class _Held:
         if not isinstance(other, _Held) or len(self._found) != len(other._found):
             return False
         return all(
-            one is two or (isinstance(one, _NUMBERS) and _is_same(one, two))
+            one is two or (isinstance(one, NUMBERS) and is_same(one, two))
             for one, two in zip(self._found, other._found, strict=True)
         )
 
@@ -483,44 +334,6 @@ def _held_by(value: Any) -> Iterable[object]:
     return tuple(getattr(value, "__dict__", {}).values())
 
 
-def own_tensors(parts: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the parameters and buffers of modules, without those of their parts."""
-    found: list[torch.Tensor | None] = []
-    for part in parts:
-        found += part._parameters.values()
-        found += part._buffers.values()
-    return [tensor for tensor in found if tensor is not None]
-
-
-def tensors_in(arguments: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors among some arguments.
-
-    Raises:
-        TypeError: one could hold what calls change.
-    """
-    found: list[torch.Tensor] = []
-    for argument in arguments:
-        if type(argument) in (torch.Tensor, torch.nn.Parameter):
-            found.append(argument)
-        elif type(argument) in (tuple, list, dict):
-            found += tensors_in(argument.values() if type(argument) is dict else argument)
-        elif not isinstance(argument, _NUMBERS):
-            raise TypeError(
-                f"it is given a {type(argument).__name__}, which each call may write to; if that "
-                "is a cache, train with model.config.use_cache = False"
-            )
-    return found
-
-
-def copied(argument: Any) -> Any:
-    """Return an argument with lists and dicts of its own, in which are the same tensors."""
-    if type(argument) is dict:
-        return {name: copied(value) for name, value in argument.items()}
-    if type(argument) in (tuple, list):
-        return type(argument)(map(copied, argument))
-    return argument
-
-
 def _is_same_given(argument: Any, before: Any) -> bool:
     """Tell whether an argument holds the same as its copy."""
     if type(argument) is dict and type(before) is dict:
@@ -530,17 +343,6 @@ def _is_same_given(argument: Any, before: Any) -> bool:
     if type(argument) in (tuple, list) and type(argument) is type(before):
         return len(argument) == len(before) and all(map(_is_same_given, argument, before))
     return argument is before
-
-
-def replaced(argument: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
-    """Return arguments with those of `tensors`, by the id of each, in the place of theirs."""
-    if type(argument) in (torch.Tensor, torch.nn.Parameter):
-        return tensors.get(id(argument), argument)
-    if type(argument) is dict:
-        return {name: replaced(value, tensors) for name, value in argument.items()}
-    if type(argument) in (tuple, list):
-        return type(argument)([replaced(value, tensors) for value in argument])
-    return argument
 
 
 def _nothing(_: object) -> Any:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from storm_client.layers import parts_of
 from storm_client.plan.layer_cut import CutCall, Graphs, LayerCalls
+from storm_client.plan.layer_snapshots import Attributes, tensors_in
 from storm_client.plan.layer_state import Call, CallState
-from storm_client.plan.layer_trial import Attributes, call_twice, tensors_in
+from storm_client.plan.layer_trial import call_twice
 from storm_client.stats import StatsRecorder
 from support.comparing import Plain
 from support.databases import EXCEPTIONS, Sample, module_samples, operator_samples, same
