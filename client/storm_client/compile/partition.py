@@ -45,6 +45,7 @@ from storm_client.compile.views import (
 from storm_client.errors import UsageError
 from storm_client.plan.decisions import Decision, Keep, Offload, Replay
 from storm_client.plan.table import Plan, Row
+from storm_client.plan.window import last_bytes
 from storm_client.sizes import format_size
 from stormd.protocol import Budget
 
@@ -263,7 +264,7 @@ class _Pair:
                 "device at once, which is the least possible; raise it, or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
-        count = _count(budget, chosen, saved, is_loss=self.there.returns_a_loss)
+        count = self._count(budget, chosen, saved)
         draft = chosen.draft(count, in_runs=in_runs)
         decisions = list(draft.decisions)
         self._drop(values, draft)
@@ -292,6 +293,26 @@ class _Pair:
             room=0 if last is None else draft.rooms[draft.fetches[last]],
             rooms=rooms,
         )
+
+    def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved]) -> int:
+        """Return how many values a budget keeps, or may keep in a run that has all of it.
+
+        Where a graph returns a loss its backward pass comes next, and a fraction is of its own
+        peak. What was stored last would lie there then, on its way, so as much stays instead. Of
+        other graphs all that is kept lies there at once, with what one backward graph needs: of the
+        model's blocks, which all keep the same. So a fraction is of what they keep, too.
+        """
+        if budget == "fit":
+            return len(chosen.order)
+        if type(budget) is int:
+            return chosen.fitting(budget)
+        share = budget if isinstance(budget, float) else 0.0
+        total = sum(one.nbytes for one in saved if not one.is_only_a_source)
+        allowed, least = int(share * total), chosen.least
+        if not self.there.returns_a_loss:
+            return min(chosen.fitting(max(allowed, least)), chosen.holding(allowed))
+        in_flight = last_bytes(total) if self.machine.hides else 0
+        return chosen.fitting(max(allowed, least + in_flight))
 
     def _drop(self, values: list[_Value], draft: Draft) -> None:
         """Hand over no more what nothing is computed from."""
@@ -456,23 +477,6 @@ def _see(node: fx.Node) -> None:
     seen.meta["val"] = None
     if "autograd_backward" in node.meta:
         seen.meta["autograd_backward"] = True
-
-
-def _count(budget: Budget, chosen: Schedule, saved: Sequence[Saved], *, is_loss: bool) -> int:
-    """Return how many values a budget keeps, or may keep in a run that has all of it.
-
-    Where a graph returns a loss its backward pass comes next, and a fraction is of its own peak. Of
-    others all that is kept lies there at once, with what one backward graph needs: of the model's
-    blocks, which all keep the same. So a fraction is of what they keep, too.
-    """
-    if budget == "fit":
-        return len(chosen.order)
-    if type(budget) is int:
-        return chosen.fitting(budget)
-    share = budget if isinstance(budget, float) else 0.0
-    allowed = int(share * sum(one.nbytes for one in saved if not one.is_only_a_source))
-    count = chosen.fitting(max(allowed, chosen.least))
-    return count if is_loss else min(count, chosen.holding(allowed))
 
 
 def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine: Machine) -> Plan:

@@ -9,6 +9,7 @@ from storm_client.compile.exactness import exact_in_eager, exact_in_generated_co
 from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.partition import partition
 from storm_client.plan.decisions import REPLAY
+from storm_client.plan.window import last_bytes
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.nn.functional import scaled_dot_product_attention
@@ -173,6 +174,25 @@ def test_what_takes_no_more_memory_is_kept_where_the_backward_pass_comes_next(
     kept = [row for row in graph.plan.rows if row.reason == "budget"]
     assert bool(kept) == is_loss
     assert graph.plan.peak_bytes == graph.schedule.least
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+@pytest.mark.usefixtures("full_link")
+def test_as_much_stays_as_would_be_on_its_way_when_the_backward_pass_comes_next(
+    is_loss: bool,
+) -> None:
+    def function(x: Tensor) -> tuple[Tensor]:
+        for _ in range(16):
+            x = x.sin().exp()
+        return (x.mean() if is_loss else x,)
+
+    peaks = [divided(function, x(), budget=share)[2].plan.peak_bytes for share in (0.0, 0.05)]
+    _, _, graph = divided(function, x())
+    in_flight = last_bytes(sum(row.nbytes for row in graph.plan.rows))
+    assert in_flight > graph.plan.rows[0].nbytes, "room for one at least"
+    assert (peaks[0] > graph.schedule.least) == is_loss
+    assert graph.schedule.least <= peaks[0] <= graph.schedule.least + in_flight
+    assert peaks[1] == peaks[0]
 
 
 def test_a_fraction_below_the_least_lets_that_much_of_a_block_stay() -> None:
