@@ -19,9 +19,13 @@ FIT_SHARE = 0.9
 START_BYTES = 5 << 28
 """What may be held to begin with: what a PCIe 5 link moves in the time of a long kernel."""
 
-PASS_SHARE = 1 / 8
+HELD_SHARE = 1 / 8
 """Of what the fullest forward pass has stored: where little leaves, holding all of it would free
 nothing."""
+
+UNREAD_SHARE = 1 / 4
+"""The same of what is given up before it is read. That takes no memory of ours, but room that the
+pool promises; with less the host is so little ahead that the device runs out of work."""
 
 LAST_BYTES = 9 << 27
 LAST_SHARE = 1 / 9
@@ -49,31 +53,25 @@ class DeviceWindow:
         self._ceiling = ceiling
         self.limit = min(START_BYTES, self._ceiling)
         """Bytes of sources that may be held after they were stored."""
+        self.unread = self.limit
+        """Bytes of sources that may be given up before they were read."""
         self._largest = 0
         self._pass_bytes = 0
         self._fullest_pass = 0
-
-    @property
-    def unread(self) -> int:
-        """Bytes of sources that may be given up before they were read.
-
-        They take no memory of ours any more: this is by how much the host may be ahead of the
-        device, and less would leave that without work where little is held.
-        """
-        return max(self.limit, min(START_BYTES, self._ceiling))
 
     def saw(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
         self._largest = max(self._largest, nbytes)
         self._pass_bytes += nbytes
         self.limit = min(self._ceiling, max(self.limit, LARGEST * nbytes))
+        self.unread = max(self.unread, self.limit)
 
     def turned(self) -> None:
         """Note that something is brought back: what was stored since the last time was a pass."""
         if self._pass_bytes > self._fullest_pass:
             self._fullest_pass = self._pass_bytes
-            share = min(START_BYTES, max(LEAST_BYTES, int(PASS_SHARE * self._fullest_pass)))
-            self.limit = min(self._ceiling, max(share, LARGEST * self._largest))
+            self.limit = self._part_of_pass(HELD_SHARE)
+            self.unread = self._part_of_pass(UNREAD_SHARE)
         self._pass_bytes = 0
 
     def ahead(self, headroom: int, held: int) -> int:
@@ -90,6 +88,11 @@ class DeviceWindow:
         """Take half from now on: the device has run out of memory."""
         self._ceiling = max(min(LEAST_BYTES, self._ceiling), self._ceiling // 2)
         self.limit = min(self.limit, self._ceiling)
+        self.unread = min(self.unread, self._ceiling)
+
+    def _part_of_pass(self, share: float) -> int:
+        nbytes = min(START_BYTES, max(LEAST_BYTES, int(share * self._fullest_pass)))
+        return min(self._ceiling, max(nbytes, LARGEST * self._largest))
 
 
 def last_bytes(saved: int) -> int:
