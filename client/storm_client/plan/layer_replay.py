@@ -18,30 +18,22 @@ does in PyTorch for what is saved.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from storm_client.blocks import Stacks, untraced
+from storm_client.blocks import Stacks
 from storm_client.compiled import CompiledParts, may_be_compiled
 from storm_client.layers import Layers, parts_of
 from storm_client.plan.decisions import ReplayedLayer
 from storm_client.plan.kinds import HostBound, Kind
-from storm_client.plan.layer_cut import Graphs, LayerCalls
-from storm_client.plan.layer_snapshots import (
-    Attributes,
-    TensorStates,
-    own_tensors,
-    tensors_in,
-    version_of,
-)
+from storm_client.plan.layer_cut import Graphs
+from storm_client.plan.layer_forward import LayerForward, are_plain, nbytes_of
+from storm_client.plan.layer_snapshots import own_tensors, tensors_in
 from storm_client.plan.layer_state import Call, CallState
 from storm_client.plan.layer_trial import call_twice
 from storm_client.settings import deciding_settings
@@ -96,12 +88,12 @@ class LayerReplay:
         self._phase = LayerPhase.OFF
         self._compiled = CompiledParts()
         self._graphs = Graphs()
-        self._layers: list[_Layer] = []
+        self._layers: list[LayerForward] = []
         """The first of the model, which are tried or run again."""
         self._refused: set[int] = set()
         """Ids of layers that are not tried again."""
         self._steps = 0
-        self._hooked: list[_Layer] = []
+        self._hooked: list[LayerForward] = []
         """Those whose forwards are replaced while that many steps are under way."""
         self._local = threading.local()
         self._has_outgrown = False
@@ -238,7 +230,7 @@ class LayerReplay:
         self._layers = []
         self._host, self._saved_bytes = None, 0
 
-    def _first_of(self, kind: Kind, leaving: int) -> Iterator[_Layer]:
+    def _first_of(self, kind: Kind, leaving: int) -> Iterator[LayerForward]:
         """Yield the first layers that save so many bytes together; all where they save less."""
         if leaving <= 0 or may_be_compiled(self._known.modules):
             return
@@ -249,7 +241,7 @@ class LayerReplay:
         for name, module in self._known.whole().items():
             if leaving > 0 and sizes.get(name) and self._may_be_called_twice(module):
                 leaving -= sizes[name]
-                yield _Layer(name, module, sizes[name], self._graphs)
+                yield LayerForward(name, module, sizes[name], self._graphs)
 
     def _may_be_called_twice(self, module: torch.nn.Module) -> bool:
         """Tell whether somebody says so of a layer, and nobody watches or shards its parts."""
@@ -264,7 +256,7 @@ class LayerReplay:
         parts = list(parts_of([module]))
         if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
             return False
-        return _are_plain(parts, own_tensors(parts))
+        return are_plain(parts, own_tensors(parts))
 
 
 class LayerStep:
@@ -287,7 +279,7 @@ class LayerStep:
         self._has_begun = False
         self.outer: LayerStep | None = None
         """The step inside of which it is, in the same thread."""
-        self._tried: list[_Layer] = []
+        self._tried: list[LayerForward] = []
         """What has been tried in it."""
 
     def begin(self, pack: object = None) -> None:
@@ -302,7 +294,7 @@ class LayerStep:
         if self._has_begun:
             self._replay.leave(self)
 
-    def call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what a layer's forward returns."""
         if layer.refusal or not layer.module.training:
             return layer.forward(*args, **kwargs)
@@ -313,7 +305,7 @@ class LayerStep:
             stacks.restore()
             raise
 
-    def _try(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _try(self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Find out whether a layer may be run again, which is open where its forward raises."""
         if layer.is_tried:
             layer.look_back()
@@ -326,7 +318,7 @@ class LayerStep:
             layer.refuse(str(error))
             return layer.forward(*args, **kwargs)
         own = own_tensors(parts)
-        if not _are_plain(parts, own):
+        if not are_plain(parts, own):
             layer.refuse("somebody has hooks on the calls of its modules")
         if len({tensor.device for tensor in own}) > 1:  # each has a backward thread of its own
             layer.refuse("its parameters and buffers lie on several devices")
@@ -345,7 +337,9 @@ class LayerStep:
             _look_at_backward_pass(layer, trial.made)
         return trial.made
 
-    def _replayed_call(self, layer: _Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _replayed_call(
+        self, layer: LayerForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a layer's forward now, and again where something that it saved is asked for."""
         try:
             tensors = tensors_in((*args, *kwargs.values()))
@@ -355,7 +349,7 @@ class LayerStep:
             return layer.forward(*args, **kwargs)
         module = layer.module
         passed = layer.passed(module)
-        if passed is None or _nbytes(tensors) > OUTGROWN * layer.input_bytes:
+        if passed is None or nbytes_of(tensors) > OUTGROWN * layer.input_bytes:
             self._replay.outgrown()
         if passed is None:
             return layer.forward(*args, **kwargs)
@@ -366,152 +360,7 @@ class LayerStep:
         return layer.calls.run(call, own + attributes.tensors, (args, kwargs))
 
 
-class _Layer:
-    """A layer's place in its module: stands there as its `forward` while steps are under way.
-
-    It does not keep the module, which may be replaced by another. Copies and pickles of the module
-    have its forward instead.
-    """
-
-    def __init__(self, name: str, module: torch.nn.Module, nbytes: int, graphs: Graphs) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.input_bytes = 0
-        """Of the tensors that it was given when it was tried."""
-        self.is_tried = False
-        self.refusal = ""
-        self._module = weakref.ref(module)
-        self._forward = _weakly(module.forward)
-        self._before: Callable[..., Any] | None = None
-        """What stood there as the module's own forward, while this does."""
-        self._is_hooked = False
-        self._replay: LayerReplay | None = None
-        self.calls = LayerCalls(graphs)
-        self._passed: Attributes | None = None
-        """The modules that were tried, and what they had."""
-        self._own: TensorStates | None = None
-        """Their parameters and buffers then, until the trial is judged."""
-        self._given: list[tuple[torch.Tensor, int]] = []
-        """What they were given then and its versions, until the block ends."""
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The layer, which lives while it is called."""
-        module = self._module()
-        assert module is not None
-        return module
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The module's forward for which it stands."""
-        return self._forward()
-
-    def hook(self, replay: LayerReplay) -> None:
-        """Stand in for the module's forward, unless it still does below what others put there."""
-        module = self._module()
-        self._replay = replay
-        if module is None or self._is_hooked:
-            return
-        self._before = module.__dict__.get("forward")
-        self._forward = _weakly(module.forward)
-        module.__dict__["forward"] = self
-        self._is_hooked = True
-
-    def unhook(self) -> None:
-        """Give its forward back, unless somebody else has put another there, which may call it."""
-        module = self._module()
-        if module is None or module.__dict__.get("forward") is not self:
-            return
-        self._is_hooked = False
-        if self._before is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"], self._before = self._before, None
-
-    def passes(self, parts: Sequence[torch.nn.Module], given: Iterable[torch.Tensor]) -> None:
-        """Note what was called twice, and what it was given."""
-        self.is_tried, self.input_bytes = True, _nbytes(given)
-        self._given = [(tensor, version_of(tensor)) for tensor in given]
-        self._passed = Attributes(parts)
-        self._own = TensorStates(own_tensors(parts))
-
-    def passed(self, module: torch.nn.Module) -> tuple[Attributes, list[torch.Tensor]] | None:
-        """Return what it was tried with, and the parameters and buffers that it has now.
-
-        None if it has other modules now, or in other modes. It is refused where their attributes
-        are set anew: who does that for each call may do so before the backward pass has called it
-        again.
-        """
-        passed = self._passed
-        if passed is None or modules._global_forward_hooks or modules._global_forward_pre_hooks:
-            return None
-        if passed.is_untouched(module):
-            return passed, passed.own
-        parts = list(parts_of([module]))
-        own = own_tensors(parts)
-        if not (_are_plain(parts, own) and passed.is_of(parts)):
-            return None
-        if passed.difference(parts):
-            self.refuse(_SET_ANEW)
-        return None if self.refusal else (passed, own)
-
-    def look_back(self) -> None:
-        """Refuse where others set anew what it was called with: its calls may depend on that."""
-        if self._passed is None or self._own is None:
-            return
-        parts = list(parts_of([self.module]))
-        if self._passed.is_of(parts) and (
-            self._passed.difference(parts) or not self._own.is_of(own_tensors(parts))
-        ):
-            self.refuse(_SET_ANEW)
-
-    def lets_go(self) -> None:
-        """Refuse if what it was given in its trial has been written to before the block's end."""
-        given, self._given = self._given, []
-        if any(version_of(tensor) != version for tensor, version in given):
-            self.refuse("what it is given is changed in place behind its call")
-
-    def judged(self) -> str:
-        """Return what speaks against it after the step of its trial."""
-        self.look_back()
-        self._own = None
-        return self.refusal
-
-    @property
-    def identity(self) -> int:
-        """The module's id; 0 where that is gone."""
-        module = self._module()
-        return 0 if module is None else id(module)
-
-    def refuse(self, reason: str) -> None:
-        """Note why it cannot be run again."""
-        self.is_tried = True
-        self.refusal = self.refusal or f"{self.name} is not run again: {reason}"
-
-    @untraced
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what this thread's step does with a call."""
-        step = None if self._replay is None else self._replay.current()
-        return self.forward(*args, **kwargs) if step is None else step.call(self, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the forward has: its name, signature or function."""
-        return getattr(self.forward, name)
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """Where `inspect` looks for a signature."""
-        return self.forward
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Be copied and pickled as the forward."""
-        return _as_it_is, (self.forward,)
-
-
-_SET_ANEW: Final = "a parameter, a buffer or an attribute of it is set anew between its calls"
-
-
-def _look_at_backward_pass(layer: _Layer, made: Any) -> None:
+def _look_at_backward_pass(layer: LayerForward, made: Any) -> None:
     """Have a layer not be run again if the backward pass of its trial runs in other settings.
 
     As that of a script does which chooses attention's kernels for the forward pass alone. Have its
@@ -544,30 +393,3 @@ def _cannot_be_saved(tensors: Sequence[torch.Tensor]) -> bool:
         return True
     on_gpu = any(tensor.is_cuda for tensor in tensors)
     return on_gpu and torch.cuda.is_current_stream_capturing()
-
-
-def _weakly(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Return what returns a function, without keeping the object that it is a method of."""
-    if isinstance(function, MethodType):
-        return cast("Callable[[], Callable[..., Any]]", weakref.WeakMethod(function))
-    return lambda: function
-
-
-def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a layer's place is pickled as."""
-    return forward
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _are_plain(parts: Iterable[torch.nn.Module], tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether nobody is told of the calls of modules, whose tensors are ordinary ones."""
-    hooks = modules._global_forward_hooks or modules._global_forward_pre_hooks
-    if hooks or any(part._forward_hooks or part._forward_pre_hooks for part in parts):
-        return False
-    return {type(tensor) for tensor in tensors} <= _PLAIN
-
-
-_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
