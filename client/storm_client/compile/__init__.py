@@ -38,10 +38,11 @@ def compile(  # noqa: A001 - torch.compile's name
 
     Each graph keeps, offloads or computes again what its backward graph needs, such that at most
     `budget` of it is on the device at any moment: "least", "fit" (what the device has free), bytes
-    or a size as "12GiB" for all graphs of `model` together, or as a float a fraction of what each
-    graph saves; by default what STORMD_BUDGET says, else "least". A fraction below the least
-    possible means the least possible. Results are those of torch.compile without offload, bit for
-    bit where its kernels are deterministic.
+    or a size as "12GiB" for all graphs together that are compiled for this client with that budget,
+    as blocks one by one, or as a float a fraction of what each graph saves; by default what
+    STORMD_BUDGET says, else "least". A graph that returns a loss has no less than the least
+    possible. Results are those of torch.compile without offload, bit for bit where its kernels are
+    deterministic.
 
     `client` is what `storm_client.connect` returned, by default one that the process shares, which
     is connected when the first value leaves. Tensors of less than `min_bytes` stay. `codec` is

@@ -21,6 +21,7 @@ from storm_client.arguments import check_storing, plan_options
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import partition
+from storm_client.compile.room import room_for
 from storm_client.compile.runtime import Graph, Target, running, shared_target
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
@@ -83,7 +84,9 @@ def compiled(
     if not callable(model) or isinstance(model, type):
         raise UsageError(f"model is {model!r}; pass a module that was made, or a function")
     asked = _Asked.of(mode, options)
-    target = Target(supply_of(client), asked.budget, asked.codec, asked.min_bytes)
+    supply = supply_of(client)
+    room = room_for(None if client is None else client._supply, asked.budget)
+    target = Target(supply, asked.budget, asked.codec, asked.min_bytes, room)
     options = {_ASKED: asked, _TARGET: target}
     found = torch.compile(
         model,

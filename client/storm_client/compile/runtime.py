@@ -4,8 +4,8 @@ A graph that is called with a Target hands its values to that client's daemon. W
 not take, or must not have, is held here, and given back as it is. Autograd's token is all that
 keeps a value; its death, in whatever thread, is noticed where a graph runs next.
 
-Where a budget is one of bytes it holds for all graphs of a Target together: what a call may keep
-then depends on what others keep meanwhile.
+Where a budget is one of bytes, what a call may keep depends on what others keep meanwhile
+(`room.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from storm_client.compile.habits import Habit, Rehearsal
+from storm_client.compile.room import Room, room_for
 from storm_client.compiled import HANDLED
 from storm_client.dtypes import codec_name
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lost_in_forward
 from storm_client.plan.decisions import Keep
-from storm_client.plan.window import free_bytes
 from storm_client.policy import Policy
 from storm_client.runs import PlannedValue
 from storm_client.saved import Handle, StoredRange
@@ -101,22 +101,29 @@ class Target:
     """Where the values of compiled graphs go: the daemon of one client. Threads may share it."""
 
     def __init__(
-        self, supply: Callable[[], Supply], budget: Budget, codec: str, min_bytes: int
+        self,
+        supply: Callable[[], Supply],
+        budget: Budget,
+        codec: str,
+        min_bytes: int,
+        room: Room | None = None,
     ) -> None:
-        """Use the sessions of `supply()`, which is called when the first value leaves."""
+        """Use the sessions of `supply()`, which is called when the first value leaves.
+
+        What runs keep by choice is taken of `room`, by default of one of its own.
+        """
         self.budget = budget
+        self.room = Room(budget) if room is None else room
+        """What runs may keep by choice, where they decide that."""
         self.codec = codec
         self.min_bytes = min_bytes
         self.recorder = StatsRecorder()
         self.graphs: list[Graph] = []
         """Those compiled so far."""
+        self.room.share(self)
         self.policy = Policy((), min_bytes)
         self._supply = supply
         self._lock = threading.Lock()  # protects all below
-        self._kept_bytes = 0
-        self._dead: deque[_HeldRef] = deque()
-        self._held: dict[int, _HeldRef] = {}
-        self._has_waited = False
         self._is_used = False
         self._announced: dict[int, tuple[weakref.ref[Session], _Announced]] = {}
         """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
@@ -141,29 +148,9 @@ class Target:
         return self._supply()
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes that are held by choice in runs whose backward pass is still to come."""
-        with self._lock:
-            while self._dead:
-                reference = self._dead.popleft()
-                if self._held.pop(reference.key, None) is not None:
-                    self._kept_bytes -= reference.nbytes
-            return self._kept_bytes
-
-    def room(self) -> int:
-        """Return how many bytes a run that begins now may keep by choice.
-
-        What any graph needs at the least is left free. Which graphs a step has is not known until
-        a value was waited for, and nothing is kept before.
-        """
-        kept = self.kept_bytes
-        if not self._has_waited:
-            return 0
-        if type(self.budget) is int:
-            limit = self.budget
-        else:
-            limit = kept + free_bytes() if torch.cuda.is_available() else 0
-        return limit - kept - max((graph.schedule.least for graph in self.graphs), default=0)
+    def least(self) -> int:
+        """Bytes that one of the backward graphs needs at the most, with nothing kept by choice."""
+        return max((graph.schedule.least for graph in self.graphs), default=0)
 
     def settle(self) -> None:
         """Wait up to a second for stores under way to end."""
@@ -174,10 +161,7 @@ class Target:
         """Hold a value by choice."""
         self.recorder.skipped(value.nbytes, "budget")
         held = Held(value, self)
-        with self._lock:
-            self._kept_bytes += value.nbytes
-            reference = _HeldRef(held, self._dead, value.nbytes)
-            self._held[reference.key] = reference
+        self.room.keep(held, value.nbytes)
         return held
 
     def announced(self, session: Session) -> _Announced:
@@ -210,7 +194,7 @@ class Target:
     def goes_back(self) -> bool:
         """Note that a value is waited for; tell whether it is the first since one was saved."""
         is_first, self.is_going_back = not self.is_going_back, True
-        self._has_waited = True
+        self.room.goes_back()
         return is_first
 
     is_going_back = False
@@ -220,7 +204,7 @@ class Target:
 def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
     """Return the target of the client that the process shares for what was asked for."""
     key = (budget, codec, min_bytes)
-    return _SHARED.setdefault(key, Target(_shared_supply, *key))
+    return _SHARED.setdefault(key, Target(_shared_supply, *key, room_for(None, budget)))
 
 
 def _shared_supply() -> Supply:
@@ -255,7 +239,7 @@ class Call:
         self.trail = None if graph is None else _Trail(graph, _RUNNING.trail)
         self._graph = graph
         self._rehearsals: dict[int, Rehearsal] = {}
-        self._room = target.room() if self._ranks else 0
+        self._room = target.room.left() if self._ranks else 0
         self._count = 0 if graph is None else graph.schedule.holding(self._room)
 
     def keeps(self, number: int, nbytes: int) -> bool:
@@ -604,20 +588,6 @@ class Lent:
         """Return what it was, whatever data its parameter has now."""
         self._version.check()
         return self._version.token
-
-
-class _HeldRef(weakref.ref[Held]):
-    """Tells of the death of what was kept by choice by being appended to a deque."""
-
-    __slots__ = ("key", "nbytes")
-
-    def __new__(cls, held: Held, dead: deque[_HeldRef], nbytes: int) -> _HeldRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
-        return super().__new__(cls, held, dead.append)
-
-    def __init__(self, held: Held, dead: deque[_HeldRef], nbytes: int) -> None:
-        super().__init__(held, dead.append)  # type: ignore[call-arg]  # typeshed omits it
-        self.key = next(_KEYS)
-        self.nbytes = nbytes
 
 
 class _Announced:

@@ -190,11 +190,30 @@ def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -
         loss = call(seeded("cpu", 2, 16, 32)).square().mean()
         least = max(graph.schedule.least for graph in target.graphs)
         assert len(target.graphs) == 3
-        assert target.kept_bytes <= 60_000 - least
-        assert (target.kept_bytes > 0) == (number > 0), "the first step learns which graphs run"
+        assert target.room.kept_bytes <= 60_000 - least
+        assert (target.room.kept_bytes > 0) == (number > 0), "which graphs run is learned first"
         loss.backward()
         del loss
-        assert target.kept_bytes == 0
+        assert target.room.kept_bytes == 0
+
+
+def test_blocks_that_are_compiled_one_by_one_share_a_budget_of_bytes(client: storm.Client) -> None:
+    wrap = Compiler(client, budget=60_000)
+    calls = [wrap(blocks("cpu", 1)) for _ in range(3)]
+    others = Compiler(client, budget=50_000)(perceptron("cpu"))
+    rooms = [backend._target_of(call).room for call in calls]
+    assert rooms[0] is rooms[1] is rooms[2]
+    assert rooms[0] is not backend._target_of(others).room
+    for number in range(3):
+        x = seeded("cpu", 2, 16, 32)
+        for call in calls:
+            x = call(x)
+        least = max(backend._target_of(call).least for call in calls)
+        assert rooms[0].kept_bytes <= 60_000 - least
+        assert (rooms[0].kept_bytes > 0) == (number > 0)
+        x.square().mean().backward()
+        del x
+        assert rooms[0].kept_bytes == 0
 
 
 # --- lives --------------------------------------------------------------------------------------

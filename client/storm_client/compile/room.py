@@ -1,0 +1,132 @@
+"""What runs of compiled graphs keep by choice where a budget is one of bytes: all of them together.
+
+What a graph keeps lies on the device until its backward pass, beside what others keep. So all that
+are compiled for one client with the same budget share it, as blocks that are compiled one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from itertools import count
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from storm_client.plan.window import free_bytes
+from stormd.protocol import Budget
+
+if TYPE_CHECKING:
+    from storm_client.supply import Supply
+
+__all__ = ["Room", "room_for"]
+
+
+class _Sharing(Protocol):
+    """Some graphs that share a budget with others."""
+
+    @property
+    def least(self) -> int:
+        """Bytes that one of their backward graphs needs at the most, with nothing kept."""
+        ...
+
+
+class Room:
+    """What one budget lets stay, of which threads may take their parts at once."""
+
+    def __init__(self, budget: Budget) -> None:
+        """Let as many bytes stay as that says, or with "fit" as the device has free."""
+        self._budget = budget
+        self._lock = threading.Lock()  # protects all below
+        self._sharing: list[weakref.ref[_Sharing]] = []
+        self._kept_bytes = 0
+        self._dead: deque[_KeptRef] = deque()
+        self._kept: dict[int, _KeptRef] = {}
+        self._has_gone_back = False
+
+    def share(self, graphs: _Sharing) -> None:
+        """Have some graphs take part as long as they live."""
+        with self._lock:
+            self._sharing = [one for one in self._sharing if one() is not None]
+            self._sharing.append(weakref.ref(graphs))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are held by choice in runs whose backward pass is still to come."""
+        with self._lock:
+            while self._dead:
+                reference = self._dead.popleft()
+                if self._kept.pop(reference.key, None) is not None:
+                    self._kept_bytes -= reference.nbytes
+            return self._kept_bytes
+
+    def left(self) -> int:
+        """Return how many bytes a run that begins now may keep by choice.
+
+        What any graph needs at the least is left free. Which graphs a step has is not known until
+        a backward pass has begun, and nothing is kept before.
+        """
+        if not self._has_gone_back:
+            return 0
+        kept = self.kept_bytes
+        if type(self._budget) is int:
+            limit = self._budget
+        else:
+            limit = kept + free_bytes() if torch.cuda.is_available() else 0
+        with self._lock:
+            living = [reference() for reference in self._sharing]
+        least = max((one.least for one in living if one is not None), default=0)
+        return limit - kept - least
+
+    def keep(self, held: object, nbytes: int) -> None:
+        """Count what is held by choice, until it dies."""
+        with self._lock:
+            self._kept_bytes += nbytes
+            reference = _KeptRef(held, self._dead, nbytes)
+            self._kept[reference.key] = reference
+
+    def goes_back(self) -> None:
+        """Note that a backward pass has begun."""
+        self._has_gone_back = True
+
+
+class _KeptRef(weakref.ref[object]):
+    """Tells of the death of what was kept by choice by being appended to a deque."""
+
+    __slots__ = ("key", "nbytes")
+
+    def __new__(cls, held: object, dead: deque[_KeptRef], nbytes: int) -> _KeptRef:  # noqa: ARG004 - weakref.ref takes it in __new__ too
+        return super().__new__(cls, held, dead.append)
+
+    def __init__(self, held: object, dead: deque[_KeptRef], nbytes: int) -> None:
+        super().__init__(held, dead.append)  # type: ignore[call-arg]  # typeshed omits it
+        self.key = next(_KEYS)
+        self.nbytes = nbytes
+
+
+_KEYS = count(1)
+
+
+def room_for(supply: Supply | None, budget: Budget) -> Room:
+    """Return the room that graphs of one client share; None stands for the process's own.
+
+    Where no run decides what is kept, each has one of its own, of which nothing is taken.
+    """
+    if type(budget) is not int and budget != "fit":
+        return Room(budget)
+    key = (None if supply is None else id(supply), budget)
+    with _LOCK:
+        reference = _ROOMS.get(key)
+        room = None if reference is None else reference()
+        if room is None:
+            for gone in [old for old, one in _ROOMS.items() if one() is None]:
+                del _ROOMS[gone]
+            room = Room(budget)
+            _ROOMS[key] = weakref.ref(room)
+        return room
+
+
+_LOCK = threading.Lock()  # protects the table
+_ROOMS: dict[tuple[int | None, Budget], weakref.ref[Room]] = {}
+"""By the client's supply, which lives as long as graphs that hold its room."""
