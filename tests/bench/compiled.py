@@ -35,6 +35,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from stormd.machine import describe, package_versions
+from stormd.protocol import budget_text, parse_budget
 
 GIB = 1 << 30
 WARM_UPS = 3
@@ -154,10 +155,10 @@ def methods(arguments: argparse.Namespace) -> list[Method]:
         found.append(Method(f"activation_memory_budget={budget:g}", plain, patch))
     for budget in arguments.budgets:
 
-        def wrap(model: nn.Module, budget: float = budget) -> nn.Module:
+        def wrap(model: nn.Module, budget: str | float = budget) -> nn.Module:
             return storm.compile(model, budget=budget, min_bytes=arguments.min_bytes)
 
-        found.append(Method(f"stormd budget={budget}", wrap))
+        found.append(Method(f"stormd budget={budget_text(budget)}", wrap))
     return [*found, Method("none, again", plain)]
 
 
@@ -251,7 +252,13 @@ def main() -> None:
         "--deterministic", action="store_true", help="have equal graphs give equal bits"
     )
     parser.add_argument("--blocks", action="store_true", help="compile block by block")
-    parser.add_argument("--budgets", nargs="*", type=float, default=BUDGETS, help="of the backend")
+    parser.add_argument(
+        "--budgets",
+        nargs="*",
+        type=parse_budget,
+        default=BUDGETS,
+        help="of the backend: 0.5, 4GiB for all blocks together, least",
+    )
     parser.add_argument(
         "--memory-budgets", nargs="*", type=float, default=MEMORY_BUDGETS, help="of PyTorch's own"
     )
