@@ -287,6 +287,7 @@ in_the_daemon = pytest.mark.parametrize("codec_in", ["daemon"])
 
 
 def used_bytes() -> int:
+    """Return what all processes hold on the device: no other test may run there meanwhile."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
