@@ -38,12 +38,13 @@ class Room:
     def __init__(self, budget: Budget) -> None:
         """Let as many bytes stay as that says, or with "fit" as the device has free."""
         self._budget = budget
+        self._has_gone_back = False
+        """Whether a backward pass has begun, in any thread; never taken back."""
         self._lock = threading.Lock()  # protects all below
         self._sharing: list[weakref.ref[_Sharing]] = []
         self._kept_bytes = 0
         self._dead: deque[_KeptRef] = deque()
         self._kept: dict[int, _KeptRef] = {}
-        self._has_gone_back = False
 
     def share(self, graphs: _Sharing) -> None:
         """Have some graphs take part as long as they live."""
