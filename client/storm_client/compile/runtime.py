@@ -10,14 +10,12 @@ Where a budget is one of bytes, what a call may keep depends on what others keep
 
 from __future__ import annotations
 
-import struct
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,9 +23,10 @@ import torch
 
 from storm_client.compile.habits import Habit, Rehearsal
 from storm_client.compile.room import Room, room_for
+from storm_client.compile.tokens import TOKENS, Held, Lent, Stored, Unversioned, version_of
 from storm_client.compiled import HANDLED
 from storm_client.dtypes import codec_name
-from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward, lost_in_forward
+from storm_client.errors import ActivationLost, DaemonLost, lost_in_forward
 from storm_client.plan.decisions import Keep
 from storm_client.policy import Policy
 from storm_client.runs import PlannedValue
@@ -57,8 +56,6 @@ SETTLE_SECONDS = 1.0
 
 FEW_RECORDS = 64
 """Of what was announced: among so many those that died are not worth a look."""
-
-_KEY = struct.Struct("=q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +233,7 @@ class Call:
         self.target = target
         self._sessions: Sessions | None = None
         self._ranks = {} if graph is None else graph.ranks
-        self.trail = None if graph is None else _Trail(graph, _RUNNING.trail)
+        self.trail = None if graph is None else Trail(graph, _RUNNING.trail)
         self._graph = graph
         self._rehearsals: dict[int, Rehearsal] = {}
         self._room = target.room.left() if self._ranks else 0
@@ -287,7 +284,7 @@ class Call:
         return self._sessions
 
 
-class _Trail:
+class Trail:
     """What a run stored, in the order in which its backward pass needs it.
 
     Where what is fetched takes room that is there anyway, in a staging area, all is announced when
@@ -301,7 +298,7 @@ class _Trail:
 
     __slots__ = ("__weakref__", "_before", "_graph", "_has_begun", "_is_announced", "_stored")
 
-    def __init__(self, graph: Graph, before: weakref.ref[_Trail] | None) -> None:
+    def __init__(self, graph: Graph, before: weakref.ref[Trail] | None) -> None:
         self._graph, self._before = graph, before
         self._stored: dict[int, weakref.ref[Stored]] = {}
         self._is_announced = False
@@ -351,9 +348,56 @@ class _Trail:
         return None if reference is None else reference()
 
 
+class _Announced:
+    """What fetches have announced of one session and nobody has waited for, in this order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # protects all below
+        self._records: dict[int, weakref.ref[StoredRange]] = {}
+        self._seen: set[int] = set()
+        self._limit = FEW_RECORDS
+
+    def add(self, record: StoredRange) -> None:
+        """Expect that `record` is waited for after all that was announced before."""
+        with self._lock:
+            if record.key not in self._records:
+                self._records[record.key] = weakref.ref(record)
+
+    def remove(self, record: StoredRange) -> None:
+        """Note that `record` is there; forget what died, whenever there is twice as much."""
+        with self._lock:
+            self._records.pop(record.key, None)
+            self._seen.discard(record.key)
+            if len(self._records) > self._limit:
+                gone = [key for key, reference in self._records.items() if reference() is None]
+                for key in gone:
+                    del self._records[key]
+                self._seen.difference_update(gone)
+                self._limit = 2 * len(self._records) + FEW_RECORDS
+
+    def upcoming(self) -> list[StoredRange]:
+        """Return the living records, the nearest first."""
+        with self._lock:
+            found = [reference() for reference in self._records.values()]
+        return [record for record in found if record is not None]
+
+    def unseen(self) -> list[StoredRange | None]:
+        """Return those that have not been looked at, None for a dead one."""
+        with self._lock:
+            return [self._records[key]() for key in self._unseen()]
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen are here or have been requested."""
+        with self._lock:
+            self._seen.update(list(islice(self._unseen(), count)))
+
+    def _unseen(self) -> Iterator[int]:
+        return (key for key in self._records if key not in self._seen)
+
+
 class _Running(threading.local):
     call: Call | None = None
-    trail: weakref.ref[_Trail] | None = None
+    trail: weakref.ref[Trail] | None = None
     """Of the run that has stored something last."""
 
 
@@ -390,18 +434,18 @@ def store(value: torch.Tensor, number: int, *, lent: bool) -> torch.Tensor:
     assert call is not None, "a graph of the stormd backend was run without it"
     if value.is_inference():
         call.target.recorder.skipped(value.nbytes, "inference")
-        return _TOKENS.make(Unversioned(value))
-    return _TOKENS.make(_pack(call, value, number, lent=lent))
+        return TOKENS.make(Unversioned(value))
+    return TOKENS.make(_pack(call, value, number, lent=lent))
 
 
 def hold(value: torch.Tensor) -> torch.Tensor:
     """Return a token for a parameter as it is: it may be given other data before it is used."""
-    return _TOKENS.make(Unversioned(value) if value.is_inference() else Lent(value))
+    return TOKENS.make(Unversioned(value) if value.is_inference() else Lent(value))
 
 
 def fetch(token: torch.Tensor) -> None:
     """Begin to bring a value back."""
-    content = _TOKENS.content(token)
+    content = TOKENS.content(token)
     if isinstance(content, Stored):
         content.fetch()
 
@@ -413,7 +457,7 @@ def wait(token: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) ->
         RuntimeError: it was changed in place since it was stored.
         CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
     """
-    tensor = _TOKENS.content(token).bring()
+    tensor = TOKENS.content(token).bring()
     if tensor.size() != size:
         raise ActivationLost(f"a value of shape {tuple(tensor.size())} came back for {size}")
     if tensor.stride() == stride and not tensor.data_ptr() % ALIGNMENT_BYTES:
@@ -465,228 +509,7 @@ def _handle(call: Call, value: torch.Tensor, session: Session, number: int | Non
             call.plan(record, session, number)
             session.send(record)
         target.recorder.saved(value.nbytes, perf_counter() - began)
-    version = _version_of(value, SavedVersion.of, storage._cdata)
+    version = version_of(value, SavedVersion.of, storage._cdata)
     handle = Handle(record, View.of(value), version, target.announced(session), 0)
     session.saved.add_handle(handle)
     return handle
-
-
-def _version_of(value: torch.Tensor, note: Callable[..., SavedVersion], *more: int) -> SavedVersion:
-    """Note a value's version by `note`, such that later changes are counted.
-
-    PyTorch runs compiled graphs without the dispatch key by which an alias shares the counter.
-    """
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_CHANGES)
-    try:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_CHANGES, False)
-        return note(value, *more)
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_CHANGES, excluded)
-
-
-_COUNTS_CHANGES = "ADInplaceOrView"
-
-
-# --- what tokens hold ---------------------------------------------------------------------------
-
-
-class Stored:
-    """A value that is with the daemon, or on its way."""
-
-    __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
-
-    def __init__(
-        self, handle: Handle, target: Target, number: int, trail: _Trail | None = None
-    ) -> None:
-        self._handle = handle
-        self._target = target
-        self._number = number
-        self._trail = trail
-        if trail is not None:
-            trail.note(number, self)
-
-    def fetch(self) -> None:
-        """Announce it, and begin to fetch what is announced, in this order."""
-        session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
-        if self._trail is not None and not session.has_in_place:
-            self._trail.announce(session)
-        self.announce()
-        session.look_ahead(self._target.announced(session))
-        if self._trail is not None:
-            self._trail.has_begun(self._number)
-
-    @property
-    def holder(self) -> Holder:
-        """Who has its bytes."""
-        return self._handle.record.session
-
-    def announce(self) -> None:
-        """Expect that it is waited for after all that was announced before."""
-        record = self._handle.record
-        self._target.announced(record.session).add(record)  # type: ignore[arg-type]
-
-    def bring(self) -> torch.Tensor:
-        """Return the value."""
-        handle, target = self._handle, self._target
-        handle.version.check()
-        replaced = handle.version.replaced()
-        if replaced is not None:
-            return replaced
-        began = perf_counter()
-        record = handle.record
-        try:
-            located = record.session.load(handle, is_first=target.goes_back())
-        except DaemonLost as loss:
-            raise lost_in_backward(loss, keeps=target.supply.keeps) from loss
-        target.announced(record.session).remove(record)  # type: ignore[arg-type]
-        if not located.is_original:
-            target.recorder.restored(perf_counter() - began)
-        if self._trail is not None:
-            self._trail.has_brought(self._number)
-        return handle.view.rebuild(located.storage)
-
-
-class Held:
-    """A value that stays here."""
-
-    __slots__ = ("__weakref__", "_target", "_version")
-
-    def __init__(self, value: torch.Tensor, target: Target) -> None:
-        self._version = _version_of(value, SavedVersion.holding)
-        self._target = target
-
-    def bring(self) -> torch.Tensor:
-        """Return the value."""
-        self._target.goes_back()
-        self._version.check()
-        replaced = self._version.replaced()
-        return self._version.token if replaced is None else replaced
-
-
-class Unversioned:
-    """A value that stays here and has no version: inference mode has made it."""
-
-    __slots__ = ("__weakref__", "_value")
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._value = value
-
-    def bring(self) -> torch.Tensor:
-        """Return the value."""
-        return self._value
-
-
-class Lent:
-    """A parameter that values are computed again from, in the memory that it has now."""
-
-    __slots__ = ("__weakref__", "_version")
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._version = _version_of(value, SavedVersion.holding)
-
-    def bring(self) -> torch.Tensor:
-        """Return what it was, whatever data its parameter has now."""
-        self._version.check()
-        return self._version.token
-
-
-class _Announced:
-    """What fetches have announced of one session and nobody has waited for, in this order."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # protects all below
-        self._records: dict[int, weakref.ref[StoredRange]] = {}
-        self._seen: set[int] = set()
-        self._limit = FEW_RECORDS
-
-    def add(self, record: StoredRange) -> None:
-        """Expect that `record` is waited for after all that was announced before."""
-        with self._lock:
-            if record.key not in self._records:
-                self._records[record.key] = weakref.ref(record)
-
-    def remove(self, record: StoredRange) -> None:
-        """Note that `record` is there; forget what died, whenever there is twice as much."""
-        with self._lock:
-            self._records.pop(record.key, None)
-            self._seen.discard(record.key)
-            if len(self._records) > self._limit:
-                gone = [key for key, reference in self._records.items() if reference() is None]
-                for key in gone:
-                    del self._records[key]
-                self._seen.difference_update(gone)
-                self._limit = 2 * len(self._records) + FEW_RECORDS
-
-    def upcoming(self) -> list[StoredRange]:
-        """Return the living records, the nearest first."""
-        with self._lock:
-            found = [reference() for reference in self._records.values()]
-        return [record for record in found if record is not None]
-
-    def unseen(self) -> list[StoredRange | None]:
-        """Return those that have not been looked at, None for a dead one."""
-        with self._lock:
-            return [self._records[key]() for key in self._unseen()]
-
-    def saw(self, count: int) -> None:
-        """Note that the first `count` of the unseen are here or have been requested."""
-        with self._lock:
-            self._seen.update(list(islice(self._unseen(), count)))
-
-    def _unseen(self) -> Iterator[int]:
-        return (key for key in self._records if key not in self._seen)
-
-
-class _Owner(bytearray):
-    """A token's memory. PyTorch holds it for as long as a tensor lies in it."""
-
-    __slots__ = ("__weakref__", "content")
-    content: Held | Lent | Stored | Unversioned
-
-
-class _OwnerRef(weakref.ref[_Owner]):
-    """Tells of a token's death by being appended to a deque."""
-
-    __slots__ = ("key",)
-    key: int
-
-
-class _Tokens:
-    """All living tokens of this process, by their numbers."""
-
-    def __init__(self) -> None:
-        self._owners: dict[int, _OwnerRef] = {}
-        self._dead: deque[_OwnerRef] = deque()
-
-    def make(self, content: Held | Lent | Stored | Unversioned) -> torch.Tensor:
-        """Return a token for `content`, which lives as long as the token's memory."""
-        while self._dead:
-            self._owners.pop(self._dead.popleft().key, None)
-        key = next(_KEYS)
-        owner = _Owner(_KEY.pack(key))
-        owner.content = content
-        reference = _OwnerRef(owner, self._dead.append)
-        reference.key = key
-        self._owners[key] = reference
-        with torch._C.DisableTorchFunction():  # a default device is not for this
-            return torch.frombuffer(owner, dtype=torch.int64)
-
-    def content(self, token: torch.Tensor) -> Held | Lent | Stored | Unversioned:
-        """Return what a token stands for.
-
-        Raises:
-            ActivationLost: it is a copy of one that is gone.
-        """
-        reference = self._owners.get(int(token))
-        owner = None if reference is None else reference()
-        if owner is None:
-            raise ActivationLost(
-                "a value that a compiled graph had stored is gone: saved-tensor hooks around the "
-                "graph gave back a copy of what stands for it; leave int64 tensors of one element "
-                "to autograd there"
-            )
-        return owner.content
-
-
-_KEYS = count(1)
-_TOKENS = _Tokens()

@@ -15,7 +15,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import compile as storm_compile
-from storm_client.compile import backend, runtime
+from storm_client.compile import backend, runtime, tokens
 from support.compiled_programs import IN_GENERATED_CODE, PLAIN, PROGRAMS, Wrap, blocks, perceptron
 from support.daemon_process import DaemonProcess
 from support.training import assert_identical, gradients, seeded
@@ -119,21 +119,21 @@ def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
     """Of blocks that are compiled one by one, no graph could begin with another's values."""
     calls = [Compiler(client, budget=0.0)(blocks("cpu", 1)) for _ in range(2)]
     events: list[tuple[str, object]] = []
-    fetch, bring = runtime.Stored.fetch, runtime.Stored.bring
+    fetch, bring = tokens.Stored.fetch, tokens.Stored.bring
 
-    def fetching(stored: runtime.Stored) -> None:
+    def fetching(stored: tokens.Stored) -> None:
         events.append(("fetch", stored._target))
         fetch(stored)
 
-    def bringing(stored: runtime.Stored) -> Tensor:
+    def bringing(stored: tokens.Stored) -> Tensor:
         events.append(("bring", stored._target))
         return bring(stored)
 
     def run() -> None:
         calls[1](calls[0](seeded("cpu", 2, 16, 32))).square().mean().backward()
 
-    monkeypatch.setattr(runtime.Stored, "fetch", fetching)
-    monkeypatch.setattr(runtime.Stored, "bring", bringing)
+    monkeypatch.setattr(tokens.Stored, "fetch", fetching)
+    monkeypatch.setattr(tokens.Stored, "bring", bringing)
     run()
     first, second = (backend._target_of(call) for call in calls)
     last = max(at for at, event in enumerate(events) if event == ("bring", second))

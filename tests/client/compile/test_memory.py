@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compile import runtime
+from storm_client.compile import runtime, tokens
 from support.compiled_programs import PLAIN
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ def brought(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
     def watched(token: Tensor, *arguments: object) -> Tensor:
         found = wait(token, *arguments)
-        if not isinstance(runtime._TOKENS.content(token), runtime.Lent):  # parameters stay
+        if not isinstance(tokens.TOKENS.content(token), tokens.Lent):  # parameters stay
             watch.saw(found)
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compile import operators, runtime
+from storm_client.compile import operators, runtime, tokens
 from storm_client.compile.runtime import Graph, Target, running
 from storm_client.compiled import HANDLED
 from support.records import record_of
@@ -150,7 +150,7 @@ def test_tokens_are_made_on_the_host_whatever_the_default(target: Target) -> Non
 
 def test_what_is_announced_is_looked_at_once_and_in_order(target: Target) -> None:
     token = [stored(target, seeded("cpu", 64, 64).clone()) for _ in range(3)]
-    contents = [runtime._TOKENS.content(one) for one in token]
+    contents = [tokens.TOKENS.content(one) for one in token]
     records = [one._handle.record for one in contents]
     announced = runtime._Announced()
     for record in records:
@@ -212,10 +212,10 @@ def test_what_the_run_before_needs_at_once_is_fetched_when_there_is_room_for_it(
     nothing: Any = None
     events: list[str] = []
     value = Fetched(events)
-    before = runtime._Trail(Graph(nothing, nothing, {}, early=(7,), early_bytes=100), None)
+    before = runtime.Trail(Graph(nothing, nothing, {}, early=(7,), early_bytes=100), None)
     before.note(7, value)  # type: ignore[arg-type]
     graph = Graph(nothing, nothing, {}, order=(1, 0), last_fetched=0, room=room, rooms=rooms)
-    trail = runtime._Trail(graph, weakref.ref(before))
+    trail = runtime.Trail(graph, weakref.ref(before))
     for _ in range(2):
         events.clear()
         for what, number in (("begun", 1), ("begun", 0), ("brought", 1), ("brought", 0)):

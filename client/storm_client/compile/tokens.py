@@ -1,0 +1,203 @@
+"""What the tokens of compiled graphs stand for: values that are stored, held, or parameters.
+
+Autograd holds a token, a CPU tensor of one number, for each value that a forward graph hands to its
+backward graph. Its memory belongs to an object that has the value, so any alias of it keeps that,
+and a graph that is dropped gives it up.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections import deque
+from itertools import count
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward
+from storm_client.saved import Handle
+from storm_client.versions import SavedVersion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from storm_client.compile.runtime import Target, Trail
+    from storm_client.saved import Holder
+    from storm_client.session import Session
+
+__all__ = ["TOKENS", "Held", "Lent", "Stored", "Unversioned", "version_of"]
+
+_KEY = struct.Struct("=q")
+
+
+class Stored:
+    """A value that is with the daemon, or on its way."""
+
+    __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
+
+    def __init__(
+        self, handle: Handle, target: Target, number: int, trail: Trail | None = None
+    ) -> None:
+        self._handle = handle
+        self._target = target
+        self._number = number
+        self._trail = trail
+        if trail is not None:
+            trail.note(number, self)
+
+    def fetch(self) -> None:
+        """Announce it, and begin to fetch what is announced, in this order."""
+        session: Session = self.holder  # type: ignore[assignment]  # its holder is a session
+        if self._trail is not None and not session.has_in_place:
+            self._trail.announce(session)
+        self.announce()
+        session.look_ahead(self._target.announced(session))
+        if self._trail is not None:
+            self._trail.has_begun(self._number)
+
+    @property
+    def holder(self) -> Holder:
+        """Who has its bytes."""
+        return self._handle.record.session
+
+    def announce(self) -> None:
+        """Expect that it is waited for after all that was announced before."""
+        record = self._handle.record
+        self._target.announced(record.session).add(record)  # type: ignore[arg-type]
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        handle, target = self._handle, self._target
+        handle.version.check()
+        replaced = handle.version.replaced()
+        if replaced is not None:
+            return replaced
+        began = perf_counter()
+        record = handle.record
+        try:
+            located = record.session.load(handle, is_first=target.goes_back())
+        except DaemonLost as loss:
+            raise lost_in_backward(loss, keeps=target.supply.keeps) from loss
+        target.announced(record.session).remove(record)  # type: ignore[arg-type]
+        if not located.is_original:
+            target.recorder.restored(perf_counter() - began)
+        if self._trail is not None:
+            self._trail.has_brought(self._number)
+        return handle.view.rebuild(located.storage)
+
+
+class Held:
+    """A value that stays here."""
+
+    __slots__ = ("__weakref__", "_target", "_version")
+
+    def __init__(self, value: torch.Tensor, target: Target) -> None:
+        self._version = version_of(value, SavedVersion.holding)
+        self._target = target
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        self._target.goes_back()
+        self._version.check()
+        replaced = self._version.replaced()
+        return self._version.token if replaced is None else replaced
+
+
+class Unversioned:
+    """A value that stays here and has no version: inference mode has made it."""
+
+    __slots__ = ("__weakref__", "_value")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def bring(self) -> torch.Tensor:
+        """Return the value."""
+        return self._value
+
+
+class Lent:
+    """A parameter that values are computed again from, in the memory that it has now."""
+
+    __slots__ = ("__weakref__", "_version")
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._version = version_of(value, SavedVersion.holding)
+
+    def bring(self) -> torch.Tensor:
+        """Return what it was, whatever data its parameter has now."""
+        self._version.check()
+        return self._version.token
+
+
+class _Owner(bytearray):
+    """A token's memory. PyTorch holds it for as long as a tensor lies in it."""
+
+    __slots__ = ("__weakref__", "content")
+    content: Held | Lent | Stored | Unversioned
+
+
+class _OwnerRef(weakref.ref[_Owner]):
+    """Tells of a token's death by being appended to a deque."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+class Tokens:
+    """All living tokens of this process, by their numbers."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, _OwnerRef] = {}
+        self._dead: deque[_OwnerRef] = deque()
+
+    def make(self, content: Held | Lent | Stored | Unversioned) -> torch.Tensor:
+        """Return a token for `content`, which lives as long as the token's memory."""
+        while self._dead:
+            self._owners.pop(self._dead.popleft().key, None)
+        key = next(_KEYS)
+        owner = _Owner(_KEY.pack(key))
+        owner.content = content
+        reference = _OwnerRef(owner, self._dead.append)
+        reference.key = key
+        self._owners[key] = reference
+        with torch._C.DisableTorchFunction():  # a default device is not for this
+            return torch.frombuffer(owner, dtype=torch.int64)
+
+    def content(self, token: torch.Tensor) -> Held | Lent | Stored | Unversioned:
+        """Return what a token stands for.
+
+        Raises:
+            ActivationLost: it is a copy of one that is gone.
+        """
+        reference = self._owners.get(int(token))
+        owner = None if reference is None else reference()
+        if owner is None:
+            raise ActivationLost(
+                "a value that a compiled graph had stored is gone: saved-tensor hooks around the "
+                "graph gave back a copy of what stands for it; leave int64 tensors of one element "
+                "to autograd there"
+            )
+        return owner.content
+
+
+_KEYS = count(1)
+TOKENS = Tokens()
+
+
+def version_of(value: torch.Tensor, note: Callable[..., SavedVersion], *more: int) -> SavedVersion:
+    """Note a value's version by `note`, such that later changes are counted.
+
+    PyTorch runs compiled graphs without the dispatch key by which an alias shares the counter.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_COUNTS_CHANGES)
+    try:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_CHANGES, False)
+        return note(value, *more)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_COUNTS_CHANGES, excluded)
+
+
+_COUNTS_CHANGES = "ADInplaceOrView"
