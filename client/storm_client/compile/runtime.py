@@ -201,7 +201,10 @@ class Target:
 def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
     """Return the target of the client that the process shares for what was asked for."""
     key = (budget, codec, min_bytes)
-    return _SHARED.setdefault(key, Target(_shared_supply, *key, room_for(None, budget)))
+    found = _SHARED.get(key)
+    if found is None:
+        found = _SHARED.setdefault(key, Target(_shared_supply, *key, room_for(None, budget)))
+    return found
 
 
 def _shared_supply() -> Supply:
