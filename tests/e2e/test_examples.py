@@ -9,12 +9,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from storm_bench.child_daemon import ChildDaemon
 from support.waiting import wait_until
 
@@ -83,6 +85,20 @@ def test_the_captured_step_prints_the_losses_of_the_function(
     assert lines[:5] == plain
     assert any(line.startswith("temporaries: ") for line in lines)
     assert daemon.status()["throughput"]["store"]["operations"] > 0
+
+
+def test_fed_batches_leave_the_generator_of_dropout_alone(
+    examples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # else the Feeder's thread takes numbers of it while the step does, and losses vary by chance
+    monkeypatch.syspath_prepend(examples)
+    batches = runpy.run_path(str(examples / "compiled_gpt.py"))["batches"]
+    sys.modules.pop("gpt")
+    before = torch.get_rng_state()
+    data = torch.arange(1000)
+    one, other = ([x.tolist() for x, _ in batches(data)] for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert one == other
 
 
 def test_two_students_share_the_teachers_outputs(examples: Path, daemon: ChildDaemon) -> None:

@@ -41,6 +41,10 @@ class Feeder:
     It is iterated over once. An exception of the iterable is raised where its item would have come,
     and ends the iteration. Leaving the loop early, `close`, or leaving its `with` block ends the
     thread.
+
+    What the iterable draws at random it should draw from a `torch.Generator` of its own, or in the
+    worker processes of a DataLoader: which numbers of PyTorch's global generator it gets, and which
+    the step that runs meanwhile (dropout on a CPU), is a matter of timing.
     """
 
     def __init__(
