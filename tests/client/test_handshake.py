@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -29,8 +30,12 @@ def test_a_socket_that_nobody_accepts_on(tmp_path: Path) -> None:
 def test_a_socket_that_may_not_be_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forbidden(_path: Path, **_options: bool) -> None:
-        raise PermissionError(13, "Permission denied")
+    stat = Path.stat
+
+    def forbidden(path: Path, **options: bool) -> os.stat_result:
+        if path.is_relative_to(tmp_path):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **options)
 
     monkeypatch.setattr(Path, "stat", forbidden)
     with pytest.raises(storm.DaemonUnavailable, match=r"cannot look for .*: Permission denied"):

@@ -1181,7 +1181,7 @@ def test_what_is_compiled_later_is_left_alone(client: storm.Client, x: Tensor) -
 
 
 def test_layers_that_are_scripts_are_left_alone(client: storm.Client, x: Tensor) -> None:
-    with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match=r"torch\.jit"):  # from 2.14 on
         net = nn.Sequential(*(torch.jit.trace(Written(), x) for _ in range(2)))
     offload = client.offload(net, min_bytes=1, layers=list(net))
     for _ in range(SETTLED):
