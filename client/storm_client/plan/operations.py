@@ -2,18 +2,19 @@
 
 Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
 in new memory; where a call does otherwise, by an argument such as `inplace`, it is not recorded.
-Random functions are never here, nor what keeps running statistics.
+Random functions are never here, nor what keeps running statistics; of attention only a call without
+dropout can be run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
-__all__ = ["DEAR", "REPLAYABLE", "Function"]
+__all__ = ["DEAR", "REPLAYABLE", "Function", "draws"]
 
 Function = Callable[..., Any]
 
@@ -60,3 +61,19 @@ DEAR: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
 REPLAYABLE: frozenset[Function] = DEAR | frozenset(
     _functions(" ".join((_ELEMENTWISE, _SHAPING, _ACTIVATIONS, _ROWS)).split())
 )
+
+_ATTENTION: Final = functional.scaled_dot_product_attention
+_DROPOUT: Final = 4
+"""The place of its probability among the arguments."""
+
+
+def draws(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function of the table draws random numbers.
+
+    Run again it would draw others, and all that is drawn afterwards would be others, too.
+    """
+    if function is not _ATTENTION:
+        return False
+    if len(arguments) > _DROPOUT:
+        return bool(arguments[_DROPOUT])
+    return bool(options.get("dropout_p"))

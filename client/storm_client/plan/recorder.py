@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from storm_client.blocks import untraced
-from storm_client.plan.operations import Function
+from storm_client.plan.operations import Function, draws
 from storm_client.plan.recording import Recording
 from storm_client.watching import Watching
 
@@ -53,7 +53,11 @@ class Recorder(Watching):
     ) -> Any:
         """Run `function` and note what it made."""
         recording = self._recording
-        if recording is None or function not in recording.functions:
+        if (
+            recording is None
+            or function not in recording.functions
+            or draws(function, args, kwargs or {})
+        ):
             return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()
         begin = mark(is_on_gpu=True) if self._measures and _is_on_gpu(args) else None

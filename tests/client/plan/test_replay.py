@@ -22,7 +22,7 @@ from support.planning import replay_all
 from support.random_programs import run
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
@@ -308,6 +308,36 @@ def test_autocast(device: str, client: storm.Client) -> None:
     of_weights = [row.decision for row in casts if row.shape in shapes]
     assert of_weights == ["replay"] * 9
     assert "replay" in {row.decision for row in casts if row.shape not in shapes}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_attention_with_dropout_draws_no_more_than_without_offload(
+    by_name: bool, device: str, client: storm.Client
+) -> None:
+    """In a trial, too: what the script draws after a backward pass is what it would be."""
+    weight = nn.Parameter(seeded(device, 2, 2, 16, 16))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, dropout: float) -> list[Tensor]:
+        torch.manual_seed(0)
+        weight.grad = None
+        with context():
+            q, k, v = weight * 2, weight * 1.5, weight * 0.5
+            if by_name:
+                made = scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+            else:
+                made = scaled_dot_product_attention(q, k, v, None, dropout)
+            loss = made.square().sum()
+            del made
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad, torch.rand(4, device=device)]
+
+    for dropout in (0.0,) * STEPS + (0.3,) * STEPS:
+        expected = train(nullcontext, dropout)
+        assert_identical(train(lambda: offload, dropout), expected)
+    decisions = {row.operation: row.decision for row in offload.plan.rows}  # type: ignore[union-attr]
+    assert "scaled_dot_product_attention" not in decisions
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
