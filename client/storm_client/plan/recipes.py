@@ -97,14 +97,19 @@ class Saved(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A view of what another recipe makes."""
+    """A view of what another recipe makes, at a version."""
 
     result: Result
     view: View
+    version: SavedVersion
 
     def tensor(self) -> torch.Tensor:
-        """Have it made."""
-        return self.result.viewed(self.view)
+        """Have it made, from its own inputs if it was changed in place since."""
+        if self.version.unchanged:
+            return self.result.viewed(self.view)
+        if not self.result.has_recipe:
+            self.version.check()
+        return self.result.viewed_anew(self.view)
 
 
 class Recipe:
@@ -231,6 +236,14 @@ class Result:
         if origin is not None and origin.nbytes() == self.nbytes:
             self._asked(None)
             return view.rebuild(origin)
+        return self.viewed_anew(view)
+
+    def viewed_anew(self, view: View) -> torch.Tensor:
+        """Return a view of what its recipe makes, whatever has become of its memory.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
         made = self.made()
         return made if view == self._view else view.rebuild(made.untyped_storage())
 

@@ -35,7 +35,7 @@ from storm_client.plan.recipes import (
 )
 from storm_client.saved import WeakStorage
 from storm_client.storages import Ready, SnapshotProof, base_of, is_result
-from storm_client.versions import View
+from storm_client.versions import SavedVersion, View
 
 __all__ = ["Recording"]
 
@@ -531,7 +531,8 @@ class Recording:
             )
         if seen.result is not None:
             seen.result.expect_use()
-            return Made(seen.result, View.of(tensor))
+            version = SavedVersion.of(tensor, seen.pin.address)
+            return Made(seen.result, View.of(tensor), version)
         return Saved(self._pack(tensor, seen.number), self._unpack)
 
 

@@ -233,6 +233,36 @@ def test_an_input_that_is_changed_raises_or_is_not_used(device: str, client: sto
     assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
+    joins: bool, device: str, client: storm.Client
+) -> None:
+    """The step that changes it is like those in which the replay was tried, up to there."""
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, *, changes: bool) -> list[Tensor]:
+        weight.grad = None
+        with context():
+            h = weight * 2
+            made = torch.cat((h, h)) if joins else h + 1
+            loss = made.square().sum()
+            del made
+            if changes:
+                h.add_(3)
+            loss = loss + h.sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    for number in range(2 * STEPS):
+        changes = number >= STEPS
+        expected = train(nullcontext, changes=changes)
+        assert_identical(train(lambda: offload, changes=changes), expected)
+    assert offload.stats().replayed_bytes > 0
+    assert not rejected(offload)
+
+
 def test_a_parameter_that_is_changed_raises(device: str, client: storm.Client) -> None:
     """Unlike PyTorch, which needs the norm's weight no more: an exception, and no wrong bits."""
     net, x = blocks(device, 2), seeded(device, 32, WIDTH)
