@@ -564,17 +564,21 @@ def _tensors(arguments: Iterable[Any]) -> list[torch.Tensor]:
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             found.append(argument)
-        elif type(argument) in (list, tuple):
+        elif isinstance(argument, (list, tuple)):  # named tuples, too
             found += _tensors(argument)
     return found
 
 
 def _replaced(argument: Any, sources: Iterator[Source]) -> Any:
-    """Return an argument with the next sources in the place of its tensors."""
+    """Return an argument with the next sources in the place of its tensors.
+
+    What is a list or tuple of any kind becomes a plain one, which PyTorch takes as well.
+    """
     if isinstance(argument, torch.Tensor):
         return next(sources)
-    if type(argument) in (list, tuple):
-        return type(argument)(_replaced(one, sources) for one in argument)
+    if isinstance(argument, (list, tuple)):
+        plain = list if isinstance(argument, list) else tuple
+        return plain(_replaced(one, sources) for one in argument)
     return argument
 
 

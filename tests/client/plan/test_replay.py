@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import storm_client as storm
@@ -251,6 +251,46 @@ def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
             if changes:
                 h.add_(3)
             loss = loss + h.sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    for number in range(2 * STEPS):
+        changes = number >= STEPS
+        expected = train(nullcontext, changes=changes)
+        assert_identical(train(lambda: offload, changes=changes), expected)
+    assert offload.stats().replayed_bytes > 0
+    assert not rejected(offload)
+
+
+class Pair(NamedTuple):
+    """What a script returns two results in."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Results(list[Tensor]):
+    """A list of the script's own."""
+
+
+@pytest.mark.parametrize("holding", [Pair, lambda *results: Results(results)])
+def test_inputs_in_lists_and_tuples_of_any_kind_are_seen(
+    holding: Callable[[Tensor, Tensor], Any], device: str, client: storm.Client
+) -> None:
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, *, changes: bool) -> list[Tensor]:
+        weight.grad = None
+        with context():
+            results = holding(weight * 2, weight * 3)
+            made = torch.cat(results)
+            loss = made.square().sum()
+            del made
+            if changes:
+                results[0].add_(3)
+            loss = loss + results[0].sum()
         loss.backward()
         assert weight.grad is not None
         return [loss.detach(), weight.grad]
