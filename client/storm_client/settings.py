@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["deciding_settings", "kinds_of_casts"]
+__all__ = ["deciding_settings", "kinds_of_casts", "settings_of_kernels"]
 
 
 def deciding_settings() -> tuple[object, ...]:
     """Return what is set for the whole process that decides which bits functions make.
 
-    Two equal results mean that the same function makes the same bits, by its own kernels.
+    Two equal results mean that the same function makes the same bits, by its own kernels; on a CPU
+    if as many threads share it (`settings_of_kernels`).
     """
     precision = torch._C._get_fp32_precision_getter
     return (
@@ -27,6 +28,18 @@ def deciding_settings() -> tuple[object, ...]:
         torch._C._get_mkldnn_enabled(),
         *(precision(*kind) for kind in _OF_SINGLE_PRECISION),
     )
+
+
+def settings_of_kernels(device: str, *, is_simple: bool = False) -> tuple[object, ...]:
+    """Return what decides which bits functions make on a type of device, in this thread.
+
+    Simple are functions that are no product and no attention: of each a GPU has one kernel. On a
+    CPU threads share sums, and oneDNN has kernels of its own.
+    """
+    threads = (torch.get_num_threads(),) if device == "cpu" else ()
+    if not is_simple:
+        return deciding_settings() + threads
+    return (torch._C._get_mkldnn_enabled(), *threads) if threads else ()
 
 
 def kinds_of_casts() -> tuple[tuple[str, bool, torch.dtype], ...]:

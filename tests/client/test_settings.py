@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
-from storm_client.settings import deciding_settings
+from storm_client.settings import deciding_settings, settings_of_kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -71,3 +71,36 @@ def test_each_setting_counts(name: str) -> None:
     with OTHERS[name]():
         assert deciding_settings() != before
     assert deciding_settings() == before
+
+
+@contextmanager
+def other_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("other", "device", "is_simple", "counts"),
+    [
+        (OTHERS["attention"], "cpu", False, True),
+        (OTHERS["attention"], "cuda", False, True),
+        (OTHERS["attention"], "cpu", True, False),
+        (OTHERS["attention"], "cuda", True, False),
+        (OTHERS["oneDNN"], "cpu", True, True),
+        (OTHERS["oneDNN"], "cuda", True, False),
+        (other_threads, "cpu", False, True),
+        (other_threads, "cpu", True, True),
+        (other_threads, "cuda", False, False),
+    ],
+)
+def test_what_counts_for_kernels_is_of_their_device(
+    other: Callable[[], AbstractContextManager[object]], device: str, is_simple: bool, counts: bool
+) -> None:
+    before = settings_of_kernels(device, is_simple=is_simple)
+    with other():
+        assert (settings_of_kernels(device, is_simple=is_simple) != before) is counts
+    assert settings_of_kernels(device, is_simple=is_simple) == before

@@ -36,7 +36,7 @@ from storm_client.plan.layer_forward import LayerForward, are_plain, nbytes_of
 from storm_client.plan.layer_snapshots import own_tensors, tensors_in
 from storm_client.plan.layer_state import Call, CallState
 from storm_client.plan.layer_trial import call_twice
-from storm_client.settings import deciding_settings
+from storm_client.settings import settings_of_kernels
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -366,19 +366,22 @@ def _look_at_backward_pass(layer: LayerForward, made: Any) -> None:
     As that of a script does which chooses attention's kernels for the forward pass alone. Have its
     calls leave graphs if gradients are to be differentiated themselves.
     """
-    settings = deciding_settings()
+    results = [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+    device = "cuda" if any(one.is_cuda for one in results) else "cpu"
+    settings = settings_of_kernels(device)
 
     def look(_: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             layer.calls.of_all.are_needed = True
-        if deciding_settings() != settings:
+        if settings_of_kernels(device) != settings:
             layer.refuse(
                 "settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
-                "determinism) are others in the backward pass than in the forward pass"
+                "determinism, number of threads) are others in the backward pass than in the "
+                "forward pass"
             )
 
-    for one in tree_leaves(made):
-        if isinstance(one, torch.Tensor) and one.requires_grad:
+    for one in results:
+        if one.requires_grad:
             one.register_hook(look)  # type: ignore[no-untyped-call]  # torch's gap
 
 

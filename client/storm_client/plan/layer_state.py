@@ -27,7 +27,7 @@ from storm_client.plan.layer_snapshots import (
     tensors_in,
     version_of,
 )
-from storm_client.settings import deciding_settings, kinds_of_casts
+from storm_client.settings import kinds_of_casts, settings_of_kernels
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -58,7 +58,6 @@ class CallState:
         self._passed = passed
         self._layer = layer
         self._own = TensorStates(own + passed.tensors)
-        self._settings = deciding_settings()
         self._casts = kinds_of_casts()
         self._device = _device_context()
         first = self.saved_of(args)
@@ -73,6 +72,9 @@ class CallState:
         """Of the first the tensors that lists, dicts or names refer to as well."""
         self._kept = [one for key, one in held.items() if key not in places]
         self._random = RandomStates((*first, *held.values()))
+        is_on_gpu = any(tensor.is_cuda for tensor in (*own, *first, *held.values()))
+        self._device_type = "cuda" if is_on_gpu else "cpu"
+        self._settings = settings_of_kernels(self._device_type)
 
     @staticmethod
     def saved_of(args: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -133,12 +135,12 @@ class CallState:
                     "changed in place before the backward pass, which was to run that layer again; "
                     "change a copy of it, or pass offload(..., layers=[])"
                 )
-        if deciding_settings() != self._settings:
+        if settings_of_kernels(self._device_type) != self._settings:
             raise ActivationLost(
                 f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
-                f"determinism) are others in the backward pass, which was to run {self._name} "
-                "again, than in the forward pass; run it within the same ones, or pass "
-                "offload(..., layers=[])"
+                f"determinism, number of threads) are others in the backward pass, which was to "
+                f"run {self._name} again, than in the forward pass; run it within the same ones, "
+                "or pass offload(..., layers=[])"
             )
 
     def cannot_be_called_again(self, reason: str) -> ActivationLost:

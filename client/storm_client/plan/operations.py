@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-__all__ = ["DEAR", "REPLAYABLE", "Function", "draws"]
+__all__ = ["DEAR", "REPLAYABLE", "Function", "draws", "is_simple"]
 
 Function = Callable[..., Any]
 
@@ -61,6 +61,14 @@ DEAR: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
 REPLAYABLE: frozenset[Function] = DEAR | frozenset(
     _functions(" ".join((_ELEMENTWISE, _SHAPING, _ACTIVATIONS, _ROWS)).split())
 )
+
+_SIMPLE: Final = REPLAYABLE - DEAR
+
+
+def is_simple(function: Function) -> bool:
+    """Tell whether that is a function of the table, not of the user's own, and not dear."""
+    return function in _SIMPLE
+
 
 _ATTENTION: Final = functional.scaled_dot_product_attention
 _DROPOUT: Final = 4

@@ -19,8 +19,9 @@ import torch
 
 from storm_client.errors import ActivationLost
 from storm_client.plan.kinds import Kind
-from storm_client.plan.operations import Function
+from storm_client.plan.operations import Function, is_simple
 from storm_client.saved import WeakStorage
+from storm_client.settings import settings_of_kernels
 from storm_client.versions import SavedVersion, View
 
 __all__ = [
@@ -115,7 +116,7 @@ class Made(NamedTuple):
 class Recipe:
     """One operation that was run."""
 
-    __slots__ = ("_arguments", "_autocast", "_device", "_function", "_options")
+    __slots__ = ("_arguments", "_autocast", "_device", "_function", "_options", "_settings")
 
     def __init__(
         self,
@@ -131,15 +132,30 @@ class Recipe:
         self._device = device
         self._autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
         """To which dtype, where it was on."""
+        self._settings = self._present_settings()
 
     def run(self) -> Any:
-        """Run the operation again, as no part of any graph."""
+        """Run the operation again, as no part of any graph.
+
+        Raises:
+            ActivationLost: it would make other bits now.
+        """
+        if self._settings != self._present_settings():
+            raise ActivationLost(
+                "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, number of "
+                "threads) are others in the backward pass, in which a saved tensor was to be "
+                "computed again, than in the forward pass; set them around both passes, or pass "
+                "offload(..., replay=False)"
+            )
         arguments = [_filled(argument) for argument in self._arguments]
         options = {name: _filled(value) for name, value in self._options.items()}
         # In a backward pass there is mostly nothing to change, and that takes longer than to look.
         no_grad = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
         with torch._C.DisableTorchFunction(), no_grad, self._autocast_as_then():
             return self._function(*arguments, **options)
+
+    def _present_settings(self) -> tuple[object, ...]:
+        return settings_of_kernels(self._device, is_simple=is_simple(self._function))
 
     def _autocast_as_then(self) -> AbstractContextManager[object]:
         dtype = self._autocast

@@ -9,7 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -864,13 +864,24 @@ def test_an_attribute_that_is_set_before_the_backward_pass_raises(
         loss.backward()
 
 
+@contextmanager
+def one_thread_more() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("setting", [lambda: sdpa_kernel(SDPBackend.MATH), one_thread_more])
 def test_settings_that_are_others_in_the_backward_pass_raise(
-    client: storm.Client, x: Tensor
+    setting: Callable[[], AbstractContextManager[object]], client: storm.Client, x: Tensor
 ) -> None:
     net = made()
     offload = client.offload(net, min_bytes=1)
     settle(net, x, offload)
-    with sdpa_kernel(SDPBackend.MATH), offload:
+    with setting(), offload:
         loss = net(x).square().mean()
     with pytest.raises(ActivationLost, match=r"settings of PyTorch .*layers\.3"):
         loss.backward()

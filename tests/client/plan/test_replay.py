@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from support.planning import replay_all
 from support.random_programs import run
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import conv2d, scaled_dot_product_attention, silu
 from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
@@ -378,6 +378,60 @@ def test_autocast(device: str, client: storm.Client) -> None:
     of_weights = [row.decision for row in casts if row.shape in shapes]
     assert of_weights == ["replay"] * 9
     assert "replay" in {row.decision for row in casts if row.shape not in shapes}
+
+
+@contextmanager
+def one_thread_more() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+OTHER_SETTINGS: list[Callable[[], AbstractContextManager[object]]] = [
+    one_thread_more,
+    lambda: torch.backends.mkldnn.flags(enabled=False),
+]
+
+
+def sums_and_convolutions(
+    context: Context, setting: AbstractContextManager[object]
+) -> list[Tensor]:
+    """Have a forward pass in a setting that decides its bits on a CPU."""
+    weight = nn.Parameter(seeded("cpu", 4, 8, 120, 120))
+    kernel = nn.Parameter(seeded("cpu", 8, 8, 3, 3))
+    with context(), setting:
+        loss = conv2d(weight * 2, kernel).square().sum()
+        loss = loss + (weight * 2).mean().expand(8).square().sum()
+    loss.backward()
+    assert weight.grad is not None
+    assert kernel.grad is not None
+    return [loss.detach(), weight.grad, kernel.grad]
+
+
+@pytest.mark.parametrize("other", OTHER_SETTINGS)
+def test_settings_that_are_others_in_the_forward_pass_raise(
+    other: Callable[[], AbstractContextManager[object]], client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    expected = sums_and_convolutions(nullcontext, nullcontext())
+    for _ in range(STEPS):
+        assert_identical(sums_and_convolutions(lambda: offload, nullcontext()), expected)
+    with pytest.raises(storm.ActivationLost, match="settings of PyTorch"):
+        sums_and_convolutions(lambda: offload, other())
+
+
+@pytest.mark.parametrize("other", OTHER_SETTINGS)
+def test_what_is_made_in_other_settings_is_not_made_again(
+    other: Callable[[], AbstractContextManager[object]], client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    expected = sums_and_convolutions(nullcontext, other())
+    for _ in range(STEPS):
+        assert_identical(sums_and_convolutions(lambda: offload, other()), expected)
+    assert "settings of PyTorch" in " ".join(rejected(offload).values())
 
 
 @pytest.mark.parametrize("by_name", [False, True])
