@@ -20,7 +20,16 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Blocks", "Ended", "Entered", "Leaving", "Stacks", "function_modes", "untraced"]
+__all__ = [
+    "Blocks",
+    "Ended",
+    "Entered",
+    "Leaving",
+    "Stacks",
+    "function_modes",
+    "have_modes",
+    "untraced",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,7 +75,7 @@ class Stacks:
             _pop_hooks()
         modes = function_modes()
         if not (len(modes) == len(self._modes) and all(map(is_, modes, self._modes))):
-            _have_modes(self._modes)
+            have_modes(self._modes)
         torch._C._set_grad_enabled(self._is_recording)
 
 
@@ -76,7 +85,8 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(index) for index in range(count)]
 
 
-def _have_modes(modes: list[Any]) -> None:
+def have_modes(modes: list[Any]) -> None:
+    """Have PyTorch's functions pass through these in this thread, the innermost last."""
     for _ in range(torch._C._len_torch_function_stack()):
         _pop_mode()
     for mode in modes:
@@ -217,7 +227,7 @@ def _take_out(mode: TorchFunctionMode) -> None:
     """
     modes = function_modes()
     if any(one is mode for one in modes):
-        _have_modes([one for one in modes if one is not mode])
+        have_modes([one for one in modes if one is not mode])
 
 
 _TAKE_OFF = methodcaller("pop")

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.watching import Watching
+from storm_client.watching import Watching, are_altered, unaltered
+from support.altering_modes import ALTERING
 from support.training import Context, assert_identical, seeded
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 WIDTH = 64
@@ -156,3 +157,24 @@ def test_one_thread_ends_while_another_watches() -> None:
     go_on.set()
     thread.join()
     assert torch.overrides.has_torch_function is has_torch_function
+
+
+class PassingThrough(BaseTorchFunctionMode, Watching):
+    """Watches nothing."""
+
+
+@pytest.mark.parametrize("mode", ALTERING)
+def test_modes_of_a_script_may_alter_functions(mode: Callable[[], Any]) -> None:
+    x = torch.ones(4)
+    expected = nn.functional.silu(x)
+    with DeviceContext(torch.device("cpu")), PassingThrough():  # type: ignore[no-untyped-call]
+        assert not are_altered()
+        with mode():
+            assert are_altered()
+            halved = nn.functional.silu(x)
+            with unaltered():
+                assert not are_altered()
+                assert_identical([nn.functional.silu(x)], [expected])
+            assert_identical([nn.functional.silu(x)], [halved])
+        assert not are_altered()
+    assert_identical([halved], [expected / 2])

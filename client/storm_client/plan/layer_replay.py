@@ -37,6 +37,7 @@ from storm_client.plan.layer_snapshots import own_tensors, tensors_in
 from storm_client.plan.layer_state import Call, CallState
 from storm_client.plan.layer_trial import call_twice
 from storm_client.settings import settings_of_kernels
+from storm_client.watching import are_altered
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -185,9 +186,13 @@ class LayerReplay:
                     layer.unhook()
 
     def current(self) -> LayerStep | None:
-        """Return this thread's step, if nothing has saved-tensor hooks inside of its block."""
+        """Return this thread's step, if nothing has saved-tensor hooks inside of its block.
+
+        None where modes of the script may alter what functions return: a later call of the layer
+        would be made outside of them.
+        """
         step: LayerStep | None = getattr(self._local, "step", None)
-        if step is None or not torch.is_grad_enabled() or _is_transformed():
+        if step is None or not torch.is_grad_enabled() or _is_transformed() or are_altered():
             return None
         top = _top_hooks(True)
         return step if (None if top is None else top[0]) == step.pack else None

@@ -28,6 +28,7 @@ from storm_client.plan.layer_snapshots import (
     version_of,
 )
 from storm_client.settings import kinds_of_casts, settings_of_kernels
+from storm_client.watching import are_altered, unaltered
 
 if TYPE_CHECKING:
     from storm_client.stats import StatsRecorder
@@ -102,9 +103,14 @@ class CallState:
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:
-        """Have PyTorch record, cast and draw as it did, and use no casts of other graphs."""
+        """Have PyTorch record, cast and draw as it did, and use no casts of other graphs.
+
+        Nor modes of the script: a call that passes through some is never made again.
+        """
         casts = kinds_of_casts()
         with ExitStack() as stack, self._random.again(), torch.enable_grad():
+            if are_altered():
+                stack.enter_context(unaltered())
             if any(is_enabled for _, is_enabled, _ in casts):
                 stack.enter_context(uncached_casts())
             for before, now in zip(self._casts, casts, strict=True):

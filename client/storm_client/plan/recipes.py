@@ -23,6 +23,7 @@ from storm_client.plan.operations import Function, is_simple
 from storm_client.saved import WeakStorage
 from storm_client.settings import settings_of_kernels
 from storm_client.versions import SavedVersion, View
+from storm_client.watching import are_altered, unaltered
 
 __all__ = [
     "Alias",
@@ -151,7 +152,8 @@ class Recipe:
         options = {name: _filled(value) for name, value in self._options.items()}
         # In a backward pass there is mostly nothing to change, and that takes longer than to look.
         no_grad = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
-        with torch._C.DisableTorchFunction(), no_grad, self._autocast_as_then():
+        modes = unaltered() if are_altered() else _AS_IT_IS
+        with modes, torch._C.DisableTorchFunction(), no_grad, self._autocast_as_then():
             return self._function(*arguments, **options)
 
     def _present_settings(self) -> tuple[object, ...]:

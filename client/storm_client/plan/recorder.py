@@ -16,9 +16,11 @@ import torch
 from storm_client.blocks import untraced
 from storm_client.plan.operations import Function, draws
 from storm_client.plan.recording import Recording
-from storm_client.watching import Watching
+from storm_client.watching import Watching, are_altered
 
 __all__ = ["Mark", "Recorder", "Span", "mark"]
+
+_len_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 Mark: TypeAlias = float | torch.cuda.Event
 """A moment, on the host or on a stream."""
@@ -34,7 +36,7 @@ class Recorder(Watching):
         counted if that `times`.
         """
         super().__init__()
-        self._recording: Recording | None = recording
+        self._recording: Recording | None = None if are_altered() else recording
         self._measures = measures
         self._times = times
 
@@ -51,11 +53,12 @@ class Recorder(Watching):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run `function` and note what it made."""
+        """Run `function` and note what it made, unless a mode of the script may have altered it."""
         recording = self._recording
         if (
             recording is None
             or function not in recording.functions
+            or _len_dispatch_stack()
             or draws(function, args, kwargs or {})
         ):
             return function(*args, **kwargs) if kwargs else function(*args)

@@ -9,7 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from storm_client.plan import (
 )
 from storm_client.plan.kinds import HostBound, Kind
 from storm_client.plan.layer_replay import LayerPhase
+from support.altering_modes import ALTERING
 from support.called_layers import GradientCheckpointingLayer, have_steps_bound_by_the_thread
 from support.planning import value
 from support.training import Context, assert_identical, gradients
@@ -903,6 +904,50 @@ def test_layers_whose_backward_pass_has_other_settings_are_not_run_again(
         assert_identical(step(net, x, chosen), expected)
     assert "settings of PyTorch" in refusal(offload)
     assert phase(offload) is LayerPhase.REFUSED
+
+
+@pytest.mark.parametrize("mode", ALTERING)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_layers_are_called_once_where_a_mode_may_alter_what_they_do(
+    mode: Callable[[], AbstractContextManager[object]],
+    is_inside: bool,
+    client: storm.Client,
+    x: Tensor,
+) -> None:
+    """The backward pass, outside of that mode, would have them do something else."""
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+
+    @contextmanager
+    def altered() -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in (offload, mode()) if is_inside else (mode(), offload):
+                stack.enter_context(one)
+            yield
+
+    settle(net, x, offload)
+    expected = step(net, x, mode)
+    for _ in range(SETTLED):
+        assert_identical(step(net, x, altered), expected)
+    settle(net, x, offload)
+
+
+@pytest.mark.parametrize("mode", ALTERING)
+def test_modes_of_the_backward_pass_alter_no_call_of_a_layer(
+    mode: Callable[[], AbstractContextManager[object]], client: storm.Client, x: Tensor
+) -> None:
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+    expected = step(net, x, nullcontext)
+    torch.manual_seed(1)
+    net.zero_grad()
+    with offload:
+        loss = net(x).square().mean()
+    with mode():
+        loss.backward()
+    assert_identical([loss.detach(), *gradients(net)], expected)
+    assert phase(offload) is LayerPhase.ON
 
 
 class Masking(Layer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,12 +17,13 @@ from storm_client.plan import Decision
 from storm_client.plan.kinds import Kind, StepRecord, values_of
 from storm_client.plan.recorder import Recorder
 from storm_client.policy import Policy
+from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, scaled_dot_product_attention, silu
+from torch.nn.functional import conv2d, leaky_relu, scaled_dot_product_attention, silu
 from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
@@ -432,6 +433,36 @@ def test_what_is_made_in_other_settings_is_not_made_again(
     for _ in range(STEPS):
         assert_identical(sums_and_convolutions(lambda: offload, other()), expected)
     assert "settings of PyTorch" in " ".join(rejected(offload).values())
+
+
+@pytest.mark.parametrize("kind", ["around a block", "below autograd", "in the backward pass"])
+def test_modes_that_alter_functions_later_alter_no_replay(
+    kind: str, device: str, client: storm.Client
+) -> None:
+    """The step in which one is on is like those in which replays were tried."""
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, *, is_altered: bool) -> list[Tensor]:
+        weight.grad = None
+        with ExitStack() as stack:
+            if is_altered and kind == "around a block":
+                stack.enter_context(SteeperSlopes())
+            stack.enter_context(context())
+            if is_altered and kind == "below autograd":
+                stack.enter_context(ScaledBelow())
+            loss = silu(leaky_relu(weight * 2).add(1)).square().sum()
+        backward = ScaledBelow() if is_altered and kind == "in the backward pass" else nullcontext()
+        with backward:
+            loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    for number in range(2 * STEPS):
+        is_altered = number >= STEPS
+        expected = train(nullcontext, is_altered=is_altered)
+        assert_identical(train(lambda: offload, is_altered=is_altered), expected)
+    assert offload.stats().replayed_bytes > 0
 
 
 @pytest.mark.parametrize("by_name", [False, True])
