@@ -23,6 +23,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -188,11 +189,13 @@ class LayerReplay:
     def current(self) -> LayerStep | None:
         """Return this thread's step, if nothing has saved-tensor hooks inside of its block.
 
-        None where modes of the script may alter what functions return: a later call of the layer
-        would be made outside of them.
+        None where modes of the script may alter what functions return, or weights that are computed
+        are kept for other layers: a later call of the layer would be made outside of that.
         """
         step: LayerStep | None = getattr(self._local, "step", None)
         if step is None or not torch.is_grad_enabled() or _is_transformed() or are_altered():
+            return None
+        if parametrize._cache_enabled:
             return None
         top = _top_hooks(True)
         return step if (None if top is None else top[0]) == step.pack else None

@@ -39,6 +39,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, rrelu, silu
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 
 WIDTH = 64
 LAYERS = 4
@@ -948,6 +950,39 @@ def test_modes_of_the_backward_pass_alter_no_call_of_a_layer(
         loss.backward()
     assert_identical([loss.detach(), *gradients(net)], expected)
     assert phase(offload) is LayerPhase.ON
+
+
+class Normed(Layer):
+    """Has a weight that is computed of two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight_norm(self.up)
+
+
+def test_layers_are_called_once_where_computed_weights_are_kept(
+    client: storm.Client, x: Tensor
+) -> None:
+    """Nobody keeps them in the backward pass, and the loss uses those of the forward pass."""
+    net = made(Normed)
+    offload = client.offload(net, min_bytes=1)
+
+    def train(context: Context) -> list[Tensor]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        with context(), parametrize.cached():
+            loss = net(x).square().mean()
+            for layer in net.layers:
+                loss = loss + layer.up.weight.square().mean()  # type: ignore[union-attr]
+        loss.backward()
+        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+    expected = train(nullcontext)
+    for _ in range(SETTLED):
+        assert_identical(train(lambda: offload), expected)
+    settle(net, x, offload)
 
 
 class Masking(Layer):
