@@ -29,8 +29,17 @@ class _Itself(NamedTuple):
 
     tensor: torch.Tensor
 
-    def find(self) -> Any:
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
         return self.tensor
+
+
+class _Given(NamedTuple):
+    """Which of the step's arguments a tensor is."""
+
+    number: int
+
+    def find(self, given: Sequence[torch.Tensor]) -> Any:
+        return given[self.number]
 
 
 class _InModule(NamedTuple):
@@ -39,7 +48,7 @@ class _InModule(NamedTuple):
     table: Mapping[str, Any]
     key: str
 
-    def find(self) -> Any:
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
         return self.table.get(self.key)
 
 
@@ -50,7 +59,7 @@ class _InState(NamedTuple):
     parameter: Any
     key: str
 
-    def find(self) -> Any:
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
         return self.optimizer.state.get(self.parameter, {}).get(self.key)
 
 
@@ -61,12 +70,21 @@ class _InGroup(NamedTuple):
     number: int
     key: str
 
-    def find(self) -> Any:
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
         groups = self.optimizer.param_groups
         return groups[self.number].get(self.key) if self.number < len(groups) else None
 
 
-_Slot = _Itself | _InModule | _InState | _InGroup
+class _InGradient(NamedTuple):
+    """Where a gradient is found that was there before the step: on the tensor that has it now."""
+
+    leaf: _Itself | _Given | _InModule | _InState | _InGroup
+
+    def find(self, given: Sequence[torch.Tensor]) -> Any:
+        return getattr(self.leaf.find(given), "grad", None)
+
+
+_Slot = _Itself | _Given | _InModule | _InState | _InGroup | _InGradient
 
 
 class _Held(NamedTuple):
@@ -122,7 +140,7 @@ class State:
         """Of modules that have plain attributes alone, by number: what they were last."""
         self._places: list[tuple[int, int]] = []
         """Where tensors lay when they were last found to share memory as they did."""
-        self.sharing = self._sharing(tensors, [held.slot.find() for held in self.held])
+        self.sharing = self._sharing(tensors, [held.slot.find(tensors) for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
         self.python = self._python()
         self.gradients = [
@@ -190,7 +208,7 @@ class State:
 
         What is written to one of them the others have too, so a capture is for that alone.
         """
-        besides = [slot.find() for slot in self.besides]
+        besides = [slot.find(tensors) for slot in self.besides]
         found = [*tensors, *held, *besides, *own(self.step, torch.Tensor)]
         tables: tuple[dict[int, int], dict[int, int]] = ({}, {})
         return [
@@ -202,7 +220,7 @@ class State:
         """Return the values of the graph's inputs now; None where another capture is needed."""
         found: dict[fx.Node, Any] = {}
         for held in self.held:
-            tensor = held.slot.find()
+            tensor = held.slot.find(tensors)
             if not held.fits(tensor):
                 return None
             found[held.node] = tensor
@@ -300,7 +318,20 @@ def _slots(captured: Captured) -> dict[int, _Slot]:
     for module in captured.modules:
         for names in (module.__dict__, module._parameters, module._buffers):
             found |= {id(one): _InModule(names, key) for key, one in _tensors(names)}
+    for leaf, gradient in captured.recording.leaves.values():
+        if gradient is not None and id(gradient) not in found:
+            found[id(gradient)] = _InGradient(_slot_of_leaf(leaf, captured, found))
     return found
+
+
+def _slot_of_leaf(
+    leaf: torch.Tensor, captured: Captured, slots: Mapping[int, _Slot]
+) -> _Itself | _Given | _InModule | _InState | _InGroup:
+    known = captured.recording.outside.get(id(leaf))
+    if known is not None and known.argument is not None:
+        return _Given(known.argument)
+    found = slots.get(id(leaf))
+    return _Itself(leaf) if found is None or isinstance(found, _InGradient) else found
 
 
 def _tensors(table: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

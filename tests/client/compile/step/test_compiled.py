@@ -224,6 +224,36 @@ def test_a_step_may_leave_its_gradients(wrap: Callable[..., compiled.CompiledSte
     assert_identical(make(wrap), make(same))
 
 
+def test_gradients_that_others_took_the_place_of_are_added_to(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    """The step knows them by what has them, be it a parameter or another argument each time."""
+
+    class Accumulating(Training):
+        def step(self, x: Tensor) -> None:
+            self.net(x).square().mean().backward()
+            self.optimizer.step()
+
+    def run(training: Accumulating, step: Callable[..., object]) -> list[Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for n in range(8):
+            if n in (3, 6):
+                training.optimizer.zero_grad()  # the gradients of a former capture are no more
+            if n in (2, 4):
+                for parameter in training.net.parameters():
+                    parameter.grad = torch.full_like(parameter, n)
+            x = seeded("cpu", 8, 32, seed=n, grad=True)
+            x.grad = torch.full_like(x, n)
+            step(x)
+            found.append(x.grad)
+        return [*found, *training.everything()]
+
+    plain, other = Accumulating(), Accumulating()
+    expected = run(plain, plain.step)
+    assert_identical(run(other, wrap(other.step)), expected)
+
+
 def test_gradients_of_arguments_are_put_on_the_arguments(
     wrap: Callable[..., compiled.CompiledStep],
 ) -> None:
