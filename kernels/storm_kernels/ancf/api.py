@@ -95,6 +95,7 @@ def encode(
     parse_mode(mode, speed, policy)  # an unknown name is refused before any work
     _check_source(tensor)
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    _check_address(flat)
     options = _Options(mode=mode, speed=speed, checksum=checksum, policy=policy)
     if not tolerance:
         return _encode(flat, options, backend, threads)
@@ -132,6 +133,7 @@ def decode(
         result = _to_be_written(out)
     else:
         result = torch.empty(blob.shape, dtype=blob.dtype, device=target)
+    _check_address(result)
     _decode_to(blob, result, resolve(backend, target.type), threads)
     if out is None:
         return result
@@ -172,6 +174,26 @@ def _check_source(tensor: torch.Tensor) -> None:
 def _check_memory(device: torch.device) -> None:
     if device.type == "meta":
         raise UsageError("tensors on 'meta' hold no data; give one on a CPU or CUDA device")
+
+
+def _check_address(tensor: torch.Tensor) -> None:
+    """Refuse what says that it is on a CPU or CUDA device and has no elements at its address.
+
+    To read or write there ends the process: a wrapper's address (DTensor, FakeTensor) is 0.
+    """
+    if tensor.nbytes and not _has_address(tensor):
+        raise UsageError(
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own; "
+            "give the tensor that it stands for, as DTensor.to_local() does"
+        )
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    try:
+        storage = tensor.untyped_storage()
+        return storage.device.type != "meta" and storage.data_ptr() != 0
+    except RuntimeError:  # as PyTorch has it for wrappers, and under torch.func's transforms
+        return False
 
 
 def _check_output(blob: Blob, out: torch.Tensor, device: torch.device | str | None) -> None:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from storm_kernels import ancf, backends
 from storm_kernels.ancf import DType
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 DTYPES = [getattr(torch, dtype.torch_name) for dtype in DType if dtype is not DType.BYTES]
 
@@ -123,6 +125,39 @@ def test_outputs_without_memory(name, given):
 def test_what_cannot_be_encoded(ask, source, message):
     with pytest.raises(ancf.UsageError, match=message):
         ask(source)
+
+
+def fake_tensor() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.zeros(4)
+
+
+WITHOUT_MEMORY = {
+    "fake": fake_tensor,
+    "wrapper": lambda: TwoTensor(torch.zeros(4), torch.zeros(4)),
+    "zero": lambda: torch._efficientzerotensor((4,)),
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY.keys())
+def test_what_has_no_memory_of_its_own(name, make):
+    """Its address is 0, where to read or write ends the process."""
+    blob = ancf.encode(torch.ones(4), backend=name)
+    with pytest.raises(ancf.UsageError, match=r"has no memory of its own; give the tensor"):
+        ancf.encode(make(), backend=name)
+    with pytest.raises(ancf.UsageError, match=r"has no memory of its own; give the tensor"):
+        ancf.decode(blob, out=make(), backend=name)
+
+
+def test_decoding_where_pytorch_makes_fake_tensors(name):
+    blob = ancf.encode(torch.ones(4), backend=name)
+    with FakeTensorMode(), pytest.raises(ancf.UsageError, match="has no memory of its own"):
+        ancf.decode(blob, backend=name)
+
+
+def test_what_transforms_of_functions_wrap(name):
+    with pytest.raises(ancf.UsageError, match="has no memory of its own"):
+        torch.func.vmap(lambda row: ancf.encode(row, backend=name))(torch.ones(2, 4))
 
 
 def test_bytes_are_no_blob():
