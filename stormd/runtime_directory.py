@@ -1,8 +1,9 @@
 """The directory that holds a daemon's sockets, and the lock that makes an address one daemon's.
 
 Nobody but root and this user can put a socket of their own in the place of ours, and of all
-processes that want an address, the one that holds the lock has it. So what lies at an address whose
-lock is free is left over from a dead daemon, and may be removed.
+daemons that want an address, the one that holds the lock has it. So a socket at an address whose
+lock is free is left over from a dead daemon, and may be removed, if nobody has it open: another
+program may, or a daemon whose lock was deleted by one that cleans directories.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import stat
 from pathlib import Path
 
@@ -79,18 +81,39 @@ def grant(path: Path, mode: int, group: str) -> None:
         ) from error
 
 
-def remove_stale(socket: Path) -> None:
+def remove_stale(path: Path) -> None:
     """Remove what a dead daemon left at the path of a socket. The address's lock is held.
 
+    What lies there and is none of that is left alone.
+
     Raises:
-        DirectoryUnsafe: something lies there that is no socket, and is left alone.
+        DirectoryUnsafe: it is no socket.
+        AddressInUse: a living process has it open.
     """
     try:
-        if not stat.S_ISSOCK(socket.lstat().st_mode):
-            raise DirectoryUnsafe(f"{socket} is no socket: remove it, or choose another --address")
-        socket.unlink()
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise DirectoryUnsafe(f"{path} is no socket: remove it, or choose another --address")
+        if _is_open(path):
+            raise AddressInUse(
+                f"a process that is no daemon with the lock {path}.lock has the socket {path}: end "
+                "it, or choose another --address"
+            )
+        path.unlink()
     except FileNotFoundError:
         return
+
+
+def _is_open(path: Path) -> bool:
+    """Tell whether a living process has the socket open; of a dead one's the kernel refuses us."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # a full queue, another type of socket: somebody is there
+            return True
+    return True
 
 
 class AddressLock:
@@ -100,9 +123,9 @@ class AddressLock:
         AddressInUse: a living daemon holds it.
     """
 
-    def __init__(self, socket: Path) -> None:
-        self._path = socket.with_name(socket.name + ".lock")
-        self._descriptor = self._acquire(socket)
+    def __init__(self, address: Path) -> None:
+        self._path = address.with_name(address.name + ".lock")
+        self._descriptor = self._acquire(address)
 
     def close(self) -> None:
         """Remove the file and let go. Twice is fine."""
@@ -111,10 +134,10 @@ class AddressLock:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _acquire(self, socket: Path) -> int:
+    def _acquire(self, address: Path) -> int:
         """Lock the file that has the name after the lock is held: another may have removed it."""
         while True:
-            descriptor = _locked(self._path, socket)
+            descriptor = _locked(self._path, address)
             try:
                 if os.path.samestat(os.fstat(descriptor), self._path.stat()):
                     return descriptor
@@ -123,7 +146,7 @@ class AddressLock:
             os.close(descriptor)
 
 
-def _locked(path: Path, socket: Path) -> int:
+def _locked(path: Path, address: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -136,6 +159,6 @@ def _locked(path: Path, socket: Path) -> int:
     except BlockingIOError as error:
         os.close(descriptor)
         raise AddressInUse(
-            f"a daemon is running at ipc://{socket}: use it, stop it, or choose another --address"
+            f"a daemon is running at ipc://{address}: use it, stop it, or choose another --address"
         ) from error
     return descriptor

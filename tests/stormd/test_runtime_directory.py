@@ -80,6 +80,21 @@ def test_only_sockets_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").exists()
 
 
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["stream", "dgram"])
+def test_a_socket_that_somebody_has_open_is_left_alone(
+    tmp_path: Path, kind: socket.SocketKind
+) -> None:
+    """The operator may have named another program's, or a daemon's lock may have been deleted."""
+    with socket.socket(socket.AF_UNIX, kind) as theirs:
+        theirs.bind(str(tmp_path / "s"))
+        if kind is socket.SOCK_STREAM:
+            theirs.listen()
+        with pytest.raises(AddressInUse, match=f"has the socket {tmp_path}/s: end it, or choose"):
+            remove_stale(tmp_path / "s")
+        assert (tmp_path / "s").exists()
+    remove_stale(tmp_path / "s")
+
+
 def test_one_holds_the_lock_until_it_closes(tmp_path: Path) -> None:
     first = AddressLock(tmp_path / "s")
     with pytest.raises(AddressInUse, match=f"ipc://{tmp_path}/s"):
