@@ -110,10 +110,10 @@ def start_run(
     variables: dict[str, str] | None = None,
     **options: Any,
 ) -> Run:
-    """Start `stormd run` where it finds no daemon but one that `variables` name."""
+    """Start `stormd run` where it finds no daemon, and hides no GPU, but as `variables` say."""
     mark = uuid.uuid4().hex
     environ = {
-        **os.environ,
+        **{name: one for name, one in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"},
         "STORMD_DEVICE": "cpu",
         "STORMD_POOL_BYTES": "8MiB",
         "STORMD_CACHE_BYTES": "0",
