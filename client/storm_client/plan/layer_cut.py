@@ -76,7 +76,8 @@ class LayerCalls:
             self._look_for_shared_casts()
         if self.needs_graphs or forward_ad._current_level >= 0 or any(map(_hooks_of, own)):
             return self._hooked(call)(arguments)
-        kind = _kind_of(arguments), tuple(one.requires_grad for one in own), casts
+        places = {id(one): -place for place, one in enumerate(own, 1)}
+        kind = _kind_of(arguments, places), tuple(one.requires_grad for one in own), casts
         if kind in self._cuts:
             cut = self._cuts[kind]
             made = self._hooked(call) if cut is None else CutCall(self, call, cut, own)
@@ -110,14 +111,19 @@ MOST_KINDS: Final = 1_000
 """Of what calls are given, as lengths of sequences."""
 
 
-def _kind_of(argument: Any) -> Hashable:
-    """Return what is alike of arguments by which a layer uses the same tensors as often."""
+def _kind_of(argument: Any, places: dict[int, int]) -> Hashable:
+    """Return what is alike of arguments by which a layer uses the same tensors as often.
+
+    `places` numbers tensors by id, those that the layer has and what it was given so far: one that
+    is given twice is used as often as two.
+    """
     if isinstance(argument, torch.Tensor):
-        return argument.shape, argument.dtype, argument.requires_grad
+        place = places.setdefault(id(argument), len(places))
+        return argument.shape, argument.dtype, argument.requires_grad, place
     if isinstance(argument, dict):
-        return tuple((name, _kind_of(value)) for name, value in argument.items())
+        return tuple((name, _kind_of(value, places)) for name, value in argument.items())
     if isinstance(argument, (tuple, list)):
-        return tuple(map(_kind_of, argument))
+        return tuple(_kind_of(one, places) for one in argument)
     return type(argument), argument
 
 

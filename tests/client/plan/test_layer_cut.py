@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -277,6 +278,44 @@ def test_lengths_that_vary_are_each_learned(
         expected = step(plain, given, with_weights, nullcontext)
         assert_identical(step(net, given, with_weights, lambda: offload), expected)
     assert len(cuts) >= 5 * 3
+
+
+class FrozenLast(Halves):
+    """Its last parameter needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) * self.scale
+
+
+@pytest.mark.parametrize("kind", [Halves, FrozenLast])
+def test_two_tensors_and_one_that_is_given_twice_in_turns(
+    client: storm.Client, x: Tensor, cuts: list[str], kind: type[nn.Module]
+) -> None:
+    plain, net = layers_of(kind), layers_of(kind)
+    offload = client.offload(net, min_bytes=1)
+    numbers = count()
+
+    def loss(layers: Any, x: Tensor, *, is_one: bool) -> Tensor:
+        h = x
+        for layer in layers:
+            one, other = (h * 1.5).repeat(1, 1, 2).split(WIDTH, -1)
+            h = layer(one, one if is_one else other) + other
+        return h.square().mean()
+
+    def train() -> None:
+        program = partial(loss, is_one=next(numbers) % 3 == 2)
+        assert_identical(
+            step(net, x, program, lambda: offload), step(plain, x, program, nullcontext)
+        )
+
+    train_until_on(offload, train)
+    for _ in range(12):
+        train()
+    assert set(cuts) == {"0", "1", "2"}
 
 
 def test_parameters_that_train_in_some_steps_alone(
