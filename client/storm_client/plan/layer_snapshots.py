@@ -20,6 +20,7 @@ __all__ = [
     "Attributes",
     "RandomStates",
     "TensorStates",
+    "address_of",
     "attributes_of",
     "copied",
     "is_same",
@@ -107,7 +108,7 @@ def _has_the_same(part: torch.nn.Module, values: Sequence[object]) -> bool:
 
 
 class TensorStates:
-    """Tensors as they were."""
+    """Tensors as they were: how often each was written to, where its data lies, its gradient."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         """Note the present."""
@@ -116,7 +117,10 @@ class TensorStates:
         self._needed = [tensor.requires_grad for tensor in tensors]
 
     def difference(self) -> str:
-        """Return which was written to, or needs a gradient or none now; empty where none was."""
+        """Return which was written to, has other data, or needs a gradient or none now.
+
+        Empty where none was.
+        """
         versions = _versions_of(self._tensors)
         needed = [tensor.requires_grad for tensor in self._tensors]
         if versions == self._versions and needed == self._needed:
@@ -131,11 +135,11 @@ class TensorStates:
         return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
 
-def _versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+def _versions_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # of inference mode's nothing is counted
-        return list(map(version_of, tensors))
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    except RuntimeError:  # of inference mode's nothing is counted, and sparse ones lie nowhere
+        return [(version_of(tensor), address_of(tensor)) for tensor in tensors]
 
 
 _NOTHING: Final = object()
@@ -151,6 +155,11 @@ def attributes_of(part: torch.nn.Module) -> dict[str, Any]:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to, as far as that is counted."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor's data lies, which is elsewhere once it was given other data."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -6,6 +6,7 @@ any operation are: that is left to who calls again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -21,11 +22,11 @@ from storm_client.plan.layer_snapshots import (
     Attributes,
     RandomStates,
     TensorStates,
+    address_of,
     copied,
     own_tensors,
     replaced,
     tensors_in,
-    version_of,
 )
 from storm_client.settings import kinds_of_casts, settings_of_kernels
 from storm_client.watching import are_altered, unaltered
@@ -68,7 +69,8 @@ class CallState:
         loose = [None if isinstance(one, torch.Tensor) else one for one in args]
         held = {id(one): one for one in tensors_in((*loose, *kwargs.values()))}
         self._loose = copied((loose, kwargs))
-        self._held = [(tensor, version_of(tensor)) for tensor in held.values()]
+        self._held = TensorStates(list(held.values()))
+        self._addresses = [(weakref.ref(one), address_of(one)) for one in first]
         self._inside = {places[key]: one for key, one in held.items() if key in places}
         """Of the first the tensors that lists, dicts or names refer to as well."""
         self._kept = [one for key, one in held.items() if key not in places]
@@ -94,7 +96,7 @@ class CallState:
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments, with what is `given`, or others `instead` by the id of each."""
         loose, kwargs = copied(self._loose)
-        if instead and self._held:
+        if instead and (self._inside or self._kept):
             loose, kwargs = replaced(loose, instead), replaced(kwargs, instead)
         for index, place in enumerate(self._places):
             if place is not None:
@@ -134,13 +136,13 @@ class CallState:
                 "the backward pass was to run that layer again; change it after the backward pass, "
                 "or pass offload(..., layers=[])"
             )
-        for tensor, version in self._held:
-            if version_of(tensor) != version:
-                raise ActivationLost(
-                    f"a tensor of shape {list(tensor.shape)} that {self._name} was given was "
-                    "changed in place before the backward pass, which was to run that layer again; "
-                    "change a copy of it, or pass offload(..., layers=[])"
-                )
+        difference = self._held.difference() or next(filter(None, map(_moved, self._addresses)), "")
+        if difference:
+            raise ActivationLost(
+                f"a {difference} that {self._name} was given was changed in place, or given other "
+                "data, before the backward pass, which was to run that layer again; change a copy "
+                "of it, or pass offload(..., layers=[])"
+            )
         if settings_of_kernels(self._device_type) != self._settings:
             raise ActivationLost(
                 f"settings of PyTorch (attention kernels, cuDNN, precision, default dtype, "
@@ -184,6 +186,19 @@ class Call(NamedTuple):
     forward: Callable[..., Any]
     """Of the layer."""
     stats: StatsRecorder
+
+
+def _moved(noted: tuple[weakref.ref[torch.Tensor], int]) -> str:
+    """Return which tensor has been given other data since, while somebody holds it; empty if not.
+
+    Of what it was given then nothing is left if nobody does.
+    """
+    reference, address = noted
+    tensor = reference()
+    if tensor is None:
+        return ""
+    tensor._fix_weakref()  # type: ignore[attr-defined]  # what C++ alone holds comes back
+    return f"tensor of shape {list(tensor.shape)}" if address_of(tensor) != address else ""
 
 
 def _device_context() -> DeviceContext | None:

@@ -854,6 +854,30 @@ def test_an_attribute_that_is_set_for_each_of_two_forwards(client: storm.Client,
     assert phase(offload) is not LayerPhase.ON
 
 
+class Shifted(Layer):
+    """Adds what it is given by name."""
+
+    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shift)
+
+
+@pytest.mark.parametrize("which", ["parameter", "input", "input by name"])
+def test_other_data_before_the_backward_pass_raises(
+    which: str, client: storm.Client, x: Tensor
+) -> None:
+    """No version counts it; without offload what was computed from the first data is saved."""
+    net, shift = made(Shifted), torch.ones(WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload, shift=shift)
+    given = x + 1
+    with offload:
+        loss = net(given, shift=shift).square().mean()
+    changed = {"parameter": net.layers[2].norm.weight, "input": given, "input by name": shift}
+    changed[which].data = changed[which].data * 2  # type: ignore[union-attr]
+    with pytest.raises(ActivationLost, match="changed"):
+        loss.backward()
+
+
 def test_an_attribute_that_is_set_before_the_backward_pass_raises(
     client: storm.Client, x: Tensor
 ) -> None:
