@@ -43,6 +43,7 @@ __all__ = ["Trial", "call_twice"]
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _CHANGES = "its forward changes what its modules hold"
+_DRAWS = "it draws random numbers that are not PyTorch's own"
 
 DEPTH: Final = 4
 """So deep what a module's attributes hold is looked through, with the attributes of objects."""
@@ -90,7 +91,7 @@ def call_twice(
         return Trial(made, "it changes what it is given")
     if _Held(parts) != held:
         return Trial(made, _CHANGES)
-    if difference := outside.difference(_Outside(parts)):
+    if difference := _DRAWS if first.has_generators else outside.difference(_Outside(parts)):
         return Trial(made, difference)
     apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     again = partial(forward, *replaced(args, apart), **replaced(kwargs, apart))
@@ -167,7 +168,7 @@ class _Outside:
         if self._collectives != later._collectives:
             return "it exchanges something with other processes"
         if self._random != later._random:
-            return "it draws random numbers that are not PyTorch's own"
+            return _DRAWS
         return ""
 
 
@@ -203,6 +204,8 @@ class _Checksums(Watching):
         self._living: list[weakref.ref[torch.Tensor]] = []
         self._error: Exception | None = None
         self._is_in_hook = False
+        self.has_generators = False
+        """Whether functions were given generators that are not PyTorch's own."""
 
     def past_hooks(self) -> AbstractContextManager[object]:
         """Return a context in which what the innermost hooks do is not noted.
@@ -232,6 +235,8 @@ class _Checksums(Watching):
     ) -> Any:
         """Run the function and note what it returned."""
         made = function(*args, **(kwargs or {}))
+        if kwargs and not self.has_generators:
+            self.has_generators = _is_generator_of_its_own(kwargs.get("generator"))
         if self._is_in_hook or function in _UNWRITTEN:
             return made
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -273,6 +278,13 @@ class _Checksums(Watching):
         ids = set(map(id, known))
         living = (reference() for reference in self._living)
         return any(tensor is not None and id(tensor) not in ids for tensor in living)
+
+
+def _is_generator_of_its_own(value: object) -> bool:
+    """Tell whether that is a generator from which random numbers are not drawn once more."""
+    if not isinstance(value, torch.Generator) or value is torch.default_generator:
+        return False
+    return value not in torch.cuda.default_generators
 
 
 _UNWRITTEN: Final = {

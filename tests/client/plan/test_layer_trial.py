@@ -71,6 +71,13 @@ def draw_from_its_own(layer: Called, x: Tensor) -> Any:
     return layer.linear(x) * bool(torch.rand((), generator=layer.own) < 2)
 
 
+GENERATOR = torch.Generator()
+
+
+def draw_from_one_that_is_global(layer: Called, x: Tensor) -> Any:
+    return layer.linear(x) * torch.ones(WIDTH).bernoulli_(0.5, generator=GENERATOR)
+
+
 def append(layer: Called, x: Tensor, found: list[Tensor]) -> Any:
     found.append(layer.linear(x))
     return found[-1]
@@ -102,6 +109,7 @@ def copy_to_attribute(layer: Called, x: Tensor) -> Any:
         (draw_from_python, (), {}, NOT_PYTORCHS),
         (draw_from_numpy, (), {}, NOT_PYTORCHS),
         (draw_from_its_own, (), {"own": torch.Generator()}, NOT_PYTORCHS),
+        (draw_from_one_that_is_global, (), {}, NOT_PYTORCHS),
         (append, ([],), {}, "changes what it is given"),
         (replace, ({},), {}, "changes what it is given"),
         (replace, ({"h": torch.zeros(1)},), {}, "changes what it is given"),
@@ -120,6 +128,14 @@ def test_one_call_is_enough(
     assert reason in difference
     assert len(CALLS) == 1
     made.sum().backward()
+
+
+def draw_from_pytorchs(layer: Called, x: Tensor) -> Any:
+    return layer.linear(x) * torch.rand(WIDTH, generator=torch.default_generator)
+
+
+def test_pytorchs_own_generator_may_be_named() -> None:
+    assert not tried(Called(draw_from_pytorchs), given())[1]
 
 
 def test_who_exchanges_something_with_others_is_called_once(tmp_path: Path) -> None:
