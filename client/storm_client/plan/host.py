@@ -199,11 +199,10 @@ def _with_leaving(
         else:
             kept += value.nbytes
             decided.append((stays, why, 0.0))
-    decisions, reasons, costs = (list(column) for column in zip(*decided, strict=True))
     return choice._replace(
-        decisions=decisions,
-        reasons=reasons,
-        costs=costs,
+        decisions=[decision for decision, _, _ in decided],
+        reasons=[reason for _, reason, _ in decided],
+        costs=[cost for _, _, cost in decided],
         kept_bytes=kept,
         link_seconds=gone * link,
         replay_seconds=0.0,

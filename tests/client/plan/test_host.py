@@ -98,6 +98,7 @@ def test_a_budget_lets_the_fewest_leave() -> None:
     assert decided(values, HostBound(0.0), room=60) == [FITS, FITS, FITS, OFFLOAD]
     assert decided(values, HostBound(0.0), room=59).count(OFFLOAD) == 2
     assert decided(values, HostBound(0.0), room=0) == [OFFLOAD] * 4
+    assert decided([], HostBound(0.0), room=0) == []
 
 
 def test_what_is_asked_for_at_once_stays_as_it_would() -> None:

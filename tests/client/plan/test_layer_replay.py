@@ -155,6 +155,40 @@ def test_a_budget_has_the_first_ones_run_again(client: storm.Client, x: Tensor) 
     assert run_again(offload) == ["layers.0", "layers.1"]
 
 
+class CalledByName(Model):
+    """Adds a parameter, which saves nothing, and gives layers what is not saved then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        x = x + self.shift
+        for layer in self.layers:
+            x = layer(x=x)
+        return x
+
+
+def test_a_step_that_saves_nothing_outside_of_its_layers(client: storm.Client, x: Tensor) -> None:
+    torch.manual_seed(0)
+    net = CalledByName()
+    offload = client.offload(net, min_bytes=1, budget=0.1)
+
+    def train(context: Context) -> list[Tensor]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        with context():
+            made = net(x)
+        loss = made.square().mean()
+        loss.backward()
+        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+    expected = train(nullcontext)
+    for _ in range(2 * SETTLED):
+        assert_identical(train(lambda: offload), expected)
+    assert phase(offload) is LayerPhase.ON
+
+
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(0, 900))
 def test_no_more_layers_are_taken_than_have_to_be(sizes: list[int], room: int) -> None:
     net = Model(count=len(sizes))
