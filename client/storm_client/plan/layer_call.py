@@ -99,11 +99,6 @@ class _Given(torch.autograd.Function):
         return recorded.detach()
 
     @staticmethod
-    def jvp(*_: Any) -> torch.Tensor:
-        """Return what forward-mode differentiation asks for, where what was given has tangents."""
-        return torch.zeros(0)
-
-    @staticmethod
     def backward(_: Any, *gradients: Any) -> Never:  # noqa: ARG004 - so it is called
         raise AssertionError("nobody has its result")
 

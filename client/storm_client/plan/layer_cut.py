@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any, Final
 
 import torch
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from storm_client.blocks import Stacks
@@ -74,7 +73,7 @@ class LayerCalls:
         casts = kinds_of_casts()
         if any(is_enabled for _, is_enabled, _ in casts):
             self._look_for_shared_casts()
-        if self.needs_graphs or forward_ad._current_level >= 0 or any(map(_hooks_of, own)):
+        if self.needs_graphs or any(map(_hooks_of, own)):
             return self._hooked(call)(arguments)
         places = {id(one): -place for place, one in enumerate(own, 1)}
         kind = _kind_of(arguments, places), tuple(one.requires_grad for one in own), casts

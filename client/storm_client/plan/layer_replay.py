@@ -23,6 +23,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -394,8 +395,12 @@ def _look_at_backward_pass(layer: LayerForward, made: Any) -> None:
 
 
 def _is_transformed() -> bool:
-    """Tell whether a transform of torch.func is under way, as vmap."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Tell whether a transform of torch.func is under way, as vmap, or forward differentiation.
+
+    The backward pass, which may call a layer again, may be outside of that.
+    """
+    is_forward = forward_ad._current_level >= 0
+    return is_forward or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _cannot_be_saved(tensors: Sequence[torch.Tensor]) -> bool:

@@ -694,6 +694,28 @@ def test_forward_mode_differentiation(client: storm.Client, x: Tensor) -> None:
     assert phase(offload) is LayerPhase.ON
 
 
+def test_gradients_of_tangents_are_asked_for_later(client: storm.Client, x: Tensor) -> None:
+    """When no forward differentiation is under way any more."""
+    net = made()
+    offload = client.offload(net, min_bytes=1)
+    settle(net, x, offload)
+
+    def train(context: Context) -> list[Tensor]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        with context(), forward_ad.dual_level():
+            found = forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x))))
+            assert found.tangent is not None
+            loss = found.primal.square().mean() + found.tangent.square().mean()
+        loss.backward()
+        return [loss.detach(), *gradients(net)]
+
+    expected = [one.clone() for one in train(nullcontext)]
+    assert_identical(train(lambda: offload), expected)
+    settle(net, x, offload)
+    assert phase(offload) is LayerPhase.ON
+
+
 class Spread(Layer):
     def __init__(self) -> None:
         super().__init__()
