@@ -101,8 +101,7 @@ class CompiledStep:
         with self._lock:
             leaves, spec = pytree.tree_flatten((arguments, options))
             key = (spec, tuple(map(described, leaves)))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            prepared, values = self._prepared(key, tensors, arguments, options)
+            prepared, values = self._prepared(key, leaves, arguments, options)
             self._last = prepared
             return self._run(prepared, values)
 
@@ -111,18 +110,18 @@ class CompiledStep:
     def _prepared(
         self,
         key: Any,
-        tensors: list[torch.Tensor],
+        leaves: list[object],
         arguments: tuple[Any, ...],
         options: dict[str, Any],
     ) -> tuple[_Prepared, dict[fx.Node, Any]]:
         for prepared in reversed(self._known.get(key, [])):
-            values = prepared.state.values(tensors)
+            values = prepared.state.values(leaves)
             if values is not None:
                 self._known.move_to_end(key)
                 return prepared, values
-        prepared = self._capture(arguments, options, tensors)
+        prepared = self._capture(arguments, options, leaves)
         self._check_changed(prepared, self._known.get(key, []))
-        values = prepared.state.values(tensors)
+        values = prepared.state.values(leaves)
         if values is None:
             raise UsageError(
                 "the step changes what it decides by while it runs, so that no capture of it can "
@@ -156,11 +155,11 @@ class CompiledStep:
         self,
         arguments: tuple[Any, ...],
         options: dict[str, Any],
-        tensors: list[torch.Tensor],
+        leaves: list[object],
     ) -> _Prepared:
-        before = variables(self._step)
+        before = variables(self._step, leaves)
         captured = capture(self._step, arguments, options)
-        after = variables(self._step)
+        after = variables(self._step, leaves)
         changed = [name for name in after if before.get(name) != after[name]]
         if changed:
             raise UsageError(
@@ -181,7 +180,7 @@ class CompiledStep:
         )
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program))
-        return _Prepared(program, State(captured, self._step, tensors))
+        return _Prepared(program, State(captured, self._step, leaves))
 
     # --- a run ------------------------------------------------------------------------------
 

@@ -18,10 +18,17 @@ from torch.optim.optimizer import Optimizer
 from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
-from storm_client.compile.step.variables import PLAIN, are_plain, attributes, own, variables
+from storm_client.compile.step.variables import (
+    PLAIN,
+    are_plain,
+    attributes,
+    identified,
+    own,
+    variables,
+)
 from storm_client.settings import deciding_settings, kinds_of_casts
 
-__all__ = ["State", "described", "surroundings"]
+__all__ = ["State", "described", "surroundings", "tensors_in"]
 
 
 class _Itself(NamedTuple):
@@ -118,9 +125,10 @@ class State:
     """What one captured step reads besides its arguments."""
 
     def __init__(
-        self, captured: Captured, step: Callable[..., Any], tensors: Sequence[torch.Tensor]
+        self, captured: Captured, step: Callable[..., Any], leaves: Sequence[object]
     ) -> None:
         """Note everything as it is, and the arguments: nothing has changed since the capture."""
+        tensors = tensors_in(leaves)
         self.captured = captured
         slots = _slots(captured)
         self.held = [
@@ -142,14 +150,14 @@ class State:
         """Where tensors lay when they were last found to share memory as they did."""
         self.sharing = self._sharing(tensors, [held.slot.find(tensors) for held in self.held])
         self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
-        self.python = self._python()
+        self.python = self._python(leaves)
         self.gradients = [
             (tensor, gradient is None) for tensor, gradient in captured.recording.leaves.values()
         ]
 
-    def _python(self) -> list[Any]:
+    def _python(self, leaves: Sequence[object]) -> list[Any]:
         """Return what Python code may have decided by."""
-        found: list[Any] = [surroundings(), variables(self.step)]
+        found: list[Any] = [surroundings(), variables(self.step, leaves)]
         found += [
             (
                 module.training,
@@ -161,8 +169,8 @@ class State:
             for number, module in enumerate(self.captured.modules)
         ]
         found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
-        leaves = self.captured.recording.leaves.values()
-        found += [_hooks(leaf, _HOOKS_OF_LEAVES) for leaf, _ in leaves]
+        trained = self.captured.recording.leaves.values()
+        found += [_hooks(leaf, _HOOKS_OF_LEAVES) for leaf, _ in trained]
         for optimizer in self.captured.optimizers:
             for group in optimizer.param_groups:
                 found.append([_plain_setting(key, value) for key, value in group.items()])
@@ -216,15 +224,19 @@ class State:
             for at, one in enumerate(found)
         ]
 
-    def values(self, tensors: list[torch.Tensor]) -> dict[fx.Node, Any] | None:
-        """Return the values of the graph's inputs now; None where another capture is needed."""
+    def values(self, leaves: Sequence[object]) -> dict[fx.Node, Any] | None:
+        """Return the values of the graph's inputs now; None where another capture is needed.
+
+        `leaves` are the arguments, tensors and others.
+        """
+        tensors = tensors_in(leaves)
         found: dict[fx.Node, Any] = {}
         for held in self.held:
             tensor = held.slot.find(tensors)
             if not held.fits(tensor):
                 return None
             found[held.node] = tensor
-        if not self._shares_alike(tensors, found.values()) or self.python != self._python():
+        if not self._shares_alike(tensors, found.values()) or self.python != self._python(leaves):
             return None
         for setting in self.captured.settings:
             found[setting.node] = setting.value()
@@ -241,8 +253,16 @@ class State:
         return found
 
 
+def tensors_in(leaves: Sequence[object]) -> list[torch.Tensor]:
+    """Return those of a step's arguments that are tensors, by whose places they are known."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def described(leaf: object) -> Any:
-    """Return what of an argument a captured step depends on."""
+    """Return what of an argument a captured step depends on, for a table.
+
+    An object may be another at the same address, or hold other things: `State` looks at that.
+    """
     if isinstance(leaf, torch.Tensor):
         return (
             type(leaf),
@@ -253,9 +273,7 @@ def described(leaf: object) -> Any:
             leaf.requires_grad,
             leaf.storage_offset() * leaf.element_size() % 16 if leaf.device.type == "meta" else 0,
         )
-    if isinstance(leaf, PLAIN):
-        return type(leaf), leaf
-    return type(leaf), id(leaf)
+    return identified(leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf))
 
 
 def surroundings() -> tuple[Any, ...]:

@@ -7,20 +7,47 @@ kept for having been looked at, and another that takes its address later is anot
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["PLAIN", "are_plain", "attributes", "identified", "is_value", "own", "variables"]
+__all__ = [
+    "PLAIN",
+    "are_plain",
+    "attributes",
+    "identified",
+    "is_value",
+    "own",
+    "variables",
+]
 
-PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 
 CONTENTS = 64
 """Of a list or table with more than so many things in it, it is not compared what they are."""
+
+CONTENT_BYTES = 1 << 16
+"""Of an array of NumPy's with more bytes neither."""
 
 Kind = TypeVar("Kind")
 
@@ -51,60 +78,162 @@ class _Same:
 # --- of functions -------------------------------------------------------------------------------
 
 
-def variables(step: Callable[..., Any]) -> dict[str, Any]:
+def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
     """Return the variables of a function's surroundings, plain ones by value, objects by identity.
 
-    Of lists, tables and objects, such as the one whose method it is, what it reads there too, but
-    not what lies deeper. Only its own variables, not those of functions that it calls.
+    Of lists, tables, objects, classes and modules, such as the one whose method it is, what it
+    reads there too, but not what lies deeper. So of `arguments` that are objects. Only the
+    function's own variables, not those of functions that it calls; what a decorator, a partial or
+    an object that is called has is its own.
     """
-    function = getattr(step, "__func__", step)
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    found: dict[str, Any] = {}
-    for name, value in _surrounding(step):
-        _look_at(name, value, names, found)
-    for number, value in enumerate(getattr(function, "__defaults__", None) or ()):
-        found[f"default {number}"] = identified(value)
-    return found
+    return {name: identified(value) for name, value in _looked_at(step, arguments)}
 
 
 def own(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
     """Return a function's variables, and its object's attributes, that are of a kind."""
-    found = [value for _, value in _surrounding(step)]
-    found += getattr(getattr(step, "__self__", None), "__dict__", {}).values()
+    found: list[Any] = list(_of_partials(step))
+    for function, owner in _functions(step):
+        found += [value for _, value in _surrounding(function, owner)]
+        found += getattr(owner, "__dict__", {}).values()
     return [one for one in found if isinstance(one, kind)]
 
 
-def _surrounding(step: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that are there where a function begins, by name."""
-    function = getattr(step, "__func__", step)
-    code = getattr(function, "__code__", None)
-    if code is None:
+def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionType, object]]:
+    """Yield the functions that a step is made of, a decorator before what it decorates.
+
+    With each comes the object whose method it is.
+    """
+    if isinstance(step, partial):
+        yield from _functions(step.func)
         return
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+    function = getattr(step, "__func__", step)
+    owner = getattr(step, "__self__", owner)
+    if isinstance(function, FunctionType):
+        if not function.__module__.startswith("torch."):  # a decorator of PyTorch's
+            yield function, owner
+    elif not hasattr(step, "__wrapped__") and not isinstance(step, (nn.Module, *_OPAQUE)):
+        called = _of_class(type(step), "__call__")
+        if isinstance(called, FunctionType):
+            yield called, step
+    if hasattr(function, "__wrapped__"):
+        yield from _functions(function.__wrapped__, owner)
+
+
+def _looked_at(step: Callable[..., Any], arguments: Sequence[object]) -> Iterator[tuple[str, Any]]:
+    """Yield all that is compared of a function's variables and arguments, by name."""
+    functions = list(_functions(step))
+    for number, (function, owner) in enumerate(functions):
+        before = "decorated: " * number
+        names = _names(function)
+        for name, value in _surrounding(function, owner):
+            yield from _look_at(before + name, value, names)
+        for name, value in _defaults(function):
+            yield f"{before}default {name}", value
+    names = [name for function, _ in functions for name in _names(function)]
+    for number, value in enumerate(_of_partials(step)):
+        yield from _look_at(f"{_ARGUMENT} {number} of the partial", value, names)
+    for number, value in enumerate(arguments):
+        if not isinstance(value, (torch.Tensor, *PLAIN)):
+            yield from _look_at(f"{_ARGUMENT} {number}", value, names)
+
+
+_ARGUMENT = "argument"
+
+
+def _of_partials(step: object) -> Iterator[Any]:
+    """Yield what is bound to the arguments of a step."""
+    while isinstance(step, partial):
+        yield from (*step.args, *step.keywords.values())
+        step = step.func
+
+
+def _surrounding(function: FunctionType, owner: object) -> Iterator[tuple[str, Any]]:
+    """Yield the variables that are there where a function begins, by name."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # an empty cell
             continue
-    for name in code.co_names:
+    for name in _names(function):
         if name in function.__globals__:
             yield name, function.__globals__[name]
-    if function is not step:
-        yield "self", step.__self__  # type: ignore[attr-defined]
+    if owner is not None:
+        yield "self", owner
+
+
+def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from ((str(number), value) for number, value in enumerate(function.__defaults__ or ()))
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names(function: FunctionType) -> list[str]:
+    """Return what a function's code may read, and that of functions that are defined in it."""
+    return list(dict.fromkeys(_names_in(function.__code__)))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 _OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType)
-"""What is not looked into."""
+"""What has no attributes of its own that are looked at as an object's are."""
 
 
-def _look_at(name: str, value: object, names: Sequence[str], found: dict[str, Any]) -> None:
-    """Note a variable, and those of its attributes that are among `names`."""
-    found[name] = identified(value)
-    table = getattr(value, "__dict__", None)
-    if isinstance(value, (nn.Module, Optimizer, torch.Tensor, *_OPAQUE)) or type(table) is not dict:
+def _look_at(name: str, value: object, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield a variable, and those of its attributes that are among `names`."""
+    yield name, value
+    if isinstance(value, (nn.Module, Optimizer, torch.Tensor, *PLAIN, *_CONTAINERS)):
         return
-    for key in names:
-        if key in table:
-            found[f"{name}.{key}"] = identified(table[key])
+    if isinstance(value, (FunctionType, BuiltinFunctionType)) or _is_pytorch(value):
+        return
+    for key in dict.fromkeys((*names, *_of_properties(value, names))):
+        held = _attribute(value, key)
+        if held is not _MISSING:
+            yield f"{name}.{key}", held
+
+
+def _of_properties(owner: object, names: Sequence[str]) -> Iterator[str]:
+    """Yield what the code of an object's properties may read."""
+    for name in names:
+        found = _of_class(type(owner), name)
+        if isinstance(found, property) and isinstance(found.fget, FunctionType):
+            yield from _names_in(found.fget.__code__)
+
+
+def _attribute(owner: object, name: str) -> Any:
+    """Return an attribute without running code; of modules and classes only what is a value."""
+    table = getattr(owner, "__dict__", None)
+    if type(table) is dict and name in table:
+        found = table[name]
+        is_value = not isinstance(owner, ModuleType)
+    else:
+        found = _of_class(owner if isinstance(owner, type) else type(owner), name)
+        if isinstance(found, MemberDescriptorType):  # one of __slots__
+            return getattr(owner, name, _MISSING)
+        is_value = False
+    return found if is_value or isinstance(found, (*PLAIN, *_CONTAINERS)) else _MISSING
+
+
+def _of_class(kind: type, name: str) -> Any:
+    for one in kind.__mro__:
+        if name in one.__dict__:
+            return one.__dict__[name]
+    return _MISSING
+
+
+def _is_pytorch(value: object) -> bool:
+    """Tell whether a module, class or object is PyTorch's or Python's own."""
+    if isinstance(value, ModuleType):
+        name = value.__name__
+    else:
+        name = (value if isinstance(value, type) else type(value)).__module__
+    return name.split(".")[0] in ("torch", "builtins")
+
+
+_MISSING = object()
 
 
 # --- of modules ---------------------------------------------------------------------------------
@@ -133,16 +262,22 @@ def are_plain(module: nn.Module) -> bool:
 
 # --- of values ----------------------------------------------------------------------------------
 
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
+
 
 def identified(value: object) -> Any:
     """Return what tells a value from another, or from itself when it holds other things."""
-    if type(value) is dict and len(value) <= CONTENTS:
-        return dict, [(_alone(key), _alone(one)) for key, one in value.items()]
-    if type(value) is list and len(value) <= CONTENTS:
-        return list, list(map(_alone, value))
-    if isinstance(value, (dict, list)):
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if not isinstance(value, (dict, list, set, frozenset, deque)):
+        return _alone(value)
+    if len(value) > CONTENTS:
         return _Same(value), len(value)
-    return _alone(value)
+    if isinstance(value, dict):
+        return type(value), [(_alone(key), _alone(one)) for key, one in dict.items(value)]
+    if isinstance(value, (set, frozenset)):
+        return type(value), _members(value)
+    return type(value), list(map(_alone, value))
 
 
 def is_value(value: object) -> bool:
@@ -155,8 +290,22 @@ def is_value(value: object) -> bool:
 
 
 def _alone(value: object) -> Any:
+    if isinstance(value, (float, complex, np.generic)):
+        return type(value), repr(value)  # by which zeros have signs, and NaN is itself
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, tuple) and len(value) <= CONTENTS:
         return type(value), tuple(map(_alone, value))
     return _Same(value)
+
+
+def _members(value: set[Any] | frozenset[Any]) -> Any:
+    plain = [one for one in value if isinstance(one, PLAIN)]
+    others = [one for one in value if not isinstance(one, PLAIN)]
+    return set(map(_alone, plain)), sorted(map(id, others))
+
+
+def _array(value: np.ndarray[Any, Any]) -> Any:
+    if value.nbytes > CONTENT_BYTES or value.dtype.hasobject:
+        return _Same(value), value.shape
+    return value.dtype, value.shape, value.tobytes()

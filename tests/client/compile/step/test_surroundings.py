@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import storm_client as storm
 import torch
@@ -170,6 +171,50 @@ def test_what_a_step_changes_in_its_object_is_named(
 ) -> None:
     with pytest.raises(UsageError, match=f"the step changes its variable '{named}'"):
         wrap(kind().step)(seeded("cpu", 8, 8))
+
+
+class Called(Trainer):
+    def __call__(self, x: Tensor) -> Tensor:
+        def loss(y: Tensor) -> Tensor:
+            return y.square().mean() * self.scale
+
+        loss_ = loss(self.net(x))
+        loss_.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss_
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_what_an_object_that_is_called_has_takes_effect(
+    is_bound: bool, wrap: Callable[..., CompiledStep]
+) -> None:
+    change = CHANGES["an attribute"]
+    plain = Called()
+    expected = trained(plain, plain, change)
+    other = Called()
+    assert_identical(trained(other, wrap(partial(other) if is_bound else other), change), expected)
+
+
+class Arguments:
+    """An argument that is no tensor."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def test_arguments_that_are_objects_take_effect(wrap: Callable[..., CompiledStep]) -> None:
+    """Others may come at the same address, or the same with other contents."""
+
+    def step(x: Tensor, own: object) -> Tensor:
+        return x * (own.scale if isinstance(own, Arguments) else own)
+
+    call, x, kept = wrap(step), seeded("cpu", 4, 4), Arguments(0.5)
+    for number in range(6):
+        kept.scale = number + 0.5
+        for own in (Arguments(number), kept, np.float32(number), -0.0 if number % 2 else 0.0):
+            assert_identical([call(x, own)], [step(x, own)])
+        assert_identical([call(x, complex(number, 1))], [step(x, complex(number, 1))])
 
 
 # --- memory that is shared ----------------------------------------------------------------------
