@@ -29,7 +29,7 @@ from storm_client.compile.step.explain import Explanation, explained, most_at_on
 from storm_client.compile.step.loops import CAPTURING
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.state import State, described
-from storm_client.compile.step.variables import variables
+from storm_client.compile.step.variables import positions, variables
 from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
 from storm_client.stats import OffloadStats
@@ -157,8 +157,14 @@ class CompiledStep:
         options: dict[str, Any],
         leaves: list[object],
     ) -> _Prepared:
-        before = variables(self._step, leaves)
+        before, places = variables(self._step, leaves), positions(self._step, leaves)
         captured = capture(self._step, arguments, options)
+        moved = [name for name, at in positions(self._step, leaves).items() if places[name] != at]
+        if moved:
+            raise UsageError(
+                f"the step draws random numbers from {moved[0]!r}, which PyTorch does not draw, "
+                "and would only when it is captured; draw with torch, or pass what is drawn"
+            )
         after = variables(self._step, leaves)
         changed = [name for name in after if before.get(name) != after[name]]
         if changed:

@@ -6,6 +6,8 @@ kept for having been looked at, and another that takes its address later is anot
 
 from __future__ import annotations
 
+import io
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from storm_client.errors import UsageError
+
 __all__ = [
     "PLAIN",
     "are_plain",
@@ -25,6 +29,7 @@ __all__ = [
     "identified",
     "is_value",
     "own",
+    "positions",
     "variables",
 ]
 
@@ -87,6 +92,31 @@ def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
     an object that is called has is its own.
     """
     return {name: identified(value) for name, value in _looked_at(step, arguments)}
+
+
+def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
+    """Return where random generators of Python's and NumPy's are, among a function's variables.
+
+    Raises:
+        UsageError: one of the variables is an iterator, or an argument a large array.
+    """
+    found: dict[str, Any] = {}
+    for name, value in _looked_at(step, arguments):
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise UsageError(
+                f"the step has an iterator as its variable {name!r}, and would take from it only "
+                "when it is captured; take what comes next outside, and pass it as an argument"
+            )
+        is_array = isinstance(value, np.ndarray) and value.nbytes > CONTENT_BYTES
+        if is_array and name.startswith(_ARGUMENT):
+            raise UsageError(
+                f"the step gets an array of NumPy's of shape {value.shape}, which would be read "
+                "only when it is captured; pass torch.from_numpy(array)"
+            )
+        state = _position(value)
+        if state is not None:
+            found[name] = state
+    return found
 
 
 def own(step: Callable[..., Any], kind: type[Kind]) -> list[Kind]:
@@ -231,6 +261,20 @@ def _is_pytorch(value: object) -> bool:
     else:
         name = (value if isinstance(value, type) else type(value)).__module__
     return name.split(".")[0] in ("torch", "builtins")
+
+
+def _position(value: object) -> Any:
+    """Return where a random generator is, also by one of its functions; None for all else."""
+    owner = getattr(value, "__self__", value) if isinstance(value, BuiltinFunctionType) else value
+    if owner is random or isinstance(owner, random.Random):
+        return owner.getstate()
+    if owner is np or owner is np.random:
+        owner = np.random.mtrand._rand
+    if isinstance(owner, np.random.RandomState):
+        return repr(owner.get_state())
+    if isinstance(owner, np.random.Generator):
+        return repr(owner.bit_generator.state)
+    return None
 
 
 _MISSING = object()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -215,6 +216,52 @@ def test_arguments_that_are_objects_take_effect(wrap: Callable[..., CompiledStep
         for own in (Arguments(number), kept, np.float32(number), -0.0 if number % 2 else 0.0):
             assert_identical([call(x, own)], [step(x, own)])
         assert_identical([call(x, complex(number, 1))], [step(x, complex(number, 1))])
+
+
+# --- what is another each time ------------------------------------------------------------------
+
+
+def numbers() -> Iterator[Tensor]:
+    while True:
+        yield torch.ones(4)
+
+
+BATCHES, OWN, ARRAYS = numbers(), random.Random(0), np.random.default_rng(0)
+TAKEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "an iterator": (lambda x: x * next(BATCHES), "iterator as its variable 'BATCHES'"),
+    "random": (lambda x: x * random.random(), "from 'random'"),
+    "a generator of Python's": (lambda x: x * OWN.random(), "from 'OWN'"),
+    "numpy.random": (lambda x: x * float(np.random.rand()), "from 'np'"),
+    "a generator of NumPy's": (lambda x: x * float(ARRAYS.random()), "from 'ARRAYS'"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_step_that_takes_what_comes_next_is_refused(
+    name: str, wrap: Callable[..., CompiledStep]
+) -> None:
+    step, named = TAKEN[name]
+    with pytest.raises(UsageError, match=named):
+        wrap(step)(torch.ones(4))
+
+
+def test_a_generator_that_a_step_does_not_draw_from_may_be_its_variable(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    def step(x: Tensor, is_random: bool) -> Tensor:
+        return x * random.random() if is_random else np.float32(2) * x
+
+    call = wrap(step)
+    for number in range(3):
+        random.seed(number)
+        assert_identical([call(torch.ones(4), False)], [torch.full((4,), 2.0)])
+    assert len(call.captures()) == 1
+
+
+def test_a_large_array_as_an_argument_is_refused(wrap: Callable[..., CompiledStep]) -> None:
+    call = wrap(lambda x, own: x * torch.from_numpy(own)[:4])
+    with pytest.raises(UsageError, match=r"pass torch\.from_numpy"):
+        call(torch.ones(4), np.ones(1 << 16))
 
 
 # --- memory that is shared ----------------------------------------------------------------------
