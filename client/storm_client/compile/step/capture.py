@@ -154,6 +154,10 @@ def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dic
         if "SymFloat" not in str(error):
             raise
         raise data_dependent("as a number", error) from error
+    except RuntimeError as error:
+        if "data is not allocated" not in str(error):
+            raise
+        raise data_dependent("its memory", error) from error
 
 
 @contextmanager
@@ -210,6 +214,8 @@ class _Watcher(Watching):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         options = dict(kwargs or {})
+        if func in _READ_PAST_OPERATIONS or (func is _FORMAT and args[1:] != ("",)):
+            raise data_dependent(f".{func.__name__}()")
         if func == _DATA.__set__:
             raise not_in_place("gives a tensor other memory", ".data = ...")
         if func in _OF_GRADIENTS:
@@ -223,6 +229,16 @@ class _Watcher(Watching):
                 return self.captured.recording.run(overload, args, options)
         return func(*args, **options)
 
+
+_READ_PAST_OPERATIONS = (
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+    torch.Tensor.__dlpack__,
+)
+"""They read what a tensor from before the step holds without an operation that is recorded."""
+
+_FORMAT = torch.Tensor.__format__
 
 _DATA: Any = torch.Tensor.data
 _GRADIENT: Any = torch.Tensor.grad

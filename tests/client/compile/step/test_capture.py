@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import storm_client as storm
 import torch
@@ -101,7 +102,30 @@ def makes_sparse_gradients(_: Trained, loss: Tensor) -> object:
     return None
 
 
+def lists(self: Trained, _: Tensor) -> object:
+    return self.net.bias.tolist()
+
+
+LENGTHS = torch.tensor([1, 3])
+
+
+def goes_to_numpy(_: Trained, loss: Tensor) -> object:
+    return loss * float(np.asarray(LENGTHS)[0])
+
+
+def formats(_: Trained, loss: Tensor) -> object:
+    return f"{loss:.3f}"
+
+
+def makes_a_tensor_of_elements(_: Trained, loss: Tensor) -> object:
+    return torch.tensor([loss.detach(), 2 * loss.detach()])
+
+
 REFUSED = {
+    lists: r"holds \(\.tolist\(\)\) at .*test_capture.py:",
+    goes_to_numpy: r"holds \(\.__array__\(\)\) at .*test_capture.py:",
+    formats: r"holds \(\.__format__\(\)\) at .*test_capture.py:",
+    makes_a_tensor_of_elements: r"holds \(its memory\) at .*test_capture.py:",
     makes_sparse_gradients: r"sum\(\).backward\(\)\) makes a tensor of layout torch.sparse_coo",
     branches: "return 1 if loss > 0.5 else 2",
     branches_on_a_number: r"return 1 if loss.item\(\) > 0.5 else 2",
