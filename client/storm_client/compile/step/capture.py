@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from storm_client.compile.step.loops import CAPTURING, Loop
 from storm_client.compile.step.recording import Recorder, Recording, data_dependent, not_in_place
 from storm_client.compile.step.scalars import number_of
-from storm_client.compile.step.variables import attributes, is_value, own
+from storm_client.compile.step.variables import NO_STATE, attributes, is_value, of_optimizer, own
 from storm_client.errors import UsageError
 from storm_client.watching import Watching
 
@@ -259,8 +259,10 @@ class _Tables:
         """What told the attributes of modules from others."""
         self.contents: list[tuple[Any, Any]] = []
         """Lists and tables that modules have, with copies of them."""
-        self.counts: list[dict[str, Any]] = []
-        """The plain attributes of optimizers."""
+        self.own: list[dict[str, Any]] = []
+        """The attributes of optimizers."""
+        self.own_looks: list[dict[Any, Any]] = []
+        """What told these, and what is in their states, from others."""
         self.buffers: list[dict[str, Any]] = []
         self._seen: set[int] = set()
         """The ids of modules, which are held."""
@@ -288,8 +290,15 @@ class _Tables:
         if any(known is optimizer for known in captured.optimizers):
             return
         captured.optimizers.append(optimizer)
-        self.counts.append(_counts(optimizer))
-        self.states.append({key: dict(value) for key, value in optimizer.state.items()})
+        self.own.append(dict(optimizer.__dict__))
+        self.own_looks.append(of_optimizer(optimizer))
+        self.contents += [(held, held.copy()) for held in _containers(optimizer)]
+        self.states.append(
+            {
+                key: dict(value) if type(value) is dict else value
+                for key, value in optimizer.state.items()
+            }
+        )
         self.groups.append([dict(group) for group in optimizer.param_groups])
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -319,18 +328,20 @@ class _Tables:
     def put_back(self) -> None:
         """Have everything as it was before."""
         captured = self.captured
-        for optimizer, state, groups, counts in zip(
-            captured.optimizers, self.states, self.groups, self.counts, strict=False
+        for optimizer, state, groups, table in zip(
+            captured.optimizers, self.states, self.groups, self.own, strict=False
         ):
-            for name in _counts(optimizer).keys() - counts.keys():
-                del optimizer.__dict__[name]
-            optimizer.__dict__.update(counts)
+            kept = {key: optimizer.__dict__[key] for key in NO_STATE if key in optimizer.__dict__}
+            optimizer.__dict__.clear()
+            optimizer.__dict__.update(table | kept)
             for key in list(optimizer.state):
                 if key not in state:
                     del optimizer.state[key]
-                else:
+                elif type(optimizer.state[key]) is dict and type(state[key]) is dict:
                     optimizer.state[key].clear()
                     optimizer.state[key].update(state[key])
+                else:
+                    optimizer.state[key] = state[key]
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
@@ -367,16 +378,17 @@ def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
 
 
 def _conclude_optimizers(captured: Captured, tables: _Tables) -> None:
-    for optimizer, states, given, counts in zip(
-        captured.optimizers, tables.states, tables.given, tables.counts, strict=True
+    for optimizer, states, given, looks in zip(
+        captured.optimizers, tables.states, tables.given, tables.own_looks, strict=True
     ):
         _check_groups(optimizer, given)
-        for key, value in _counts(optimizer).items():
-            if value != counts.get(key):
-                raise _counted(optimizer, key, value)
+        for (place, key), look in of_optimizer(optimizer).items():
+            is_new = place is not None and (place, key) not in looks
+            if not is_new and look != looks.get((place, key)):
+                raise _counted(optimizer, key or place, _held(optimizer, place, key))
         for parameter, state in optimizer.state.items():
             known = states.get(parameter, {})
-            for key, value in state.items():
+            for key, value in state.items() if type(state) is dict else ():
                 if key not in known or value is not known[key]:
                     path = ("state", optimizer, parameter, key)
                     captured.left.append(_kept(captured, value, known.get(key), path))
@@ -427,22 +439,26 @@ def _kept(captured: Captured, value: Any, before: Any, path: tuple[Any, ...]) ->
     return _result(captured, value, path)
 
 
-_TOLD_BY_SCHEDULERS = ("_opt_called",)
-"""Of optimizers that have a scheduler: whether they were called at all."""
+def _held(optimizer: Optimizer, place: Any, key: str) -> Any:
+    if place is None:
+        return optimizer.__dict__[key]
+    by_place = {id(one) if isinstance(one, torch.Tensor) else one: one for one in optimizer.state}
+    table = optimizer.state[by_place[place]]
+    return table[key] if type(table) is dict else table
 
 
-def _counts(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the plain attributes of an optimizer."""
-    return {
-        key: value
-        for key, value in optimizer.__dict__.items()
-        if key not in _TOLD_BY_SCHEDULERS and isinstance(value, (bool, int, float, str))
-    }
+def _containers(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the lists and tables that an optimizer has as attributes and in its state."""
+    tables = (table for table in optimizer.state.values() if type(table) is dict)
+    for table in (optimizer.__dict__, *tables):
+        for key, value in table.items():
+            if type(value) in (list, dict) and key != "param_groups":
+                yield value
 
 
 def _counted(optimizer: Optimizer, key: str, value: object) -> UsageError:
     return UsageError(
-        f"{type(optimizer).__name__} counts in Python ({key!r} became {value!r}), which a "
+        f"{type(optimizer).__name__} counts in Python ({key!r} became {value!r:.200}), which a "
         "captured step cannot; use an optimizer whose state is tensors"
     )
 

@@ -23,6 +23,7 @@ from storm_client.compile.step.variables import (
     are_plain,
     attributes,
     identified,
+    of_optimizer,
     own,
     variables,
 )
@@ -67,7 +68,8 @@ class _InState(NamedTuple):
     key: str
 
     def find(self, _: Sequence[torch.Tensor]) -> Any:
-        return self.optimizer.state.get(self.parameter, {}).get(self.key)
+        table = self.optimizer.state.get(self.parameter)
+        return table.get(self.key) if isinstance(table, dict) else None
 
 
 class _InGroup(NamedTuple):
@@ -174,9 +176,8 @@ class State:
         for optimizer in self.captured.optimizers:
             for group in optimizer.param_groups:
                 found.append([_plain_setting(key, value) for key, value in group.items()])
-                for parameter in group["params"]:
-                    table = optimizer.state.get(parameter, {})
-                    found.append([(key, _kind(value)) for key, value in table.items()])
+            found.append(of_optimizer(optimizer))
+            found.append(_hooks(optimizer, _HOOKS_OF_OPTIMIZERS))
         return found
 
     def _attributes(self, number: int, module: nn.Module) -> dict[str, Any]:
@@ -292,6 +293,7 @@ _HOOKS_OF_MODULES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -318,11 +320,7 @@ def _plain_setting(key: str, value: Any) -> Any:
         return key, id(value)
     if key in LIFTED and is_lifted(value):
         return key, type(value)
-    return key, value
-
-
-def _kind(value: object) -> Any:
-    return None if isinstance(value, torch.Tensor) else value
+    return key, identified(value)
 
 
 def _slots(captured: Captured) -> dict[int, _Slot]:
@@ -332,6 +330,8 @@ def _slots(captured: Captured) -> dict[int, _Slot]:
         for number, group in enumerate(optimizer.param_groups):
             found |= {id(one): _InGroup(optimizer, number, key) for key, one in _tensors(group)}
         for parameter, table in optimizer.state.items():
+            if not isinstance(table, dict):
+                continue
             found |= {id(one): _InState(optimizer, parameter, key) for key, one in _tensors(table)}
     for module in captured.modules:
         for names in (module.__dict__, module._parameters, module._buffers):

@@ -23,11 +23,13 @@ from torch.optim.optimizer import Optimizer
 from storm_client.errors import UsageError
 
 __all__ = [
+    "NO_STATE",
     "PLAIN",
     "are_plain",
     "attributes",
     "identified",
     "is_value",
+    "of_optimizer",
     "own",
     "positions",
     "variables",
@@ -302,6 +304,29 @@ def are_plain(module: nn.Module) -> bool:
         for key, value in module.__dict__.items()
         if key not in _EVERY_MODULES
     )
+
+
+# --- of optimizers -------------------------------------------------------------------------------
+
+NO_STATE = ("_opt_called", "_need_device_dtype_check_for_fused")
+"""Whether one was called at all, as schedulers ask, and whether its tensors' types were checked."""
+
+
+def of_optimizer(optimizer: Optimizer) -> dict[tuple[Any, str], Any]:
+    """Return an optimizer's attributes, and what in its state is no tensor, by place and name."""
+    found: dict[tuple[Any, str], Any] = {
+        (None, key): identified(value)
+        for key, value in optimizer.__dict__.items()
+        if key not in ("state", "param_groups", *NO_STATE) and not key.startswith("_optimizer_")
+    }
+    for owner, table in optimizer.state.items():
+        place = id(owner) if isinstance(owner, torch.Tensor) else owner
+        if not isinstance(table, dict):
+            found[place, ""] = identified(table)
+            continue
+        for key, value in table.items():
+            found[place, key] = None if isinstance(value, torch.Tensor) else identified(value)
+    return found
 
 
 # --- of values ----------------------------------------------------------------------------------

@@ -455,6 +455,94 @@ def test_what_an_optimizer_counts_is_named(wrap: Callable[..., CompiledStep]) ->
     assert optimizer.calls == 0
 
 
+class Own(torch.optim.Optimizer):
+    """An optimizer of a user's, with things besides the state of parameters."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.scale = 1.0
+        self.param_groups[0]["factors"] = [1.0]
+        self.sums = [torch.zeros_like(one) for one in self.param_groups[0]["params"]]
+        self.seen: list[Tensor] = []
+        self.is_rebinding = self.is_keeping = False
+
+    @torch.no_grad()
+    def step(self) -> None:
+        shared = self.state["shared"]
+        if "norm" not in shared:
+            shared["norm"] = torch.ones(())
+        group = self.param_groups[0]
+        for number, one in enumerate(group["params"]):
+            shared["norm"].mul_(0.9).add_(one.grad.norm())
+            if self.is_keeping:
+                self.seen.append(one.grad)
+            if self.is_rebinding:
+                self.sums[number] = self.sums[number] + one.grad
+            else:
+                self.sums[number].add_(one.grad)
+            one.addcdiv_(self.sums[number], shared["norm"], value=-0.01 * self.scale)
+            one.sub_(one.grad * group["factors"][0] * group["lr"])
+
+
+def doubled(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for one in optimizer.param_groups[0]["params"]:
+        one.grad.mul_(2)
+
+
+CHANGES_OF_OPTIMIZERS: dict[str, Callable[[Own], object]] = {
+    "nothing": lambda own: None,
+    "an attribute": lambda own: setattr(own, "scale", 3.0),
+    "a list in a group": lambda own: own.param_groups[0]["factors"].__setitem__(0, 0.5),
+    "a list of tensors": lambda own: own.sums.__setitem__(0, torch.ones_like(own.sums[0])),
+    "what belongs to no parameter": lambda own: own.state["shared"].clear(),
+    "a hook": lambda own: own.register_step_pre_hook(doubled),
+    "its step": lambda own: setattr(own, "step", lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES_OF_OPTIMIZERS)
+def test_what_changes_in_an_optimizer_takes_effect(
+    name: str, wrap: Callable[..., CompiledStep]
+) -> None:
+    def run(compile_: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        trainer = Trainer()
+        trainer.optimizer = own = Own(trainer.net.parameters())
+        change = CHANGES_OF_OPTIMIZERS[name]
+        found = trained(trainer, compile_(trainer.step), lambda _: change(own))
+        return [*found, own.state["shared"]["norm"], *own.sums]
+
+    assert_identical(run(wrap), run(lambda step: step))
+
+
+@pytest.mark.parametrize(("flag", "named"), [("is_rebinding", "sums"), ("is_keeping", "seen")])
+def test_a_list_that_an_optimizer_changes_is_named_and_as_it_was(
+    flag: str, named: str, wrap: Callable[..., CompiledStep]
+) -> None:
+    trainer = Trainer()
+    trainer.optimizer = own = Own(trainer.net.parameters())
+    trainer.step(seeded("cpu", 8, 8))
+    before = list(own.sums)
+    setattr(own, flag, True)
+    with pytest.raises(UsageError, match=rf"counts in Python \('{named}' became "):
+        wrap(trainer.step)(seeded("cpu", 8, 8))
+    assert all(one is other for one, other in zip(own.sums, before, strict=True))
+    assert own.seen == []
+
+
+def test_sums_of_gradients_may_be_fused(wrap: Callable[..., CompiledStep]) -> None:
+    """SGD and Adagrad note that they have looked at types, which is no count."""
+
+    def run(
+        kind: type[torch.optim.Optimizer], compile_: Callable[..., Callable[..., Tensor]]
+    ) -> list[Tensor]:
+        trainer = Trainer()
+        trainer.optimizer = kind(trainer.net.parameters(), lr=0.1, fused=True)
+        return trained(trainer, compile_(trainer.step), lambda _: None)
+
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        assert_identical(run(kind, wrap), run(kind, lambda step: step))
+
+
 # --- settings of PyTorch ------------------------------------------------------------------------
 
 
