@@ -190,8 +190,9 @@ def _integer_sums(w: NDArray[np.int8], x: NDArray[np.int8]) -> NDArray[np.int64]
 def _float_sums(w: NDArray[np.int8], x: NDArray[np.float32]) -> NDArray[np.float32]:
     columns = -(-w.shape[1] // LANE_COLUMNS) * LANE_COLUMNS
     padding = ((0, 0), (0, columns - w.shape[1]))
-    signs = np.pad(w, padding).reshape(w.shape[0], -1, LANE_COLUMNS)
-    lanes = np.pad(x, padding).reshape(x.shape[0], -1, LANE_COLUMNS)
+    chunks = columns // LANE_COLUMNS  # no -1: NumPy cannot tell what it is where there are no rows
+    signs = np.pad(w, padding).reshape(w.shape[0], chunks, LANE_COLUMNS)
+    lanes = np.pad(x, padding).reshape(x.shape[0], chunks, LANE_COLUMNS)
     sums = np.empty((x.shape[0], w.shape[0]), np.float32)
     for b in range(x.shape[0]):
         all_sums = np.zeros((w.shape[0], LANE_COLUMNS), np.float32)

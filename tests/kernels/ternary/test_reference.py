@@ -34,6 +34,13 @@ def test_floats_are_summed_by_lanes_and_then_by_halves(columns):
             assert found[b, row].tobytes() == lanes[0].tobytes()
 
 
+@pytest.mark.parametrize(("rows", "batch"), [(3, 0), (0, 2), (0, 0)])
+def test_no_rows_give_no_sums(rows, batch):
+    x = np.zeros((batch, 40), np.float32)
+    found = reference.multiply(Product(*planes(ternary(rows, 40)), 40, x, Kind.FLOAT32))
+    assert (found.shape, found.dtype) == ((batch, rows), np.float32)
+
+
 def test_zero_weights_skip_what_is_not_finite():
     w = np.array([[0, 1, -1]], np.int8)
     x = np.array([[np.nan, 2, 3]], np.float32)
