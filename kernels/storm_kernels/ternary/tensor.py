@@ -132,14 +132,16 @@ class TernaryTensor:
 
     def matvec(self, x: Any, *, threads: int = 1, backend: str = "auto") -> Array:
         """Return self @ x for a vector; see `storm_kernels.ternary.matvec`."""
+        planes = self._matrix(x)
         return matvec(
-            *self._matrix(), x, scale=self.scale, group=self.group, threads=threads, backend=backend
+            *planes, x, scale=self.scale, group=self.group, threads=threads, backend=backend
         )
 
     def matmul(self, x: Any, *, threads: int = 1, backend: str = "auto") -> Array:
         """Return x @ self.T for x of (..., columns); see `storm_kernels.ternary.matmul`."""
+        planes = self._matrix(x)
         return matmul(
-            *self._matrix(), x, scale=self.scale, group=self.group, threads=threads, backend=backend
+            *planes, x, scale=self.scale, group=self.group, threads=threads, backend=backend
         )
 
     def to(self, device: Any) -> TernaryTensor:
@@ -200,9 +202,16 @@ class TernaryTensor:
         shape = (*parts.shape[:-1], row_bytes(columns))
         return cls(planes[0].reshape(shape), planes[1].reshape(shape), parts.shape, scale, group)
 
-    def _matrix(self) -> tuple[Array, Array]:
+    def _matrix(self, x: Any) -> tuple[Array, Array]:
+        """Return the planes as a matrix for a product with `x`, which must have its columns.
+
+        Planes alone do not tell: their rows are padded with zeros. So two planes are let pass.
+        """
         if len(self.shape) != 2:
             raise UsageError(f"a tensor of shape {self.shape} is no matrix of (rows, columns)")
+        shape = () if isinstance(x, tuple) else tuple(np.shape(x))
+        if shape and shape[-1] != self.shape[1]:
+            raise UsageError(f"x has shape {shape}; give (..., {self.shape[1]})")
         return self.bit0, self.bit1
 
 

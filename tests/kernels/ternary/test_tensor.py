@@ -57,6 +57,18 @@ def test_a_product_with_scales_is_that_of_the_floats():
         assert (tensor.matvec(x[0]) == tensor.matmul(x)[0]).all()
 
 
+@pytest.mark.parametrize("columns", [69, 71])
+def test_a_product_with_another_number_of_columns_is_refused(columns):
+    """The rows of its planes have room for 128, so that the planes alone would let them pass."""
+    tensor = TernaryTensor.encode(ternary(3, 70))
+    for x in (np.ones((2, columns), np.float32), TernaryTensor.encode(ternary(2, columns))):
+        with pytest.raises(UsageError, match=rf"\(2, {columns}\); give \(..., 70\)"):
+            tensor.matmul(x)
+    with pytest.raises(UsageError, match=rf"\({columns},\); give \(..., 70\)"):
+        tensor.to("cpu").matvec(torch.ones(columns))
+    assert tensor.matmul(TernaryTensor.encode(ternary(2, 70)).planes).shape == (2, 3)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_floats_that_no_scale_brings_back(bad):
     for threshold in ("absmean", 0.5):
