@@ -129,7 +129,12 @@ class TernaryLinear(nn.Module):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., out_features) for x of (..., in_features), in x's dtype."""
+        """Return (..., out_features) for x of (..., in_features), in x's dtype.
+
+        Raises UsageError for an x of another last dimension.
+        """
+        if x.shape[-1:] != (self.in_features,):
+            raise UsageError(f"x has shape {tuple(x.shape)}; give (..., {self.in_features})")
         flat = x.reshape(-1, self.in_features)
         y = self._trained(flat) if self.weight is not None else self._inferred(flat)
         y = y.to(x.dtype)

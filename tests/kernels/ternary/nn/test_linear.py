@@ -105,6 +105,16 @@ def test_unknown_activations_are_refused():
         TernaryLinear(3, 4, activations="bool")
 
 
+@pytest.mark.parametrize("freeze", [False, True], ids=["latent", "frozen"])
+@pytest.mark.parametrize("shape", [(3, 71), (0, 71), (70, 1), ()])
+def test_an_input_of_another_last_dimension_is_refused(shape, freeze):
+    layer = TernaryLinear(70, 4)
+    if freeze:
+        layer.freeze()
+    with pytest.raises(UsageError, match=r"x has shape \(.*\); give \(..., 70\)"):
+        layer(torch.zeros(shape))
+
+
 def test_rows_of_zeros_stay_zeros():
     layer = TernaryLinear.from_linear(nn.Linear(64, 8, bias=False), activations="int8")
     assert not layer(torch.zeros(2, 64)).any()
