@@ -20,6 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from storm_client.errors import UsageError
+
 __all__ = [
     "Blocks",
     "Ended",
@@ -197,8 +199,17 @@ class Blocks(threading.local):
         (self._unguarded if leave is None else leave.args[1]).append(_Block(entered))
 
     def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
-        """Take the hooks of the block off, and tell it unless an exception has ended it."""
+        """Take the hooks of the block off, and tell it unless an exception has ended it.
+
+        Raises:
+            UsageError: this thread is in no such block. Its hooks are as they were.
+        """
         entered = blocks or self._unguarded
+        if not entered:
+            raise UsageError(
+                "an offload block was left that this thread is not in; leave it once, in the "
+                "thread that entered it: PyTorch's hooks are a thread's own"
+            )
         block = entered[-1]
         if block.mode is not None and not _is_on(block.mode):
             _take_out(block.mode)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -27,6 +28,29 @@ def test_an_offload_is_reusable(client: storm.Client) -> None:
         assert entered is offload
         loss.backward()
     assert offload.stats().offloaded_bytes == 3 * x.nbytes
+
+
+def test_a_block_is_left_once_and_in_its_own_thread(client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    with pytest.raises(storm.UsageError, match="left that this thread is not in"):
+        offload.__exit__(None, None, None)
+    raised: list[BaseException] = []
+
+    def leave_elsewhere() -> None:
+        try:
+            offload.__exit__(None, None, None)
+        except storm.UsageError as error:
+            raised.append(error)
+
+    offload.__enter__()
+    thread = Thread(target=leave_elsewhere)
+    thread.start()
+    thread.join(60)
+    assert len(raised) == 1
+    x = torch.ones(64, 64, requires_grad=True)
+    h = x.exp()
+    offload.__exit__(None, None, None)
+    assert offload.stats().offloaded_bytes == h.nbytes
 
 
 def test_several_offloads_of_one_client_count_apart(client: storm.Client) -> None:
