@@ -141,7 +141,8 @@ def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionTyp
     function = getattr(step, "__func__", step)
     owner = getattr(step, "__self__", owner)
     if isinstance(function, FunctionType):
-        if not function.__module__.startswith("torch."):  # a decorator of PyTorch's
+        # what a decorator of PyTorch's has made; code that was executed may be of no module
+        if not (function.__module__ or "").startswith("torch."):
             yield function, owner
     elif not hasattr(step, "__wrapped__") and not isinstance(step, (nn.Module, *_OPAQUE)):
         called = _of_class(type(step), "__call__")

@@ -173,6 +173,16 @@ def test_a_step_is_seen_into_whatever_it_is_made_of(kind: str) -> None:
     assert before != variables(step)
 
 
+def test_a_step_may_be_of_no_module() -> None:
+    surroundings = {"a": 1.0}
+    exec("def step(x): return a * x", surroundings)
+    step = surroundings["step"]
+    step.__module__ = None
+    before = variables(step)
+    surroundings["a"] = 2.0
+    assert before != variables(step)
+
+
 def test_what_only_an_inner_function_reads_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     step = made_of("nested", {"a": 1.0})
     before = variables(step)
