@@ -130,6 +130,7 @@ def test_first_samples_of_operators(device: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_all_samples(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = compare(module_samples(device, dtype), device, monkeypatch)
