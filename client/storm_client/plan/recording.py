@@ -44,6 +44,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = "ToCopyBackward0"
 """The name of a cast's node in the graph."""
 
+_VERSION = "storm_client: version of what was cast"
+"""Among a node's metadata."""
+
+_next_number = torch._C._autograd._get_sequence_nr
+
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
 
@@ -83,13 +88,24 @@ class _Cast(NamedTuple):
     """A tensor that autocast has made of an argument: no function of PyTorch's returns it."""
 
     seen: _Seen
-    node: object
-    """The argument's, in the graph."""
+    node: Any
+    """Its own, in the graph."""
+    is_new: bool
+    """Whether it was made by the function that runs, rather than kept by autocast."""
     dtype: torch.dtype
 
     def source_among(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """Return the argument that it is a copy of."""
-        return next((tensor for tensor in tensors if _is_node_of(self.node, tensor)), None)
+        """Return the argument that it is a copy of, unless that may be another by now.
+
+        Autocast keeps casts of parameters as long as it is on, also of those that are written to.
+        """
+        node = self.node.next_functions[0][0]
+        source = next((tensor for tensor in tensors if _is_node_of(node, tensor)), None)
+        if source is None:
+            return None
+        if self.is_new:
+            self.node.metadata[_VERSION] = source._version
+        return source if self.node.metadata.get(_VERSION) == source._version else None
 
 
 class _Call:
@@ -162,6 +178,8 @@ class Recording:
         self._seen: dict[int, _Seen] = {}
         self._casts: list[_Cast] = []
         """What was saved since the last function of the table began."""
+        self._first_number = _next_number()
+        """Of the nodes that are made from then on."""
 
     def staying(self, tensor: torch.Tensor) -> Expected | None:
         """Return what the script expects if that is a saved result that stays, and `tensor` is it.
@@ -202,12 +220,15 @@ class Recording:
         if isinstance(decision, Replay) and seen.result is None:
             seen.result = Result(made, seen.value.nbytes, seen.pin, self.pins)
             seen.result.original = made.detach()  # its recipe is not known yet
-        if is_first and made.grad_fn is not None and made.grad_fn.name() == _CAST:
-            self._casts.append(_Cast(seen, made.grad_fn.next_functions[0][0], made.dtype))
+        node = made.grad_fn
+        if is_first and node is not None and node.name() == _CAST:
+            is_new = node._sequence_nr() >= self._first_number
+            self._casts.append(_Cast(seen, node, is_new, made.dtype))
 
     def begins(self) -> None:
         """Note that a function of the table begins."""
         self.step.functions += 1
+        self._first_number = _next_number()
         if self._casts:
             self._casts.clear()
 

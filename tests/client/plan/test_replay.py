@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import storm_client as storm
 import torch
-from storm_client.plan import Decision
+from storm_client.plan import Decision, planner, planning
 from storm_client.plan.kinds import Kind, StepRecord, values_of
 from storm_client.plan.recorder import Recorder
 from storm_client.policy import Policy
@@ -379,6 +379,47 @@ def test_autocast(device: str, client: storm.Client) -> None:
     of_weights = [row.decision for row in casts if row.shape in shapes]
     assert of_weights == ["replay"] * 9
     assert "replay" in {row.decision for row in casts if row.shape not in shapes}
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_casts_that_autocast_has_kept(
+    changes: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of what parameters were when they were made, which they may not be any more."""
+    monkeypatch.setattr(planning, "CPU_COSTS", planner.CPU_COSTS)  # so no products are made again
+    net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+
+    def train(context: Context, *, is_second: bool) -> list[Tensor]:
+        net.zero_grad()
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if is_second:
+                with context():
+                    first = net(x).float().square().mean()
+                first.backward()
+            if is_second and changes:
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.mul_(1.25)
+            with context():
+                loss = net(x).float().square().mean()
+        loss.backward()
+        found = [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+        with torch.no_grad():
+            for parameter, value in zip(net.parameters(), before, strict=True):
+                parameter.copy_(value)
+        return found
+
+    for number in range(2 * STEPS):
+        is_second = number >= STEPS
+        expected = train(nullcontext, is_second=is_second)
+        assert_identical(train(lambda: offload, is_second=is_second), expected)
+    assert offload.plan is not None
+    casts = [row for row in offload.plan.rows if row.operation == "to"]
+    weights = {p.shape for p in net.parameters() if p.dim() == 2}
+    decisions = {row.decision for row in casts if row.shape in weights}
+    assert decisions == (set() if changes else {"replay"})
 
 
 @contextmanager
