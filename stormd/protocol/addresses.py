@@ -33,8 +33,11 @@ def parse_address(address: str) -> Path:
     """Return the socket path of `ipc:///PATH`.
 
     Raises:
-        ProtocolError: another scheme, a relative path, or a path too long for a Unix socket.
+        ProtocolError: another scheme, a relative path, a path too long for a Unix socket, or what
+            is no text, such as a Path.
     """
+    if not isinstance(address, str):
+        raise ProtocolError(f"address {address!r} is not a text of the form ipc:///PATH")
     scheme, separator, rest = address.partition("://")
     if scheme != "ipc" or not separator:
         raise ProtocolError(f"address {address!r} is not of the form ipc:///PATH")

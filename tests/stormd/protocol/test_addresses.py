@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,12 @@ def test_an_address_is_ipc_and_an_absolute_path() -> None:
 )
 def test_what_is_none_is_named(address: str) -> None:
     with pytest.raises(ProtocolError, match="address"):
+        parse_address(address)
+
+
+@pytest.mark.parametrize("address", [Path("/run/s"), b"ipc:///run/s", 5])
+def test_what_is_no_text_is_named(address: Any) -> None:
+    with pytest.raises(ProtocolError, match=r"is not a text of the form ipc:///PATH"):
         parse_address(address)
 
 
