@@ -92,7 +92,10 @@ class StatusQuery:
         """
         trouble = _trouble(self.address)
         if trouble:
-            raise NoDaemon(f"no daemon at {self.address}: {trouble}")
+            raise NoDaemon(
+                f"no daemon at {self.address} ({trouble}): start one with `stormd serve --address "
+                f"{self.address}`, or name the socket of the one that runs"
+            )
         self._asked += 1
         self._socket.send(encode([Envelope(self._asked, StatusRequest())]))
         while self._socket.poll(int(self._timeout * 1000)):

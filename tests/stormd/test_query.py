@@ -101,7 +101,8 @@ def test_another_protocol_is_told(address: str) -> None:
 
 
 def test_no_socket_is_told_at_once(address: str) -> None:
-    with StatusQuery(address) as query, pytest.raises(NoDaemon, match="no such socket"):
+    message = f"no such socket.: start one with `stormd serve --address {address}`"
+    with StatusQuery(address) as query, pytest.raises(NoDaemon, match=message):
         query.ask()
 
 
