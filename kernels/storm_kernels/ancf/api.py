@@ -163,9 +163,10 @@ def _check_source(tensor: torch.Tensor) -> None:
         raise UsageError(
             f"a {type(tensor).__name__} is no torch tensor; torch.as_tensor makes one of most data"
         )
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested ones" if tensor.is_nested else tensor.layout
         raise UsageError(
-            f"ANCF encodes strided tensors, not {tensor.layout}; "
+            f"ANCF encodes strided tensors, not {layout}; "
             "encode the tensors that hold its values and indices, or to_dense()"
         )
     _check_memory(tensor.device)

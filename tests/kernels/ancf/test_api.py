@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,9 @@ from torch._subclasses import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 DTYPES = [getattr(torch, dtype.torch_name) for dtype in DType if dtype is not DType.BYTES]
+
+with warnings.catch_warnings(action="ignore"):  # PyTorch's, that its interface may change
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,6 +124,7 @@ def test_outputs_without_memory(name, given):
         (np.zeros(4), "a ndarray is no torch tensor"),
         (torch.eye(4).to_sparse(), "strided tensors, not torch.sparse_coo"),
         (torch.empty(4, device="meta"), "'meta' hold no data"),
+        (NESTED, "strided tensors, not nested ones"),
     ],
 )
 @pytest.mark.parametrize("ask", [ancf.encode, ancf.analyze])
