@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from storm_client.compile.step.loops import CAPTURING
 from storm_client.errors import UsageError
 
 __all__ = ["Receiver"]
@@ -64,9 +65,15 @@ class Receiver:
         a copy, too.
 
         Raises:
-            UsageError: it is closed, or the callback itself sends and would wait for itself.
+            UsageError: it is closed, the callback itself sends and would wait for itself, or a
+                step that is captured sends.
             Exception: whatever the callback has raised since the last call.
         """
+        if CAPTURING.loop is not None:
+            raise UsageError(
+                "the step sends to a Receiver, and would only when it is captured; return what it "
+                "sends, and send that from what calls the step"
+            )
         self._raise_error()
         self._check_open()
         (taken, taken_named), event = _taken((values, named))

@@ -113,7 +113,8 @@ def capture(
     """
     recording = Recording()
     captured = Captured(recording, Loop(recording))
-    leaves = pytree.tree_leaves((arguments, options))
+    leaves, spec = pytree.tree_flatten((arguments, options))
+    arguments, options = pytree.tree_unflatten(leaves, spec)  # whose tables the step may change
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for number, tensor in enumerate(tensors):
         recording.see(tensor, number)
@@ -131,6 +132,7 @@ def capture(
         returned = _returned(step, arguments, options)
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             _conclude(captured, tables, returned)
+            _check_arguments(captured, (arguments, options))
             recording.generators.check()
     recording.graph.erase_node(recording.root)
     return captured
@@ -418,6 +420,14 @@ def _conclude_modules(captured: Captured, tables: _Tables) -> None:
                 )
             if is_value(value):
                 captured.left.append(_result(captured, value, ("attribute", module, name)))
+
+
+def _check_arguments(captured: Captured, given: object) -> None:
+    if _holds_a_tensor(captured, given):
+        raise UsageError(
+            "the step puts a tensor into a list or table that it is given as an argument, which "
+            "each run would have to do again; return it"
+        )
 
 
 def _inside(leaf: object) -> list[object]:

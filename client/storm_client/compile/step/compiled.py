@@ -26,8 +26,10 @@ from storm_client.compile.exactness import exact_in_eager, exact_in_generated_co
 from storm_client.compile.runtime import Target
 from storm_client.compile.step.capture import Captured, Result, capture
 from storm_client.compile.step.explain import Explanation, explained, most_at_once
+from storm_client.compile.step.left import Objects
 from storm_client.compile.step.loops import CAPTURING
 from storm_client.compile.step.program import Program, program_of
+from storm_client.compile.step.recording import is_of_a_capture
 from storm_client.compile.step.state import State, described
 from storm_client.compile.step.variables import positions, variables
 from storm_client.errors import UsageError
@@ -157,21 +159,7 @@ class CompiledStep:
         options: dict[str, Any],
         leaves: list[object],
     ) -> _Prepared:
-        before, places = variables(self._step, leaves), positions(self._step, leaves)
-        captured = capture(self._step, arguments, options)
-        moved = [name for name, at in positions(self._step, leaves).items() if places[name] != at]
-        if moved:
-            raise UsageError(
-                f"the step draws random numbers from {moved[0]!r}, which PyTorch does not draw, "
-                "and would only when it is captured; draw with torch, or pass what is drawn"
-            )
-        after = variables(self._step, leaves)
-        changed = [name for name in after if before.get(name) != after[name]]
-        if changed:
-            raise UsageError(
-                f"the step changes its variable {changed[0]!r}, but its Python code runs only "
-                "when it is captured; return the value, and leave counting to what calls the step"
-            )
+        captured = self._recorded(arguments, options, leaves)
         target = self._target
         codegen = "eager" if captured.makes_state else self._codegen
         generate, is_exact = _GENERATORS[codegen]
@@ -187,6 +175,50 @@ class CompiledStep:
         if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
             _keep_freed(most_at_once(program))
         return _Prepared(program, State(captured, self._step, leaves))
+
+    def _recorded(
+        self,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        leaves: list[object],
+    ) -> Captured:
+        """Return a capture of the step that has left nothing in Python objects."""
+        before, places = variables(self._step, leaves), positions(self._step, leaves)
+        objects = Objects(self._step, leaves)
+        try:
+            captured = capture(self._step, arguments, options)
+            self._check_variables(before, places, leaves)
+            self._check_left(objects)
+        except BaseException:
+            objects.put_back(is_of_a_capture)
+            raise
+        return captured
+
+    @staticmethod
+    def _check_left(objects: Objects) -> None:
+        left = objects.first(is_of_a_capture)
+        if left is not None:
+            raise UsageError(
+                f"the step leaves what it computes in {left!r}, in which a run could not put its "
+                "own; return it, and keep it in what calls the step"
+            )
+
+    def _check_variables(
+        self, before: dict[str, Any], places: dict[str, Any], leaves: list[object]
+    ) -> None:
+        moved = [name for name, at in positions(self._step, leaves).items() if places[name] != at]
+        if moved:
+            raise UsageError(
+                f"the step draws random numbers from {moved[0]!r}, which PyTorch does not draw, "
+                "and would only when it is captured; draw with torch, or pass what is drawn"
+            )
+        after = variables(self._step, leaves)
+        changed = [name for name in after if before.get(name) != after[name]]
+        if changed:
+            raise UsageError(
+                f"the step changes its variable {changed[0]!r}, but its Python code runs only "
+                "when it is captured; return the value, and leave counting to what calls the step"
+            )
 
     # --- a run ------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ __all__ = [
     "Recorder",
     "Recording",
     "data_dependent",
+    "is_of_a_capture",
     "is_random",
     "memories",
     "not_in_place",
@@ -522,6 +523,13 @@ def _argument_of(
         if given is not None and given.is_write and given.before_set == alias.before_set:
             return value
     raise AssertionError(f"{function} returns what it was not given")
+
+
+def is_of_a_capture(value: object) -> bool:
+    """Tell whether something is a tensor without memory, or a number, that a capture has made."""
+    return number_of(value) is not None or (
+        isinstance(value, FakeTensor) and getattr(value, _NODE, None) is not None
+    )
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ __all__ = [
     "are_plain",
     "attributes",
     "identified",
+    "is_pytorchs",
     "is_value",
+    "looked_at",
     "of_optimizer",
     "own",
     "positions",
@@ -93,7 +95,7 @@ def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
     function's own variables, not those of functions that it calls; what a decorator, a partial or
     an object that is called has is its own.
     """
-    return {name: identified(value) for name, value in _looked_at(step, arguments)}
+    return {name: identified(value) for name, value in looked_at(step, arguments)}
 
 
 def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
         UsageError: one of the variables is an iterator, or an argument a large array.
     """
     found: dict[str, Any] = {}
-    for name, value in _looked_at(step, arguments):
+    for name, value in looked_at(step, arguments):
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             raise UsageError(
                 f"the step has an iterator as its variable {name!r}, and would take from it only "
@@ -152,7 +154,7 @@ def _functions(step: object, owner: object = None) -> Iterator[tuple[FunctionTyp
         yield from _functions(function.__wrapped__, owner)
 
 
-def _looked_at(step: Callable[..., Any], arguments: Sequence[object]) -> Iterator[tuple[str, Any]]:
+def looked_at(step: Callable[..., Any], arguments: Sequence[object]) -> Iterator[tuple[str, Any]]:
     """Yield all that is compared of a function's variables and arguments, by name."""
     functions = list(_functions(step))
     for number, (function, owner) in enumerate(functions):
@@ -220,7 +222,7 @@ def _look_at(name: str, value: object, names: Sequence[str]) -> Iterator[tuple[s
     yield name, value
     if isinstance(value, (nn.Module, Optimizer, torch.Tensor, *PLAIN, *_CONTAINERS)):
         return
-    if isinstance(value, (FunctionType, BuiltinFunctionType)) or _is_pytorch(value):
+    if isinstance(value, (FunctionType, BuiltinFunctionType)) or is_pytorchs(value):
         return
     for key in dict.fromkeys((*names, *_of_properties(value, names))):
         held = _attribute(value, key)
@@ -257,7 +259,7 @@ def _of_class(kind: type, name: str) -> Any:
     return _MISSING
 
 
-def _is_pytorch(value: object) -> bool:
+def is_pytorchs(value: object) -> bool:
     """Tell whether a module, class or object is PyTorch's or Python's own."""
     if isinstance(value, ModuleType):
         name = value.__name__
