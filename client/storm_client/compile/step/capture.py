@@ -45,7 +45,8 @@ class Result:
     value: Any = None
     path: tuple[Any, ...] = ()
     """Where it is put: ("grad", leaf), ("state", optimizer, parameter, key),
-    ("buffer", module, name), ("attribute", module, name); empty for what the step returns."""
+    ("buffer", module, name), ("attribute", module, name), ("mode", module, "training"); empty for
+    what the step returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,8 @@ class _Watcher(Watching):
             tensor = args[0]
             if not isinstance(tensor, FakeTensor):
                 self.captured.recording.see_leaf(tensor)
+        if func in _OF_FLAGS and not isinstance(args[0], FakeTensor):
+            self.captured.recording.see_flag(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
             overload = getattr(torch.ops.aten, name).default
@@ -244,6 +247,8 @@ _FORMAT = torch.Tensor.__format__
 
 _DATA: Any = torch.Tensor.data
 _GRADIENT: Any = torch.Tensor.grad
+_FLAG: Any = torch.Tensor.requires_grad
+_OF_FLAGS = (_FLAG.__set__, torch.Tensor.requires_grad_)
 _OF_GRADIENTS = (_GRADIENT.__set__, _GRADIENT.__get__)
 
 
@@ -329,9 +334,17 @@ class _Tables:
 
     def put_back(self) -> None:
         """Have everything as it was before."""
-        captured = self.captured
+        self._put_optimizers_back()
+        self._put_modules_back()
+        for tensor, gradient in self.captured.recording.leaves.values():
+            tensor.grad = gradient
+        for tensor, is_trained in self.captured.recording.flags.values():
+            if tensor.requires_grad is not is_trained:
+                tensor.requires_grad_(is_trained)
+
+    def _put_optimizers_back(self) -> None:
         for optimizer, state, groups, table in zip(
-            captured.optimizers, self.states, self.groups, self.own, strict=False
+            self.captured.optimizers, self.states, self.groups, self.own, strict=False
         ):
             kept = {key: optimizer.__dict__[key] for key in NO_STATE if key in optimizer.__dict__}
             optimizer.__dict__.clear()
@@ -347,18 +360,18 @@ class _Tables:
             for group, before in zip(optimizer.param_groups, groups, strict=True):
                 group.clear()
                 group.update(before)
+
+    def _put_modules_back(self) -> None:
         for held, before in self.contents:
             held.clear()
             held.extend(before) if isinstance(held, list) else held.update(before)
         for module, before, buffers in zip(
-            captured.modules, self.attributes, self.buffers, strict=True
+            self.captured.modules, self.attributes, self.buffers, strict=True
         ):
             module._buffers.clear()
             module._buffers.update(buffers)
             module.__dict__.clear()
             module.__dict__.update(before)
-        for tensor, gradient in captured.recording.leaves.values():
-            tensor.grad = gradient
 
 
 def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
@@ -375,6 +388,13 @@ def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
     for tensor, before in captured.recording.leaves.values():
         if tensor.grad is not before:
             captured.left.append(_result(captured, tensor.grad, ("grad", tensor)))
+    if any(
+        tensor.requires_grad is not before for tensor, before in captured.recording.flags.values()
+    ):
+        raise UsageError(
+            "the step freezes parameters or has them trained again, and would only when it is "
+            "captured; call requires_grad_() after the step: a captured one follows what it sets"
+        )
     _conclude_optimizers(captured, tables)
     _conclude_modules(captured, tables)
 
@@ -409,17 +429,25 @@ def _conclude_modules(captured: Captured, tables: _Tables) -> None:
                     f"the step puts a tensor into {type(module).__name__}.{name}, which each run "
                     "would have to do again; register it as a buffer, or return it"
                 )
-        for name, look in attributes(module).items():
-            value = module.__dict__[name]
-            if look == looks.get(name):
-                continue
-            if value is before.get(name):
-                raise UsageError(
-                    f"the step changes what {type(module).__name__}.{name} holds, which each run "
-                    "would have to do again; leave that to what calls the step"
-                )
-            if is_value(value):
-                captured.left.append(_result(captured, value, ("attribute", module, name)))
+        if module.training is not before["training"]:
+            captured.left.append(Result(None, module.training, ("mode", module, "training")))
+        _conclude_attributes(captured, module, before, looks)
+
+
+def _conclude_attributes(
+    captured: Captured, module: nn.Module, before: dict[str, Any], looks: dict[str, Any]
+) -> None:
+    for name, look in attributes(module).items():
+        value = module.__dict__[name]
+        if look == looks.get(name):
+            continue
+        if value is before.get(name):
+            raise UsageError(
+                f"the step changes what {type(module).__name__}.{name} holds, which each run "
+                "would have to do again; leave that to what calls the step"
+            )
+        if is_value(value):
+            captured.left.append(_result(captured, value, ("attribute", module, name)))
 
 
 def _check_arguments(captured: Captured, given: object) -> None:

@@ -105,6 +105,8 @@ class Recording:
     storages: dict[int, tuple[int, object]] = field(default_factory=dict)
     leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     """Tensors that may have gradients, by id, with the gradient that each had."""
+    flags: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    """Tensors that the step freezes or has trained, by id, and what they were before."""
 
     def __post_init__(self) -> None:
         self.root = self.graph.create_node("get_attr", "stormd_begin")
@@ -137,6 +139,15 @@ class Recording:
         if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.leaves:
             with torch._C.DisableTorchFunction():
                 self.leaves[id(tensor)] = (tensor, tensor.grad)
+
+    def see_flag(self, tensor: torch.Tensor) -> None:
+        """Note whether a tensor is trained, before the step changes that.
+
+        Of an argument it is nobody's concern: each run has another.
+        """
+        known = self.outside.get(id(tensor))
+        if known is None or known.argument is None:
+            self.flags.setdefault(id(tensor), (tensor, tensor.requires_grad))
 
     def number(self, value: float) -> Any:
         """Return a number that the step takes as an argument."""

@@ -400,6 +400,49 @@ def test_what_changes_in_a_module_takes_effect(
     assert_identical(train(wrap), train(lambda step: step))
 
 
+@pytest.mark.parametrize("is_put_back", [False, True])
+def test_a_step_may_change_the_modes_of_modules(
+    is_put_back: bool, wrap: Callable[..., CompiledStep]
+) -> None:
+    def run(compile_: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        trainer = Trainer()
+        net = trainer.net = nn.Sequential(trainer.net, nn.Dropout(0.5))
+
+        def step(x: Tensor) -> Tensor:
+            is_training = net[1].training
+            trainer.step(x)
+            net.eval()
+            loss = net(x).mean()
+            net[1].train(is_put_back)
+            return loss + is_training
+
+        call, found = compile_(step), []
+        for number in range(6):
+            found.append(call(seeded("cpu", 8, 8, seed=number)).detach())
+            found.append(torch.tensor([one.training for one in net.modules()]))
+            if number == 3:
+                net.train()
+        return [*found, *everything(net, trainer.optimizer, "cpu")]
+
+    assert_identical(run(wrap), run(lambda step: step))
+
+
+def test_a_step_that_freezes_for_good_is_refused(wrap: Callable[..., CompiledStep]) -> None:
+    trainer = Trainer()
+
+    def step(x: Tensor, is_for_good: bool) -> None:
+        trainer.net[0].requires_grad_(False)
+        trainer.step(x)
+        trainer.net[0].requires_grad_(not is_for_good)
+
+    call = wrap(step)
+    with pytest.raises(UsageError, match=r"call requires_grad_\(\) after the step"):
+        call(seeded("cpu", 8, 8), True)
+    assert all(one.requires_grad for one in trainer.net.parameters())
+    call(seeded("cpu", 8, 8), False)
+    assert all(one.requires_grad for one in trainer.net.parameters())
+
+
 def test_what_a_module_counts_is_named(wrap: Callable[..., CompiledStep]) -> None:
     class Counting(nn.Linear):
         calls = 0
