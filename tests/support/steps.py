@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Iterator[nn.Parameter]], Optimizer]] = {
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
     "adam_tensor_lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3)),
+    "adam_tensor_lr_fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3), fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3),

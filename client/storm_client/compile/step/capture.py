@@ -229,7 +229,9 @@ class _Watcher(Watching):
             self.captured.recording.see_flag(args[0])
         name = getattr(func, "__name__", "")
         if name.startswith("_fused_") and any(number_of(one) for one in options.values()):
-            overload = getattr(torch.ops.aten, name).default
+            packet = getattr(torch.ops.aten, name)
+            is_tensor = isinstance(options.get("lr"), torch.Tensor)
+            overload = packet.tensor_lr if is_tensor else packet.default
             with torch.utils._python_dispatch._disable_current_modes():
                 return self.captured.recording.run(overload, args, options)
         return func(*args, **options)
