@@ -30,7 +30,7 @@ from storm_client.compile.step.left import Objects
 from storm_client.compile.step.loops import CAPTURING
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.recording import is_of_a_capture
-from storm_client.compile.step.state import State, described
+from storm_client.compile.step.state import State, described, has_hooks
 from storm_client.compile.step.variables import positions, variables
 from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
@@ -183,6 +183,11 @@ class CompiledStep:
         leaves: list[object],
     ) -> Captured:
         """Return a capture of the step that has left nothing in Python objects."""
+        if has_hooks():
+            raise UsageError(
+                "the step is called where saved tensors are handed to hooks, as in a `with "
+                "offload:`, but a run saves none; call it outside, its plan says what leaves"
+            )
         before, places = variables(self._step, leaves), positions(self._step, leaves)
         objects = Objects(self._step, leaves)
         try:

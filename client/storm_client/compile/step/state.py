@@ -29,7 +29,7 @@ from storm_client.compile.step.variables import (
 )
 from storm_client.settings import deciding_settings, kinds_of_casts
 
-__all__ = ["State", "described", "surroundings", "tensors_in"]
+__all__ = ["State", "described", "has_hooks", "surroundings", "tensors_in"]
 
 
 class _Itself(NamedTuple):
@@ -277,16 +277,24 @@ def described(leaf: object) -> Any:
     return identified(leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf))
 
 
+def has_hooks() -> bool:
+    """Tell whether what autograd saves now is handed to hooks."""
+    return _top_hooks(True) is not None
+
+
 def surroundings() -> tuple[Any, ...]:
     """Return the settings of PyTorch's that what is recorded depends on."""
     return (
         kinds_of_casts(),
+        torch.is_autocast_cache_enabled(),
+        has_hooks(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *deciding_settings(),
     )
 
 
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HOOKS_OF_MODULES = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -603,6 +603,42 @@ def test_attention_is_run_by_the_kernel_that_is_asked_for(
                 assert_identical([call(x)], [step(x)])
 
 
+def test_casts_of_weights_are_kept_or_not_as_autocast_is_told(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    """A weight that is used twice has its gradients added up in bfloat16 where its cast is kept."""
+
+    def run(compile_: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        trainer = Trainer()
+
+        def step(x: Tensor) -> None:
+            loss = trainer.net(x).float().square().mean() + trainer.net(x * 2).float().abs().mean()
+            loss.backward()
+            trainer.optimizer.step()
+
+        call = compile_(step)
+        for number in range(6):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=number % 2 == 0):
+                call(seeded("cpu", 8, 8, seed=number))
+        return everything(trainer.net, trainer.optimizer, "cpu")
+
+    assert_identical(run(wrap), run(lambda step: step))
+
+
+def test_a_step_within_hooks_is_refused_whether_captured_before_or_not(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    call = wrap(Trainer().step)
+    x = seeded("cpu", 8, 8)
+    for _ in range(3):
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda one: one * 2, lambda one: one),
+            pytest.raises(UsageError, match="saved tensors are handed to hooks"),
+        ):
+            call(x)
+        call(x)
+
+
 def test_a_step_may_run_in_inference_mode(
     wrap: Callable[..., CompiledStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
