@@ -235,8 +235,9 @@ class CompiledStep:
             with _uninterrupted():
                 _finish(program, values)
         captured = program.captured
-        results = zip(captured.returned, program.ordered.results, strict=False)
-        leaves = [_value(result, node, values) for result, node in results]
+        leaves = [
+            _value(program, place, result, values) for place, result in enumerate(captured.returned)
+        ]
         return pytree.tree_unflatten(leaves, captured.spec)
 
     # --- what is known ----------------------------------------------------------------------
@@ -329,13 +330,15 @@ def _finish(program: Program, values: dict[fx.Node, Any]) -> None:
         del values[node]
     values.update(zip(late.results, late.run(given), strict=True))
     captured = program.captured
-    made = program.ordered.results[len(captured.returned) :]
-    for result, source in zip(captured.left, made, strict=True):
-        _put(result, _value(result, source, values), captured, values)
+    for place, result in enumerate(captured.left, len(captured.returned)):
+        _put(result, _value(program, place, result, values), captured, values)
 
 
-def _value(result: Result, node: fx.Node | None, values: dict[fx.Node, Any]) -> Any:
-    return result.value if node is None else values[node]
+def _value(program: Program, place: int, result: Result, values: dict[fx.Node, Any]) -> Any:
+    node = program.ordered.results[place]
+    if node is None:
+        return result.value
+    return values[node].detach() if place in program.ordered.detached else values[node]
 
 
 def _put(result: Result, value: Any, captured: Captured, values: dict[fx.Node, Any]) -> None:

@@ -73,6 +73,8 @@ class Ordered:
     constants: dict[fx.Node, Any] = field(default_factory=dict)
     results: list[fx.Node | None] = field(default_factory=list)
     """What is returned, and then what is put somewhere, as nodes."""
+    detached: set[int] = field(default_factory=set)
+    """Which of these are views of what was there before, without its gradient."""
     pruned: int = 0
     folded: int = 0
     repeated: int = 0
@@ -284,7 +286,10 @@ def _without_aliases(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
             source = node.args[0]
             assert isinstance(source, fx.Node)
             node.replace_all_uses_with(source)
+            places = {place for place, one in enumerate(found.results) if one is node}
             found.results = [source if one is node else one for one in found.results]
+            if source.op == "placeholder":
+                found.detached |= places
         else:
             kept.append(node)
     return kept

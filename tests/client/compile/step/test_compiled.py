@@ -314,6 +314,31 @@ def test_several_optimizers_and_results_of_every_kind(
     assert_identical(make(wrap), make(same))
 
 
+def test_what_is_detached_is_returned_without_gradient(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    net = perceptron("cpu")
+    weight = next(net.parameters())
+    net.register_buffer("kept", None)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        net(x).sum().backward()
+        net.kept = weight.detach()
+        net.zero_grad()
+        return weight, weight.detach(), weight.data, weight.detach().detach(), x, x.detach()
+
+    call, x = wrap(step), seeded("cpu", 4, 32, grad=True)
+    for _ in range(2):
+        made, expected = call(x), step(x)
+        assert [one.requires_grad for one in made] == [one.requires_grad for one in expected]
+        assert [one.data_ptr() for one in made] == [one.data_ptr() for one in expected]
+        assert made[0] is weight
+        assert made[4] is x
+        assert not net.kept.requires_grad
+        made[1].mul_(2)  # as it may be of what is no leaf
+        assert_identical(made, step(x))
+
+
 def test_a_budget_is_kept_and_what_fits_stays(wrap: Callable[..., compiled.CompiledStep]) -> None:
     steps = []
     for budget in ("least", 0.8, 1.0):
