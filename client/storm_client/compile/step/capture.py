@@ -378,7 +378,9 @@ class _Tables:
 
 def _conclude(captured: Captured, tables: _Tables, returned: Any) -> None:
     """Note what the step returns and leaves behind."""
-    leaves, captured.spec = pytree.tree_flatten(returned)
+    leaves, captured.spec = pytree.tree_flatten(
+        returned, is_leaf=lambda one: isinstance(one, torch.Size)
+    )
     for leaf in leaves:
         if any(captured.recording.has(one) for one in _inside(leaf)):
             raise UsageError(

@@ -297,6 +297,7 @@ def test_several_optimizers_and_results_of_every_kind(
                 "weight": one.weight,
                 "number": number,
                 "x": batch["x"],
+                "shape": fake.shape,
             }
 
         step_ = call(step)
@@ -307,6 +308,7 @@ def test_several_optimizers_and_results_of_every_kind(
             assert made["scale"] == 0.5
             assert made["weight"] is one.weight
             assert made["x"] is batch["x"]
+            assert type(made["shape"]) is torch.Size
             assert made["number"] == float(made["loss"].detach())
             found += [made["loss"].detach(), made["fake"][0].detach()]
         return [*found, *everything(one, first, "cpu"), *everything(two, second, "cpu")]
