@@ -129,8 +129,18 @@ class Feeder:
             try:
                 return self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                continue
+                self._check_thread()
         return _Item(is_end=True)
+
+    def _check_thread(self) -> None:
+        """Raise where nobody will ever hand over an item, as in a process that was forked."""
+        thread = self._thread
+        is_gone = thread is not None and not thread.is_alive() and self._queue.empty()
+        if is_gone and not self._closed.is_set():
+            raise UsageError(
+                "the thread of the Feeder is not in this process, which was forked since; make "
+                "another Feeder here"
+            )
 
     def _received(self, item: _Item) -> Any:
         """Return an item for the current stream, which waits for its copies."""

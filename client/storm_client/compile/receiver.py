@@ -88,6 +88,11 @@ class Receiver:
                     target=self._run, name="storm-receiver", daemon=True
                 )
                 self._thread.start()
+            if not self._thread.is_alive():
+                raise UsageError(
+                    "the thread of the Receiver is not in this process, which was forked since; "
+                    "make another Receiver here"
+                )
             self._queue.put(sent)
 
     def close(self) -> None:
@@ -106,7 +111,7 @@ class Receiver:
             )
         with self._lock:
             self._closed = True
-            if self._thread is not None and not self._has_end:
+            if self._thread is not None and self._thread.is_alive() and not self._has_end:
                 self._queue.put(None)
                 self._has_end = True
         if self._thread is not None:

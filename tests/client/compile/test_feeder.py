@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
+from storm_client.errors import UsageError
+from support.forking import status_of_child
 from support.waiting import wait_until
 
 SECONDS = 30.0
@@ -95,3 +97,16 @@ def test_a_bad_look_ahead_is_named(ahead: object) -> None:
 def test_a_device_that_is_not_there_is_named() -> None:
     with pytest.raises(storm.UsageError, match="device is 'xyz'"):
         storm.Feeder([], device="xyz")
+
+
+def test_a_process_that_was_forked_does_not_wait_for_items() -> None:
+    feeder = storm.Feeder(range(1 << 30), ahead=1)
+    items = iter(feeder)
+    next(items)
+
+    def take() -> None:
+        with pytest.raises(UsageError, match="was forked since"):
+            list(items)
+
+    with feeder:
+        assert status_of_child(take) == 0

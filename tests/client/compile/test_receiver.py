@@ -7,6 +7,8 @@ import threading
 import pytest
 import storm_client as storm
 import torch
+from storm_client.errors import UsageError
+from support.forking import status_of_child
 from support.waiting import wait_until
 
 SECONDS = 30.0
@@ -152,3 +154,14 @@ def test_a_callback_cannot_close_its_receiver() -> None:
 def test_what_is_asked_wrongly_is_named(callback: object, waiting: object, message: str) -> None:
     with pytest.raises(storm.UsageError, match=message):
         storm.Receiver(callback, waiting=waiting)
+
+
+def test_a_process_that_was_forked_does_not_wait_for_room() -> None:
+    def send() -> None:
+        with pytest.raises(UsageError, match="was forked since"):
+            receive(2)
+        receive.close()
+
+    with storm.Receiver(float, waiting=1) as receive:
+        receive(1)
+        assert status_of_child(send) == 0
