@@ -283,6 +283,11 @@ class _Tables:
         """
         if id(module) in self._seen:
             return
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UsageError(
+                f"the step uses a module of TorchScript's ({type(module).__name__}), whose tables "
+                "cannot be put back; use the module that it was made of"
+            )
         for one in module.modules():
             if id(one) not in self._seen:
                 self._seen.add(id(one))

@@ -155,6 +155,15 @@ def test_what_cannot_be_captured_is_refused_by_its_line(
     assert one.net.__dict__ == attributes
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_of_torchscript_is_refused_by_name() -> None:
+    net = nn.Linear(8, 8)
+    traced = torch.jit.trace(net, torch.ones(2, 8))
+    with pytest.raises(UsageError, match="module of TorchScript's"):
+        capture(lambda x: traced(x).sum(), (torch.ones(4, 8),), {})
+    assert_identical([traced(torch.ones(4, 8))], [net(torch.ones(4, 8))])
+
+
 def test_a_buffer_may_be_assigned_before_its_module_runs() -> None:
     def trained(wrap: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(0)
