@@ -438,7 +438,7 @@ def _conclude_modules(captured: Captured, tables: _Tables) -> None:
                     f"the step puts a tensor into {type(module).__name__}.{name}, which each run "
                     "would have to do again; register it as a buffer, or return it"
                 )
-        if module.training is not before["training"]:
+        if module.__dict__.get("training") is not before.get("training"):  # wrappers have none
             captured.left.append(Result(None, module.training, ("mode", module, "training")))
         _conclude_attributes(captured, module, before, looks)
 

@@ -427,6 +427,15 @@ def test_a_step_may_change_the_modes_of_modules(
     assert_identical(run(wrap), run(lambda step: step))
 
 
+def test_a_compiled_model_in_a_step_has_the_modes_of_what_it_wraps(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    inner = torch.compile(net, backend="eager")
+    x = seeded("cpu", 2, 4)
+    assert_identical([wrap(lambda x: inner(x).sum())(x)], [net(x).sum()])
+
+
 def test_a_step_that_freezes_for_good_is_refused(wrap: Callable[..., CompiledStep]) -> None:
     trainer = Trainer()
 
