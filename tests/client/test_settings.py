@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import pytest
 import torch
 from storm_client.settings import deciding_settings, settings_of_kernels
+from support.thread_counts import one_thread_more
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
@@ -73,16 +74,6 @@ def test_each_setting_counts(name: str) -> None:
     assert deciding_settings() == before
 
 
-@contextmanager
-def other_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("other", "device", "is_simple", "counts"),
     [
@@ -92,9 +83,9 @@ def other_threads() -> Iterator[None]:
         (OTHERS["attention"], "cuda", True, False),
         (OTHERS["oneDNN"], "cpu", True, True),
         (OTHERS["oneDNN"], "cuda", True, False),
-        (other_threads, "cpu", False, True),
-        (other_threads, "cpu", True, True),
-        (other_threads, "cuda", False, False),
+        (one_thread_more, "cpu", False, True),
+        (one_thread_more, "cpu", True, True),
+        (one_thread_more, "cuda", False, False),
     ],
 )
 def test_what_counts_for_kernels_is_of_their_device(

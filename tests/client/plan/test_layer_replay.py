@@ -31,6 +31,7 @@ from storm_client.plan.layer_replay import LayerPhase
 from support.altering_modes import ALTERING
 from support.called_layers import GradientCheckpointingLayer, have_steps_bound_by_the_thread
 from support.planning import value
+from support.thread_counts import one_thread_more
 from support.training import Context, assert_identical, gradients
 from support.waiting import wait_until
 from torch import Tensor, nn
@@ -945,16 +946,6 @@ def test_an_attribute_that_is_set_before_the_backward_pass_raises(
     net.layers[2].time = 1
     with pytest.raises(ActivationLost, match=r"layers\.2 was changed .*attribute 'time'"):
         loss.backward()
-
-
-@contextmanager
-def one_thread_more() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("setting", [lambda: sdpa_kernel(SDPBackend.MATH), one_thread_more])

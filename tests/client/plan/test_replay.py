@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
+from support.thread_counts import one_thread_more
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, leaky_relu, scaled_dot_product_attention, silu
@@ -420,16 +421,6 @@ def test_casts_that_autocast_has_kept(
     weights = {p.shape for p in net.parameters() if p.dim() == 2}
     decisions = {row.decision for row in casts if row.shape in weights}
     assert decisions == (set() if changes else {"replay"})
-
-
-@contextmanager
-def one_thread_more() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 OTHER_SETTINGS: list[Callable[[], AbstractContextManager[object]]] = [
