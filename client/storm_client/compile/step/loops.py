@@ -13,13 +13,16 @@ added to in the rest), and the third shows whether the second is what all others
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 
+from storm_client.compile.step.variables import PLAIN, identified
 from storm_client.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,11 +87,12 @@ def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
     The parts are views. In a step of `compile_step` the body of the loop is captured once and run
     `count` times, so that neither the graph nor its memory grows with `count`: its Python code runs
     for three parts, and the rest do what the third did. What a part hands to the next, and to what
-    follows the loop, are the last values of variables: sum losses up, rather than listing them.
+    follows the loop, are the last values of variables: sum losses up, rather than listing them. Nor
+    may the body count in Python: a number that changes from part to part would stop at the third.
 
     Raises:
-        UsageError: `count` is no number of at least 1, a tensor's rows are not divisible by it, or
-            there is no tensor.
+        UsageError: `count` is no number of at least 1, a tensor's rows are not divisible by it,
+            there is no tensor, or a variable of the loop's function counts parts in a capture.
     """
     if type(count) is not int or count < 1:
         raise UsageError(f"count is {count!r}; it must be a number of micro-batches, at least 1")
@@ -104,9 +108,8 @@ def micro_batches(batch: Batch, count: int) -> Iterator[Batch]:
             )
     loop = CAPTURING.loop
     if loop is not None:
-        divided = loop.iterate(tensors, count)
-    else:
-        divided = ([_part(one, number, count) for one in tensors] for number in range(count))
+        return _watched(_rebuilt(loop.iterate(tensors, count), leaves, spec), count)
+    divided = ([_part(one, number, count) for one in tensors] for number in range(count))
     return _rebuilt(divided, leaves, spec)
 
 
@@ -116,6 +119,28 @@ def _rebuilt(divided: Iterator[list[torch.Tensor]], leaves: list[Any], spec: Any
         yield pytree.tree_unflatten(
             [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
         )
+
+
+def _watched(parts: Iterator[Batch], count: int) -> Iterator[Batch]:
+    """Yield the parts of a capture; raise where the third leaves other numbers than the second."""
+    before: dict[str, Any] = {}
+    for number, part in enumerate(parts):
+        yield part
+        after = _numbers_of(sys._getframe(1))
+        changed = [name for name, value in after.items() if before.get(name) != value]
+        if number + 1 == CAPTURED < count and changed:
+            raise UsageError(
+                f"the loop over storm.micro_batches changes its variable {changed[0]!r} with each "
+                f"part, but of {count} its Python code runs for {CAPTURED} alone; count outside of "
+                "the loop, or with a tensor"
+            )
+        before = after
+
+
+def _numbers_of(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function that runs which are no objects."""
+    found = frame.f_locals.items()
+    return {name: identified(value) for name, value in found if isinstance(value, PLAIN)}
 
 
 def _part(tensor: torch.Tensor, number: int, count: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -103,17 +104,35 @@ def listed(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def every_other(weight: Tensor, x: Tensor) -> Tensor:
-    for number, part in enumerate(storm.micro_batches(x, 4)):
-        loss = (part * weight).sum() if number % 2 else (part * weight).exp().sum()
+    numbers = itertools.count()
+    for part in storm.micro_batches(x, 4):
+        loss = (part * weight).sum() if next(numbers) % 2 else (part * weight).exp().sum()
         loss.backward()
     return loss
 
 
 def numbered(weight: Tensor, x: Tensor) -> Tensor:
-    for number, part in enumerate(storm.micro_batches(x, 4)):
-        loss = (part * weight * number).sum()
+    numbers = itertools.count()
+    for part in storm.micro_batches(x, 4):
+        loss = (part * weight * next(numbers)).sum()
         loss.backward()
     return loss
+
+
+def averaged(weight: Tensor, x: Tensor) -> Tensor:
+    total, parts = torch.zeros(()), 0
+    for part in storm.micro_batches(x, 4):
+        total = total + (part * weight).sum()
+        parts += 1
+    return total / parts
+
+
+def until_the_last(weight: Tensor, x: Tensor) -> Tensor:
+    for number, part in enumerate(storm.micro_batches(x, 4)):
+        (part * weight).sum().backward()
+        if number == 3:
+            return weight * 2
+    return weight
 
 
 def two_loops(weight: Tensor, x: Tensor) -> Tensor:
@@ -136,6 +155,8 @@ def of_what_is_made(weight: Tensor, x: Tensor) -> Tensor:
         (listed, "in the middle"),
         (every_other, "other operations"),
         (numbered, "uses 1 where the third uses 2"),
+        (averaged, "changes its variable 'parts' with each part, but of 4"),
+        (until_the_last, "changes its variable 'number' with each part"),
         (two_loops, "one loop"),
         (of_what_is_made, "arguments of the step"),
     ],
@@ -145,6 +166,22 @@ def test_a_loop_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=named):
         wrap(one_weight(body))(seeded("cpu", 8, 3))
+
+
+def test_numbers_that_count_all_parts_may_count(wrap: Wrap) -> None:
+    """Where there are no more than are captured, or none changes."""
+
+    def body(weight: Tensor, x: Tensor) -> Tensor:
+        total, parts, scale, is_first = torch.zeros(()), 0, 1.0, True
+        for part in storm.micro_batches(x, len(x) // 2):
+            total = total + scale * (part * weight).sum()
+            scale, is_first = 0.5, False
+            parts += len(x) <= 6
+        return total / (parts + is_first + 1)
+
+    for rows in (2, 6, 8):
+        x = seeded("cpu", rows, 3)
+        assert_identical([wrap(one_weight(body))(x)], [one_weight(body)(x)])
 
 
 def test_without_a_capture_parts_are_views() -> None:

@@ -427,6 +427,7 @@ def test_a_step_may_change_the_modes_of_modules(
     assert_identical(run(wrap), run(lambda step: step))
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
 def test_a_compiled_model_in_a_step_has_the_modes_of_what_it_wraps(
     wrap: Callable[..., CompiledStep],
 ) -> None:
