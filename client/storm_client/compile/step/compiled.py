@@ -24,7 +24,8 @@ from storm_client.client import Client
 from storm_client.compile.backend import supply_of
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.runtime import Target
-from storm_client.compile.step.capture import Captured, Result, capture
+from storm_client.compile.step.capture import capture
+from storm_client.compile.step.captured import Captured, Result
 from storm_client.compile.step.explain import Explanation, explained, most_at_once
 from storm_client.compile.step.left import Objects
 from storm_client.compile.step.loops import CAPTURING

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from storm_client.compile.costs import nbytes_of
-from storm_client.compile.step.capture import Captured
+from storm_client.compile.step.captured import Captured
 from storm_client.compile.step.recording import (
     BACKWARD,
     MEMORY,

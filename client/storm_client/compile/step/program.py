@@ -23,7 +23,7 @@ from torch import fx
 from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import divided
 from storm_client.compile.runtime import Graph, Target, running
-from storm_client.compile.step.capture import Captured
+from storm_client.compile.step.captured import Captured
 from storm_client.compile.step.lifetimes import peak_of
 from storm_client.compile.step.passes import BODY, Ordered, ordered, without_repeats
 from storm_client.compile.step.recording import PART, memories, reads, writes

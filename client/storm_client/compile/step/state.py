@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.optim.optimizer import Optimizer
 
-from storm_client.compile.step.capture import LIFTED, Captured, is_lifted
+from storm_client.compile.step.captured import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
 from storm_client.compile.step.scalars import evaluate
 from storm_client.compile.step.variables import (
