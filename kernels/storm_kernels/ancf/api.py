@@ -200,6 +200,8 @@ def _has_address(tensor: torch.Tensor) -> bool:
 def _check_output(blob: Blob, out: torch.Tensor, device: torch.device | str | None) -> None:
     import torch
 
+    if not isinstance(out, torch.Tensor):
+        raise UsageError(f"out is a {type(out).__name__}; give a tensor, or None for a new one")
     if tuple(out.shape) != blob.shape or out.dtype != blob.dtype:
         raise UsageError(
             f"out has shape {tuple(out.shape)} and {out.dtype}, "

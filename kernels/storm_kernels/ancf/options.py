@@ -6,6 +6,7 @@ All backends check their arguments here, so that they refuse the same ones in th
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
@@ -40,8 +41,10 @@ def check_threads(threads: int) -> None:
 
 def check_tolerance(tolerance: float) -> None:
     """Raise UsageError unless `tolerance` is a distance; 0 is lossless."""
-    if not 0 <= tolerance < math.inf:
-        raise UsageError(f"tolerance {tolerance} must be 0 (lossless) or a finite positive number")
+    if not isinstance(tolerance, Real) or not 0 <= tolerance < math.inf:
+        raise UsageError(
+            f"tolerance {tolerance!r} must be 0 (lossless) or a finite positive number"
+        )
 
 
 def parse_mode(mode: str, speed: str = "fast", policy: str = "adaptive") -> Mode | None:

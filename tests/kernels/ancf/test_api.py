@@ -102,6 +102,7 @@ def test_given_output(name, make):
     ("out", "message"),
     [
         (torch.empty(20, 33), "shape"),
+        ("cpu", "out is a str; give a tensor"),
         (torch.empty(33, 20, dtype=torch.float64), "float64"),
         (torch.empty(33, 20, device="meta"), "meta"),
     ],

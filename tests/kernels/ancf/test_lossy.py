@@ -64,6 +64,7 @@ def test_as_many_centres_as_asked_for():
     ("tensor", "options", "message"),
     [
         (torch.randn(4), {"tolerance": -1.0}, "-1.0"),
+        (torch.randn(4), {"tolerance": "1e-3"}, "tolerance '1e-3' must be 0"),
         (torch.randn(4), {"tolerance": float("nan")}, "nan"),
         (torch.randn(4), {"tolerance": 0.1, "mode": "window"}, "'window'"),
         (torch.arange(4), {"tolerance": 0.1}, "int64"),
