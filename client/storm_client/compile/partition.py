@@ -436,13 +436,23 @@ class _Pair:
             for node in value.recipe:
                 copies[node] = graph.node_copy(node, there)
                 copies[node].meta["autograd_backward"] = True
-        for node in value.recipe:
-            if is_tensor(node) and self.recipes.runs_alone(node):
-                _see(copies[node])
         made = copies[value.made]
+        for node in value.recipe:
+            if is_tensor(node) and self._is_seen(node, value):
+                _see(copies[node])
         value.given.replace_all_uses_with(made)
         graph.erase_node(value.given)
         here[value.made] = made
+
+    def _is_seen(self, node: fx.Node, value: _Value) -> bool:
+        """Tell whether what is run again for a value is made by itself in the backward graph.
+
+        The value itself is, as it was in memory: loops that read in its place what it is moved
+        from are split otherwise, fused with others, and round otherwise.
+        """
+        if self.there.rules.runs_alone is None:
+            return False
+        return node is value.made or self.recipes.runs_alone(node)
 
     def _present(self, value: _Value) -> fx.Node:
         """Return the backward graph's node that has a value."""

@@ -81,6 +81,31 @@ def test_what_is_only_moved_is_still_made_by_itself(
     assert "aten.repeat.default" in replayed(plans)
 
 
+def test_what_is_moved_again_is_read_from_memory(device: str, client: storm.Client) -> None:
+    """Loops that read what it is moved from are fused with others, and round otherwise."""
+
+    def trained(wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        norms = (nn.BatchNorm1d(10), nn.SiLU(), nn.InstanceNorm1d(10, affine=True), nn.GELU())
+        net = nn.Sequential(*norms, nn.LayerNorm(15), nn.Hardswish()).to(device, torch.bfloat16)
+        x = seeded(device, 4, 10, 15).to(torch.bfloat16).requires_grad_()
+        loss = wrap(net)(x).float().square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad, *gradients(net)]
+
+    expected = trained(torch.compile)
+    made: list[Callable[..., Tensor]] = []
+
+    def wrap(net: nn.Module) -> Callable[..., Tensor]:
+        made.append(storm.compile(net, client=client, min_bytes=1, budget="least"))
+        return made[-1]
+
+    assert_identical(trained(wrap), expected)
+    assert "aten.repeat.default" in replayed(storm.compiled_plans(made[0]))
+
+
 @pytest.mark.parametrize("name", ["half_precision", "autocast", "lengths_rounded_up"])
 def test_products_that_are_computed_again_have_the_same_bits(
     name: str, device: str, client: storm.Client, full_link: None
