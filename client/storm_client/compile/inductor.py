@@ -338,8 +338,13 @@ def _lower_wait(*arguments: Any) -> Any:
 
 
 def _lower_seen(value: Any) -> None:
-    """Have a value computed by itself; nothing is generated for that."""
+    """Have a value computed by itself; nothing is generated for that.
+
+    In the backward graph it stands for what would have been handed over, which no loop makes.
+    """
     value.realize()
+    if V.graph.is_backward:
+        V.graph.no_fuse_buffer_names.add(value.get_name())
 
 
 _call_store = lowering.fallback_handler(STORE)  # type: ignore[no-untyped-call]

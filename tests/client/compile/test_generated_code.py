@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 
 @pytest.fixture
@@ -104,6 +105,43 @@ def test_what_is_moved_again_is_read_from_memory(device: str, client: storm.Clie
 
     assert_identical(trained(wrap), expected)
     assert "aten.repeat.default" in replayed(storm.compiled_plans(made[0]))
+
+
+def test_what_is_looked_up_again_is_fused_with_no_reader(device: str, client: storm.Client) -> None:
+    """Loops that look it up as well sum its norm's gradient up otherwise."""
+    torch.manual_seed(0)
+    numbers = torch.randint(0, 101, (4, 9), device=device)
+    labels = torch.randint(0, 101, (36,), device=device)
+
+    def trained(wrap: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        embedding, norm = nn.Embedding(101, 36).to(device), nn.LayerNorm(36).to(device)
+
+        def loss_of(numbers: Tensor) -> Tensor:
+            words = functional.linear(norm(embedding(numbers)), embedding.weight)
+            return functional.cross_entropy(words.flatten(0, 1), labels, label_smoothing=0.1)
+
+        call, net = wrap(loss_of), nn.ModuleList([embedding, norm])
+        optimizer, found = torch.optim.SGD(net.parameters(), 0.05), []
+        for _ in range(3):
+            with torch.autocast(device, torch.bfloat16):
+                loss = call(numbers)
+            optimizer.zero_grad()
+            loss.backward()
+            found += [loss.detach(), *(one.clone() for one in gradients(net))]
+            optimizer.step()
+        return found
+
+    expected = trained(torch.compile)
+    made: list[Callable[..., Tensor]] = []
+
+    def wrap(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        made.append(storm.compile(model, client=client, min_bytes=1, budget="least"))
+        return made[-1]
+
+    assert_identical(trained(wrap), expected)
+    assert "aten.embedding.default" in replayed(storm.compiled_plans(made[0]))
 
 
 @pytest.mark.parametrize("name", ["half_precision", "autocast", "lengths_rounded_up"])
