@@ -30,14 +30,14 @@ from storm_client.compile.step.explain import Explanation, explained, most_at_on
 from storm_client.compile.step.left import Objects
 from storm_client.compile.step.loops import CAPTURING
 from storm_client.compile.step.program import Program, program_of
-from storm_client.compile.step.recording import is_of_a_capture
-from storm_client.compile.step.state import State, described, has_hooks
-from storm_client.compile.step.variables import positions, variables
+from storm_client.compile.step.state import State, described
 from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
 from storm_client.stats import OffloadStats
 
 __all__ = ["CompiledStep"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def compiled_step(
@@ -94,13 +94,18 @@ class CompiledStep:
         """Make a step, and return what the function returns, without gradients.
 
         Raises:
-            UsageError: the function does what cannot be captured, or the budget is below the least
-                possible. Nothing has changed.
+            UsageError: the function does what cannot be captured, the budget is below the least
+                possible, or it is called within saved-tensor hooks. Nothing has changed.
             StormError: stored values cannot be had again. Nothing has changed but that generators
                 have advanced.
         """
         if CAPTURING.loop is not None:
             return self._step(*arguments, **options)  # as a part of the step that is captured
+        if _top_hooks(True) is not None:
+            raise UsageError(
+                "the step is called where saved tensors are handed to hooks, as in a `with "
+                "offload:`, but a run saves none; call it outside, its plan says what leaves"
+            )
         with self._lock:
             leaves, spec = pytree.tree_flatten((arguments, options))
             key = (spec, tuple(map(described, leaves)))
@@ -184,47 +189,14 @@ class CompiledStep:
         leaves: list[object],
     ) -> Captured:
         """Return a capture of the step that has left nothing in Python objects."""
-        if has_hooks():
-            raise UsageError(
-                "the step is called where saved tensors are handed to hooks, as in a `with "
-                "offload:`, but a run saves none; call it outside, its plan says what leaves"
-            )
-        before, places = variables(self._step, leaves), positions(self._step, leaves)
         objects = Objects(self._step, leaves)
         try:
             captured = capture(self._step, arguments, options)
-            self._check_variables(before, places, leaves)
-            self._check_left(objects)
+            objects.check()
         except BaseException:
-            objects.put_back(is_of_a_capture)
+            objects.put_back()
             raise
         return captured
-
-    @staticmethod
-    def _check_left(objects: Objects) -> None:
-        left = objects.first(is_of_a_capture)
-        if left is not None:
-            raise UsageError(
-                f"the step leaves what it computes in {left!r}, in which a run could not put its "
-                "own; return it, and keep it in what calls the step"
-            )
-
-    def _check_variables(
-        self, before: dict[str, Any], places: dict[str, Any], leaves: list[object]
-    ) -> None:
-        moved = [name for name, at in positions(self._step, leaves).items() if places[name] != at]
-        if moved:
-            raise UsageError(
-                f"the step draws random numbers from {moved[0]!r}, which PyTorch does not draw, "
-                "and would only when it is captured; draw with torch, or pass what is drawn"
-            )
-        after = variables(self._step, leaves)
-        changed = [name for name in after if before.get(name) != after[name]]
-        if changed:
-            raise UsageError(
-                f"the step changes its variable {changed[0]!r}, but its Python code runs only "
-                "when it is captured; return the value, and leave counting to what calls the step"
-            )
 
     # --- a run ------------------------------------------------------------------------------
 

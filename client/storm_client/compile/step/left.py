@@ -1,7 +1,8 @@
 """Finds what a step has left in Python objects when it was captured, and puts back what was there.
 
 A meter that sums losses up, a list deep in a table or a scheduler that counts would be changed by
-the capture alone, to what has no memory: that is refused, and all is as it was before.
+the capture alone, to what has no memory: that is refused, and all is as it was before. So are
+variables that count, and random generators besides PyTorch's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from storm_client.compile.step.variables import PLAIN, is_pytorchs, looked_at
+from storm_client.compile.step.recording import is_of_a_capture
+from storm_client.compile.step.variables import (
+    PLAIN,
+    is_pytorchs,
+    looked_at,
+    positions,
+    variables,
+)
+from storm_client.errors import UsageError
 
 __all__ = ["Objects"]
 
@@ -28,22 +37,55 @@ MOST = 20_000
 
 
 class Objects:
-    """The lists, tables and objects that a step reaches from its variables and arguments."""
+    """A step's variables, and the lists, tables and objects that it reaches from them."""
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
-        """Note what they hold."""
+        """Note what they hold before the step is captured for some arguments.
+
+        Raises:
+            UsageError: one is an iterator, or a large array as an argument.
+        """
         self._step, self._arguments = step, arguments
+        self._variables = variables(step, arguments)
+        self._positions = positions(step, arguments)
         self._before = [
             (held, held.copy())
             for _, held in self._everything()
             if type(held) in (dict, list, set, deque)
         ]
 
-    def put_back(self, is_left: Callable[[object], bool]) -> None:
+    def check(self) -> None:
+        """Look whether the capture has changed what a run would not.
+
+        Raises:
+            UsageError: it has.
+        """
+        after = positions(self._step, self._arguments)
+        moved = [name for name, at in after.items() if self._positions[name] != at]
+        if moved:
+            raise UsageError(
+                f"the step draws random numbers from {moved[0]!r}, which PyTorch does not draw, "
+                "and would only when it is captured; draw with torch, or pass what is drawn"
+            )
+        now = variables(self._step, self._arguments)
+        changed = [name for name in now if self._variables.get(name) != now[name]]
+        if changed:
+            raise UsageError(
+                f"the step changes its variable {changed[0]!r}, but its Python code runs only "
+                "when it is captured; return the value, and leave counting to what calls the step"
+            )
+        left = self.first(is_of_a_capture)
+        if left is not None:
+            raise UsageError(
+                f"the step leaves what it computes in {left!r}, in which a run could not put its "
+                "own; return it, and keep it in what calls the step"
+            )
+
+    def put_back(self) -> None:
         """Have each that holds what is left hold what it held; others may be other threads'."""
         for held, before in self._before:
             inside = [one for value in _values(held) for one in (value, *_values(value))]
-            if any(map(is_left, inside)):
+            if any(map(is_of_a_capture, inside)):
                 held.clear()
                 held.update(before) if isinstance(held, (dict, set)) else held.extend(before)
 

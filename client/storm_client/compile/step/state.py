@@ -29,7 +29,7 @@ from storm_client.compile.step.variables import (
 )
 from storm_client.settings import deciding_settings, kinds_of_casts
 
-__all__ = ["State", "described", "has_hooks", "surroundings", "tensors_in"]
+__all__ = ["State", "described", "surroundings"]
 
 
 class _Itself(NamedTuple):
@@ -130,7 +130,7 @@ class State:
         self, captured: Captured, step: Callable[..., Any], leaves: Sequence[object]
     ) -> None:
         """Note everything as it is, and the arguments: nothing has changed since the capture."""
-        tensors = tensors_in(leaves)
+        tensors = _tensors_in(leaves)
         self.captured = captured
         slots = _slots(captured)
         self.held = [
@@ -230,7 +230,7 @@ class State:
 
         `leaves` are the arguments, tensors and others.
         """
-        tensors = tensors_in(leaves)
+        tensors = _tensors_in(leaves)
         found: dict[fx.Node, Any] = {}
         for held in self.held:
             tensor = held.slot.find(tensors)
@@ -254,7 +254,7 @@ class State:
         return found
 
 
-def tensors_in(leaves: Sequence[object]) -> list[torch.Tensor]:
+def _tensors_in(leaves: Sequence[object]) -> list[torch.Tensor]:
     """Return those of a step's arguments that are tensors, by whose places they are known."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -277,24 +277,17 @@ def described(leaf: object) -> Any:
     return identified(leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf))
 
 
-def has_hooks() -> bool:
-    """Tell whether what autograd saves now is handed to hooks."""
-    return _top_hooks(True) is not None
-
-
 def surroundings() -> tuple[Any, ...]:
     """Return the settings of PyTorch's that what is recorded depends on."""
     return (
         kinds_of_casts(),
         torch.is_autocast_cache_enabled(),
-        has_hooks(),
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *deciding_settings(),
     )
 
 
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _HOOKS_OF_MODULES = (
     "_forward_hooks",
     "_forward_pre_hooks",
