@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -49,6 +50,21 @@ def test_what_comes_back_counts_as_aligned(code: tuple[str, str]) -> None:
 def replayed(plans: list[Plan]) -> dict[str, str]:
     rows = [row for plan in plans for row in plan.rows if row.decision == "replay"]
     return {row.operation: row.reason for row in rows}
+
+
+class Compiled:
+    """Compiles what it is called with, and keeps it for its plans."""
+
+    def __init__(self, client: storm.Client, **options: Any) -> None:
+        self._options = {"client": client, "min_bytes": 1, **options}
+        self.made: list[Callable[..., Any]] = []
+
+    def __call__(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        self.made.append(storm.compile(model, **self._options))
+        return self.made[-1]
+
+    def replayed(self) -> dict[str, str]:
+        return replayed([plan for one in self.made for plan in storm.compiled_plans(one)])
 
 
 def test_what_is_only_moved_is_still_made_by_itself(
@@ -97,14 +113,9 @@ def test_what_is_moved_again_is_read_from_memory(device: str, client: storm.Clie
         return [loss.detach(), x.grad, *gradients(net)]
 
     expected = trained(torch.compile)
-    made: list[Callable[..., Tensor]] = []
-
-    def wrap(net: nn.Module) -> Callable[..., Tensor]:
-        made.append(storm.compile(net, client=client, min_bytes=1, budget="least"))
-        return made[-1]
-
+    wrap = Compiled(client, budget="least")
     assert_identical(trained(wrap), expected)
-    assert "aten.repeat.default" in replayed(storm.compiled_plans(made[0]))
+    assert "aten.repeat.default" in wrap.replayed()
 
 
 def test_what_is_looked_up_again_is_fused_with_no_reader(device: str, client: storm.Client) -> None:
@@ -134,14 +145,9 @@ def test_what_is_looked_up_again_is_fused_with_no_reader(device: str, client: st
         return found
 
     expected = trained(torch.compile)
-    made: list[Callable[..., Tensor]] = []
-
-    def wrap(model: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        made.append(storm.compile(model, client=client, min_bytes=1, budget="least"))
-        return made[-1]
-
+    wrap = Compiled(client, budget="least")
     assert_identical(trained(wrap), expected)
-    assert "aten.embedding.default" in replayed(storm.compiled_plans(made[0]))
+    assert "aten.embedding.default" in wrap.replayed()
 
 
 @pytest.mark.parametrize("name", ["half_precision", "autocast", "lengths_rounded_up"])
@@ -153,14 +159,9 @@ def test_products_that_are_computed_again_have_the_same_bits(
         pytest.skip("with lengths that vary Inductor's own sums differ from compile to compile")
     expected = PROGRAMS[name](partial(torch.compile, **options), device)
     torch._dynamo.reset()
-    made: list[Callable[..., torch.Tensor]] = []
-
-    def wrap(model: Callable[..., object]) -> Callable[..., torch.Tensor]:
-        made.append(storm.compile(model, client=client, min_bytes=1, budget=0.0, **options))
-        return made[-1]
-
+    wrap = Compiled(client, budget=0.0, **options)
     assert_identical(PROGRAMS[name](wrap, device), expected)
-    again = replayed([plan for one in made for plan in storm.compiled_plans(one)])
+    again = wrap.replayed()
     products = {"aten.mm.default", "aten.addmm.default"}
     assert {again.get(name) for name in products} & {"the link is full"}
 
@@ -182,14 +183,9 @@ def test_a_norm_is_computed_again_from_its_statistic(
         return [loss.detach(), x.grad, *gradients(net)]
 
     expected = trained(torch.compile)
-    made: list[Callable[..., Tensor]] = []
-
-    def wrap(net: nn.Module) -> Callable[..., Tensor]:
-        made.append(storm.compile(net, client=client, min_bytes=1, budget=0.0))
-        return made[-1]
-
+    wrap = Compiled(client, budget=0.0)
     assert_identical(trained(wrap), expected)
-    again = set(replayed(storm.compiled_plans(made[0])))
+    again = set(wrap.replayed())
     assert again == ({"prims.convert_element_type.default"} if device == "cuda" else set())
 
 

@@ -64,6 +64,16 @@ def step(net: nn.Module, x: Tensor, context: Context) -> list[Tensor]:
     return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
 
 
+def assert_later_steps_are_identical(
+    train: Callable[[Context, bool], list[Tensor]], offload: storm.Offload
+) -> None:
+    """Have a program be told when it has been learned, to do something else from then on."""
+    for number in range(2 * STEPS):
+        is_later = number >= STEPS
+        expected = train(nullcontext, is_later)
+        assert_identical(train(lambda: offload, is_later), expected)
+
+
 def assert_steps_are_identical(
     train: Callable[[Context], list[Tensor]], offload: storm.Offload
 ) -> None:
@@ -243,7 +253,7 @@ def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
     weight = nn.Parameter(seeded(device, 32, WIDTH))
     offload = client.offload(min_bytes=1)
 
-    def train(context: Context, *, changes: bool) -> list[Tensor]:
+    def train(context: Context, changes: bool) -> list[Tensor]:
         weight.grad = None
         with context():
             h = weight * 2
@@ -257,10 +267,7 @@ def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
         assert weight.grad is not None
         return [loss.detach(), weight.grad]
 
-    for number in range(2 * STEPS):
-        changes = number >= STEPS
-        expected = train(nullcontext, changes=changes)
-        assert_identical(train(lambda: offload, changes=changes), expected)
+    assert_later_steps_are_identical(train, offload)
     assert offload.stats().replayed_bytes > 0
     assert not rejected(offload)
 
@@ -283,7 +290,7 @@ def test_inputs_in_lists_and_tuples_of_any_kind_are_seen(
     weight = nn.Parameter(seeded(device, 32, WIDTH))
     offload = client.offload(min_bytes=1)
 
-    def train(context: Context, *, changes: bool) -> list[Tensor]:
+    def train(context: Context, changes: bool) -> list[Tensor]:
         weight.grad = None
         with context():
             results = holding(weight * 2, weight * 3)
@@ -297,10 +304,7 @@ def test_inputs_in_lists_and_tuples_of_any_kind_are_seen(
         assert weight.grad is not None
         return [loss.detach(), weight.grad]
 
-    for number in range(2 * STEPS):
-        changes = number >= STEPS
-        expected = train(nullcontext, changes=changes)
-        assert_identical(train(lambda: offload, changes=changes), expected)
+    assert_later_steps_are_identical(train, offload)
     assert offload.stats().replayed_bytes > 0
     assert not rejected(offload)
 
@@ -391,7 +395,7 @@ def test_casts_that_autocast_has_kept(
     net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
     offload = client.offload(net, min_bytes=1)
 
-    def train(context: Context, *, is_second: bool) -> list[Tensor]:
+    def train(context: Context, is_second: bool) -> list[Tensor]:
         net.zero_grad()
         before = [parameter.detach().clone() for parameter in net.parameters()]
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -412,10 +416,7 @@ def test_casts_that_autocast_has_kept(
                 parameter.copy_(value)
         return found
 
-    for number in range(2 * STEPS):
-        is_second = number >= STEPS
-        expected = train(nullcontext, is_second=is_second)
-        assert_identical(train(lambda: offload, is_second=is_second), expected)
+    assert_later_steps_are_identical(train, offload)
     assert offload.plan is not None
     casts = [row for row in offload.plan.rows if row.operation == "to"]
     weights = {p.shape for p in net.parameters() if p.dim() == 2}
@@ -475,7 +476,7 @@ def test_modes_that_alter_functions_later_alter_no_replay(
     weight = nn.Parameter(seeded(device, 32, WIDTH))
     offload = client.offload(min_bytes=1)
 
-    def train(context: Context, *, is_altered: bool) -> list[Tensor]:
+    def train(context: Context, is_altered: bool) -> list[Tensor]:
         weight.grad = None
         with ExitStack() as stack:
             if is_altered and kind == "around a block":
@@ -490,10 +491,7 @@ def test_modes_that_alter_functions_later_alter_no_replay(
         assert weight.grad is not None
         return [loss.detach(), weight.grad]
 
-    for number in range(2 * STEPS):
-        is_altered = number >= STEPS
-        expected = train(nullcontext, is_altered=is_altered)
-        assert_identical(train(lambda: offload, is_altered=is_altered), expected)
+    assert_later_steps_are_identical(train, offload)
     assert offload.stats().replayed_bytes > 0
 
 
