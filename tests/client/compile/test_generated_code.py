@@ -98,7 +98,9 @@ def test_what_is_only_moved_is_still_made_by_itself(
     assert "aten.repeat.default" in replayed(plans)
 
 
-def test_what_is_moved_again_is_read_from_memory(device: str, client: storm.Client) -> None:
+def test_what_is_moved_again_is_read_from_memory(
+    device: str, client: storm.Client, cpu_costs: None
+) -> None:
     """Loops that read what it is moved from are fused with others, and round otherwise."""
 
     def trained(wrap: Callable[[nn.Module], Callable[..., Tensor]]) -> list[Tensor]:
@@ -118,7 +120,9 @@ def test_what_is_moved_again_is_read_from_memory(device: str, client: storm.Clie
     assert "aten.repeat.default" in wrap.replayed()
 
 
-def test_what_is_looked_up_again_is_fused_with_no_reader(device: str, client: storm.Client) -> None:
+def test_what_is_looked_up_again_is_fused_with_no_reader(
+    device: str, client: storm.Client, cpu_costs: None
+) -> None:
     """Loops that look it up as well sum its norm's gradient up otherwise."""
     torch.manual_seed(0)
     numbers = torch.randint(0, 101, (4, 9), device=device)
