@@ -255,6 +255,8 @@ class _Checksums(Watching):
             tensor = _unwrapped(tensor)
             if tensor.layout is torch.strided and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
+                if tensor.nbytes < storage.nbytes():  # nobody may have written to the rest
+                    storage = tensor.clone(memory_format=torch.contiguous_format).untyped_storage()
                 if storage.nbytes():
                     self._found.append(checksum(storage))
         except Exception as error:  # noqa: BLE001 - the user's own call may be under way
