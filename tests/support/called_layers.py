@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from storm_client.plan import planning
+from storm_client.plan import kinds, layer_replay, planning
 from storm_client.plan.kinds import HostBound, Kind
 from torch import nn
 
@@ -25,6 +27,11 @@ def look_bound_by_the_thread(kind: Kind, forward_seconds: float | None) -> None:
 
 
 def have_steps_bound_by_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have each kind of step be taken for such, however little of a GPU's memory it saves."""
+    """Have each kind of step be taken for such, however little of a GPU's memory it saves.
+
+    And have that decide, not what steps take.
+    """
     monkeypatch.setattr(planning, "_look_for_host", look_bound_by_the_thread)
+    monkeypatch.setattr(kinds, "SETTLED", 0)
+    monkeypatch.setattr(layer_replay, "SLOWER", math.inf)
     monkeypatch.setattr(planning, "LITTLE", 0.0)

@@ -116,7 +116,7 @@ def stormd(
         asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
         target = given[_TARGET] if _TARGET in given else _shared(asked)
         generate = _GENERATORS[asked.codegen]
-        compiled, found = generate(gm, inputs, asked)
+        compiled, found = generate(gm, inputs, asked, target.room.sharing)
     except UsageError as error:
         return partial(_refuse, str(error))
     target.graphs += found
@@ -145,16 +145,16 @@ def stats_of(model: Callable[..., Any]) -> OffloadStats:
 
 
 def _by_inductor(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, sharing: int
 ) -> tuple[Callable[..., Any], list[Graph]]:
     from storm_client.compile.inductor import Partitioner, generate
 
-    partitioner = Partitioner(asked.budget, asked.min_bytes, asked.codec)
+    partitioner = Partitioner(asked.budget, sharing, asked.min_bytes, asked.codec)
     return generate(gm, inputs, partitioner, dict(asked.patches))
 
 
 def _eagerly(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, sharing: int
 ) -> tuple[Callable[..., Any], list[Graph]]:
     """Have the graphs run as they are, by PyTorch's own kernels."""
     found: list[Graph] = []
@@ -169,6 +169,7 @@ def _eagerly(
             min_bytes=asked.min_bytes,
             is_exact=exact_in_eager,
             codec=asked.codec,
+            sharing=sharing,
             **options,
         )
         found.append(graph)

@@ -38,9 +38,9 @@ __all__ = ["Partitioner", "generate", "generate_inference", "inductor_options"]
 class Partitioner(CustomPartitionerFn):
     """Partitions for one compilation; what Inductor may pickle of it are plain values."""
 
-    def __init__(self, budget: Budget, min_bytes: int, codec: str) -> None:
-        """Partition for that budget; `found` gets what each pair of graphs has."""
-        self.budget = budget
+    def __init__(self, budget: Budget, sharing: int, min_bytes: int, codec: str) -> None:
+        """Partition for a budget of so many models; `found` gets what each pair of graphs has."""
+        self.budget, self.sharing = budget, sharing
         self.min_bytes = min_bytes
         self.codec = codec
         self.found: list[Graph] = []
@@ -62,6 +62,7 @@ class Partitioner(CustomPartitionerFn):
             runs_alone=_runs_alone,
             rounds_alike=_rounds_alike,
             codec=self.codec,
+            sharing=self.sharing,
             **options,
         )
         self.found.append(graph)

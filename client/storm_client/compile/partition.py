@@ -32,6 +32,7 @@ from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.recipes import Found, Recipes, turned_back
+from storm_client.compile.room import share_of
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Schedule, schedule
 from storm_client.compile.symbols import computed
@@ -65,6 +66,7 @@ def partition(
     runs_alone: Callable[[fx.Node], bool] | None = None,
     rounds_alike: Callable[[fx.Node], bool] | None = None,
     codec: str = "ancf",
+    sharing: int = 1,
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     **options: Any,
@@ -73,7 +75,8 @@ def partition(
 
     `is_exact` tells of an operation whether it gives the same bits wherever it runs. Where others
     are fused, `runs_alone` tells which are not, and read what lies in memory, and `rounds_alike`
-    which give the same bits if they begin with that.
+    which give the same bits if they begin with that. A budget of bytes is for so many models, which
+    are compiled by themselves, as are `sharing` it.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names.
@@ -87,10 +90,8 @@ def partition(
     )
     rules = Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
     static = static_lifetime_input_indices or []
-    graph = _divided(
-        forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
-    )
-    return forward, backward, graph
+    pair = _pair(forward, backward, outputs=num_fwd_outputs, static=static, rules=rules)
+    return forward, backward, pair.apply(pair.values(), budget, sharing)
 
 
 def divided(
@@ -113,24 +114,21 @@ def divided(
         UsageError: the budget is below the least possible, which the message names.
     """
     rules = Rules(min_bytes, is_exact, None, None, codec)
-    return _divided(
-        forward, backward, outputs=num_fwd_outputs, static=static, rules=rules, budget=budget
-    )
+    pair = _pair(forward, backward, outputs=num_fwd_outputs, static=static, rules=rules)
+    return pair.apply(pair.values(), budget)
 
 
-def _divided(
+def _pair(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     *,
     outputs: int,
     static: list[int],
     rules: Rules,
-    budget: Budget,
-) -> Graph:
+) -> _Pair:
     hand_over_bases(forward, backward, outputs)
     there = Handover(forward, backward, outputs, static, rules)
-    pair = _Pair(forward, backward, outputs, there)
-    return pair.apply(pair.values(), budget)
+    return _Pair(forward, backward, outputs, there)
 
 
 class _Value(NamedTuple):
@@ -248,8 +246,8 @@ class _Pair:
 
     # --- what is done -----------------------------------------------------------------------
 
-    def apply(self, values: list[_Value], budget: Budget) -> Graph:
-        """Change both graphs for a budget."""
+    def apply(self, values: list[_Value], budget: Budget, sharing: int = 1) -> Graph:
+        """Change both graphs for a budget, which as bytes is for `sharing` models."""
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
         if self.machine.hides:
@@ -264,7 +262,7 @@ class _Pair:
                 "device at once, which is the least possible; raise it, or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
-        count = self._count(budget, chosen, saved)
+        count = self._count(budget, chosen, saved, sharing)
         draft = chosen.draft(count, in_runs=in_runs)
         decisions = list(draft.decisions)
         self._drop(values, draft)
@@ -294,8 +292,8 @@ class _Pair:
             rooms=rooms,
         )
 
-    def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved]) -> int:
-        """Return how many values a budget keeps, or may keep in a run that has all of it.
+    def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], sharing: int) -> int:
+        """Return how many values a budget keeps, or may keep in a run that has its share of it.
 
         Where a graph returns a loss its backward pass comes next, and a fraction is of its own
         peak. What was stored last would lie there then, on its way, so as much stays instead. Of
@@ -305,7 +303,9 @@ class _Pair:
         if budget == "fit":
             return len(chosen.order)
         if type(budget) is int:
-            return chosen.fitting(budget)
+            if sharing == 1:
+                return chosen.fitting(budget)
+            return chosen.holding(share_of(budget, chosen.least, sharing))
         share = budget if isinstance(budget, float) else 0.0
         total = sum(one.nbytes for one in saved if not one.is_only_a_source)
         allowed, least = int(share * total), chosen.least

@@ -1,7 +1,8 @@
 """What runs of compiled graphs keep by choice where a budget is one of bytes: all of them together.
 
 What a graph keeps lies on the device until its backward pass, beside what others keep. So all that
-are compiled for one client with the same budget share it, as blocks that are compiled one by one.
+are compiled for one client with the same budget share it, as blocks that are compiled one by one,
+in equal parts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from stormd.protocol import Budget
 if TYPE_CHECKING:
     from storm_client.supply import Supply
 
-__all__ = ["Room", "room_for"]
+__all__ = ["Room", "room_for", "share_of"]
 
 
 class _Sharing(Protocol):
@@ -53,6 +54,12 @@ class Room:
             self._sharing.append(weakref.ref(graphs))
 
     @property
+    def sharing(self) -> int:
+        """How many models share it, which are compiled by themselves; at least one."""
+        with self._lock:
+            return max(1, sum(one() is not None for one in self._sharing))
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes that are held by choice in runs whose backward pass is still to come."""
         with self._lock:
@@ -65,8 +72,8 @@ class Room:
     def left(self) -> int:
         """Return how many bytes a run that begins now may keep by choice.
 
-        What any graph needs at the least is left free. Which graphs a step has is not known until
-        a backward pass has begun, and nothing is kept before.
+        What any graph needs at the least is left free, and each has no more than its share. Which
+        graphs a step has is not known until a backward pass has begun, and nothing is kept before.
         """
         if not self._has_gone_back:
             return 0
@@ -77,8 +84,9 @@ class Room:
             limit = kept + free_bytes() if torch.cuda.is_available() else 0
         with self._lock:
             living = [reference() for reference in self._sharing]
-        least = max((one.least for one in living if one is not None), default=0)
-        return limit - kept - least
+        leasts = [one.least for one in living if one is not None]
+        least = max(leasts, default=0)
+        return min(limit - kept - least, share_of(limit, least, max(1, len(leasts))))
 
     def keep(self, held: object, nbytes: int) -> None:
         """Count what is held by choice, until it dies."""
@@ -107,6 +115,15 @@ class _KeptRef(weakref.ref[object]):
 
 
 _KEYS = count(1)
+
+
+def share_of(limit: int, least: int, sharing: int) -> int:
+    """Return what each of several models may keep, where one at a time needs `least` besides.
+
+    Blocks of a model that were compiled one by one are alike: if the first ones kept all, the link
+    would have nothing to do beside them, and more than it can carry beside the others.
+    """
+    return max(0, limit - least) // sharing
 
 
 def room_for(supply: Supply | None, budget: Budget) -> Room:

@@ -54,6 +54,10 @@ KNOWN_KINDS = 8
 OBSERVED = 2
 """Forward passes that are timed before the plan is made anew."""
 
+SETTLED = 12
+"""So many steps in a row that followed a plan take as long as all that are to come: the first ones
+still allocate, and wait for what is tried."""
+
 SHORTER = 0.75
 """Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
 The first were longer than the step needs where another process used the device or the link."""
@@ -173,6 +177,9 @@ _NOTHING = Expected(
 class Kind:
     """One kind of step: its values, what was decided for each, and what was seen of replays."""
 
+    _was_settled = False
+    """Whether its plan was made anew once steps had settled."""
+
     def __init__(self, events: tuple[Event, ...], values: list[Value], functions: int = 0) -> None:
         """Describe a step that made and saved `values`, and ran `functions` of the table."""
         self.events = events
@@ -277,14 +284,16 @@ class Kind:
     def observe(self, forward: Duration, host: HostPass | None = None) -> None:
         """Note a forward pass that followed the plan; two of them make it anew.
 
-        Later two do so, on a GPU, if both were much shorter than the window. `host` is what it took
-        the thread.
+        Later two do so, on a GPU, if both were much shorter than the window, or once steps that are
+        bound by the thread have settled. `host` is what it took the thread.
         """
         self.followed += 1
         if host is not None:
             self.passes = [*self.passes, host][-OBSERVED:]
         self._forwards = [*self._forwards, forward][-OBSERVED:]
-        if len(self._forwards) == OBSERVED and (self.window is None or self._is_shorter()):
+        if len(self._forwards) == OBSERVED and (
+            self.window is None or self._is_shorter() or self._settles_bound()
+        ):
             self.window, self.is_outdated = None, True
 
     def turned(self, turn: Duration, *, device_waits: bool = False) -> None:
@@ -323,6 +332,18 @@ class Kind:
             self.window = min(forward() for forward in self._forwards)
             self._forwards.clear()
         return self.window
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether so many steps have followed the plan that the window is theirs, too."""
+        return self.followed >= SETTLED
+
+    def _settles_bound(self) -> bool:
+        """Tell, once, whether the window is to be measured anew, of a step bound by the thread."""
+        if self.host is None or self._was_settled or not self.has_settled:
+            return False
+        self._was_settled = True
+        return True
 
     def _is_shorter(self) -> bool:
         """Tell whether the latest forward passes are known to be much shorter than the window."""

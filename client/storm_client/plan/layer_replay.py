@@ -49,6 +49,10 @@ __all__ = ["LayerPhase", "LayerReplay", "LayerStep"]
 DECLARED: Final = "GradientCheckpointingLayer"
 """What transformers has its layers be that may be run again in the backward pass."""
 
+SLOWER: Final = 1.02
+"""So many times as long as with its tensors handed over, and a step has its layers' tensors handed
+over again. What either takes was not known before: it depends on the device as on the thread."""
+
 OUTGROWN: Final = 2
 """So many times the bytes of what layers were tried with, and steps are another kind of work."""
 
@@ -60,7 +64,7 @@ class LayerPhase(Enum):
 
     OFF to TRIED (a step is bound by the thread), TRIED to ON or REFUSED (its layers have been
     called twice), ON to OFF (steps have grown, or layers are others now); TRIED and ON to OFF (what
-    steps run may be compiled).
+    steps run may be compiled); ON to REFUSED (steps take longer than before).
     """
 
     OFF = "off"
@@ -72,7 +76,7 @@ class LayerPhase(Enum):
 _NEXT: Final = {
     LayerPhase.OFF: {LayerPhase.TRIED},
     LayerPhase.TRIED: {LayerPhase.ON, LayerPhase.REFUSED, LayerPhase.OFF},
-    LayerPhase.ON: {LayerPhase.OFF},
+    LayerPhase.ON: {LayerPhase.OFF, LayerPhase.REFUSED},
     LayerPhase.REFUSED: frozenset[LayerPhase](),
 }
 
@@ -104,6 +108,8 @@ class LayerReplay:
         """Why layers are not run again, though that would take the thread the least."""
         self._host: HostBound | None = None
         self._saved_bytes = 0
+        self._before: float | None = None
+        """Seconds of a step while layers' tensors were handed over, until that is compared."""
 
     @property
     def host(self) -> HostBound | None:
@@ -133,10 +139,13 @@ class LayerReplay:
         nbytes = sum(layer.nbytes for layer in self.replayed)
         return nbytes / self._saved_bytes if nbytes else 0.0
 
-    def consider(self, kind: Kind, host: HostBound, room: int) -> None:
+    def consider(
+        self, kind: Kind, host: HostBound, room: int, seconds: float | None = None
+    ) -> None:
         """Have layers tried in the next step if those of a kind could spare the thread its hooks.
 
-        As many as leave no more than `room` bytes saved, the first ones.
+        As many as leave no more than `room` bytes saved, the first ones. A step takes `seconds` as
+        it is, if that is known.
         """
         with self._lock:
             if self._phase is not LayerPhase.OFF:
@@ -144,12 +153,14 @@ class LayerReplay:
             layers = list(self._first_of(kind, kind.saved_bytes - room))
             if layers:
                 self._layers, self._saved_bytes, self._host = layers, kind.saved_bytes, host
+                self._before = seconds
                 self._move_to(LayerPhase.TRIED)
 
-    def begins(self) -> bool:
+    def begins(self, seconds: float | None = None) -> bool:
         """Tell, where a step begins, whether steps are another kind from here on.
 
-        What is compiled is left alone: the compiler would look into the calls of layers.
+        What is compiled is left alone: the compiler would look into the calls of layers. A step
+        takes `seconds`, where enough of them have settled.
         """
         with self._lock:
             self._layers = [layer for layer in self._layers if layer.identity]
@@ -158,7 +169,7 @@ class LayerReplay:
             is_open = self._phase in {LayerPhase.TRIED, LayerPhase.ON}
             if is_open and (self._has_outgrown or self._compiled.may_run(self._known.modules)):
                 return self._end()
-            return False
+            return self._phase is LayerPhase.ON and seconds is not None and self._compare(seconds)
 
     def step(self, stats: StatsRecorder, mode: TorchFunctionMode | None) -> LayerStep | None:
         """Return what a step whose functions pass through `mode` does; None where nothing."""
@@ -231,13 +242,26 @@ class LayerReplay:
         self._forget()
         return was_on
 
+    def _compare(self, seconds: float) -> bool:
+        """Call layers again no more if steps take longer; True then. That is looked at once."""
+        before, self._before = self._before, None
+        if before is None or seconds <= SLOWER * before:
+            return False
+        self.refusal = (
+            f"layers are not run again: with that a step took {seconds * 1e3:.4g} ms, and with "
+            f"their tensors handed over {before * 1e3:.4g}"
+        )
+        self._move_to(LayerPhase.REFUSED)
+        self._forget()
+        return True
+
     def _move_to(self, phase: LayerPhase) -> None:
         assert phase in _NEXT[self._phase], f"{self._phase} to {phase}"
         self._phase = phase
 
     def _forget(self) -> None:
         self._layers = []
-        self._host, self._saved_bytes = None, 0
+        self._host, self._saved_bytes, self._before = None, 0, None
 
     def _first_of(self, kind: Kind, leaving: int) -> Iterator[LayerForward]:
         """Yield the first layers that save so many bytes together; all where they save less."""

@@ -32,6 +32,7 @@ from storm_client.plan.host import (
 from storm_client.plan.kinds import HostBound, HostPass, Kind, Kinds, StepRecord
 from storm_client.plan.layer_replay import LayerPhase, LayerReplay, LayerStep
 from storm_client.plan.operations import REPLAYABLE, Function
+from storm_client.plan.pace import Pace
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
 from storm_client.plan.recorder import Mark, Recorder, Span, mark
@@ -111,6 +112,7 @@ class Planning:
         """All so far."""
         self._alike: tuple[Kind | None, int] = (None, 0)
         """The kind of the last ones that were, and how many in a row were of that."""
+        self._pace = Pace()
         may_call_again = options.replays and not options.verifies
         self._layer_replay = LayerReplay(layers, options.layers if may_call_again else ())
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
@@ -133,6 +135,7 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_pins()
+        self._pace.begins()
         self._least = least
         for one in self._kinds.outdated():
             self._make(one)
@@ -181,15 +184,17 @@ class Planning:
             self._row = UnwatchedRow(self, kind.saved_bytes)
         self._unwatched += 1
         self.unwatched_steps += 1
+        self._pace.begins()
         # Figures of what a step saves are those of the watched ones.
         layers = self._layer_replay.step(StatsRecorder(), None) if has_layers else None
         return self._row if layers is None else UnwatchedStep(self._row, layers)
 
     def _begins_anew(self) -> bool:
         """Begin to learn anew where layers are called again from here on, or are no more."""
-        is_anew = self._layer_replay.begins()
+        is_anew = self._layer_replay.begins(self._pace.seconds)
         if is_anew:
             self._kinds = Kinds()
+            self._pace.begin_anew()
             self.watch_next()
         return is_anew
 
@@ -284,11 +289,11 @@ class Planning:
 
     def _look_for_layers(self, kind: Kind, host: HostBound, room: int) -> None:
         """Have layers tried where handing over what they save was seen to take longer."""
-        if kind.is_not_worth_it or kind.window is None:
+        if kind.is_not_worth_it or kind.window is None or not kind.has_settled:
             return
         leaving = max(0.0, 1.0 - room / max(kind.saved_bytes, 1))
         if layers_are_quicker(host, kind.window, leaving):
-            self._layer_replay.consider(kind, host, room)
+            self._layer_replay.consider(kind, host, room, self._pace.seconds)
 
     def _go_on_unwatched(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""

@@ -59,10 +59,22 @@ def test_all_that_share_it_leave_room_for_the_largest_least() -> None:
     room.share(large)
     assert room.left() == 0, "which graphs there are is not known"
     room.goes_back()
-    assert room.left() == 700
+    assert room.left() == 350, "each has as much"
     del large
     gc.collect()
     assert room.left() == 900
+
+
+def test_each_of_those_that_share_it_has_an_equal_part() -> None:
+    room, graphs = Room(1000), [Graphs(100) for _ in range(3)]
+    for one in graphs:
+        room.share(one)
+    room.goes_back()
+    held = [Held() for _ in graphs]
+    for one in held:
+        assert room.left() == 300
+        room.keep(one, 300)
+    assert room.left() == 0
 
 
 def test_what_is_kept_counts_until_it_dies() -> None:

@@ -24,6 +24,7 @@ from storm_client.plan import (
     layer_replay,
     layer_state,
     layer_trial,
+    pace,
     planning,
 )
 from storm_client.plan.kinds import HostBound, Kind
@@ -219,6 +220,23 @@ def test_layers_are_called_once_where_offload_has_taken_the_thread_little(
     settle(net, x, offload)
     assert phase(offload) is LayerPhase.OFF
     assert offload.stats().offloaded_bytes > 0
+
+
+def test_layers_are_run_again_no_more_where_steps_take_longer(
+    client: storm.Client, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread is spared the device may take, which computes all of a layer twice."""
+    monkeypatch.setattr(layer_replay, "SLOWER", 0.0)  # whatever they take is too much
+    monkeypatch.setattr(pace, "STEPS", 2)
+    net, phases = made(), list[LayerPhase]()
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(4):
+        settle(net, x, offload)
+        phases.append(phase(offload))
+    assert phases[-1] is LayerPhase.REFUSED
+    assert refusal(offload).startswith("layers are not run again: with that a step took ")
+    assert refusal(offload) in str(offload.plan)
+    assert not run_again(offload)
 
 
 def test_nothing_of_the_second_call_is_left(client: storm.Client, x: Tensor) -> None:
