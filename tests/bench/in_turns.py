@@ -61,16 +61,22 @@ def measure(options: argparse.Namespace, address: str) -> list[dict[str, Any]]:
     rows = []
     with ExitStack() as held, attention(device):
         ones: dict[str, Callable[[], float]] = {}
+        plans: dict[str, Callable[[], dict[str, Any]]] = {}
         for name in names:
             method = method_of(name)
             active = held.enter_context(method.enter(training.module, device, address))
             ones[name] = lambda active=active, method=method: step(training, active, method)[0]
+            plans[name] = active.figures
             for _ in range(options.warm_ups):
                 ones[name]()
         for number in range(options.turns):
             for name, one in ones.items():
                 rows.append({"turn": number, "method": name, **turn(one, options.steps, device)})
                 print(json.dumps(rows[-1]), flush=True)
+        for name, figures in plans.items():
+            if plan := figures().get("plan"):
+                rows.append({"method": name, "plan": plan})
+                print(name, *plan, sep="\n", flush=True)
     return rows
 
 

@@ -27,7 +27,7 @@ __all__ = [
     "Load",
     "choose_for_host",
     "host_bound",
-    "layers_are_quicker",
+    "layers_may_be_quicker",
     "load_of",
     "spare_seconds",
 ]
@@ -45,6 +45,10 @@ BOUND_SHARE: Final = 0.6
 
 MOST_SLOWER: Final = 8.0
 """By how much a machine is taken to be slower or faster than that of the constants at the most."""
+
+DOUBT: Final = 2.0
+"""How far off an estimate of the thread's time may be: it is of two passes, of which what we do is
+counted in part."""
 
 LEAST_OWN: Final = 0.1
 """Of the thread's time the least that is taken to be the script's: what is counted as ours is
@@ -73,15 +77,16 @@ def spare_seconds(host: HostBound) -> float:
     return CHECKPOINTING * host.forward_seconds
 
 
-def layers_are_quicker(host: HostBound, forward_seconds: float, share: float) -> bool:
-    """Tell whether calling layers again would take a step less than handing their tensors over.
+def layers_may_be_quicker(host: HostBound, forward_seconds: float, share: float) -> bool:
+    """Tell whether calling layers again may take a step less than handing their tensors over.
 
     Layers that save such a `share` of what a step saves. Where tensors are large that takes longer,
     for the device computes as long again: as in wide layers with adapters, whose many functions
-    keep the thread busy. With tensors handed over the forward pass took `forward_seconds`.
+    keep the thread busy. With tensors handed over the forward pass took `forward_seconds`. Only
+    where it is far from that is it not worth to find out.
     """
     handing_over = (1 + BACKWARD_SHARE) * (forward_seconds - host.forward_seconds)
-    return spare_seconds(host) * share < handing_over
+    return spare_seconds(host) * share < DOUBT * handing_over
 
 
 def load_of(values: Sequence[Value], decisions: Sequence[Decision], functions: int) -> Load:

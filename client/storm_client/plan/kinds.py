@@ -55,8 +55,8 @@ OBSERVED = 2
 """Forward passes that are timed before the plan is made anew."""
 
 SETTLED = 12
-"""So many steps in a row that followed a plan take as long as all that are to come: the first ones
-still allocate, and wait for what is tried."""
+"""After so many steps that followed plans the next ones take as long as all that are to come: the
+first ones still allocate, and wait for what is tried."""
 
 SHORTER = 0.75
 """Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
@@ -177,6 +177,8 @@ _NOTHING = Expected(
 class Kind:
     """One kind of step: its values, what was decided for each, and what was seen of replays."""
 
+    _followed_any = 0
+    """Steps that followed any of its plans, and tried nothing."""
     _was_settled = False
     """Whether its plan was made anew once steps had settled."""
 
@@ -288,6 +290,7 @@ class Kind:
         bound by the thread have settled. `host` is what it took the thread.
         """
         self.followed += 1
+        self._followed_any += 1
         if host is not None:
             self.passes = [*self.passes, host][-OBSERVED:]
         self._forwards = [*self._forwards, forward][-OBSERVED:]
@@ -335,8 +338,8 @@ class Kind:
 
     @property
     def has_settled(self) -> bool:
-        """Whether so many steps have followed the plan that the window is theirs, too."""
-        return self.followed >= SETTLED
+        """Whether so many steps have followed its plans that the window is one of settled steps."""
+        return self._followed_any >= SETTLED
 
     def _settles_bound(self) -> bool:
         """Tell, once, whether the window is to be measured anew, of a step bound by the thread."""

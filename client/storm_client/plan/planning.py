@@ -25,7 +25,7 @@ from storm_client.plan.decisions import Decision
 from storm_client.plan.host import (
     choose_for_host,
     host_bound,
-    layers_are_quicker,
+    layers_may_be_quicker,
     load_of,
     spare_seconds,
 )
@@ -292,7 +292,7 @@ class Planning:
         if kind.is_not_worth_it or kind.window is None or not kind.has_settled:
             return
         leaving = max(0.0, 1.0 - room / max(kind.saved_bytes, 1))
-        if layers_are_quicker(host, kind.window, leaving):
+        if layers_may_be_quicker(host, kind.window, leaving):
             self._layer_replay.consider(kind, host, room, self._pace.seconds)
 
     def _go_on_unwatched(self, kind: Kind) -> None:

@@ -18,7 +18,7 @@ from storm_client.plan.host import (
     Load,
     choose_for_host,
     host_bound,
-    layers_are_quicker,
+    layers_may_be_quicker,
     load_of,
     spare_seconds,
 )
@@ -181,14 +181,15 @@ def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
     [
         (0.011, 0.081, 1.0, True),  # 12 layers of width 1024
         (0.011, 0.041, 0.15, True),
-        (0.076, 0.116, 1.0, False),  # 8 layers of width 4096 with adapters
+        (0.076, 0.100, 1.0, False),  # 8 layers of width 4096 with adapters
         (0.076, 0.082, 0.3, False),
+        (0.076, 0.116, 1.0, True),  # which is found out
     ],
 )
-def test_layers_are_called_again_where_that_is_quicker_than_handing_over(
+def test_layers_are_called_again_where_that_may_be_quicker_than_handing_over(
     own: float, with_offload: float, share: float, are_quicker: bool
 ) -> None:
-    assert layers_are_quicker(HostBound(own), with_offload, share) is are_quicker
+    assert layers_may_be_quicker(HostBound(own), with_offload, share) is are_quicker
 
 
 def test_a_kind_is_bound_by_the_host_if_the_device_has_waited_each_time() -> None:
