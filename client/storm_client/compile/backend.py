@@ -21,7 +21,7 @@ from storm_client.arguments import check_storing, plan_options
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import partition
-from storm_client.compile.room import room_for
+from storm_client.compile.room import Part, room_for
 from storm_client.compile.runtime import Graph, Target, running, shared_target
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
@@ -116,7 +116,7 @@ def stormd(
         asked = given[_ASKED] if _ASKED in given else _Asked.of(mode, given)
         target = given[_TARGET] if _TARGET in given else _shared(asked)
         generate = _GENERATORS[asked.codegen]
-        compiled, found = generate(gm, inputs, asked, target.room.sharing)
+        compiled, found = generate(gm, inputs, asked, target.room.part_of(target))
     except UsageError as error:
         return partial(_refuse, str(error))
     target.graphs += found
@@ -145,16 +145,16 @@ def stats_of(model: Callable[..., Any]) -> OffloadStats:
 
 
 def _by_inductor(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, sharing: int
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
 ) -> tuple[Callable[..., Any], list[Graph]]:
     from storm_client.compile.inductor import Partitioner, generate
 
-    partitioner = Partitioner(asked.budget, sharing, asked.min_bytes, asked.codec)
+    partitioner = Partitioner(asked.budget, part, asked.min_bytes, asked.codec)
     return generate(gm, inputs, partitioner, dict(asked.patches))
 
 
 def _eagerly(
-    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, sharing: int
+    gm: fx.GraphModule, inputs: list[torch.Tensor], asked: _Asked, part: Part
 ) -> tuple[Callable[..., Any], list[Graph]]:
     """Have the graphs run as they are, by PyTorch's own kernels."""
     found: list[Graph] = []
@@ -169,7 +169,7 @@ def _eagerly(
             min_bytes=asked.min_bytes,
             is_exact=exact_in_eager,
             codec=asked.codec,
-            sharing=sharing,
+            part=part,
             **options,
         )
         found.append(graph)

@@ -27,6 +27,7 @@ from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import exact_in_generated_code
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.partition import NUMBER, partition
+from storm_client.compile.room import Part
 from storm_client.compile.runtime import Graph
 from storm_client.compile.views import is_view
 from storm_client.errors import UsageError
@@ -38,9 +39,9 @@ __all__ = ["Partitioner", "generate", "generate_inference", "inductor_options"]
 class Partitioner(CustomPartitionerFn):
     """Partitions for one compilation; what Inductor may pickle of it are plain values."""
 
-    def __init__(self, budget: Budget, sharing: int, min_bytes: int, codec: str) -> None:
-        """Partition for a budget of so many models; `found` gets what each pair of graphs has."""
-        self.budget, self.sharing = budget, sharing
+    def __init__(self, budget: Budget, part: Part, min_bytes: int, codec: str) -> None:
+        """Partition for part of a budget; `found` gets what each pair of graphs has."""
+        self.budget, self.part = budget, part
         self.min_bytes = min_bytes
         self.codec = codec
         self.found: list[Graph] = []
@@ -62,7 +63,7 @@ class Partitioner(CustomPartitionerFn):
             runs_alone=_runs_alone,
             rounds_alike=_rounds_alike,
             codec=self.codec,
-            sharing=self.sharing,
+            part=self.part,
             **options,
         )
         self.found.append(graph)

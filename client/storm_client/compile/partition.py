@@ -32,7 +32,7 @@ from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.recipes import Found, Recipes, turned_back
-from storm_client.compile.room import share_of
+from storm_client.compile.room import WHOLE, Part
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Schedule, schedule
 from storm_client.compile.symbols import computed
@@ -66,7 +66,7 @@ def partition(
     runs_alone: Callable[[fx.Node], bool] | None = None,
     rounds_alike: Callable[[fx.Node], bool] | None = None,
     codec: str = "ancf",
-    sharing: int = 1,
+    part: Part = WHOLE,
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None = None,
     **options: Any,
@@ -75,8 +75,7 @@ def partition(
 
     `is_exact` tells of an operation whether it gives the same bits wherever it runs. Where others
     are fused, `runs_alone` tells which are not, and read what lies in memory, and `rounds_alike`
-    which give the same bits if they begin with that. A budget of bytes is for so many models, which
-    are compiled by themselves, as are `sharing` it.
+    which give the same bits if they begin with that. `part` says which of a budget of bytes it is.
 
     Raises:
         UsageError: the budget is below the least possible, which the message names.
@@ -91,7 +90,7 @@ def partition(
     rules = Rules(min_bytes, is_exact, runs_alone, rounds_alike, codec)
     static = static_lifetime_input_indices or []
     pair = _pair(forward, backward, outputs=num_fwd_outputs, static=static, rules=rules)
-    return forward, backward, pair.apply(pair.values(), budget, sharing)
+    return forward, backward, pair.apply(pair.values(), budget, part)
 
 
 def divided(
@@ -246,8 +245,8 @@ class _Pair:
 
     # --- what is done -----------------------------------------------------------------------
 
-    def apply(self, values: list[_Value], budget: Budget, sharing: int = 1) -> Graph:
-        """Change both graphs for a budget, which as bytes is for `sharing` models."""
+    def apply(self, values: list[_Value], budget: Budget, part: Part = WHOLE) -> Graph:
+        """Change both graphs for a budget, or that part of one of bytes."""
         seconds = [self._link_seconds_of(node) for node in self.nodes]
         forward, window = 0.0, None
         if self.machine.hides:
@@ -262,7 +261,7 @@ class _Pair:
                 "device at once, which is the least possible; raise it, or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
-        count = self._count(budget, chosen, saved, sharing)
+        count = self._count(budget, chosen, saved, part)
         draft = chosen.draft(count, in_runs=in_runs)
         decisions = list(draft.decisions)
         self._drop(values, draft)
@@ -290,9 +289,10 @@ class _Pair:
             last_fetched=last,
             room=0 if last is None else draft.rooms[draft.fetches[last]],
             rooms=rooms,
+            planned=chosen.kept_bytes[count] if part.of > 1 and type(budget) is int else None,
         )
 
-    def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], sharing: int) -> int:
+    def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], part: Part) -> int:
         """Return how many values a budget keeps, or may keep in a run that has its share of it.
 
         Where a graph returns a loss its backward pass comes next, and a fraction is of its own
@@ -303,9 +303,9 @@ class _Pair:
         if budget == "fit":
             return len(chosen.order)
         if type(budget) is int:
-            if sharing == 1:
+            if part.of == 1:
                 return chosen.fitting(budget)
-            return chosen.holding(share_of(budget, chosen.least, sharing))
+            return chosen.holding(part.left(budget, chosen.least))
         share = budget if isinstance(budget, float) else 0.0
         total = sum(one.nbytes for one in saved if not one.is_only_a_source)
         allowed, least = int(share * total), chosen.least

@@ -1,8 +1,8 @@
 """What runs of compiled graphs keep by choice where a budget is one of bytes: all of them together.
 
 What a graph keeps lies on the device until its backward pass, beside what others keep. So all that
-are compiled for one client with the same budget share it, as blocks that are compiled one by one,
-in equal parts.
+are compiled for one client with the same budget share it, as blocks that are compiled one by one.
+Each has its part from when it is compiled on, by which is planned what it computes again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from stormd.protocol import Budget
 if TYPE_CHECKING:
     from storm_client.supply import Supply
 
-__all__ = ["Room", "room_for", "share_of"]
+__all__ = ["WHOLE", "Part", "Room", "room_for"]
 
 
 class _Sharing(Protocol):
@@ -31,6 +31,34 @@ class _Sharing(Protocol):
     def least(self) -> int:
         """Bytes that one of their backward graphs needs at the most, with nothing kept."""
         ...
+
+    @property
+    def planned(self) -> int | None:
+        """Bytes that a run of theirs may keep by its plan; None where none is compiled yet."""
+        ...
+
+
+class Part(NamedTuple):
+    """What one model may keep of a budget of bytes that several share, each compiled by itself."""
+
+    number: int = 0
+    """How many of them were compiled before."""
+    of: int = 1
+    taken: int = 0
+    """Bytes that those may keep."""
+
+    def left(self, limit: int, least: int) -> int:
+        """Return how many bytes that is of `limit`, of which one at a time needs `least` besides.
+
+        Equal parts, but for what others could not use of theirs: blocks of a model are alike, and
+        if the first ones kept all, the link would have nothing to do beside them, and more than it
+        can carry beside the others.
+        """
+        return max(0, (self.number + 1) * max(0, limit - least) // self.of - self.taken)
+
+
+WHOLE: Final = Part()
+"""That of a model that shares it with none."""
 
 
 class Room:
@@ -53,11 +81,13 @@ class Room:
             self._sharing = [one for one in self._sharing if one() is not None]
             self._sharing.append(weakref.ref(graphs))
 
-    @property
-    def sharing(self) -> int:
-        """How many models share it, which are compiled by themselves; at least one."""
+    def part_of(self, graphs: _Sharing) -> Part:
+        """Return which part is that of some graphs, of which one is about to be compiled."""
         with self._lock:
-            return max(1, sum(one() is not None for one in self._sharing))
+            living = [reference() for reference in self._sharing]
+        others = [one for one in living if one is not None and one is not graphs]
+        taken = [one.planned for one in others if one.planned is not None]
+        return Part(len(taken), len(others) + 1, sum(taken))
 
     @property
     def kept_bytes(self) -> int:
@@ -69,11 +99,11 @@ class Room:
                     self._kept_bytes -= reference.nbytes
             return self._kept_bytes
 
-    def left(self) -> int:
-        """Return how many bytes a run that begins now may keep by choice.
+    def left(self, planned: int | None = None) -> int:
+        """Return how many bytes a run that begins now may keep by choice, as is `planned` if it is.
 
-        What any graph needs at the least is left free, and each has no more than its share. Which
-        graphs a step has is not known until a backward pass has begun, and nothing is kept before.
+        What any graph needs at the least is left free. Which graphs a step has is not known until
+        a backward pass has begun, and nothing is kept before.
         """
         if not self._has_gone_back:
             return 0
@@ -86,7 +116,9 @@ class Room:
             living = [reference() for reference in self._sharing]
         leasts = [one.least for one in living if one is not None]
         least = max(leasts, default=0)
-        return min(limit - kept - least, share_of(limit, least, max(1, len(leasts))))
+        if planned is None:  # of what is free now nobody had planned anything
+            planned = max(0, limit - least) // max(1, len(leasts))
+        return min(limit - kept - least, planned)
 
     def keep(self, held: object, nbytes: int) -> None:
         """Count what is held by choice, until it dies."""
@@ -115,15 +147,6 @@ class _KeptRef(weakref.ref[object]):
 
 
 _KEYS = count(1)
-
-
-def share_of(limit: int, least: int, sharing: int) -> int:
-    """Return what each of several models may keep, where one at a time needs `least` besides.
-
-    Blocks of a model that were compiled one by one are alike: if the first ones kept all, the link
-    would have nothing to do beside them, and more than it can carry beside the others.
-    """
-    return max(0, limit - least) // sharing
 
 
 def room_for(supply: Supply | None, budget: Budget) -> Room:

@@ -79,6 +79,8 @@ class Graph:
     """Bytes below the backward graph's peak that are free from then on."""
     rooms: Mapping[int, int] = field(default_factory=dict)
     """The same from when it waits for each offloaded value on."""
+    planned: int | None = None
+    """Bytes that a run may keep of a budget of bytes; None where that is seen when one begins."""
 
     @property
     def last(self) -> int | None:
@@ -148,6 +150,11 @@ class Target:
     def least(self) -> int:
         """Bytes that one of the backward graphs needs at the most, with nothing kept by choice."""
         return max((graph.schedule.least for graph in self.graphs), default=0)
+
+    @property
+    def planned(self) -> int | None:
+        """Bytes that a run may keep by its plan, the most of any; None where none is compiled."""
+        return max((graph.planned or 0 for graph in self.graphs), default=None)
 
     def settle(self) -> None:
         """Wait up to a second for stores under way to end."""
@@ -239,7 +246,7 @@ class Call:
         self.trail = None if graph is None else Trail(graph, _RUNNING.trail)
         self._graph = graph
         self._rehearsals: dict[int, Rehearsal] = {}
-        self._room = target.room.left() if self._ranks else 0
+        self._room = target.room.left(graph.planned) if graph is not None and self._ranks else 0
         self._count = 0 if graph is None else graph.schedule.holding(self._room)
 
     def keeps(self, number: int, nbytes: int) -> bool:

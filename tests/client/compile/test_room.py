@@ -16,8 +16,8 @@ class Supply:
 
 
 class Graphs:
-    def __init__(self, least: int) -> None:
-        self.least = least
+    def __init__(self, least: int, planned: int | None = None) -> None:
+        self.least, self.planned = least, planned
 
 
 class Held:
@@ -59,22 +59,53 @@ def test_all_that_share_it_leave_room_for_the_largest_least() -> None:
     room.share(large)
     assert room.left() == 0, "which graphs there are is not known"
     room.goes_back()
-    assert room.left() == 350, "each has as much"
+    assert room.left(1000) == 700
     del large
     gc.collect()
-    assert room.left() == 900
+    assert room.left(1000) == 900
 
 
 def test_each_of_those_that_share_it_has_an_equal_part() -> None:
     room, graphs = Room(1000), [Graphs(100) for _ in range(3)]
     for one in graphs:
         room.share(one)
+    parts = []
+    for one in graphs:
+        one.planned = room.part_of(one).left(1000, 100)
+        parts.append(one.planned)
+    assert parts == [300, 300, 300]
+
+
+def test_what_one_could_not_use_of_its_part_is_the_next_ones() -> None:
+    """Where all but one value is larger than a part, some keep one, and together no less."""
+    room, graphs = Room(1000), [Graphs(100) for _ in range(4)]
+    for one in graphs:
+        room.share(one)
+    for one in graphs:
+        one.planned = 400 if room.part_of(one).left(1000, 100) >= 400 else 0
+    assert [one.planned for one in graphs] == [0, 400, 0, 400]
     room.goes_back()
     held = [Held() for _ in graphs]
-    for one in held:
-        assert room.left() == 300
-        room.keep(one, 300)
-    assert room.left() == 0
+    for one, of in zip(held, graphs, strict=True):
+        assert room.left(of.planned) == of.planned
+        room.keep(one, of.planned)
+
+
+def test_one_that_is_compiled_again_has_its_part_again() -> None:
+    room, one, other = Room(1000), Graphs(100, 450), Graphs(100, 450)
+    room.share(one)
+    room.share(other)
+    assert room.part_of(one).left(1000, 100) == 450
+
+
+def test_what_is_free_is_shared_in_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room_module.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(room_module, "free_bytes", lambda: 700)
+    room, one, other = Room("fit"), Graphs(100), Graphs(100)
+    room.share(one)
+    room.share(other)
+    room.goes_back()
+    assert room.left() == 300
 
 
 def test_what_is_kept_counts_until_it_dies() -> None:
@@ -82,9 +113,9 @@ def test_what_is_kept_counts_until_it_dies() -> None:
     room.goes_back()
     room.keep(one, 300)
     room.keep(other, 200)
-    assert (room.kept_bytes, room.left()) == (500, 500)
+    assert (room.kept_bytes, room.left(1000)) == (500, 500)
     del one
-    assert (room.kept_bytes, room.left()) == (200, 800)
+    assert (room.kept_bytes, room.left(1000)) == (200, 800)
 
 
 def test_without_a_gpu_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
