@@ -216,6 +216,46 @@ def test_blocks_that_are_compiled_one_by_one_share_a_budget_of_bytes(client: sto
         assert rooms[0].kept_bytes == 0
 
 
+def test_blocks_compute_again_what_their_part_of_a_budget_does_not_hold(
+    client: storm.Client, full_link: None
+) -> None:
+    """The first would keep all else, and the others have more to ship than the link carries."""
+    least = Compiler(client, budget=0.0)
+    expected = trained_blocks(reference("eager"))
+    assert_identical(trained_blocks(least), expected)
+    schedule = backend._target_of(least.made[0]).graphs[0].schedule
+    count = min(filter(None, schedule.again_until))  # as many kept, and less is computed again
+    part = schedule.kept_bytes[count]
+    again = []
+    for nbytes in (part, part - 1):
+        shared = Compiler(client, budget=schedule.least + BLOCKS * nbytes)
+        assert_identical(trained_blocks(shared), expected)
+        graphs = [backend._target_of(call).graphs[0] for call in shared.made]
+        assert sum(graph.planned or 0 for graph in graphs) <= BLOCKS * nbytes
+        again.append([computed_again(call) for call in shared.made])
+    assert again[0] == [again[0][0]] * BLOCKS
+    assert again[0][0] < computed_again(least.made[0]) == again[1][0]
+
+
+BLOCKS = 2
+
+
+def computed_again(call: Callable[..., Tensor]) -> int:
+    (plan,) = storm.compiled_plans(call)
+    return sum(row.decision == "replay" for row in plan.rows)
+
+
+def trained_blocks(wrap: Wrap) -> list[Tensor]:
+    torch._dynamo.reset()
+    nets = [blocks("cpu", 1) for _ in range(BLOCKS)]
+    net, found = nn.Sequential(*map(wrap, nets)), list[Tensor]()
+    for _ in range(3):
+        net.zero_grad()
+        net(seeded("cpu", 2, 16, 32)).square().mean().backward()
+        found += [gradient.clone() for gradient in gradients(net)]
+    return found
+
+
 # --- lives --------------------------------------------------------------------------------------
 
 
