@@ -13,8 +13,8 @@ __all__ = ["Pace"]
 STEPS: Final = 8
 """Of which the median is taken."""
 
-SETTLING: Final = 12
-"""Steps that learn, or allocate what later ones find there, and do not count."""
+SETTLING: Final = 5
+"""Steps that learn and do not count. What the next ones still allocate the median leaves out."""
 
 
 class Pace:
