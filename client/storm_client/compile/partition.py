@@ -293,7 +293,7 @@ class _Pair:
         )
 
     def _count(self, budget: Budget, chosen: Schedule, saved: Sequence[Saved], part: Part) -> int:
-        """Return how many values a budget keeps, or may keep in a run that has its share of it.
+        """Return how many values a budget keeps, or may keep in a run that has that part of it.
 
         Where a graph returns a loss its backward pass comes next, and a fraction is of its own
         peak. What was stored last would lie there then, on its way, so as much stays instead. Of

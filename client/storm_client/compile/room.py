@@ -83,9 +83,7 @@ class Room:
 
     def part_of(self, graphs: _Sharing) -> Part:
         """Return which part is that of some graphs, of which one is about to be compiled."""
-        with self._lock:
-            living = [reference() for reference in self._sharing]
-        others = [one for one in living if one is not None and one is not graphs]
+        others = [one for one in self._living() if one is not graphs]
         taken = [one.planned for one in others if one.planned is not None]
         return Part(len(taken), len(others) + 1, sum(taken))
 
@@ -100,10 +98,11 @@ class Room:
             return self._kept_bytes
 
     def left(self, planned: int | None = None) -> int:
-        """Return how many bytes a run that begins now may keep by choice, as is `planned` if it is.
+        """Return how many bytes a run that begins now may keep by choice.
 
-        What any graph needs at the least is left free. Which graphs a step has is not known until
-        a backward pass has begun, and nothing is kept before.
+        That is `planned` at the most; without a plan for it, an equal part. What any graph needs at
+        the least is left free. Which graphs a step has is not known until a backward pass has
+        begun, and nothing is kept before.
         """
         if not self._has_gone_back:
             return 0
@@ -112,13 +111,16 @@ class Room:
             limit = self._budget
         else:
             limit = kept + free_bytes() if torch.cuda.is_available() else 0
-        with self._lock:
-            living = [reference() for reference in self._sharing]
-        leasts = [one.least for one in living if one is not None]
+        leasts = [one.least for one in self._living()]
         least = max(leasts, default=0)
-        if planned is None:  # of what is free now nobody had planned anything
-            planned = max(0, limit - least) // max(1, len(leasts))
+        if planned is None:
+            planned = Part(of=max(1, len(leasts))).left(limit, least)
         return min(limit - kept - least, planned)
+
+    def _living(self) -> list[_Sharing]:
+        with self._lock:
+            found = [reference() for reference in self._sharing]
+        return [one for one in found if one is not None]
 
     def keep(self, held: object, nbytes: int) -> None:
         """Count what is held by choice, until it dies."""

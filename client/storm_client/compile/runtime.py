@@ -80,7 +80,7 @@ class Graph:
     rooms: Mapping[int, int] = field(default_factory=dict)
     """The same from when it waits for each offloaded value on."""
     planned: int | None = None
-    """Bytes that a run may keep of a budget of bytes; None where that is seen when one begins."""
+    """Bytes that a run may keep of a budget of bytes that others share; None if nobody does."""
 
     @property
     def last(self) -> int | None:

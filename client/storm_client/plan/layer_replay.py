@@ -38,6 +38,7 @@ from storm_client.plan.layer_forward import LayerForward, are_plain, nbytes_of
 from storm_client.plan.layer_snapshots import own_tensors, tensors_in
 from storm_client.plan.layer_state import Call, CallState
 from storm_client.plan.layer_trial import call_twice
+from storm_client.plan.pace import Pace
 from storm_client.settings import settings_of_kernels
 from storm_client.watching import are_altered
 
@@ -87,9 +88,13 @@ class LayerReplay:
     Threads may share it: each has a step of its own, and the layers are hooked as long as one has.
     """
 
-    def __init__(self, layers: Layers, named: Iterable[torch.nn.Module] | None) -> None:
-        """Consider the `named` of some layers, or if that is None those that are declared."""
+    def __init__(self, layers: Layers, named: Iterable[torch.nn.Module] | None, pace: Pace) -> None:
+        """Consider the `named` of some layers, or if that is None those that are declared.
+
+        `pace` tells what steps take.
+        """
         self._known = layers
+        self._pace = pace
         self._named = None if named is None else {id(module) for module in named}
         self._lock = threading.Lock()  # protects what follows
         self._phase = LayerPhase.OFF
@@ -139,13 +144,10 @@ class LayerReplay:
         nbytes = sum(layer.nbytes for layer in self.replayed)
         return nbytes / self._saved_bytes if nbytes else 0.0
 
-    def consider(
-        self, kind: Kind, host: HostBound, room: int, seconds: float | None = None
-    ) -> None:
+    def consider(self, kind: Kind, host: HostBound, room: int) -> None:
         """Have layers tried in the next step if those of a kind could spare the thread its hooks.
 
-        As many as leave no more than `room` bytes saved, the first ones. A step takes `seconds` as
-        it is, if that is known.
+        As many as leave no more than `room` bytes saved, the first ones.
         """
         with self._lock:
             if self._phase is not LayerPhase.OFF:
@@ -153,14 +155,13 @@ class LayerReplay:
             layers = list(self._first_of(kind, kind.saved_bytes - room))
             if layers:
                 self._layers, self._saved_bytes, self._host = layers, kind.saved_bytes, host
-                self._before = seconds
+                self._before = self._pace.seconds
                 self._move_to(LayerPhase.TRIED)
 
-    def begins(self, seconds: float | None = None) -> bool:
+    def begins(self) -> bool:
         """Tell, where a step begins, whether steps are another kind from here on.
 
-        What is compiled is left alone: the compiler would look into the calls of layers. A step
-        takes `seconds`, where enough of them have settled.
+        What is compiled is left alone: the compiler would look into the calls of layers.
         """
         with self._lock:
             self._layers = [layer for layer in self._layers if layer.identity]
@@ -169,7 +170,7 @@ class LayerReplay:
             is_open = self._phase in {LayerPhase.TRIED, LayerPhase.ON}
             if is_open and (self._has_outgrown or self._compiled.may_run(self._known.modules)):
                 return self._end()
-            return self._phase is LayerPhase.ON and seconds is not None and self._compare(seconds)
+            return self._phase is LayerPhase.ON and self._is_slower()
 
     def step(self, stats: StatsRecorder, mode: TorchFunctionMode | None) -> LayerStep | None:
         """Return what a step whose functions pass through `mode` does; None where nothing."""
@@ -242,10 +243,14 @@ class LayerReplay:
         self._forget()
         return was_on
 
-    def _compare(self, seconds: float) -> bool:
+    def _is_slower(self) -> bool:
         """Call layers again no more if steps take longer; True then. That is looked at once."""
-        before, self._before = self._before, None
-        if before is None or seconds <= SLOWER * before:
+        before = self._before
+        seconds = None if before is None else self._pace.seconds
+        if before is None or seconds is None:
+            return False
+        self._before = None
+        if seconds <= SLOWER * before:
             return False
         self.refusal = (
             f"layers are not run again: with that a step took {seconds * 1e3:.4g} ms, and with "

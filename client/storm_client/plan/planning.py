@@ -114,7 +114,9 @@ class Planning:
         """The kind of the last ones that were, and how many in a row were of that."""
         self._pace = Pace()
         may_call_again = options.replays and not options.verifies
-        self._layer_replay = LayerReplay(layers, options.layers if may_call_again else ())
+        self._layer_replay = LayerReplay(
+            layers, options.layers if may_call_again else (), self._pace
+        )
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
 
@@ -191,7 +193,7 @@ class Planning:
 
     def _begins_anew(self) -> bool:
         """Begin to learn anew where layers are called again from here on, or are no more."""
-        is_anew = self._layer_replay.begins(self._pace.seconds)
+        is_anew = self._layer_replay.begins()
         if is_anew:
             self._kinds = Kinds()
             self._pace.begin_anew()
@@ -293,7 +295,7 @@ class Planning:
             return
         leaving = max(0.0, 1.0 - room / max(kind.saved_bytes, 1))
         if layers_may_be_quicker(host, kind.window, leaving):
-            self._layer_replay.consider(kind, host, room, self._pace.seconds)
+            self._layer_replay.consider(kind, host, room)
 
     def _go_on_unwatched(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""

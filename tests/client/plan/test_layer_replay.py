@@ -194,7 +194,7 @@ def test_a_step_that_saves_nothing_outside_of_its_layers(client: storm.Client, x
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8), st.integers(0, 900))
 def test_no_more_layers_are_taken_than_have_to_be(sizes: list[int], room: int) -> None:
     net = Model(count=len(sizes))
-    replay = layer_replay.LayerReplay(planning.Layers([net]), None)
+    replay = layer_replay.LayerReplay(planning.Layers([net]), None, pace.Pace())
     values = []
     for number, nbytes in enumerate(sizes):
         one = value(number, nbytes)
@@ -212,7 +212,8 @@ def test_layers_are_called_once_where_offload_has_taken_the_thread_little(
 ) -> None:
     def look(kind: Kind, forward_seconds: float | None) -> None:
         if kind.host is None and forward_seconds:
-            kind.host = HostBound(0.9 * forward_seconds)
+            # A later pass may take longer, where the machine is busy.
+            kind.host = HostBound(10.0 * forward_seconds)
 
     monkeypatch.setattr(planning, "_look_for_host", look)
     net = made(Layer)
@@ -228,12 +229,11 @@ def test_layers_are_run_again_no_more_where_steps_take_longer(
     """What the thread is spared the device may take, which computes all of a layer twice."""
     monkeypatch.setattr(layer_replay, "SLOWER", 0.0)  # whatever they take is too much
     monkeypatch.setattr(pace, "STEPS", 2)
-    net, phases = made(), list[LayerPhase]()
+    net = made()
     offload = client.offload(net, min_bytes=1)
     for _ in range(4):
         settle(net, x, offload)
-        phases.append(phase(offload))
-    assert phases[-1] is LayerPhase.REFUSED
+    assert phase(offload) is LayerPhase.REFUSED
     assert refusal(offload).startswith("layers are not run again: with that a step took ")
     assert refusal(offload) in str(offload.plan)
     assert not run_again(offload)
