@@ -292,8 +292,7 @@ class Gateway:
             except Exception:
                 # Our bug, as above. The session's end waits for these results in vain.
                 log.exception("results of session %s could not be handled", session_name(session))
-                if session in self._ledger.sessions:
-                    self.end(session, "failed")
+                self.end(session, "failed")
         self._perform(self._ledger.told())
         self.flush()
 

@@ -216,10 +216,11 @@ class Ledger:
     def end(self, session: int, cause: str) -> list[Instruction]:
         """Begin a session's end, for a cause of counters.ENDINGS.
 
-        Ending one that is ending changes nothing.
+        Ending one that is ending, or gone, changes nothing: the end of one lets others go, so
+        whoever ends several meets some that are gone.
         """
-        record = self._sessions[session]
-        if record.phase is Phase.ENDING:
+        record = self._sessions.get(session)
+        if record is None or record.phase is Phase.ENDING:
             return []
         record.phase = Phase.ENDING
         record.cause = cause

@@ -147,17 +147,10 @@ class Server:
         if not self._is_open:
             return
         self._is_open = False
-        deadline = time.monotonic() + self._config.shutdown_seconds
-        kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
-        self._lifelines.stop_listening()
-        self._ledger.drain()
-        if not await self._until(lambda: not self._ledger.entries, deadline - kept):
-            log.warning("clients still hold %d entries, which are lost", self._ledger.entries)
-        self._gateway.end_all("shutdown")
-        if not await self._until(lambda: not self._ledger.sessions, deadline):
-            log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
-        self._mailbox.close()
-        self._cleanup.close()
+        try:
+            await self._end_sessions(time.monotonic() + self._config.shutdown_seconds)
+        finally:  # whatever has failed: no socket and no lock may outlive the daemon
+            self._cleanup.close()
         log.info("ended")
 
     def stuck(self) -> list[str]:
@@ -294,6 +287,18 @@ class Server:
             return False
         uptime = time.monotonic() - self._opened_at
         return self.counters.sessions > 0 or uptime > FIRST_CLIENT_SECONDS
+
+    async def _end_sessions(self, deadline: float) -> None:
+        """Do the first three steps of `close`."""
+        kept = min(DETACH_SECONDS, self._config.shutdown_seconds / 2)
+        self._lifelines.stop_listening()
+        self._ledger.drain()
+        if not await self._until(lambda: not self._ledger.entries, deadline - kept):
+            log.warning("clients still hold %d entries, which are lost", self._ledger.entries)
+        self._gateway.end_all("shutdown")
+        if not await self._until(lambda: not self._ledger.sessions, deadline):
+            log.error("%d sessions could not be ended in order", len(self._ledger.sessions))
+        self._mailbox.close()
 
     async def _until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until the condition holds; False where it does not by the deadline."""

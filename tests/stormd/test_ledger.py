@@ -212,6 +212,26 @@ def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
     assert made.counters.deaths == 1
 
 
+def test_all_sessions_end_though_the_end_of_one_lets_another_go() -> None:
+    many = FREED_A_TURN + 1
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open(1)
+    made.open(2)
+    for entry in range(1, many + 1):
+        made.store(entry, 1, session=2)
+        made.lane.finish()
+    made.end(2)
+    made.lane.detach(2)
+    assert made.ledger.is_freeing
+    for session in made.ledger.sessions:
+        made.end(session)
+    assert made.lane.ended == [2]
+    made.lane.detach(1)
+    assert made.lane.ended == [2, 1]
+    assert made.ledger.end(2, "shutdown") == []
+    assert made.counters.deaths == 2
+
+
 def test_a_late_result_of_an_ending_session_is_freed_and_not_answered(made: LedgerBench) -> None:
     made.store(1)
     made.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
@@ -21,6 +23,7 @@ from stormd.protocol import (
     Rejected,
     StatusRequest,
 )
+from stormd.server import Server
 
 MIB = 1 << 20
 Connect = Callable[..., RawClient]
@@ -120,6 +123,51 @@ def test_an_end_by_the_deadline_cuts_off_who_still_holds(
     daemon.server.stop()
     assert client.is_cut_off()
     daemon.stop()
+
+
+def test_sessions_that_die_while_all_are_ended_end_once(
+    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormd.ledger.FREED_A_TURN", 1)
+    daemon = make_daemon(shutdown_seconds=0.2)
+    first, dying = connect(daemon).open(), connect(daemon).open()
+    others = [connect(daemon).open() for _ in range(8)]
+    for _ in range(8):
+        dying.stored(b"held")
+    gateway, ledger = daemon.server._gateway, daemon.server._ledger
+
+    def end_all() -> None:
+        """Have the first of the ends that follow give back the last of what the dead one held."""
+        gateway._freeing = None
+        gateway.end_all("shutdown")
+        daemon.server.stop()
+
+    # It waits for its turn to give back.
+    monkeypatch.setattr(gateway, "_freeing", asyncio.TimerHandle(0.0, print, (), daemon._loop))
+    dying.close()
+    assert dying.welcome is not None
+    record = ledger._sessions[dying.welcome.session]
+    wait_until(lambda: record.detached)
+    daemon.on_loop(lambda: [ledger.free_some() for _ in range(6)])
+    assert len(record.to_free) == 1
+    daemon.on_loop(end_all)
+    daemon.stop()
+    assert all(one.is_cut_off() for one in (first, *others))
+    assert daemon.server.counters.ended["shutdown"] == 9
+
+
+def test_an_end_that_fails_leaves_no_socket_and_no_lock(
+    tmp_path: Path, make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def end() -> None:
+        server = Server(make_config())
+        await server.open()
+        monkeypatch.setattr(server._gateway, "end_all", lambda _cause: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await server.close()
+
+    uvloop.run(end())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_daemon_of_its_clients_ends_with_the_last(
