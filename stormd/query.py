@@ -24,6 +24,7 @@ from stormd.protocol import (
     default_addresses,
     encode,
     parse_address,
+    socket_trouble,
 )
 
 __all__ = ["ADDRESS_VARIABLE", "StatusQuery", "find_address"]
@@ -35,10 +36,10 @@ DEFAULT_TIMEOUT: Final = 2.0
 
 
 def find_address(address: str | None, environ: Mapping[str, str] | None = None) -> str:
-    """Return the address given, else STORMD_ADDRESS, else the first default whose socket exists.
+    """Return the address given, else STORMD_ADDRESS, else the first default that listens.
 
     Raises:
-        NoDaemon: no default place holds a socket.
+        NoDaemon: no daemon that this user can speak to listens at a default place.
         ProtocolError: the address is malformed.
     """
     environ = os.environ if environ is None else environ
@@ -47,26 +48,15 @@ def find_address(address: str | None, environ: Mapping[str, str] | None = None) 
         parse_address(named)
         return named
     places = default_addresses(environ, os.getuid())
-    troubles = [_trouble(place) for place in places]
+    troubles = [socket_trouble(parse_address(place)) for place in places]
     for place, trouble in zip(places, troubles, strict=True):
-        if not trouble:
+        if trouble is None:
             return place
     looked = " or ".join(f"{place} ({why})" for place, why in zip(places, troubles, strict=True))
     raise NoDaemon(
         f"no daemon at {looked}: start one with `stormd serve`, or name its socket with --address "
         "or STORMD_ADDRESS"
     )
-
-
-def _trouble(address: str) -> str:
-    """Return why no socket can be found at the address, empty where one is."""
-    try:
-        parse_address(address).stat()
-    except FileNotFoundError:
-        return "there is no such socket"
-    except OSError as error:
-        return f"this user cannot look there: {error.strerror}"
-    return ""
 
 
 class StatusQuery:
@@ -90,11 +80,11 @@ class StatusQuery:
         Raises:
             NoDaemon: no answer within the timeout, or one that is not understood.
         """
-        trouble = _trouble(self.address)
-        if trouble:
+        trouble = socket_trouble(parse_address(self.address))
+        if trouble is not None:
             raise NoDaemon(
-                f"no daemon at {self.address} ({trouble}): start one with `stormd serve --address "
-                f"{self.address}`, or name the socket of the one that runs"
+                f"no daemon to be asked at {self.address} ({trouble}): {trouble.advice}, or name "
+                "the socket of the one that runs"
             )
         self._asked += 1
         self._socket.send(encode([Envelope(self._asked, StatusRequest())]))

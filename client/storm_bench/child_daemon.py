@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from stormd.errors import ChildFailed, NoDaemon
+from stormd.protocol import temporary_directory
 from stormd.query import StatusQuery
 
 __all__ = ["ChildDaemon", "tail"]
@@ -56,7 +57,8 @@ class ChildDaemon:
             return query.ask()
 
     def __enter__(self) -> Self:
-        self._directory = tempfile.TemporaryDirectory(prefix="stormd-")
+        below = temporary_directory("stormd-12345678/stormd.sock")
+        self._directory = tempfile.TemporaryDirectory(prefix="stormd-", dir=below)
         directory = Path(self._directory.name)
         self.address = f"ipc://{directory / 'stormd.sock'}"
         self._log = (directory / "log").open("w+b")

@@ -20,7 +20,7 @@ from storm_client.handshake import is_listening, socket_path
 from storm_client.hooks import Offload
 from storm_client.sessions import Sessions
 from storm_client.supply import Supply
-from stormd.protocol import default_addresses, unknown_variables
+from stormd.protocol import default_addresses, socket_trouble, unknown_variables
 
 __all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload", "shared_supply"]
 
@@ -79,8 +79,8 @@ def connect(
         return Client(_supply(found, timeout, keeps, codec_in), None, timeout)
     if embedded == "never":
         raise DaemonUnavailable(
-            f"no daemon listens at {' or '.join(_defaults())}; start one with `stormd serve`, "
-            "pass its address, or allow one of your own with embedded='auto'"
+            f"no daemon that this user can use listens at {_looked()}; start one with "
+            "`stormd serve`, pass its address, or allow one of your own with embedded='auto'"
         )
     return _connect_embedded(pool_bytes, timeout, keeps, codec_in)
 
@@ -150,6 +150,12 @@ def _running() -> str | None:
 
 def _defaults() -> list[str]:
     return default_addresses(os.environ, os.getuid())
+
+
+def _looked() -> str:
+    """Return where a daemon was looked for by convention, and why none was found."""
+    troubles = {address: socket_trouble(socket_path(address)) for address in _defaults()}
+    return " or ".join(f"{address} ({trouble})" for address, trouble in troubles.items())
 
 
 def _warn_of_unknown_variables() -> None:

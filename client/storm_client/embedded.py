@@ -13,12 +13,11 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.handshake import is_listening
-from stormd.protocol import unknown_variables
+from stormd.protocol import temporary_directory, unknown_variables
 
 __all__ = ["EmbeddedDaemon"]
 
@@ -43,7 +42,8 @@ class EmbeddedDaemon:
         Raises:
             DaemonUnavailable: it ended before it listened, with what it said.
         """
-        self.address = f"ipc://{_directory() / secrets.token_hex(8)}.sock"
+        socket = f"stormd-{os.getuid()}/{secrets.token_hex(8)}.sock"  # the daemon makes it, 0700
+        self.address = f"ipc://{temporary_directory(socket)}/{socket}"
         self._owner = os.getpid()
         with tempfile.TemporaryFile() as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and arguments
@@ -107,11 +107,6 @@ def _environment() -> dict[str, str]:
     """
     left_out = {NOT_FOR_DAEMONS, *unknown_variables(os.environ)}
     return {name: value for name, value in os.environ.items() if name not in left_out}
-
-
-def _directory() -> Path:
-    """Return where embedded daemons of this user put their sockets; the daemon makes it, 0700."""
-    return Path(tempfile.gettempdir()) / f"stormd-{os.getuid()}"
 
 
 def _end_of(log: IO[bytes]) -> str:

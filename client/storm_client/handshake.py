@@ -32,6 +32,7 @@ from stormd.protocol import (
     decode,
     encode,
     parse_address,
+    socket_trouble,
 )
 
 __all__ = ["FIRST_NUMBER", "SEND_QUEUE", "Channel", "is_listening", "open_channel", "socket_path"]
@@ -109,22 +110,15 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 
 def _check_listening(address: str) -> None:
-    if not is_listening(address):
+    trouble = socket_trouble(socket_path(address))
+    if trouble is None:
+        return
+    advice = f"{trouble.advice}, or name no address to get a daemon of your own"
+    if trouble.denies:
         raise DaemonUnavailable(
-            f"no daemon listens at {address} ({_trouble(socket_path(address))}); start one with "
-            f"`stormd serve --address {address}`, or name none to get one of your own"
+            f"the daemon at {address} is not for this user: {trouble}; {advice}"
         )
-
-
-def _trouble(path: Path) -> str:
-    """Return what is wrong with a socket at which nobody listens."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return f"{path} does not exist"
-    except OSError as error:
-        return f"this user cannot look for {path}: {error.strerror}"
-    return f"{path} refuses connections"
+    raise DaemonUnavailable(f"no daemon listens at {address} ({trouble}); {advice}")
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:

@@ -4,10 +4,13 @@ It imports the standard library and msgpack alone, so that a client never loads 
 """
 
 from stormd.protocol.addresses import (
+    SocketTrouble,
     accepts_connections,
     default_addresses,
     lifeline_path,
     parse_address,
+    socket_trouble,
+    temporary_directory,
 )
 from stormd.protocol.budgets import BUDGET_VARIABLE, Budget, budget_text, parse_budget
 from stormd.protocol.cache_messages import (
@@ -126,6 +129,7 @@ __all__ = [
     "RestoredParts",
     "RunAdmitted",
     "RunPlan",
+    "SocketTrouble",
     "Status",
     "StatusRequest",
     "Store",
@@ -146,6 +150,8 @@ __all__ = [
     "parse_address",
     "parse_budget",
     "part_count",
+    "socket_trouble",
+    "temporary_directory",
     "unknown_variables",
     "unpack",
 ]

@@ -6,24 +6,35 @@ beside the control socket, so one directory's permissions guard both.
 
 from __future__ import annotations
 
+import os
+import pwd
 import socket
+import stat
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from stormd.protocol.errors import ProtocolError
 
 __all__ = [
     "SYSTEM_DIRECTORY",
+    "SocketTrouble",
     "accepts_connections",
     "default_addresses",
     "lifeline_path",
     "parse_address",
+    "socket_trouble",
+    "temporary_directory",
     "user_directory",
 ]
 
 SYSTEM_DIRECTORY = Path("/run/stormd")
 SOCKET_NAME = "stormd.sock"
 CONNECT_SECONDS = 1.0
+
+_SHORT = "/tmp"  # noqa: S108 - what a daemon uses there is 0700 and its own user's
+"""Where sockets go whose usual directory has too long a name."""
 
 _MAX_PATH = 107 - len(".lifeline")
 """Bytes of sun_path without its final NUL, less the longer name that lies beside it."""
@@ -54,15 +65,76 @@ def parse_address(address: str) -> Path:
     return path
 
 
-def accepts_connections(path: Path) -> bool:
-    """Tell whether somebody listens at a socket's path, without speaking to them."""
+@dataclass(frozen=True, slots=True)
+class SocketTrouble:
+    """Why nobody can be spoken to at a socket's path, and what to do about it, as two clauses.
+
+    `denies` says that the file system keeps this user from a socket that is there, or may be.
+    """
+
+    reason: str
+    advice: str
+    denies: bool = False
+
+    def __str__(self) -> str:
+        """Return the reason alone."""
+        return self.reason
+
+
+def socket_trouble(path: Path) -> SocketTrouble | None:
+    """Return why nobody accepts connections at a socket's path, None where somebody does.
+
+    Nothing is said to whoever listens.
+    """
+    start = f"start one with `stormd serve --address ipc://{path}`"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(CONNECT_SECONDS)
         try:
             probe.connect(str(path))
+        except BlockingIOError:
+            return None  # more callers wait than the kernel lets: a daemon with a crowd before it
+        except PermissionError:
+            return _denial(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return SocketTrouble(f"{path} does not exist", start)
+        except ConnectionRefusedError:
+            reason = f"{path} refuses connections: the process that made it has ended"
+            return SocketTrouble(reason, start)
+        except OSError as error:
+            return SocketTrouble(f"{path}: {error.strerror or error}", "choose another address")
+        return None
+
+
+def accepts_connections(path: Path) -> bool:
+    """Tell whether somebody listens at a socket's path, without speaking to them."""
+    return socket_trouble(path) is None
+
+
+def _denial(path: Path) -> SocketTrouble:
+    """Return whose socket or directory keeps this user out."""
+    me = os.geteuid()
+    for place in (path, *path.parents):
+        try:
+            found = place.stat()
         except OSError:
-            return False
-        return True
+            continue  # behind a directory that this user may not look into
+        kind = "directory" if stat.S_ISDIR(found.st_mode) else "socket"
+        return SocketTrouble(
+            f"permission denied for user {_user(me)}: the {kind} {place} belongs to user "
+            f"{_user(found.st_uid)} and has mode {stat.S_IMODE(found.st_mode):04o}",
+            f"ask user {_user(found.st_uid)} to let you in (allowed_uids, with socket_mode or "
+            "socket_group)",
+            denies=True,
+        )
+    raise AssertionError("the root directory can always be looked at")
+
+
+def _user(uid: int) -> str:
+    """Return a user's number, with the name where there is one."""
+    try:
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    except KeyError:
+        return str(uid)
 
 
 def lifeline_path(control: Path) -> Path:
@@ -71,9 +143,14 @@ def lifeline_path(control: Path) -> Path:
 
 
 def user_directory(environ: Mapping[str, str], uid: int) -> Path:
-    """Return the runtime directory of a user's own daemon."""
+    """Return the runtime directory of a user's own daemon.
+
+    Where no socket's path fits into XDG_RUNTIME_DIR, it is the one that is used without it.
+    """
     base = environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "stormd" if base else Path("/tmp") / f"stormd-{uid}"  # noqa: S108 - 0700, owner checked by the daemon
+    if base and _fits(Path(base) / "stormd" / SOCKET_NAME):
+        return Path(base) / "stormd"
+    return Path(_SHORT) / f"stormd-{uid}"
 
 
 def default_addresses(environ: Mapping[str, str], uid: int) -> list[str]:
@@ -82,3 +159,20 @@ def default_addresses(environ: Mapping[str, str], uid: int) -> list[str]:
         f"ipc://{directory / SOCKET_NAME}"
         for directory in (SYSTEM_DIRECTORY, user_directory(environ, uid))
     ]
+
+
+def temporary_directory(socket_path: str) -> str:
+    """Return the directory for temporary files, or /tmp where no socket fits into that one.
+
+    `socket_path` is that of the socket, relative to it, or one of as many bytes.
+    """
+    chosen = tempfile.gettempdir()
+    return chosen if _fits(Path(chosen) / socket_path) else _SHORT
+
+
+def _fits(path: Path) -> bool:
+    try:
+        parse_address(f"ipc://{path}")
+    except ProtocolError:
+        return False
+    return True

@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from stormd.protocol import temporary_directory
 from stormd.supervise.keeper import keep
 from stormd.supervise.processes import Family, end_by, exit_status, send
 from stormd.supervise.request import Request
@@ -43,7 +44,8 @@ def supervise(request: Request, environ: Mapping[str, str] = os.environ) -> int:
     sys.stderr.flush()
     family = Family()
     with ExitStack() as cleanup:
-        directory = Path(tempfile.mkdtemp(prefix="stormd-run-"))
+        below = temporary_directory("stormd-run-12345678/stormd.sock")
+        directory = Path(tempfile.mkdtemp(prefix="stormd-run-", dir=below))
         cleanup.callback(shutil.rmtree, directory, ignore_errors=True)
         witness = Witness()
         cleanup.callback(witness.close)

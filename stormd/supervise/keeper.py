@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn
 
 from stormd.commands.output import EXIT_FAILED
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
-from stormd.protocol import BUDGET_VARIABLE, ProtocolError, accepts_connections, parse_address
+from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.supervise import mps
 from stormd.supervise.processes import Family, end_by, exit_status, send
@@ -91,8 +91,6 @@ def keep(
     except StormdError as error:
         _say(str(error))
         ended = error.exit_status if isinstance(error, CommandUnusable) else EXIT_FAILED
-    except ProtocolError as error:  # the directory's name is too long for a socket
-        _say(f"{error}, with TMPDIR")
     except BaseException:  # noqa: BLE001 - a bug of ours; the front ends what is left
         traceback.print_exc()
     finally:

@@ -4,13 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import storm_client as storm
 import torch
-from support.daemon_process import DaemonProcess
+from support.daemon_process import DaemonProcess, start_daemon
 
 CONNECT = sys.modules["storm_client.connect"]
 """The module; as an attribute of the package, the name is the function's."""
@@ -96,10 +98,68 @@ def test_a_running_daemon_is_found(daemon: DaemonProcess, monkeypatch: pytest.Mo
         assert client.address == daemon.address
 
 
-def words_of(script: str, **environ: str) -> list[str]:
+# --- who may --------------------------------------------------------------------------------
+
+AS_ANOTHER_USER = """
+    import os, sys, storm_client as storm, stormd.query
+    os.setgroups([]); os.setgid(65534); os.setuid(65534)
+    try:
+        %s
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+"""It becomes another user after its imports: that one may not read the interpreter."""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(
+    ("mode", "place"),
+    [(0o755, r"the socket \S+/stormd\.sock belongs to user 0 \(root\) and has mode 0600"),
+     (0o700, r"the directory \S+ belongs to user 0 \(root\) and has mode 0700")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        "storm.connect(sys.argv[1])",
+        "storm.connect(embedded='never')",
+        "stormd.query.StatusQuery(sys.argv[1]).ask()",
+        "stormd.query.find_address(None, {'XDG_RUNTIME_DIR': '/nowhere'})",
+    ],
+)
+def test_another_user_is_told_that_permission_is_denied_and_by_whom(
+    place_for_all: Path, mode: int, place: str, call: str
+) -> None:
+    """By its address, and by convention as the system's daemon."""
+    daemon = start_daemon(place_for_all, "--pool-bytes=8MiB", "--cache-bytes=0", "--device=cpu")
+    system = "import pathlib, stormd.protocol.addresses as places; "
+    system += f"places.SYSTEM_DIRECTORY = pathlib.Path({str(place_for_all)!r}); "
+    try:
+        place_for_all.chmod(mode)
+        said = " ".join(words_of(AS_ANOTHER_USER % (system + call), arguments=[daemon.address]))
+    finally:
+        daemon.stop()
+    assert said.startswith(("DaemonUnavailable", "NoDaemon")), said
+    assert re.search(rf"permission denied for user 65534 \(nobody\): {place}", said), said
+    assert "no daemon listens" not in said
+    if "argv" in call:
+        assert "ask user 0 (root) to let you in (allowed_uids" in said
+        assert "stormd serve" not in said
+
+
+@pytest.fixture
+def place_for_all() -> Iterator[Path]:
+    """A directory that any user can walk to, as one of pytest's is not."""
+    with tempfile.TemporaryDirectory(prefix="stormd-test-", dir="/tmp") as name:
+        yield Path(name)
+
+
+# --- in other processes ---------------------------------------------------------------------
+
+
+def words_of(script: str, *, arguments: Sequence[str] = (), **environ: str) -> list[str]:
     """Return what a Python process of its own prints that runs the script."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,

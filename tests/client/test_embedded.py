@@ -96,3 +96,34 @@ def test_a_forked_child_that_ends_harms_nobody() -> None:
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, check=True
     )
     assert done.stdout == b"1\n"
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "XDG_RUNTIME_DIR"])
+def test_a_directory_into_which_no_socket_fits_is_passed_over(
+    tmp_path: Path, variable: str
+) -> None:
+    """Also where a daemon is only looked for."""
+    script = """
+        import storm_client
+        try:
+            storm_client.connect(embedded="never")
+        except storm_client.DaemonUnavailable as error:
+            print("looked")
+        with storm_client.connect(embedded="always", pool_bytes=16 << 20, timeout=30) as client:
+            print(client.address)
+    """
+    long = tmp_path / ("x" * 90)
+    long.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env={**os.environ, "STORMD_ADDRESS": "", variable: str(long)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    looked, address = done.stdout.split()
+    assert looked == "looked"
+    assert address.startswith("ipc:///tmp/")
+    assert not list(long.iterdir())

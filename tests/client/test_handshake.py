@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 
@@ -25,21 +24,6 @@ def test_a_socket_that_nobody_accepts_on(tmp_path: Path) -> None:
         left_behind.bind(str(path))
     with pytest.raises(storm.DaemonUnavailable, match="refuses connections"):
         storm.connect(f"ipc://{path}", embedded="never")
-
-
-def test_a_socket_that_may_not_be_looked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stat = Path.stat
-
-    def forbidden(path: Path, **options: bool) -> os.stat_result:
-        if path.is_relative_to(tmp_path):
-            raise PermissionError(13, "Permission denied")
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", forbidden)
-    with pytest.raises(storm.DaemonUnavailable, match=r"cannot look for .*: Permission denied"):
-        storm.connect(f"ipc://{tmp_path}/s", embedded="never")
 
 
 def test_somebody_who_does_not_answer(tmp_path: Path) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stormd.protocol import ProtocolError, default_addresses, lifeline_path, parse_address
-from stormd.protocol.addresses import user_directory
+from stormd.protocol.addresses import (
+    SYSTEM_DIRECTORY,
+    socket_trouble,
+    temporary_directory,
+    user_directory,
+)
 
 
 def test_an_address_is_ipc_and_an_absolute_path() -> None:
@@ -57,3 +65,57 @@ def test_the_systems_daemon_comes_before_the_users() -> None:
         "ipc:///run/user/7/stormd/stormd.sock",
     ]
     assert user_directory({}, 7) == Path("/tmp/stormd-7")
+
+
+@pytest.mark.parametrize("runtime", ["/run/" + "x" * 80, "relative", "/run/a\n"])
+def test_a_runtime_directory_that_no_socket_fits_into_is_passed_over(runtime: str) -> None:
+    system, user = default_addresses({"XDG_RUNTIME_DIR": runtime}, 7)
+    assert system == f"ipc://{SYSTEM_DIRECTORY}/stormd.sock"
+    assert user == "ipc:///tmp/stormd-7/stormd.sock"
+
+
+def test_a_temporary_directory_is_used_where_a_socket_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 90)
+    assert temporary_directory("a/b.sock") == "/tmp"
+    assert temporary_directory("b.sock") == "/" + "x" * 90
+
+
+# --- who listens there ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """A socket that somebody listens at."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(0)
+        yield path
+
+
+def test_a_listener_is_no_trouble_also_with_a_crowd_before_it(path: Path) -> None:
+    assert socket_trouble(path) is None
+    with socket.socket(socket.AF_UNIX) as first, socket.socket(socket.AF_UNIX) as second:
+        for caller in (first, second):
+            caller.setblocking(False)
+            try:
+                caller.connect(str(path))
+            except BlockingIOError:
+                break
+        assert socket_trouble(path) is None
+
+
+def test_what_is_left_of_a_daemon_and_what_is_not_there_are_told_apart(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(left))
+    for path, reason in (
+        (left, "refuses connections: the process that made it has ended"),
+        (tmp_path / "none", "does not exist"),
+        (left / "below", "does not exist"),
+    ):
+        trouble = socket_trouble(path)
+        assert trouble is not None
+        assert trouble.reason == f"{path} {reason}"
+        assert f"stormd serve --address ipc://{path}" in trouble.advice
+        assert not trouble.denies
