@@ -14,6 +14,7 @@ __all__ = [
     "MpsUnavailable",
     "NoDaemon",
     "PoolUnavailable",
+    "StartStopped",
     "StormdError",
 ]
 
@@ -40,6 +41,10 @@ class DirectoryUnsafe(StormdError):
 
 class PoolUnavailable(StormdError):
     """The environment's: the machine does not give the memory that the pool asks for."""
+
+
+class StartStopped(StormdError):
+    """The operator's wish: the daemon was told to end before it served."""
 
 
 class LaneUnavailable(StormdError):

@@ -12,19 +12,41 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-__all__ = ["describe", "memory_limit", "package_versions"]
+import psutil
+
+__all__ = ["describe", "memory_available", "memory_limit", "package_versions"]
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 _PACKAGES: Final = ("stormd", "torch", "numpy", "pyzmq", "msgpack", "uvloop")
 
 
+class _Controller(NamedTuple):
+    """How a version of cgroups calls its limits, what is in use, and what of it can be dropped."""
+
+    limits: tuple[str, ...]
+    usage: str
+    droppable: str
+
+
+_UNIFIED: Final = _Controller(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_FIRST: Final = _Controller(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+)
+
+
 def memory_limit() -> int:
     """Return the bytes of memory this process may use: the machine's, or its cgroups' if less."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_cgroup_limits()])
+    return min([physical, *(limit for limit, _ in _cgroup_limits())])
+
+
+def memory_available() -> int:
+    """Return the bytes that this process may take now before the kernel ends a process for it."""
+    free = (limit - used for limit, used in _cgroup_limits())
+    return max(0, min([psutil.virtual_memory().available, *free]))
 
 
 def package_versions(names: tuple[str, ...] = _PACKAGES) -> dict[str, str | None]:
@@ -46,8 +68,8 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _cgroup_limits() -> Iterator[int]:
-    """Yield the limits of the process's cgroup and of all above it, of either version of cgroups.
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of the process's cgroup and of all above it, of either version.
 
     In a container the path may be the host's: then only the one that is mounted at the root is
     found, which is the container's.
@@ -57,14 +79,22 @@ def _cgroup_limits() -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         root = _CGROUPS / "memory" if controllers else _CGROUPS
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        names = _FIRST if controllers else _UNIFIED
         own = root / path.lstrip("/")
         for directory in (own, *own.parents):
-            limit = _read(directory / name) or ""
-            if limit.isdigit():
-                yield int(limit)
+            limits = [_read(directory / name) or "" for name in names.limits]
+            numbers = [int(limit) for limit in limits if limit.isdigit()]
+            if numbers:
+                yield min(numbers), _in_use(directory, names)
             if directory == root:
                 break
+
+
+def _in_use(directory: Path, names: _Controller) -> int:
+    """Return what a cgroup uses, less the pages of files that the kernel drops when it must."""
+    rows = (line.split() for line in (_read(directory / "memory.stat") or "").splitlines())
+    droppable = sum(int(row[1]) for row in rows if row[0] == names.droppable)
+    return max(0, int(_read(directory / names.usage) or 0) - droppable)
 
 
 def _read(path: Path) -> str | None:

@@ -1,27 +1,36 @@
 """The daemon as a process: its loop, its signals, and what its manager is told of the start.
 
 The daemon says "ready" only once the pool is pinned and the socket answers. SIGTERM and SIGINT end
-it in order and within its deadline, also while it is starting. SIGHUP has it read its settings file
-again. Without a file it ends it too, as a closed terminal does.
+it in order and within its deadline, also while it is starting, and as often as they come. SIGHUP
+has it read its settings file again. Without a file it does nothing, unless the terminal that the
+daemon was started from is gone. What was ignored from the start, as under nohup, stays so, but
+SIGTERM: that is for this process alone, and means what it says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
 
 import uvloop
 
 from stormd.config import Config
+from stormd.errors import StartStopped
 from stormd.notify import Notifier, watchdog_seconds
 from stormd.open_files import raise_limit
 from stormd.operation import StartReport, operated, reload_settings
 from stormd.server import Server
 
 __all__ = ["run_daemon"]
+
+log: Final = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
 ReadConfig = Callable[[], Config]
@@ -30,7 +39,8 @@ ReadConfig = Callable[[], Config]
 def run_daemon(config: Config, read: ReadConfig | None = None) -> None:
     """Run a daemon of these settings; return once it has ended in order.
 
-    `read` reads the settings again, None where there is no file to read them from.
+    `read` reads the settings again, None where there is no file to read them from. Call it in a
+    process that may only end afterwards: the signals that ask for an end stay ignored.
 
     Raises:
         StormdError: the daemon could not be opened; nothing of it is left.
@@ -38,25 +48,36 @@ def run_daemon(config: Config, read: ReadConfig | None = None) -> None:
     raise_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, read))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _serve(config: Config, read: ReadConfig | None) -> None:
-    """Open, serve and close; a signal that comes while the pool is pinned ends it right after."""
-    within = watchdog_seconds()
+    """Open, serve and close; a signal that comes while the pool is pinned gives the start up."""
+    within, hung_up = watchdog_seconds(), asyncio.Event()
+    _take(signal.SIGHUP, hung_up.set)
+    has_terminal = _has_terminal()
     with Notifier.from_environment() as notifier:
-        server = await _opened(config, notifier)
         try:
-            async with operated(
-                server,
-                notifier,
-                metrics_address=config.metrics_address,
-                watchdog_seconds=within,
+            server = await _opened(config, notifier)
+        except StartStopped:
+            log.info("ended before it was ready")
+            return
+        try:
+            async with (
+                operated(
+                    server,
+                    notifier,
+                    metrics_address=config.metrics_address,
+                    watchdog_seconds=within,
+                ),
+                asyncio.TaskGroup() as tasks,
             ):
-                if read is not None:
-                    asyncio.get_running_loop().add_signal_handler(
-                        signal.SIGHUP, reload_settings, server, notifier, read
-                    )
+                reload = None if read is None else partial(reload_settings, server, notifier, read)
+                stop = server.stop if has_terminal else None
+                watch = tasks.create_task(_answer_hang_ups(hung_up, reload, stop))
                 await server.serve()
+                watch.cancel()
         finally:
             await server.close()
 
@@ -64,11 +85,54 @@ async def _serve(config: Config, read: ReadConfig | None) -> None:
 async def _opened(config: Config, notifier: Notifier) -> Server:
     with _pinning_progress(notifier) as progress:
         server = Server(config, on_progress=progress)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            loop.add_signal_handler(number, server.stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            _take(number, server.stop)
         await server.open()
     return server
+
+
+def _take(number: signal.Signals, action: Callable[[], None]) -> None:
+    """Have a signal call `action` on the running loop, and do nothing once the loop has ended.
+
+    The handlers that a loop can be given end with it: whoever asks twice would find a process on
+    its way out without one, and end it as if it had failed.
+    """
+    if number is not signal.SIGTERM and signal.getsignal(number) is signal.SIG_IGN:
+        return
+    loop = asyncio.get_running_loop()
+
+    def handle(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(action)
+
+    signal.signal(number, handle)
+
+
+async def _answer_hang_ups(
+    hung_up: asyncio.Event, reload: Callable[[], None] | None, stop: Callable[[], None] | None
+) -> None:
+    """Do what each SIGHUP asks for; `stop` is None where there was no terminal to begin with."""
+    while True:
+        await hung_up.wait()
+        hung_up.clear()
+        if reload is not None:
+            try:
+                reload()
+            except Exception:  # our bug, which is not to end what serves
+                log.exception("settings not reloaded")
+        elif stop is not None and not _has_terminal():
+            stop()
+        else:
+            log.warning("SIGHUP changes nothing: there is no --config FILE to be read again")
+
+
+def _has_terminal() -> bool:
+    """Return whether there is a terminal whose end would be this process's."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from stormd.lanes.opening import open_lanes
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
 from stormd.mailbox import Mailbox
+from stormd.parts import blob_bound
 from stormd.protocol import NO_LANE, lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
 from stormd.sessions import Limits
@@ -50,6 +51,10 @@ FIRST_CLIENT_SECONDS: Final = 60.0
 DETACH_SECONDS: Final = 2.0
 """Part of the shutdown's time kept for lanes to finish, out of what clients get to fetch theirs;
 at most half of it."""
+
+REST_BYTES: Final = 32 << 20
+"""What the process grows by from there on: buffers of sockets, its own state, libraries that load
+late. Measured with one session: 6 MiB."""
 
 SESSIONS_SHOWN: Final = 1024
 """Sessions that `status` lists: more would not fit into a frame."""
@@ -88,6 +93,7 @@ class Server:
         """Make the pool, open the lanes, bind the sockets: afterwards clients are served.
 
         Raises:
+            StartStopped: `stop` was called before the pool was there.
             StormdError: by whose fault it is, one of errors.py; nothing is left behind.
         """
         self._loop = asyncio.get_running_loop()
@@ -216,7 +222,11 @@ class Server:
 
     async def _make_pool(self) -> None:
         self._pool = await asyncio.to_thread(
-            HostPool, self._config.host_bytes, on_progress=self._on_progress
+            HostPool,
+            self._config.host_bytes,
+            beside=_beside_pool(self._config),
+            on_progress=self._on_progress,
+            is_stopped=self._stopping.is_set,
         )
         self._cleanup.callback(self._pool.close)
         pool, cache = self._config.pool_bytes, self._config.cache_bytes
@@ -318,6 +328,12 @@ class Server:
                     "a worker of the %s lane does not end: the pool stays mapped", lane.device
                 )
                 self._pool.keep()
+
+
+def _beside_pool(config: Config) -> int:
+    """Return the bytes that serving takes beside the pool: the cpu lane's, and the rest."""
+    scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
+    return REST_BYTES + scratch + config.staging_bytes_cpu
 
 
 def _limits(config: Config) -> Limits:

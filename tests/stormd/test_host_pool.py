@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stormd import host_pool
-from stormd.errors import PoolUnavailable
-from stormd.host_pool import CHUNK_BYTES, HostPool
+from stormd.errors import PoolUnavailable, StartStopped
+from stormd.host_pool import CHUNK_BYTES, MAX_TOUCHERS, HostPool
 
 MIB = 1 << 20
 
@@ -36,6 +36,42 @@ def test_progress_grows_to_the_whole() -> None:
     pool.close()
     assert [total for _, total in seen] == [3 * CHUNK_BYTES] * 3
     assert [done for done, _ in seen] == [CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
+
+
+def test_a_start_that_is_given_up_leaves_the_rest_untouched() -> None:
+    before, seen = resident_bytes(), list[int]()
+    with pytest.raises(StartStopped, match="told to end"):
+        HostPool(
+            64 * CHUNK_BYTES,
+            on_progress=lambda done, _: seen.append(done),
+            is_stopped=lambda: bool(seen),
+        )
+    assert len(seen) <= MAX_TOUCHERS
+    assert resident_bytes() - before < 20 * MIB
+
+
+def test_a_start_is_given_up_between_pieces_that_are_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: list[int] = []
+
+    def mlock(_address: int, nbytes: int) -> int:
+        locked.append(nbytes)
+        return 0
+
+    monkeypatch.setattr(host_pool._libc, "mlock", mlock)
+    with pytest.raises(StartStopped):
+        HostPool(3 * CHUNK_BYTES, is_stopped=lambda: bool(locked))
+    assert locked == [CHUNK_BYTES]
+
+
+def test_a_pool_that_leaves_no_room_beside_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "memory_available", lambda: 24 * MIB)
+    HostPool(16 * MIB, beside=7 * MIB).close()
+    with pytest.raises(
+        PoolUnavailable, match=r"16\.0 MiB together.* 8\.0 MiB beside.*24\.0 MiB of"
+    ):
+        HostPool(16 * MIB, beside=8 * MIB)
 
 
 def test_older_kernels_write_to_every_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,57 @@ def test_a_cgroup_limits_the_memory(
     assert machine.memory_limit() == (1 << 20 if limited else physical)
 
 
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        (
+            "0::/job\n",
+            {
+                "job/memory.max": "1048576\n",
+                "job/memory.current": "700000\n",
+                "job/memory.stat": "anon 5\nactive_file 100000\ninactive_file 200000\n",
+            },
+        ),
+        (
+            "0::/job\n",
+            {
+                "job/memory.max": "max\n",
+                "job/memory.high": "1048576\n",
+                "job/memory.current": "500000\n",
+            },
+        ),
+        (
+            "0::/job\n",
+            {
+                "job/memory.max": "9000000\n",
+                "job/memory.current": "5\n",
+                "memory.max": "1048576\n",
+                "memory.current": "500000\n",
+            },
+        ),
+        (
+            "4:memory:/job\n",
+            {
+                "memory/job/memory.limit_in_bytes": "1048576\n",
+                "memory/job/memory.usage_in_bytes": "700000\n",
+                "memory/job/memory.stat": "inactive_file 9\ntotal_inactive_file 200000\n",
+            },
+        ),
+    ],
+    ids=["unified", "high", "above", "first"],
+)
+def test_what_is_available_is_less_than_the_limit_by_what_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, files: dict[str, str]
+) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "_OWN_CGROUPS", tmp_path / "own")
+    assert machine.memory_available() == (1 << 20) - 500000
+
+
 def test_without_cgroups_the_memory_is_the_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

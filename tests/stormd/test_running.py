@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import termios
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.raw_client import RawClient
 
+from stormd.config import Config
+from stormd.host_pool import CHUNK_BYTES
+from stormd.operation import StartReport
 from stormd.protocol import Goodbye, Refused, StatusRequest, Welcome
+from stormd.running import run_daemon
+from stormd.server import Server
 
 SECONDS = 60.0
 """A daemon starts or ends in less than one."""
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 SETTINGS = """
 address = "ipc://{folder}/run/s.sock"
@@ -36,7 +47,9 @@ shutdown_seconds = 2
 class Managed:
     """A daemon process with a service manager's socket, and its settings file."""
 
-    def __init__(self, process: subprocess.Popen[str], manager: socket.socket) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], manager: socket.socket | None = None
+    ) -> None:
         self.process = process
         self._manager = manager
 
@@ -52,6 +65,7 @@ class Managed:
     def told(self, wanted: str) -> list[str]:
         """Return what the manager is told up to and with a datagram that begins with `wanted`."""
         lines: list[str] = []
+        assert self._manager is not None
         while not lines or lines[-1] != wanted:
             lines.append(self._manager.recv(4096).decode().split("\n")[0])
         return lines
@@ -145,12 +159,121 @@ def test_a_bad_file_leaves_the_daemon_as_it_was(tmp_path: Path, write: Callable[
         assert daemon.process.wait(SECONDS) == 0
 
 
-def test_without_a_file_a_hangup_ends_it_in_order(tmp_path: Path) -> None:
-    flags = (f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=8MiB", "--device=cpu")
-    with managed(tmp_path, *flags) as daemon:
+def plain(folder: Path) -> tuple[str, ...]:
+    """Flags of a small daemon without a settings file."""
+    return (
+        f"--address=ipc://{folder}/run/s.sock",
+        "--pool-bytes=8MiB",
+        "--device=cpu",
+        "--log-format=json",
+    )
+
+
+def test_without_a_file_a_hangup_changes_nothing(tmp_path: Path) -> None:
+    with managed(tmp_path, *plain(tmp_path)) as daemon:
         daemon.told("READY=1")
         daemon.process.send_signal(signal.SIGHUP)
+        daemon.logged("SIGHUP changes nothing: there is no --config FILE to be read again")
+        daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(SECONDS) == 0
+
+
+def test_the_end_of_its_terminal_ends_it_in_order(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stdin=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - one call
+    ) as process:
+        os.close(theirs)
+        daemon = Managed(process)
+        daemon.logged("ready")
+        os.close(ours)
+        daemon.logged("ended")
+        assert process.wait(SECONDS) == 0
+    assert not (tmp_path / "run" / "s.sock").exists()
+
+
+def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path, write: Callable[..., Path]) -> None:
+    path = write()
+    command = ["nohup", sys.executable, "-m", "stormd.cli", "serve", "--config", str(path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        daemon = Managed(process)
+        daemon.logged("ready")
+        assert ignores(process.pid, signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        daemon.logged("ended")
+        assert process.wait(SECONDS) == 0
+
+
+def test_of_what_was_ignored_from_the_start_only_sigterm_is_heard(tmp_path: Path) -> None:
+    """A shell has jobs in the background ignore SIGINT; nobody but us is meant by SIGTERM."""
+    line = shlex.join([sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)])
+    script = f"trap '' INT TERM; exec {line}"
+    with subprocess.Popen(["sh", "-c", script], stderr=subprocess.PIPE, text=True) as process:
+        Managed(process).logged("ready")
+        assert ignores(process.pid, signal.SIGINT)
+        assert not ignores(process.pid, signal.SIGHUP)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Return what the kernel says of a process and a signal."""
+    fields = dict(
+        line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return bool(int(fields["SigIgn"], 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_that_keep_coming_change_nothing_of_its_end(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Also those that come when the loop has ended and Python is about to."""
+    with managed(tmp_path, *plain(tmp_path)) as daemon:
+        daemon.told("READY=1")
+        while daemon.process.poll() is None:
+            daemon.process.send_signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                daemon.process.wait(0.002)
+        assert daemon.process.returncode == 0
+    assert not (tmp_path / "run" / "s.sock").exists()
+
+
+def test_a_signal_gives_up_the_start(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the first chunk of the pool is there; the process of this test is the daemon."""
+    before = {number: signal.getsignal(number) for number in ENDING}
+    chunks: list[int] = []
+
+    def come(_report: StartReport, done: int, _total: int) -> None:
+        if not chunks:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stopped.wait(SECONDS)
+        chunks.append(done)
+
+    stopped, stop = threading.Event(), Server.stop
+    server_stop = lambda server: (stop(server), server._loop.call_soon(stopped.set))  # noqa: E731
+    monkeypatch.setattr(Server, "stop", server_stop)
+    monkeypatch.setattr(StartReport, "__call__", come)
+    monkeypatch.setattr("stormd.host_pool.MAX_TOUCHERS", 1)
+    monkeypatch.setattr("stormd.running.raise_limit", lambda: None)
+    try:
+        run_daemon(make_config(pool_bytes=256 << 20))
+        assert [signal.getsignal(number) for number in ENDING] == [signal.SIG_IGN] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert chunks == [CHUNK_BYTES]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:

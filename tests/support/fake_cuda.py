@@ -191,7 +191,11 @@ class IpcMapping(_Mapped):
 
 
 class RegisteredHost(_Owned):
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(
+        self, address: int, nbytes: int, *, before_piece: Callable[[], None] | None = None
+    ) -> None:
+        if before_piece is not None:
+            before_piece()
         _called("cuMemHostRegister")
         if _memory.overlaps(address, nbytes):
             code = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"

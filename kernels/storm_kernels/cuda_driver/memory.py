@@ -7,6 +7,7 @@ to it that no stream uses the memory any more.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 from storm_kernels.cuda_driver.calls import call, driver
 
@@ -100,19 +101,29 @@ class RegisteredHost:
 
     Registered in pieces of `piece_bytes`, because one call over several hundred GiB fails on
     recent drivers. The pieces cover the range without a gap; a copy must not cross a border
-    between two pieces (`pieces` splits it).
+    between two pieces (`pieces` splits it). `before_piece` is called before each, which takes
+    the driver seconds; what it raises ends the construction.
 
     Raises:
         CudaDriverError: a piece cannot be registered; those before it are unregistered.
     """
 
-    def __init__(self, address: int, nbytes: int, piece_bytes: int = 1 << 36) -> None:
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        piece_bytes: int = 1 << 33,
+        *,
+        before_piece: Callable[[], None] | None = None,
+    ) -> None:
         self.address = address
         self.nbytes = nbytes
         self._piece_bytes = piece_bytes
         self._registered: list[int] = []
         try:
             for start in range(address, address + nbytes, piece_bytes):
+                if before_piece is not None:
+                    before_piece()
                 size = min(piece_bytes, address + nbytes - start)
                 about = f"{size} bytes at {start:#x}: check the memory-lock limit"
                 call(driver.cuMemHostRegister, start, size, _REGISTER, about=about)

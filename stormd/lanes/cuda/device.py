@@ -39,6 +39,7 @@ class DevicePool:
 
     Raises:
         BackendUnavailable, CudaDriverError: there is no such device, or it cannot reach the pool.
+        StartStopped: the daemon is to end.
     """
 
     def __init__(self, ordinals: list[int], pool: HostPool) -> None:
@@ -48,7 +49,7 @@ class DevicePool:
             self._context = contexts[0]
             self._context.make_current()
             self._registered = made.enter_context(
-                closing(RegisteredHost(pool.address, pool.nbytes))
+                closing(RegisteredHost(pool.address, pool.nbytes, before_piece=pool.check_stopped))
             )
             self._made = made.pop_all()
 

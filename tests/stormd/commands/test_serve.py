@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from storm_kernels.backends import BackendInfo
+from support.cgroup import limited_memory
 
 from stormd import cli
 from stormd.commands.serve import check_pool
@@ -97,6 +98,21 @@ def test_a_pool_beyond_the_memory_is_refused() -> None:
     check_pool(Config(pool_bytes=1 << 30, cache_bytes=0), 33 << 25)
     with pytest.raises(ConfigError, match=r"1\.0 GiB.*512\.0 MiB.*--pool-bytes"):
         check_pool(Config(pool_bytes=1 << 30), 1 << 29)
+
+
+def test_a_pool_that_only_just_fits_into_its_cgroup_is_refused(tmp_path: Path) -> None:
+    """The kernel would end the daemon: beside the pool lie the program, page tables, a session."""
+    flags = [f"--address=ipc://{tmp_path}/run/s.sock", "--cache-bytes=0", "--encode-threads=1"]
+    with limited_memory(512 << 20) as cgroup:
+        command = cgroup.running([*SERVE, *flags, "--pool-bytes=470MiB"])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert done.returncode == 1, done
+        assert "or container has" in done.stderr
+        command = cgroup.running([*SERVE, *flags, "--pool-bytes=200MiB", "--log-format=json"])
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            _read_until(process, "ready")
+            process.terminate()
+            assert process.wait(SECONDS) == 0
 
 
 def test_a_missing_c_library_is_told(
