@@ -30,6 +30,7 @@ import zmq
 from stormd import open_files
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
+from stormd.runtime_directory import SocketFile
 
 __all__ = ["BACKLOG", "ControlSocket", "Delivery"]
 
@@ -84,6 +85,8 @@ class ControlSocket:
         self._loop = loop
         self._path = parse_address(address)
         self._context = zmq.Context()
+        self._address = address
+        self._file: SocketFile | None = None
         self._socket = self._context.socket(zmq.ROUTER)
         self._accepted = self._context.socket(zmq.PAIR)
         self._on_frame: Callable[[bytes, zmq.Frame | None], None]
@@ -93,10 +96,26 @@ class ControlSocket:
         self._passed_over: bytes | None = None  # who sent the message that has parts left
         try:
             self._configure()
-            self._socket.bind(address)
+            self.bind()
         except zmq.ZMQError:
             self.close()
             raise
+
+    def bind(self) -> None:
+        """Make the socket's file, again where it was removed; connections stay as they are.
+
+        The listener whose file is gone stays too: to unbind it would end its connections.
+
+        Raises:
+            zmq.ZMQError: the address cannot be bound.
+        """
+        self._socket.bind(self._address)
+        self._file = SocketFile(self._path)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the socket's file is there, so that clients find it."""
+        return self._file is not None and self._file.is_there
 
     def start(
         self, on_frame: Callable[[bytes, zmq.Frame | None], None], on_batch: Callable[[], None]
@@ -138,10 +157,11 @@ class ControlSocket:
             self._loop.remove_reader(socket.fileno())
         if self._scheduled is not None:
             self._scheduled.cancel()
+        if self._file is not None:
+            self._file.remove()  # ZeroMQ does not
         self._socket.close(linger=0)
         self._accepted.close()
         self._context.term()
-        self._path.unlink(missing_ok=True)  # ZeroMQ does not
 
     def _configure(self) -> None:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)

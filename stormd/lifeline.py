@@ -18,6 +18,7 @@ from typing import Final
 
 from stormd.control import BACKLOG
 from stormd.protocol.limits import TOKEN_BYTES
+from stormd.runtime_directory import SocketFile
 
 __all__ = ["GREETING_SECONDS", "LifelineListener"]
 
@@ -59,15 +60,25 @@ class LifelineListener:
         self._on_lost = on_lost
         self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
         self._lines: dict[int, socket.socket] = {}
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._listener.setblocking(False)
-            self._listener.bind(str(path))
-            self._listener.listen(BACKLOG)
-        except OSError:
-            self._listener.close()
-            raise
+        self._listener, self._file = _listening(path)
         loop.add_reader(self._listener.fileno(), self._accept)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the socket's file is there, so that clients find it."""
+        return self._file.is_there
+
+    def bind(self) -> None:
+        """Make the socket's file again that was removed; connections stay as they are.
+
+        Raises:
+            OSError: the path cannot be bound; the listener is the one that it was.
+        """
+        listener, file = _listening(self._path)
+        self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        self._listener, self._file = listener, file
+        self._loop.add_reader(listener.fileno(), self._accept)
 
     def end(self, session: int) -> None:
         """Close the session's connection, if it has one."""
@@ -79,9 +90,9 @@ class LifelineListener:
         """Take no new connection, and remove the socket's file. Twice is fine."""
         if self._listener.fileno() < 0:
             return
+        self._file.remove()
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
-        self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close everything, without a call of `on_lost`. Twice is fine."""
@@ -164,6 +175,18 @@ class LifelineListener:
     def _close(self, line: socket.socket) -> None:
         self._loop.remove_reader(line.fileno())
         line.close()
+
+
+def _listening(path: Path) -> tuple[socket.socket, SocketFile]:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+        return listener, SocketFile(path)
+    except OSError:
+        listener.close()
+        raise
 
 
 def _is_quiet(line: socket.socket) -> bool:

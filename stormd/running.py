@@ -64,20 +64,19 @@ async def _serve(config: Config, read: ReadConfig | None) -> None:
             log.info("ended before it was ready")
             return
         try:
-            async with (
-                operated(
-                    server,
-                    notifier,
-                    metrics_address=config.metrics_address,
-                    watchdog_seconds=within,
-                ),
-                asyncio.TaskGroup() as tasks,
+            async with operated(
+                server,
+                notifier,
+                metrics_address=config.metrics_address,
+                watchdog_seconds=within,
             ):
                 reload = None if read is None else partial(reload_settings, server, notifier, read)
                 stop = server.stop if has_terminal else None
-                watch = tasks.create_task(_answer_hang_ups(hung_up, reload, stop))
-                await server.serve()
-                watch.cancel()
+                watch = asyncio.create_task(_answer_hang_ups(hung_up, reload, stop))
+                try:
+                    await server.serve()
+                finally:
+                    watch.cancel()
         finally:
             await server.close()
 

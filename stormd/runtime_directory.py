@@ -4,6 +4,9 @@ Nobody but root and this user can put a socket of their own in the place of ours
 daemons that want an address, the one that holds the lock has it. So a socket at an address whose
 lock is free is left over from a dead daemon, and may be removed, if nobody has it open: another
 program may, or a daemon whose lock was deleted by one that cleans directories.
+
+A file's name is no proof that it is ours: what is removed at the end, or taken for there, is told
+by its inode.
 """
 
 from __future__ import annotations
@@ -17,7 +20,14 @@ from pathlib import Path
 
 from stormd.errors import AddressInUse, DirectoryUnsafe
 
-__all__ = ["AddressLock", "check_directory", "grant", "prepare_directory", "remove_stale"]
+__all__ = [
+    "AddressLock",
+    "SocketFile",
+    "check_directory",
+    "grant",
+    "prepare_directory",
+    "remove_stale",
+]
 
 
 def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
@@ -116,6 +126,28 @@ def _is_open(path: Path) -> bool:
     return True
 
 
+class SocketFile:
+    """The file of a socket that this process has bound to `path`.
+
+    Make it when the socket is bound, and use it no longer than the socket is open: the kernel gives
+    the inode to no other file for so long.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._made = path.lstat()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the path is still this socket's, not removed or another's."""
+        return _is(self._path, self._made)
+
+    def remove(self) -> None:
+        """Remove it, if it is there. Twice is fine."""
+        if self.is_there:
+            self._path.unlink(missing_ok=True)
+
+
 class AddressLock:
     """Held from construction to `close`; the kernel lets go of it however the process ends.
 
@@ -124,13 +156,33 @@ class AddressLock:
     """
 
     def __init__(self, address: Path) -> None:
+        self._address = address
         self._path = address.with_name(address.name + ".lock")
         self._descriptor = self._acquire(address)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the lock's file is still the one that is held: another would not keep anyone out.
+
+        False after `close`.
+        """
+        return self._descriptor >= 0 and _is(self._path, os.fstat(self._descriptor))
+
+    def renew(self) -> None:
+        """Hold the lock again whose file was removed.
+
+        Raises:
+            AddressInUse: another daemon holds it by now.
+        """
+        if not self.is_there:
+            removed, self._descriptor = self._descriptor, self._acquire(self._address)
+            os.close(removed)
+
     def close(self) -> None:
-        """Remove the file and let go. Twice is fine."""
+        """Remove the file, if it is there, and let go. Twice is fine."""
         if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
+            if self.is_there:
+                self._path.unlink(missing_ok=True)
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -138,12 +190,17 @@ class AddressLock:
         """Lock the file that has the name after the lock is held: another may have removed it."""
         while True:
             descriptor = _locked(self._path, address)
-            try:
-                if os.path.samestat(os.fstat(descriptor), self._path.stat()):
-                    return descriptor
-            except FileNotFoundError:
-                pass  # its holder ended between our open and our lock: make a new one
-            os.close(descriptor)
+            if _is(self._path, os.fstat(descriptor)):
+                return descriptor
+            os.close(descriptor)  # its holder ended between our open and our lock: make a new one
+
+
+def _is(path: Path, file: os.stat_result) -> bool:
+    """Tell whether the path names that file."""
+    try:
+        return os.path.samestat(path.lstat(), file)
+    except OSError:
+        return False
 
 
 def _locked(path: Path, address: Path) -> int:

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,6 +87,8 @@ class Server:
         self._gauge: GpuGauge
         self._mailbox: Mailbox[Result]
         self._gateway: Gateway
+        self._lock: AddressLock
+        self._control: ControlSocket
         self._lifelines: LifelineListener
 
     async def open(self) -> None:
@@ -111,13 +113,19 @@ class Server:
         log.info("ready", extra={"address": self._config.address, "lanes": list(self._lanes)})
 
     async def serve(self) -> None:
-        """Serve until `stop`, or until the last client has gone where the config says so."""
+        """Serve until `stop`, or until the last client has gone where the config says so.
+
+        Raises:
+            StormdError: the files of the address were removed, and it cannot be had again. What is
+                open is served; `close` must follow.
+        """
         while not self._stopping.is_set():
             try:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._stopping.wait()
             except TimeoutError:
                 self._gateway.tick()
+                self._keep_address()
             if self._config.exit_with_last_client and self._is_deserted():
                 return
 
@@ -212,13 +220,22 @@ class Server:
     # --- parts of open, in order ------------------------------------------------------------
 
     def _take_address(self) -> None:
+        self._prepare_directory()
+        self._lock = AddressLock(self._socket)
+        self._cleanup.callback(self._lock.close)
+        for path in self._paths:
+            remove_stale(path)
+
+    @property
+    def _paths(self) -> tuple[Path, Path]:
+        """The files of the control socket and of the lifelines'."""
+        return self._socket, lifeline_path(self._socket)
+
+    def _prepare_directory(self) -> None:
         config = self._config
         prepare_directory(
             self._socket.parent, socket_mode=config.socket_mode, group=config.socket_group
         )
-        self._cleanup.callback(AddressLock(self._socket).close)
-        for path in (self._socket, lifeline_path(self._socket)):
-            remove_stale(path)
 
     async def _make_pool(self) -> None:
         self._pool = await asyncio.to_thread(
@@ -249,15 +266,17 @@ class Server:
     def _bind(self) -> None:
         config = self._config
         self._ledger = Ledger(self._space, _limits(config), self.counters, self._cache)
-        try:
-            control = ControlSocket(self._loop, config.address)
-        except zmq.ZMQError as error:
-            raise DirectoryUnsafe(f"{config.address} cannot be bound: {error}") from error
-        self._cleanup.callback(control.close)
-        self._serve_on(control)
-        self._lifelines = self._listen(lifeline_path(self._socket))
+        control_path, line_path = self._paths
+        with _binding(control_path):
+            self._control = ControlSocket(self._loop, config.address)
+        self._cleanup.callback(self._control.close)
+        self._serve_on(self._control)
+        with _binding(line_path):
+            self._lifelines = LifelineListener(
+                self._loop, line_path, on_token=self._gateway.take_token, on_lost=self._gateway.lose
+            )
         self._cleanup.callback(self._lifelines.close)
-        for path in (self._socket, lifeline_path(self._socket)):
+        for path in self._paths:
             grant(path, config.socket_mode, config.socket_group)
         self._gateway.start(self._lifelines)
 
@@ -279,18 +298,29 @@ class Server:
             later=self._loop.call_later,
         )
 
-    def _listen(self, path: Path) -> LifelineListener:
-        try:
-            return LifelineListener(
-                self._loop, path, on_token=self._gateway.take_token, on_lost=self._gateway.lose
-            )
-        except OSError as error:
-            raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror}") from error
-
     # --- parts of serving and closing -------------------------------------------------------
 
     def _take_results(self, results: list[Result]) -> None:
         self._gateway.take_results(results)
+
+    def _keep_address(self) -> None:
+        """Bind again what was removed: nobody new would find this daemon, nor could start another.
+
+        Raises:
+            StormdError: another has the address by now, or it cannot be bound.
+        """
+        sockets: list[ControlSocket | LifelineListener] = [self._control, self._lifelines]
+        if self._lock.is_there and all(socket.is_bound for socket in sockets):
+            return
+        self._prepare_directory()
+        self._lock.renew()
+        for path, socket in zip(self._paths, sockets, strict=True):
+            if not socket.is_bound:
+                remove_stale(path)
+                with _binding(path):
+                    socket.bind()
+                grant(path, self._config.socket_mode, self._config.socket_group)
+        log.warning("files of the address were removed: bound again")
 
     def _is_deserted(self) -> bool:
         if self._ledger.sessions:
@@ -328,6 +358,17 @@ class Server:
                     "a worker of the %s lane does not end: the pool stays mapped", lane.device
                 )
                 self._pool.keep()
+
+
+@contextmanager
+def _binding(path: Path) -> Iterator[None]:
+    """Tell of what the kernel or ZeroMQ says as the environment's fault, which it is."""
+    try:
+        yield
+    except OSError as error:
+        raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror}") from error
+    except zmq.ZMQError as error:
+        raise DirectoryUnsafe(f"{path} cannot be bound: {error}") from error
 
 
 def _beside_pool(config: Config) -> int:

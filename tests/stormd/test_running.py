@@ -198,6 +198,21 @@ def test_the_end_of_its_terminal_ends_it_in_order(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "s.sock").exists()
 
 
+def test_a_daemon_that_another_program_has_taken_the_place_of_ends_with_an_error(
+    tmp_path: Path,
+) -> None:
+    with managed(tmp_path, *plain(tmp_path)) as daemon, socket.socket(socket.AF_UNIX) as theirs:
+        daemon.told("READY=1")
+        theirs.bind(str(tmp_path / "run" / "theirs"))
+        theirs.listen()
+        (tmp_path / "run" / "theirs").rename(tmp_path / "run" / "s.sock")
+        _, errors = daemon.process.communicate(timeout=SECONDS)
+        assert daemon.process.returncode == 1
+        assert f"has the socket {tmp_path}/run/s.sock" in errors
+        assert "Traceback" not in errors
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["s.sock"]
+
+
 def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path, write: Callable[..., Path]) -> None:
     path = write()
     command = ["nohup", sys.executable, "-m", "stormd.cli", "serve", "--config", str(path)]

@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from stormd.errors import AddressInUse, DirectoryUnsafe
-from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
+from stormd.runtime_directory import (
+    AddressLock,
+    SocketFile,
+    grant,
+    prepare_directory,
+    remove_stale,
+)
 
 
 def mode_of(path: Path) -> int:
@@ -103,6 +109,43 @@ def test_one_holds_the_lock_until_it_closes(tmp_path: Path) -> None:
     first.close()
     first.close()
     AddressLock(tmp_path / "s").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_whose_file_was_removed_is_held_again_unless_another_holds_it(
+    tmp_path: Path,
+) -> None:
+    lock = AddressLock(tmp_path / "s")
+    assert lock.is_there
+    (tmp_path / "s.lock").unlink()
+    assert not lock.is_there
+    lock.renew()
+    assert lock.is_there
+    (tmp_path / "s.lock").unlink()
+    other = AddressLock(tmp_path / "s")
+    with pytest.raises(AddressInUse):
+        lock.renew()
+    lock.close()
+    assert not lock.is_there
+    assert other.is_there, "the file was the other's"
+    other.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_socket_that_took_the_place_of_ours_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as ours, socket.socket(socket.AF_UNIX) as theirs:
+        ours.bind(str(path))
+        file = SocketFile(path)
+        assert file.is_there
+        path.unlink()
+        assert not file.is_there
+        file.remove()
+        theirs.bind(str(path))
+        assert not file.is_there
+        file.remove()
+        assert path.exists()
+        SocketFile(path).remove()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Callable
@@ -75,6 +76,61 @@ def test_the_sockets_are_private_and_removed(
         assert stat.S_IMODE((directory / name).stat().st_mode) == 0o600
     daemon.stop()
     assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "removed", [["s"], ["s.lifeline"], ["s.lock"], ["s", "s.lifeline", "s.lock"], []]
+)
+def test_files_of_the_address_that_were_removed_are_made_again(
+    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect, removed: list[str]
+) -> None:
+    """And so is the directory, which is what is removed where no file is named."""
+    directory = tmp_path / "d"
+    daemon = make_daemon(address=f"ipc://{directory}/s", socket_mode=0o660)
+    old = connect(daemon).open()
+    entry = old.stored(b"held")
+    before = {path.name: path.stat() for path in directory.iterdir()}
+    for name in removed:
+        (directory / name).unlink()
+    if not removed:
+        shutil.rmtree(directory)
+    wait_until(lambda: {path.name for path in directory.glob("*")} == set(before))
+    for name in ("s", "s.lifeline"):
+        wait_until(lambda name=name: mode_of(directory / name) == 0o660)  # type: ignore[misc]
+    connect(daemon).open().stored(b"served")
+    assert old.restored(entry, 4) == b"held"
+    with pytest.raises(AddressInUse):
+        DaemonThread(daemon.config)
+    daemon.stop()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_daemon_whose_address_another_has_taken_ends_in_order_and_leaves_it(
+    tmp_path: Path, make_daemon: MakeDaemon, connect: Connect
+) -> None:
+    first = make_daemon()
+    client = connect(first).open()
+    data = os.urandom(MIB)
+    entry = client.stored(data)
+    # In one turn of the first one's loop, which looks after its files.
+    second = first.on_loop(lambda: replaced(tmp_path, make_daemon))
+    assert client.restored(entry, MIB) == data
+    client.release(entry)
+    assert client.is_cut_off()
+    wait_until(lambda: not first.is_alive)
+    assert isinstance(first.error, AddressInUse)
+    connect(second).open().stored(b"served")
+
+
+def replaced(directory: Path, make_daemon: MakeDaemon) -> DaemonThread:
+    """Remove a daemon's files and start another at its address."""
+    for path in directory.iterdir():
+        path.unlink()
+    return make_daemon()
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def test_a_daemon_that_cannot_open_leaves_nothing(

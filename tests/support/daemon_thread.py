@@ -13,6 +13,7 @@ from support.waiting import wait_until
 
 from stormd.arena import slack_of
 from stormd.config import Config
+from stormd.errors import StormdError
 from stormd.server import Server
 
 Answer = TypeVar("Answer")
@@ -30,17 +31,19 @@ class DaemonThread:
     """Serves from construction until `stop`; both wait for the daemon."""
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         self.address = config.address
         self.server = Server(config)
         self._ready = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """Why it could not be opened, or serve on."""
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="test-daemon")
         self._thread.start()
         self._ready.wait()
-        if self._error is not None:
+        if self.error is not None:
             self._thread.join()
-            raise self._error
+            raise self.error
 
     def on_loop(self, call: Callable[[], Answer]) -> Answer:
         """Return what the call returns on the daemon's loop."""
@@ -85,9 +88,12 @@ class DaemonThread:
         try:
             await self.server.open()
         except BaseException as error:  # noqa: BLE001 - raised again by the constructor
-            self._error = error
+            self.error = error
             return
         finally:
             self._ready.set()
-        await self.server.serve()
+        try:
+            await self.server.serve()
+        except StormdError as error:
+            self.error = error
         await self.server.close()
