@@ -26,6 +26,7 @@ from stormd.commands.output import (
 from stormd.commands.parsing import Parser
 from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
 from stormd.protocol import ProtocolError
+from stormd.saying import say
 
 __all__ = ["main", "parser"]
 
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         exit_status: int = _COMMANDS[chosen.command].run(chosen)
         sys.stdout.flush()  # here, where a reader that has gone is still an error of ours
     except (StormdError, ProtocolError) as error:
-        sys.stderr.write(f"stormd: {error}\n")
+        say(str(error))
         return _status_of(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

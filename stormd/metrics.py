@@ -143,6 +143,11 @@ FAMILIES: Final = {
             "Requests answered by Refused, and lifelines whose token opens no session.",
         ),
         Family("stormd_unsent_frames_total", "counter", "Answers whose reader did not take them."),
+        Family(
+            "stormd_log_dropped_lines_total",
+            "counter",
+            "Lines of the daemon's own log that nobody took in time.",
+        ),
     )
 }
 """Every metric by name. prometheus-client's own process_* metrics come beside them."""
@@ -239,6 +244,7 @@ def _gauges(status: Mapping[str, Any]) -> Values:
     yield "stormd_pool_largest_free_bytes", (), pool["largest_free_bytes"]
     yield "stormd_entries", (), status["entries"]
     yield "stormd_entries_raw_bytes", (), status["raw_bytes"]
+    yield "stormd_log_dropped_lines_total", (), status["log"]["dropped_lines"]
     cache = status["cache"] or {}
     yield "stormd_cache_bytes", (), cache.get("capacity_bytes", 0)
     yield "stormd_cache_used_bytes", (), cache.get("used_bytes", 0)

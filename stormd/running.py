@@ -14,15 +14,15 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import IO, Final, cast
 
 import uvloop
 
 from stormd.config import Config
 from stormd.errors import StartStopped
+from stormd.log_queue import LogQueue
 from stormd.notify import Notifier, watchdog_seconds
 from stormd.open_files import raise_limit
 from stormd.operation import StartReport, operated, reload_settings
@@ -36,30 +36,43 @@ OnProgress = Callable[[int, int], None]
 ReadConfig = Callable[[], Config]
 
 
-def run_daemon(config: Config, read: ReadConfig | None = None) -> None:
+def run_daemon(
+    config: Config, read: ReadConfig | None = None, terminal: LogQueue | None = None
+) -> None:
     """Run a daemon of these settings; return once it has ended in order.
 
-    `read` reads the settings again, None where there is no file to read them from. Call it in a
-    process that may only end afterwards: the signals that ask for an end stay ignored.
+    `read` reads the settings again, None where there is no file to read them from. `terminal` is
+    where its progress is shown, if a person sees it. Call it in a process that may only end
+    afterwards: the signals that ask for an end stay ignored.
 
     Raises:
-        StormdError: the daemon could not be opened; nothing of it is left.
+        StormdError: the daemon could not be opened, or not go on; nothing of it is left. Signals
+            mean again what they mean to a process that does not handle them.
     """
     raise_limit()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, read))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, read, terminal))
+    except BaseException:
+        _leave_signals(signal.SIG_DFL)
+        raise
+    _leave_signals(signal.SIG_IGN)
+
+
+def _leave_signals(disposition: signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, disposition)
 
 
-async def _serve(config: Config, read: ReadConfig | None) -> None:
+async def _serve(config: Config, read: ReadConfig | None, terminal: LogQueue | None) -> None:
     """Open, serve and close; a signal that comes while the pool is pinned gives the start up."""
     within, hung_up = watchdog_seconds(), asyncio.Event()
     _take(signal.SIGHUP, hung_up.set)
     has_terminal = _has_terminal()
     with Notifier.from_environment() as notifier:
         try:
-            server = await _opened(config, notifier)
+            server = await _opened(config, notifier, terminal)
         except StartStopped:
             log.info("ended before it was ready")
             return
@@ -81,8 +94,8 @@ async def _serve(config: Config, read: ReadConfig | None) -> None:
             await server.close()
 
 
-async def _opened(config: Config, notifier: Notifier) -> Server:
-    with _pinning_progress(notifier) as progress:
+async def _opened(config: Config, notifier: Notifier, terminal: LogQueue | None) -> Server:
+    with _pinning_progress(notifier, terminal) as progress:
         server = Server(config, on_progress=progress)
         for number in (signal.SIGTERM, signal.SIGINT):
             _take(number, server.stop)
@@ -135,15 +148,17 @@ def _has_terminal() -> bool:
 
 
 @contextlib.contextmanager
-def _pinning_progress(notifier: Notifier) -> Iterator[OnProgress]:
+def _pinning_progress(notifier: Notifier, terminal: LogQueue | None) -> Iterator[OnProgress]:
     """Show a bar on a terminal while the pool is being pinned; tell the manager elsewhere."""
-    if not sys.stderr.isatty():
+    if terminal is None or not terminal.isatty():
         yield StartReport(notifier)
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
 
     columns = ("pinning the pool", BarColumn(), DownloadColumn(True), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Progress(
+        *columns, console=Console(file=cast("IO[str]", terminal)), transient=True
+    ) as bars:
         task = bars.add_task("pool", total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -34,6 +34,7 @@ from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
+from stormd.logs import dropped_lines
 from stormd.mailbox import Mailbox
 from stormd.parts import blob_bound
 from stormd.protocol import NO_LANE, lifeline_path, parse_address
@@ -202,6 +203,7 @@ class Server:
             "throughput": self.counters.throughput(),
             "gpus": self._gpus_status(),
             "counters": self.counters.as_status(),
+            "log": {"dropped_lines": dropped_lines()},
         }
 
     def _gpus_status(self) -> list[dict[str, Any]]:

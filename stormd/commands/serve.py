@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,7 @@ from stormd.commands.output import EXIT_OK, write_line
 from stormd.config import Config, Option, config_options, default_of, load_config
 from stormd.errors import ConfigError
 from stormd.example_config import render_example, render_value
-from stormd.logs import setup_logging
+from stormd.logs import logging_process
 from stormd.machine import memory_limit
 from stormd.sizes import format_size
 
@@ -47,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     read = functools.partial(load_config, flags=flags, path=args.config)
     config = read()
     check_pool(config, memory_limit())
-    setup_logging(config.log_format, config.log_level)
-    _tell_of_missing_library()
-    # The daemon's modules load here, so that no other command waits for them.
-    from stormd.running import run_daemon
+    with logging_process(config.log_format, config.log_level, sys.stderr.fileno()) as terminal:
+        _tell_of_missing_library()
+        # The daemon's modules load here, so that no other command waits for them.
+        from stormd.running import run_daemon
 
-    run_daemon(config, read if args.config is not None else None)
+        run_daemon(config, read if args.config is not None else None, terminal)
     return EXIT_OK
 
 

@@ -23,6 +23,7 @@ from stormd.commands.output import EXIT_FAILED
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
 from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
+from stormd.saying import say
 from stormd.supervise import mps
 from stormd.supervise.processes import Family, end_by, exit_status, send
 from stormd.supervise.request import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND, Request
@@ -89,13 +90,12 @@ def keep(
     except _Interrupted as stop:
         ended = -stop.number
     except StormdError as error:
-        _say(str(error))
+        say(str(error))
         ended = error.exit_status if isinstance(error, CommandUnusable) else EXIT_FAILED
     except BaseException:  # noqa: BLE001 - a bug of ours; the front ends what is left
-        traceback.print_exc()
+        say(traceback.format_exc())
     finally:
         shutil.rmtree(directory, ignore_errors=True)  # the front may not be there to do it
-        sys.stderr.flush()
         if ended == -signal.SIGINT:
             end_by(signal.SIGINT)  # the front tells it from a command that ends with 130
         os._exit(exit_status(ended))
@@ -171,7 +171,7 @@ class _Keeper:
             state = _state_at(address)
             if state is not None:
                 if self._request.pool_bytes is not None:
-                    _say(f"a daemon answers at {address}: --pool-bytes is not used")
+                    say(f"a daemon answers at {address}: --pool-bytes is not used")
                 return address, state
         own = self._request.own_address or f"ipc://{self._directory / 'stormd.sock'}"
         return own, None
@@ -186,7 +186,7 @@ class _Keeper:
         except MpsUnavailable as error:
             if self._request.mps == "on":
                 raise MpsUnavailable(f"--mps on: {error}") from error
-            _say(f"without CUDA MPS: {error}")
+            say(f"without CUDA MPS: {error}")
 
     def _start_mps(self, services: ExitStack) -> None:
         variables = mps.mps_environment(self._directory)
@@ -223,7 +223,7 @@ class _Keeper:
             return daemon.returncode is not None or _listens(address)
 
         if not self._until(has_come, _SILENT_SECONDS):
-            _say("waiting for the daemon, which pins its pool")
+            say("waiting for the daemon, which pins its pool")
             self._until(has_come, _START_SECONDS + _START_SECONDS_A_GIB * _gib(pool_bytes))
         if daemon.returncode is not None or not _listens(address):
             raise ChildFailed(f"the daemon {_came_to(daemon)}: {_tail(log)}")
@@ -268,7 +268,7 @@ class _Keeper:
             return  # it was asked
         self._daemon = None
         log = _tail(self._directory / "daemon.log")
-        _say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
+        say(f"the daemon {_came_to(daemon)}, and what it held is lost: {log}")
 
     def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait until the condition holds; False where it does not in time, or time is cut short.
@@ -308,7 +308,7 @@ class _Keeper:
         if not left:
             return
         if not self._inbox.front_has_ended:
-            _say(f"ending what the command has left: {', '.join(str(one.pid) for one in left)}")
+            say(f"ending what the command has left: {', '.join(str(one.pid) for one in left)}")
         send(left, signal.SIGTERM)
         self._until(lambda: not self._left(), _TERM_SECONDS)
         self._kill_left()
@@ -329,7 +329,7 @@ class _Keeper:
             return
         after = _state_at(address)
         if after is not None:
-            _say(describe_savings(before, after))
+            say(describe_savings(before, after))
 
     def _end_daemon(self, daemon: Popen[bytes]) -> None:
         daemon.terminate()
@@ -394,12 +394,3 @@ def _tail(log: Path, lines: int = 6) -> str:
     """Return the last that was logged."""
     text = log.read_text(errors="replace").strip()
     return "\n".join(text.splitlines()[-lines:]) or "it said nothing"
-
-
-def _say(text: str) -> None:
-    """Tell the user, beside what the command writes."""
-    try:
-        sys.stderr.write(f"stormd: {text}\n")
-        sys.stderr.flush()
-    except OSError:  # nobody reads any more
-        return

@@ -81,7 +81,7 @@ def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture
 def test_no_daemon_exits_3(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _exit_status([command, "--address", "ipc:///no/such/stormd.sock"]) == 3
     error = capsys.readouterr().err
-    assert error.startswith("stormd: no daemon at ipc:///no/such/stormd.sock")
+    assert error.startswith("stormd: no daemon to be asked at ipc:///no/such/stormd.sock")
     assert error.count("\n") == 1
 
 

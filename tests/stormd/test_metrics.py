@@ -29,6 +29,7 @@ STATUS: dict[str, Any] = {
     "cache": {"capacity_bytes": 512, "used_bytes": 256, "items": 2},
     "entries": 3,
     "raw_bytes": 1440,
+    "log": {"dropped_lines": 4},
     "gpus": [
         {
             "device": "cuda:0",
@@ -96,6 +97,7 @@ def registry() -> CollectorRegistry:
         ("stormd_sessions_ended_total", {"cause": "died"}, 1),
         ("stormd_sessions_opened_total", {}, 4),
         ("stormd_deaths_total", {}, 1),
+        ("stormd_log_dropped_lines_total", {}, 4),
         ("stormd_cache_bytes", {}, 512),
         ("stormd_cache_used_bytes", {}, 256),
         ("stormd_cache_items", {}, 2),

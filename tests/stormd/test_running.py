@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from support.raw_client import RawClient
+from support.waiting import wait_until
 
 from stormd.config import Config
 from stormd.host_pool import CHUNK_BYTES
@@ -211,6 +212,23 @@ def test_a_daemon_that_another_program_has_taken_the_place_of_ends_with_an_error
         assert f"has the socket {tmp_path}/run/s.sock" in errors
         assert "Traceback" not in errors
         assert [path.name for path in (tmp_path / "run").iterdir()] == ["s.sock"]
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(tmp_path: Path) -> None:
+    """Neither what clients ask for nor the end: standard error is a pipe with room for a page."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    command = [sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)]
+    with subprocess.Popen(command, stderr=writing) as process:
+        os.close(writing)
+        wait_until((tmp_path / "run" / "s.sock.lifeline").exists, SECONDS)
+        for _ in range(40):  # some 200 bytes each, opened and ended
+            with RawClient(f"ipc://{tmp_path}/run/s.sock") as client:
+                client.open().stored(b"x" * 100)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    os.close(reading)
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_under_nohup_a_hangup_stays_ignored(tmp_path: Path, write: Callable[..., Path]) -> None:

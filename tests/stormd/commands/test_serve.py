@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -121,7 +121,7 @@ def test_a_missing_c_library_is_told(
     missing = BackendInfo("cpu", available=False, detail="no compiler")
     monkeypatch.setattr("storm_kernels.backends", lambda: {"cpu": missing})
     monkeypatch.setattr("stormd.running.run_daemon", lambda *_: None)
-    monkeypatch.setattr("stormd.commands.serve.setup_logging", lambda *_: None)
+    monkeypatch.setattr("stormd.commands.serve.logging_process", lambda *_: nullcontext())
     assert cli.main(["serve", "--pool-bytes=1MiB"]) == 0
     (record,) = caplog.records
     assert "NumPy" in record.message
