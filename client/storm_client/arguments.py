@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from itertools import chain
 from typing import Any
@@ -13,20 +13,21 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from storm_client.errors import UsageError
-from storm_client.layers import Layers
 from storm_client.plan.planning import PlanOptions
 from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
 
 __all__ = [
     "Modules",
-    "check_layers",
     "check_options",
     "check_storing",
+    "layers_of",
     "modules_of",
     "plan_options",
 ]
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
+Layer = torch.nn.Module | type[torch.nn.Module] | str
+"""A module, all modules of a class, or the module of a qualified name."""
 
 
 def modules_of(model: Modules) -> list[torch.nn.Module]:
@@ -88,7 +89,6 @@ def plan_options(
     budget: str | float | None,
     verify: str,
     replay: bool | Iterable[Callable[..., Any]],
-    layers: Iterable[torch.nn.Module] | None = None,
 ) -> PlanOptions:
     """Return what was asked of the plan; a `budget` of None is STORMD_BUDGET's.
 
@@ -103,9 +103,8 @@ def plan_options(
         raise UsageError(str(error)) from error
     if verify not in _VERIFY:
         raise UsageError(f"verify is {verify!r}; choose {' or '.join(_VERIFY)}")
-    again = None if layers is None else _layers_of(layers)
     if isinstance(replay, bool):
-        return PlanOptions(parsed, verify == "always", replay, layers=again)
+        return PlanOptions(parsed, verify == "always", replay)
     functions = list(replay) if isinstance(replay, Iterable) else [replay]
     for function in functions:
         if not callable(function):
@@ -113,33 +112,52 @@ def plan_options(
                 f"replay has {_shown(function)}; pass True, False or a list of functions"
             )
     spelled = frozenset(chain.from_iterable(map(_spellings, functions)))
-    return PlanOptions(parsed, verify == "always", True, spelled, again)
+    return PlanOptions(parsed, verify == "always", True, spelled)
 
 
-def _layers_of(layers: Any) -> tuple[torch.nn.Module, ...]:
-    is_one = isinstance(layers, (str, bytes, torch.Tensor)) or not isinstance(layers, Iterable)
-    found = (layers,) if is_one else tuple(layers)  # a ModuleList is none that is called itself
-    for one in found:
-        if not isinstance(one, torch.nn.Module):
-            raise UsageError(f"layers has {_shown(one)}; {_LAYERS}")
+def layers_of(layers: Any, modules: Iterable[torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    """Return the modules that `layers` names among all that some modules have, each once.
+
+    A list of modules stands for its items: it is not called itself.
+
+    Raises:
+        UsageError: something is no module, or names none of these.
+    """
+    inside = {name: part for module in modules for name, part in module.named_modules()}
+    is_one = isinstance(layers, (str, type)) or not isinstance(layers, Iterable)
+    named = [found for one in ([layers] if is_one else layers) for found in _named(one, inside)]
+    called = [
+        item
+        for module in named
+        for item in (module.children() if isinstance(module, _CONTAINERS) else [module])
+    ]
+    return tuple(dict.fromkeys(called))
+
+
+def _named(layer: Any, inside: Mapping[str, torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return what one of `layers` names; `inside` has the model's modules by name."""
+    parts = inside.values()
+    if isinstance(layer, str):
+        found = [inside[layer]] if layer in inside else []
+        hint = _near(layer, inside)
+    elif isinstance(layer, type) and issubclass(layer, torch.nn.Module):
+        found = [part for part in parts if isinstance(part, layer)]
+        hint = _near(layer.__name__, (type(part).__name__ for part in parts))
+    elif isinstance(layer, torch.nn.Module):
+        found = [layer] if not inside or any(layer is part for part in parts) else []
+        hint = ""
+    else:
+        raise UsageError(f"layers has {_shown(layer)}; {_LAYERS}")
+    if not found:
+        raise UsageError(
+            f"layers has {_shown(layer)}, which the model does not have{hint}; {_LAYERS}"
+        )
     return found
 
 
-def check_layers(
-    layers: Iterable[torch.nn.Module] | None, modules: Iterable[torch.nn.Module]
-) -> None:
-    """Check that each of some layers is one of the modules' layers as a whole.
-
-    Raises:
-        UsageError: one is not.
-    """
-    known = {id(module) for module in Layers(modules).whole().values()} if layers else set()
-    for one in layers or ():
-        if id(one) not in known:
-            raise UsageError(
-                f"layers has a {type(one).__name__} that is not an item of one of the model's "
-                f"outermost lists of modules; {_LAYERS}"
-            )
+def _near(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, dict.fromkeys(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
@@ -155,7 +173,12 @@ def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 _VERIFY = ("learn", "always")
 
-_LAYERS = "pass layers of the model, as in layers=model.blocks, or [] for none"
+_LAYERS = (
+    "pass modules of the model, as in layers=model.blocks, their class, or names that "
+    "model.named_modules() has"
+)
+
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def _options(function: Callable[..., Any]) -> list[str]:
@@ -171,5 +194,7 @@ _WANTED = (
 
 def _shown(value: object) -> str:
     """Return a number or word as it is, and of anything else the type."""
+    if isinstance(value, type):
+        return f"class {value.__name__}"
     name = type(value).__name__
     return f"{name} {value!r}" if isinstance(value, (int, float, str)) else name

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Never
 
-import torch
-
 from storm_client.arguments import (
+    Layer,
     Modules,
-    check_layers,
     check_options,
     check_storing,
+    layers_of,
     modules_of,
     plan_options,
 )
@@ -60,7 +59,7 @@ class Client:
         budget: str | float | None = None,
         verify: str = "learn",
         replay: bool | Iterable[Callable[..., Any]] = True,
-        layers: Iterable[torch.nn.Module] | None = None,
+        layers: Layer | Iterable[Layer] = (),
         **unknown: Never,
     ) -> Offload:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
@@ -77,14 +76,11 @@ class Client:
         `replay` switches that off, or names functions of your own that may be run again. They
         have to be deterministic, to read nothing but their arguments, and to change none of them.
 
-        Where a step is bound by the thread that trains, layers of the model are called again in
-        the backward pass as a whole, as `torch.utils.checkpoint` does it: those of transformers
-        that are made for that, or those in `layers`, each of which has first to show that a second
-        call does the same as the first: for that it is called three times in one forward pass. Most
-        leave no graph later, and the backward pass makes one. Nobody may change its parameters,
-        buffers or attributes, or PyTorch's settings of precision, between the forward and the
-        backward pass; that raises ActivationLost. So do gradients of gradients that come after
-        steps without any, once. With `layers=[]` none is called again.
+        `layers` names modules whose forward is called again in the backward pass, by
+        `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, with its rules: what is saved
+        inside of them takes no memory, and what they read and do has to be the same both times.
+        They are modules of the model, classes of them, or names as `model.named_modules()` has
+        them; a ModuleList stands for its items. Nothing else is called a second time.
 
         Raises:
             UsageError: a bad value, an unknown option, or the client is closed.
@@ -96,9 +92,9 @@ class Client:
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
-        options = plan_options(budget, verify, replay, layers)
-        check_layers(options.layers, modules)
-        return Offload.of(self._supply, Policy(modules, min_bytes), codec, options)
+        options = plan_options(budget, verify, replay)
+        named = layers_of(layers, modules)
+        return Offload.of(self._supply, Policy(modules, min_bytes), codec, options, named)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

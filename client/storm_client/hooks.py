@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
-from dataclasses import replace
 from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from storm_client.blocks import Blocks, Leaving, untraced
+from storm_client.checkpointing import CheckpointedLayers
 from storm_client.compiled import CompiledModels
 from storm_client.errors import UsageError
-from storm_client.layers import Layers
+from storm_client.layers import Layers, parts_of
 from storm_client.little_saved import FirstSteps, advice
 from storm_client.packing import StepHooks
 from storm_client.plan import OrderHistory
@@ -29,6 +29,8 @@ from storm_client.trace import Traces
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+    import torch
 
     from storm_client.plan.table import Plan
     from storm_client.supply import Supply
@@ -54,14 +56,29 @@ class Offload:
         )
 
     @classmethod
-    def of(cls, supply: Supply, policy: Policy, codec: str, options: PlanOptions) -> Offload:
-        """Return one that uses the sessions of a client, whose life is not its business."""
+    def of(
+        cls,
+        supply: Supply,
+        policy: Policy,
+        codec: str,
+        options: PlanOptions,
+        layers: tuple[torch.nn.Module, ...] = (),
+    ) -> Offload:
+        """Return one that uses the sessions of a client, whose life is not its business.
+
+        Calls of `layers` are checkpointed in its blocks.
+        """
         offload = cls.__new__(cls)
-        offload._begin(supply, policy, codec, options)
+        offload._begin(supply, policy, codec, options, layers)
         return offload
 
     def _begin(
-        self, supply: Supply | None, policy: Policy, codec: str, options: PlanOptions
+        self,
+        supply: Supply | None,
+        policy: Policy,
+        codec: str,
+        options: PlanOptions,
+        layers: tuple[torch.nn.Module, ...],
     ) -> None:
         self._supply = supply
         self._policy = policy
@@ -73,6 +90,7 @@ class Offload:
         self._traces = Traces()
         self._compiled = CompiledModels()
         self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
+        self._layers = CheckpointedLayers(layers)
         self.blocks = Blocks()
 
     @untraced
@@ -83,7 +101,8 @@ class Offload:
             UsageError: the client is closed or forked, or the budget cannot be kept.
             DaemonLost: the client is without its daemon.
         """
-        supply, unwatched = self._found(), self._planning.unwatched()
+        supply = self._found()
+        unwatched = None if self._layers.modules else self._planning.unwatched()
         # The daemon is not asked whether it lives where nothing goes there.
         sessions = supply.current(asks=unwatched is None)
         if unwatched is not None:
@@ -112,6 +131,7 @@ class Offload:
             planning=self._planning,
             keeps=supply.keeps,
             traces=self._traces,
+            layers=self._layers,
         )
         self.blocks.enter(step)
         step.begin()
@@ -167,9 +187,8 @@ class Offload:
         copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
         modules = deepcopy(self._policy.modules, memo)
         policy = Policy(modules, self._policy.min_bytes)
-        options = self._planning.options
-        options = replace(options, layers=deepcopy(options.layers, memo))
-        copied._begin(self._supply, policy, self._codec, options)
+        layers = deepcopy(self._layers.modules, memo)
+        copied._begin(self._supply, policy, self._codec, self._planning.options, layers)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,12 +199,13 @@ class Offload:
             "min_bytes": policy.min_bytes,
             "codec": self._codec,
             "options": self._planning.options,
+            "layers": self._layers.modules,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew; the first block finds a daemon."""
         policy = Policy(state["modules"], state["min_bytes"])
-        self._begin(None, policy, state["codec"], state["options"])
+        self._begin(None, policy, state["codec"], state["options"], state["layers"])
 
     def _look_back(self) -> None:
         """Warn where the first steps had little saved; called by `__enter__`."""
@@ -193,8 +213,10 @@ class Offload:
         if not staying.saved_bytes:
             self._first_steps.look_later()
             return
-        modules = self._policy.modules
-        parameters = chain.from_iterable(module.parameters() for module in modules)
+        # What is saved of the parameters of a checkpointed layer nobody hands over.
+        named = set(map(id, parts_of(self._layers.modules)))
+        outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
+        parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
         text = advice(staying, steps, self._policy.min_bytes, parameters)
         if text is not None:
             warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -44,16 +44,6 @@ class Layers:
             frame = frame.f_back  # type: ignore[assignment]  # None at the end
         return ""
 
-    def whole(self) -> dict[str, torch.nn.Module]:
-        """Return by name the modules that are a layer as a whole, in the order of the model."""
-        found: dict[str, torch.nn.Module] = {}
-        for prefix, root in _with_prefixes(self.modules):
-            for name, module in root.named_modules():
-                is_called = not isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
-                if name and layer_name(name) == name and is_called:
-                    found.setdefault(prefix + name, module)
-        return found
-
 
 def parts_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """Yield some modules and all inside of them, each once.

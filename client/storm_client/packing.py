@@ -16,6 +16,7 @@ import torch
 
 from storm_client import ranges
 from storm_client.blocks import untraced
+from storm_client.checkpointing import CheckpointedLayers
 from storm_client.compiled import HANDLED
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
 from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
@@ -57,8 +58,10 @@ class StepHooks:
         planning: Planning,
         keeps: bool,
         traces: Traces,
+        layers: CheckpointedLayers,
     ) -> None:
         self._traces = traces
+        self._layers = layers
         self._trace = traces.begin(recorder)
         self._sessions = sessions
         self._keeps = keeps
@@ -75,7 +78,6 @@ class StepHooks:
             unpack=self._bring,
             publish=self._publish_ready,
             is_ready=self._leave_when_ready,
-            stats=recorder,
         )
         self._replaying = threading.RLock()  # protects all results of the step, and what follows
         self._session: Session | None = None
@@ -93,13 +95,14 @@ class StepHooks:
 
     def begin(self) -> None:
         """Note that the hooks are on PyTorch's stack."""
-        self._planned.begin(self.pack)
+        self._layers.begin(self)
 
     def end(self) -> None:
         """Send what the block has saved and may leave: nothing is saved in it any more.
 
         Results leave now though somebody still holds them: their changes are counted.
         """
+        self._layers.end(self)
         self._tell()
         followed = self._planned.end()
         results = [record for reference in self._results if (record := reference()) is not None]
@@ -124,6 +127,7 @@ class StepHooks:
 
     def abandon(self) -> None:
         """Let go of what was noted of a block that an exception has ended."""
+        self._layers.end(self)
         self._planned.abandon()
 
     @property

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, TypeAlias
 
-__all__ = ["LAST", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay", "ReplayedLayer"]
+__all__ = ["LAST", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,3 @@ Decision: TypeAlias = Keep | Offload | Replay
 OFFLOAD, REPLAY = Offload(), Replay()
 LAST = Keep("last")
 """Of what is asked for before the link would have taken it."""
-
-
-class ReplayedLayer(NamedTuple):
-    """A layer that is run again, for the plan's table."""
-
-    name: str
-    nbytes: int
-    """What it saves when nothing is run again."""

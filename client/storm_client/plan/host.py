@@ -27,7 +27,6 @@ __all__ = [
     "Load",
     "choose_for_host",
     "host_bound",
-    "layers_may_be_quicker",
     "load_of",
     "spare_seconds",
 ]
@@ -36,19 +35,11 @@ CHECKPOINTING: Final = 1.5
 """Forward passes that checkpointing takes the thread: the one that is run again, and its own work
 in both. That was 1.95 where it was measured; the rest is for what is not counted here."""
 
-BACKWARD_SHARE: Final = 0.5
-"""Of what handing over takes the forward pass, what it takes the backward pass: at the most, where
-both were measured."""
-
 BOUND_SHARE: Final = 0.6
 """Of the forward pass by the device's clock: a thread that was busy for less had time to spare."""
 
 MOST_SLOWER: Final = 8.0
 """By how much a machine is taken to be slower or faster than that of the constants at the most."""
-
-DOUBT: Final = 2.0
-"""How far off an estimate of the thread's time may be: it is of two passes, of which what we do is
-counted in part."""
 
 LEAST_OWN: Final = 0.1
 """Of the thread's time the least that is taken to be the script's: what is counted as ours is
@@ -75,18 +66,6 @@ WATCHED: Final = 1.8e-5
 def spare_seconds(host: HostBound) -> float:
     """Return what the budget "least" may take the thread: not more than checkpointing."""
     return CHECKPOINTING * host.forward_seconds
-
-
-def layers_may_be_quicker(host: HostBound, forward_seconds: float, share: float) -> bool:
-    """Tell whether calling layers again may take a step less than handing their tensors over.
-
-    Layers that save such a `share` of what a step saves. Where tensors are large that takes longer,
-    for the device computes as long again: as in wide layers with adapters, whose many functions
-    keep the thread busy. With tensors handed over the forward pass took `forward_seconds`. Only
-    where it is far from that is it not worth to find out.
-    """
-    handing_over = (1 + BACKWARD_SHARE) * (forward_seconds - host.forward_seconds)
-    return spare_seconds(host) * share < DOUBT * handing_over
 
 
 def load_of(values: Sequence[Value], decisions: Sequence[Decision], functions: int) -> Load:

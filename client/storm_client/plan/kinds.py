@@ -228,8 +228,6 @@ class Kind:
         """What is known of the thread, once its steps were found to be bound by that."""
         self.passes: list[HostPass] = []
         """The latest that were timed on the thread, too."""
-        self.all_stays = False
-        """Whether nothing of it leaves or is made again by itself."""
         self.is_not_worth_it = False
         """Whether all of it stays, since it is little and the thread has no time."""
         self._waits: list[bool] = []
@@ -252,11 +250,6 @@ class Kind:
             self._tries.clear()
         self.decisions = decisions
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
-        self.all_stays = all(
-            isinstance(decision, Keep)
-            for value, decision in zip(self.values, decisions, strict=True)
-            if value.is_saved
-        )
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
 
     def watch_closely(self) -> None:

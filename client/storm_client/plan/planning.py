@@ -11,10 +11,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import thread_time
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -25,14 +25,11 @@ from storm_client.plan.decisions import Decision
 from storm_client.plan.host import (
     choose_for_host,
     host_bound,
-    layers_may_be_quicker,
     load_of,
     spare_seconds,
 )
-from storm_client.plan.kinds import HostBound, HostPass, Kind, Kinds, StepRecord
-from storm_client.plan.layer_replay import LayerPhase, LayerReplay, LayerStep
+from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
-from storm_client.plan.pace import Pace
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
 from storm_client.plan.recorder import Mark, Recorder, Span, mark
@@ -46,7 +43,6 @@ from storm_client.plan.window import (
     last_bytes,
 )
 from storm_client.sizes import format_size
-from storm_client.stats import StatsRecorder
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
@@ -68,8 +64,6 @@ class PlanOptions:
     replays: bool = True
     functions: frozenset[Function] = frozenset()
     """The user's own that may be run again."""
-    layers: tuple[torch.nn.Module, ...] | None = None
-    """What may be called again as a whole; None for what is declared fit for that."""
 
 
 LITTLE: Final = 1 / 128
@@ -112,11 +106,6 @@ class Planning:
         """All so far."""
         self._alike: tuple[Kind | None, int] = (None, 0)
         """The kind of the last ones that were, and how many in a row were of that."""
-        self._pace = Pace()
-        may_call_again = options.replays and not options.verifies
-        self._layer_replay = LayerReplay(
-            layers, options.layers if may_call_again else (), self._pace
-        )
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
 
@@ -129,7 +118,6 @@ class Planning:
         unpack: Callable[[Any], torch.Tensor],
         publish: Callable[[torch.Tensor], int],
         is_ready: Callable[[torch.Tensor, Ready], None],
-        stats: StatsRecorder,
     ) -> PlannedStep:
         """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
 
@@ -137,11 +125,9 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_pins()
-        self._pace.begins()
         self._least = least
         for one in self._kinds.outdated():
             self._make(one)
-        self._begins_anew()
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
@@ -163,10 +149,9 @@ class Planning:
         times = kind is not None and kind.times_the_host
         mode = Recorder(recording, measures=kind is None, times=times) if watches else None
         begun = mark(is_on_gpu=kind is not None and kind.is_on_gpu)
-        layers = self._layer_replay.step(stats, mode)
-        return PlannedStep(self, recording, mode, begun, times=times, layers=layers)
+        return PlannedStep(self, recording, mode, begun, times=times)
 
-    def unwatched(self) -> Unwatched | None:
+    def unwatched(self) -> UnwatchedRow | None:
         """Begin the next step if it needs no hooks: all that the last ones saved stays anyway.
 
         It does where others are on PyTorch's stack, which would be handed all instead.
@@ -174,10 +159,7 @@ class Planning:
         kind, count = self._alike
         if kind is None or kind.is_outdated or count < ALIKE or _top_hooks(True) is not None:
             return None
-        has_layers = self._layer_replay.phase is LayerPhase.ON
-        if not (self._leaves_rest(kind) if has_layers else kind.is_not_worth_it):
-            return None
-        if has_layers and self._begins_anew():
+        if not kind.is_not_worth_it:
             return None
         if self._unwatched >= UNWATCHED:
             self._unwatched = 0
@@ -186,27 +168,7 @@ class Planning:
             self._row = UnwatchedRow(self, kind.saved_bytes)
         self._unwatched += 1
         self.unwatched_steps += 1
-        self._pace.begins()
-        # Figures of what a step saves are those of the watched ones.
-        layers = self._layer_replay.step(StatsRecorder(), None) if has_layers else None
-        return self._row if layers is None else UnwatchedStep(self._row, layers)
-
-    def _begins_anew(self) -> bool:
-        """Begin to learn anew where layers are called again from here on, or are no more."""
-        is_anew = self._layer_replay.begins()
-        if is_anew:
-            self._kinds = Kinds()
-            self._pace.begin_anew()
-            self.watch_next()
-        return is_anew
-
-    def _leaves_rest(self, kind: Kind) -> bool:
-        """Tell whether all stays that steps save outside of the layers that are run again.
-
-        Where a budget is one of bytes each step is watched: inputs may be larger than the last.
-        """
-        budget = self.options.budget
-        return kind.all_stays and (budget == "least" or isinstance(budget, float))
+        return self._row
 
     def watch_next(self) -> None:
         """Have the next steps be watched."""
@@ -235,8 +197,7 @@ class Planning:
             return None
         if kind.is_outdated:
             self._make(kind)
-        refusal = self._layer_replay.refusal
-        return replace(kind.plan, note=refusal) if kind.plan and refusal else kind.plan
+        return kind.plan
 
     @property
     def is_on_gpu(self) -> bool:
@@ -247,15 +208,14 @@ class Planning:
     def _make(self, kind: Kind) -> None:
         costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
         largest = max((value.nbytes for value in kind.values if value.is_saved), default=0)
-        budget, layers = self.options.budget, self._layer_replay
+        budget = self.options.budget
         if type(budget) is int and budget < largest:
             raise UsageError(
                 f"budget is {format_size(budget)}, and the largest tensor of a step has "
                 f"{format_size(largest)}, which is the least possible; raise it, or pass "
                 "budget='least'"
             )
-        spared = max(kind.saved_bytes, layers.spared_bytes)
-        room = _room(budget, spared, kind)
+        room = _room(budget, kind.saved_bytes, kind)
         forward_seconds = kind.measure()
         choice = choose(
             kind.values,
@@ -267,13 +227,11 @@ class Planning:
             turn_seconds=kind.turn_seconds(),
             least=self._least,
         )
-        kind.host = kind.host or layers.host
         _look_for_host(kind, forward_seconds)
         kind.is_not_worth_it = (
-            kind.host is not None and budget == "least" and spared <= _little_bytes(kind)
+            kind.host is not None and budget == "least" and kind.saved_bytes <= _little_bytes(kind)
         )
         if kind.host is not None:
-            self._look_for_layers(kind, kind.host, room)
             spare = 0.0 if kind.is_not_worth_it else spare_seconds(kind.host)
             choice = choose_for_host(
                 choice,
@@ -282,20 +240,12 @@ class Planning:
                 link=costs.link,
                 functions=kind.functions,
                 room=None if budget == "least" else room,
-                spare=(1.0 - layers.share) * spare,
+                spare=spare,
             )
         kind.follow(choice.decisions)
-        kind.plan, kind.told = Plan.of(kind, choice, layers.replayed), None
+        kind.plan, kind.told = Plan.of(kind, choice), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_unwatched(kind)
-
-    def _look_for_layers(self, kind: Kind, host: HostBound, room: int) -> None:
-        """Have layers tried where handing over what they save was seen to take longer."""
-        if kind.is_not_worth_it or kind.window is None or not kind.has_settled:
-            return
-        leaving = max(0.0, 1.0 - room / max(kind.saved_bytes, 1))
-        if layers_may_be_quicker(host, kind.window, leaving):
-            self._layer_replay.consider(kind, host, room)
 
     def _go_on_unwatched(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
@@ -339,33 +289,6 @@ class UnwatchedRow:
         self._planning.watch_next()
 
 
-class UnwatchedStep:
-    """One of them in which layers are run again."""
-
-    __slots__ = ("_layers", "_row")
-
-    def __init__(self, row: UnwatchedRow, layers: LayerStep) -> None:
-        """Be one of `row`, whose calls of whole layers go to `layers`."""
-        self._row, self._layers = row, layers
-
-    def begin(self) -> None:
-        """Begin to see the calls of layers."""
-        self._layers.begin()
-
-    def end(self) -> None:
-        """See no more of them."""
-        self._layers.end()
-        self._row.end()
-
-    def abandon(self) -> None:
-        """The same, where an exception has ended the block."""
-        self._layers.end()
-        self._row.abandon()
-
-
-Unwatched: TypeAlias = UnwatchedRow | UnwatchedStep
-
-
 class PlannedStep:
     """One step, in the thread of its block."""
 
@@ -377,14 +300,9 @@ class PlannedStep:
         begun: Mark,
         *,
         times: bool,
-        layers: LayerStep | None,
     ) -> None:
-        """Follow what `recording` says; if it `times`, what that takes the thread is counted.
-
-        `layers` is what is done with calls of whole layers.
-        """
+        """Follow what `recording` says; if it `times`, what that takes the thread is counted."""
         self._planning = planning
-        self._layers = layers
         self._begun = begun
         self.times = times
         self._host_begun = thread_time() if times else 0.0
@@ -395,11 +313,6 @@ class PlannedStep:
         self.mode = mode
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget
-
-    def begin(self, pack: object) -> None:
-        """Note that the block has put `pack` on PyTorch's stack."""
-        if self._layers is not None:
-            self._layers.begin(pack)
 
     def news_for(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless it was asked for by this session before."""
@@ -440,9 +353,6 @@ class PlannedStep:
     def abandon(self) -> None:
         """Forget what the step has done so far; nothing runs or is saved in it any more."""
         recording, self.recording = self.recording, None
-        layers, self._layers = self._layers, None
-        if layers is not None:
-            layers.end()
         if self.mode is not None:
             self.mode.end()
         if recording is not None:

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client.errors import UsageError
-from storm_client.plan.decisions import Keep, Offload, Replay, ReplayedLayer
+from storm_client.plan.decisions import Keep, Offload, Replay
 from storm_client.plan.kinds import Kind
 from storm_client.plan.planner import Choice
 from storm_client.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -32,8 +30,7 @@ class Row:
     """
 
     operation: str
-    """The function that made it, "unknown" where none was seen; of a layer that is run again as a
-    whole its name, with the bytes of all that it saves."""
+    """The function that made it, "unknown" where none was seen."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
@@ -61,16 +58,11 @@ class Plan:
     """For which a compiled graph is expected to wait for the link."""
     host_seconds: float = 0.0
     """Of the training thread a step, where the step is bound by that; 0.0 where it is not."""
-    note: str = ""
-    """What would be done otherwise, and why it is not."""
 
     @classmethod
-    def of(cls, kind: Kind, choice: Choice, layers: Iterable[ReplayedLayer] = ()) -> Plan:
-        """Describe what was chosen for a kind of step, in which `layers` are run again."""
-        rows = [
-            Row(layer.name, (layer.nbytes,), torch.uint8, layer.nbytes, "replay", _LAYER, 0.0)
-            for layer in layers
-        ]
+    def of(cls, kind: Kind, choice: Choice) -> Plan:
+        """Describe what was chosen for a kind of step."""
+        rows = []
         for value, decision, reason, cost in zip(
             kind.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
@@ -119,7 +111,7 @@ class Plan:
         )
         if self.host_seconds:
             times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is bound by it"
-        return "\n".join([*lines, times, *([self.note] if self.note else [])])
+        return "\n".join([*lines, times])
 
     @property
     def bytes_by_decision(self) -> dict[str, int]:
@@ -191,7 +183,5 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     except ValueError as error:
         raise UsageError(f"cannot draw to {str(path)!r}: {error}") from error
 
-
-_LAYER = "the layer is run again: the processor has no time for its tensors"
 
 _NAMES = {Keep: "keep", Offload: "offload", Replay: "replay"}

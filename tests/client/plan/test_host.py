@@ -18,13 +18,11 @@ from storm_client.plan.host import (
     Load,
     choose_for_host,
     host_bound,
-    layers_may_be_quicker,
     load_of,
     spare_seconds,
 )
 from storm_client.plan.kinds import SAVED, HostBound, HostPass, Kind, Value
 from storm_client.plan.planner import Costs, choose
-from storm_client.stats import StatsRecorder
 from support.planning import value
 from torch import nn
 
@@ -176,22 +174,6 @@ def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
     return made
 
 
-@pytest.mark.parametrize(
-    ("own", "with_offload", "share", "are_quicker"),
-    [
-        (0.011, 0.081, 1.0, True),  # 12 layers of width 1024
-        (0.011, 0.041, 0.15, True),
-        (0.076, 0.100, 1.0, False),  # 8 layers of width 4096 with adapters
-        (0.076, 0.082, 0.3, False),
-        (0.076, 0.116, 1.0, True),  # which is found out
-    ],
-)
-def test_layers_are_called_again_where_that_may_be_quicker_than_handing_over(
-    own: float, with_offload: float, share: float, are_quicker: bool
-) -> None:
-    assert layers_may_be_quicker(HostBound(own), with_offload, share) is are_quicker
-
-
 def test_a_kind_is_bound_by_the_host_if_the_device_has_waited_each_time() -> None:
     passes = [HostPass(0.9, 0.4)] * 2
     made = timed(passes, [True, True])
@@ -276,7 +258,6 @@ def test_a_step_that_is_bound_by_the_host_lets_most_stay_and_is_not_watched(
         unpack=_never,
         publish=_never,
         is_ready=_never,
-        stats=StatsRecorder(),
     )
     assert step.mode is None
     step.abandon()
