@@ -16,8 +16,7 @@ from typing import Final
 
 from stormd.arena import Space, granules
 from stormd.parts import blob_bound
-from stormd.plans import MAX_PLAN_PARTS_HELD, MAX_PLANS, MAX_RUNS, Plan, Run, Spares
-from stormd.protocol import MapSegment, RegisterPlan, RunPlan, Store
+from stormd.protocol import MapSegment, Store
 from stormd.protocol.limits import FIRST_LEASED
 from stormd.protocol.timeline import RESULTS
 from stormd.sessions import Entry, Limits, Phase, Session
@@ -30,12 +29,7 @@ __all__ = [
     "Shares",
     "assert_session",
     "assert_space",
-    "limits_problem",
-    "part_problem",
-    "plan_problem",
     "restore_problem",
-    "run_problem",
-    "run_room",
     "segment_problem",
     "share_problem",
     "store_problem",
@@ -46,9 +40,6 @@ MAX_RESTORES: Final = 4096
 
 MAX_SEGMENTS: Final = 4096
 """Segments of one session mapped at one time."""
-
-RUN_SHARE: Final = 4
-"""A run is promised at most this part of what the pool has free when it begins."""
 
 
 # --- sums -----------------------------------------------------------------------------------
@@ -106,15 +97,13 @@ class Shares:
 class Holdings:
     """Counts `entries`, the `raw_bytes` before encoding of those in the pool, and `shares`.
 
-    What a session has in the cache's space counts for none of the last two. `keeping` are the plans
-    for which something is kept, and whose they are, in the order in which that began.
+    What a session has in the cache's space counts for none of the last two.
     """
 
     def __init__(self) -> None:
         self.shares = Shares()
         self.entries = 0
         self.raw_bytes = 0
-        self.keeping: dict[Plan, Session] = {}
 
     def add(self, record: Session, entry_id: int, entry: Entry) -> None:
         """Give a session an entry, for which it is charged."""
@@ -138,42 +127,16 @@ class Holdings:
         self.entries -= 1
         return entry
 
-    def give_up_all(self, record: Session, entry_ids: Iterable[int]) -> None:
-        """Make entries, of those that there are, invisible to their client.
-
-        Those that no lane uses are freed, or left to their plan with what they are charged.
-        """
-        entries = record.entries
-        kept_bytes = kept = raw_bytes = 0
-        for entry_id in entry_ids:
-            entry = entries.get(entry_id)
-            if entry is None:
-                continue
-            entry.released = True
-            if entry.restores or entry.waits or entry.block is None:
-                continue
-            plan = entry.plan
-            if plan is None or not plan.keeps(entry):
-                self._free(record, entry_id, entry)
-                continue
-            del entries[entry_id]
-            kept_bytes += entry.charge
-            raw_bytes += entry.raw_bytes
-            kept += 1
-            if plan not in self.keeping:
-                self.keeping[plan] = record
-        record.kept_bytes += kept_bytes
-        self.entries -= kept
-        self.raw_bytes -= raw_bytes
-
     def give_up(self, record: Session, entry_id: int) -> None:
         """Make an entry invisible to its client, and free it unless a lane uses it."""
-        self.give_up_all(record, (entry_id,))
+        record.entries[entry_id].released = True
+        self.free_unused(record, entry_id)
 
     def free_unused(self, record: Session, entry_id: int) -> None:
         """Free the entry if its owner has given it up and no lane uses it."""
-        if record.entries[entry_id].released:
-            self.give_up_all(record, (entry_id,))
+        entry = record.entries[entry_id]
+        if entry.released and not entry.in_use:
+            self._free(record, entry_id, entry)
 
     def _free(self, record: Session, entry_id: int, entry: Entry) -> None:
         """Give an entry's block back, for which it is charged no longer."""
@@ -183,41 +146,6 @@ class Holdings:
             entry.space.release(entry.block)
         else:
             entry.loan.end()
-
-    # --- what is kept for plans -------------------------------------------------------------
-
-    def lend(self, plan: Plan) -> Spares:
-        """Give a run what is kept for its plan; nobody else gets it until the run ends."""
-        self.keeping.pop(plan, None)
-        return plan.take_spares()
-
-    def return_spares(self, record: Session, run: Run) -> None:
-        """Take back what a run had and did not use."""
-        for entry in filter(None, run.spares.entries):
-            if run.plan.keeps(entry):
-                self.keeping.setdefault(run.plan, record)
-            else:
-                self.release_spare(record, entry)
-
-    def release_spare(self, record: Session, entry: Entry) -> None:
-        """Give the block of an entry that was kept back to the pool."""
-        assert entry.block is not None
-        entry.space.release(entry.block)
-        record.kept_bytes -= entry.charge
-        self.charge(record, -entry.charge)
-
-    def let_go(self, plan: Plan) -> None:
-        """Give all that is kept for a plan back to the pool."""
-        record = self.keeping.pop(plan, None)
-        if record is not None:
-            for entry in filter(None, plan.take_spares().entries):
-                self.release_spare(record, entry)
-
-    def forget(self, plan: Plan) -> list[Entry]:
-        """Keep nothing for a plan from now on; return what was kept, which is to be released."""
-        plan.is_registered = False
-        self.keeping.pop(plan, None)
-        return [entry for entry in plan.take_spares().entries if entry is not None]
 
     def _count(self, record: Session, raw_bytes: int) -> None:
         if record.cache is None:
@@ -242,11 +170,7 @@ def assert_space(
 
 def assert_session(record: Session) -> None:
     """Raise AssertionError where a session contradicts itself: for tests."""
-    reserved, _ = record.reserved
-    charged = sum(entry.charge for entry in record.entries.values())
-    assert record.used_bytes == reserved + record.kept_bytes + charged
-    assert record.plan_parts == sum(len(plan.parts) for plan in record.plans.values())
-    _assert_plans(record)
+    assert record.used_bytes == sum(entry.charge for entry in record.entries.values())
     for entry_id, entry in record.entries.items():
         assert entry.charge == _charge(entry)
         assert not (entry.released and not entry.in_use), "a released entry was not freed"
@@ -259,25 +183,11 @@ def assert_session(record: Session) -> None:
         assert first.block is None, "a restore whose turn it is was not started"
 
 
-def _assert_plans(record: Session) -> None:
-    for plan in record.plans.values():
-        assert plan.is_registered == (record.phase is not Phase.ENDING)
-        plan.spares.assert_invariants(plan.parts)
-    for run in record.runs.values():
-        run.assert_invariants()
-        assert run.first + len(run.plan.parts) - 1 <= record.last_entry
-    assert not (record.runs and record.phase is Phase.ENDING), "a run outlived its session"
-    kept = sum(one.charge for one in record.spares)
-    kept += sum(plan.spares.nbytes for plan in record.plans.values())
-    kept += sum(run.spares.nbytes for run in record.runs.values())
-    assert record.kept_bytes == kept
-
-
 def _charge(entry: Entry) -> int:
     """Return what an entry must count for: what is lent counts for the cache."""
     if entry.loan is not None:
         return 0
-    return entry.block.room if entry.block else entry.promised
+    return granules(entry.block.nbytes) if entry.block else entry.promised
 
 
 # --- may it be carried out -------------------------------------------------------------------
@@ -294,13 +204,6 @@ def store_problem(
     if detail := _invalid(session, message):
         return "invalid", detail
     nbytes = granules(blob_bound(message.nbytes))
-    return limits_problem(session, nbytes, limits, user_bytes=user_bytes, draining=draining)
-
-
-def limits_problem(
-    session: Session, nbytes: int, limits: Limits, *, user_bytes: int, draining: bool
-) -> tuple[str, str] | None:
-    """Return the reason and detail of why there is no room of `nbytes` more, as `store_problem`."""
     if draining:
         return "draining", "the daemon is shutting down"
     if detail := _count(session, limits):
@@ -349,72 +252,6 @@ def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords 
     return "UsageError", _range(session, segment, offset, nbytes)
 
 
-def plan_problem(session: Session, message: RegisterPlan) -> tuple[str, str] | None:
-    """Return the kind (of Refused) and detail of why the plan is not registered, or None."""
-    if detail := _phase(session) or _lane(session) or _pool(session):
-        return "UsageError", detail
-    if message.plan in session.plans:
-        return "UsageError", f"plan {message.plan} is registered already: choose a new number"
-    largest = max(message.sizes)
-    if largest > session.part_bytes:
-        return "UsageError", _too_large(largest, session.part_bytes)
-    if len(session.plans) >= MAX_PLANS:
-        return "QuotaExceeded", f"{MAX_PLANS} plans are registered, the limit: forget one first"
-    parts = session.plan_parts + len(message.sizes)
-    if parts > MAX_PLAN_PARTS_HELD:
-        detail = (
-            f"plans of {parts} parts in one session; the limit is {MAX_PLAN_PARTS_HELD}: forget "
-            "one first"
-        )
-        return "QuotaExceeded", detail
-    return None
-
-
-def run_problem(session: Session, message: RunPlan) -> tuple[str, str] | None:
-    """Return the kind (of Refused) and detail of why the run does not begin, or None."""
-    plan = session.plans.get(message.plan)
-    if session.phase is not Phase.ATTACHED:
-        return "UsageError", _phase(session)
-    if plan is None:
-        return "UsageError", f"plan {message.plan} is not registered: send RegisterPlan first"
-    for entry in (message.run, message.run + len(plan.parts) - 1):
-        if detail := _order(session, entry):
-            return "UsageError", detail
-    if len(session.runs) >= MAX_RUNS:
-        return "QuotaExceeded", f"{MAX_RUNS} runs go on, the limit: end one first"
-    return None
-
-
-def part_problem(session: Session, run: Run | None, index: int, segment: int, offset: int) -> str:
-    """Return what is wrong with a part of StoreParts; of several faults the first."""
-    if run is None:
-        return "this run has ended or was refused: send RunPlan first"
-    parts = run.plan.parts
-    if index >= len(parts):
-        return f"part {index} of a plan of {len(parts)}: count from 0"
-    if run.handed[index]:
-        return f"part {index} of the run was handed over already"
-    nbytes = parts[index].nbytes
-    if offset + nbytes <= session.segments.get(segment, -1):
-        return ""
-    return _range(session, segment, offset, nbytes)
-
-
-def run_room(session: Session, limits: Limits, *, user_bytes: int, free: int) -> tuple[int, int]:
-    """Return what a run may be promised: bytes and parts, both 0 or more.
-
-    `free` is what the pool has neither promised nor given. A quarter of it at the most, so that
-    others are not refused for what this one may never need: blobs are smaller than their bounds.
-    """
-    room = free // RUN_SHARE
-    if limits.quota_bytes:
-        room = min(room, limits.quota_bytes - session.used_bytes)
-    if limits.user_quota_bytes:
-        room = min(room, limits.user_quota_bytes - user_bytes)
-    parts = limits.max_entries - len(session.entries) - session.reserved[1]
-    return max(0, room), max(0, parts)
-
-
 def segment_problem(session: Session, message: MapSegment) -> str | None:
     """Return why the segment may not be mapped, None where it may."""
     if detail := _phase(session) or _lane(session):
@@ -450,12 +287,6 @@ def _lane(session: Session) -> str:
     if session.info.has_lane:
         return ""
     return "this session is for control alone: open one for a device to store what is there"
-
-
-def _pool(session: Session) -> str:
-    if session.cache is None:
-        return ""
-    return "this session is for the cache, which has no plans: open another"
 
 
 def _order(session: Session, entry: int) -> str:
@@ -499,7 +330,7 @@ def _range(session: Session, segment: int, offset: int, nbytes: int) -> str:
 
 
 def _count(session: Session, limits: Limits) -> str:
-    if len(session.entries) + session.reserved[1] < limits.max_entries:
+    if len(session.entries) < limits.max_entries:
         return ""
     return f"{limits.max_entries} entries are held, the limit: release some first"
 

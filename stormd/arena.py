@@ -22,10 +22,6 @@ GRANULE: Final = 256
 """Bytes that every extent starts at and is a multiple of: a blob's own section alignment, so
 that vector loads on a blob in the pool are aligned as the format promises."""
 
-AMPLE_PART: Final = 32
-"""Of a block that is to be used again, what it gets beside what it needs now: blobs of like data
-differ by less, and what differs by more is placed anew."""
-
 
 class Extent(NamedTuple):
     """A contiguous range of the space, in bytes; both numbers are multiples of GRANULE."""
@@ -42,22 +38,19 @@ class Block:
     nbytes: int
     offset: int | None = field(init=False)
     """The blob's offset where it is contiguous, else None."""
-    room: int = field(init=False)
-    """The bytes of the extents: those of the blob, in whole granules, or more."""
 
     def __post_init__(self) -> None:
         """Note where it lies."""
         whole = self.extents[0].offset if len(self.extents) == 1 else None
         object.__setattr__(self, "offset", whole)
-        object.__setattr__(self, "room", sum(nbytes for _, nbytes in self.extents))
 
     def pieces(self) -> list[Extent]:
-        """Return the ranges that hold the blob's bytes, cut to the blob's end; none is empty."""
+        """Return the ranges that hold the blob's bytes, the last one cut to the blob's end."""
         pieces, left = [], self.nbytes
         for offset, nbytes in self.extents:
             pieces.append(Extent(offset, min(nbytes, left)))
             left -= min(nbytes, left)
-        return [piece for piece in pieces if piece.nbytes]
+        return pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +116,8 @@ class Space:
         with self._lock:
             self._unpromise(promised)
 
-    def place(
-        self, promised: int, nbytes: int, spare: Block | None = None, *, ample: bool = False
-    ) -> Block:
+    def place(self, promised: int, nbytes: int) -> Block:
         """Turn a promise of `promised` bytes into a block of `nbytes`, which is at most that.
-
-        Of the promise the room of `spare` is taken already: the block lies there as far as it goes.
-        Without a spare an `ample` one gets a 32nd part more than it needs, within the promise: for
-        what will lie there next, which may be a little larger.
 
         Takes the smallest free extent that holds it, so that large ones stay large; where none
         does, the largest ones together, and for what is left over the smallest that holds it: in a
@@ -143,28 +130,23 @@ class Space:
         """
         if not 0 < nbytes <= promised:
             raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")
-        room = 0 if spare is None else spare.room
         with self._lock:
-            self._unpromise(promised - room)
+            self._unpromise(promised)
             wanted = granules(nbytes)
-            if spare is None:
-                more = nbytes // AMPLE_PART // GRANULE * GRANULE if ample else 0
-                return Block(self._fresh(min(wanted + more, granules(promised))), nbytes)
-            if wanted > room:
-                return Block((*spare.extents, *self._fresh(wanted - room)), nbytes)
-        return spare if spare.nbytes == nbytes else Block(spare.extents, nbytes)
+            self._used += wanted
+            self._peak = max(self._peak, self._used)
+            return Block(tuple(self._take(wanted)), nbytes)
 
     def release(self, block: Block) -> None:
         """Give a block back. Each block once."""
         with self._lock:
-            self._give_back(block.extents)
+            self._give_back(block)
 
-    def unplace(self, block: Block, promised: int, spare: Block | None = None) -> None:
-        """Undo `place`: what it took is free, and the promise beyond the spare stands again."""
-        kept, room = (0, 0) if spare is None else (len(spare.extents), spare.room)
+    def unplace(self, block: Block, promised: int) -> None:
+        """Undo `place`: the block is free again, and the promise stands again."""
         with self._lock:
-            self._give_back(block.extents[kept:])
-            self._promised += granules(promised - room)
+            self._give_back(block)
+            self._promised += granules(promised)
 
     def use(self) -> SpaceUse:
         """Return how full the space is."""
@@ -195,13 +177,8 @@ class Space:
         self._promised -= granules(promised)
         assert self._promised >= 0, "more promises ended than were given"
 
-    def _fresh(self, wanted: int) -> tuple[Extent, ...]:
-        self._used += wanted
-        self._peak = max(self._peak, self._used)
-        return tuple(self._take(wanted))
-
-    def _give_back(self, extents: tuple[Extent, ...]) -> None:
-        for offset, nbytes in extents:
+    def _give_back(self, block: Block) -> None:
+        for offset, nbytes in block.extents:
             self._used -= nbytes
             self._free(offset, nbytes)
 

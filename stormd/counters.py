@@ -107,11 +107,7 @@ def _flows() -> dict[str, Flow]:
 
 @dataclass(slots=True)
 class Counters:
-    """All counts of one daemon. `stores` and `restores` are by codec.
-
-    Parts of plans are `placed_again` where they lay in a run before, `placed_larger` there and
-    elsewhere since they have grown, and `placed_anew` where nothing was kept for them.
-    """
+    """All counts of one daemon. `stores` and `restores` are by codec."""
 
     stores: dict[str, Flow] = field(default_factory=_flows)
     restores: dict[str, Flow] = field(default_factory=_flows)
@@ -122,9 +118,6 @@ class Counters:
     malformed: int = 0
     refused: int = 0
     unsent: int = 0
-    placed_again: int = 0
-    placed_larger: int = 0
-    placed_anew: int = 0
     cache: CacheCounts = field(default_factory=CacheCounts)
 
     @property
@@ -143,9 +136,6 @@ class Counters:
             "malformed": self.malformed,
             "refused": self.refused,
             "unsent": self.unsent,
-            "placed_again": self.placed_again,
-            "placed_larger": self.placed_larger,
-            "placed_anew": self.placed_anew,
         }
 
     def throughput(self) -> dict[str, Any]:

@@ -47,9 +47,6 @@ class StoreJob:
     `ready` is the value of the session's `published` counter to wait for, `sequence` the one that
     its `stored` is raised to then (cuda lane). With a `result` other than 0 the client has encoded
     them: the blob is there, as long as that result in the timeline page says.
-
-    The blob goes to `spare` where there is one, and from there on to what the space has promised
-    beyond it. `is_planned` is a part whose block is kept for the next run: it gets some more room.
     """
 
     session: int
@@ -60,8 +57,6 @@ class StoreJob:
     ready: int
     sequence: int
     space: Space
-    spare: Block | None = None
-    is_planned: bool = False
     result: int = 0
 
     @property
@@ -71,11 +66,11 @@ class StoreJob:
 
     def place(self, nbytes: int) -> Block:
         """Return where its blob of `nbytes` goes; the promise to it is used up by that."""
-        return self.space.place(self.part.charge, nbytes, self.spare, ample=self.is_planned)
+        return self.space.place(self.part.charge, nbytes)
 
     def unplace(self, block: Block) -> None:
-        """Undo `place`: the promise stands again, and the spare is as it was."""
-        self.space.unplace(block, self.part.charge, self.spare)
+        """Undo `place`: the promise stands again."""
+        self.space.unplace(block, self.part.charge)
 
 
 @dataclass(slots=True)

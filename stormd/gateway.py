@@ -52,9 +52,7 @@ from stormd.protocol import (
     PROTOCOL_VERSION,
     Admitted,
     CacheNames,
-    EndRun,
     Envelope,
-    ForgetPlan,
     Goodbye,
     Hello,
     MapSegment,
@@ -64,15 +62,12 @@ from stormd.protocol import (
     Pong,
     ProtocolError,
     Refused,
-    RegisterPlan,
     Release,
     Restore,
     RestoreParts,
-    RunPlan,
     Status,
     StatusRequest,
     Store,
-    StoreParts,
     UnmapSegment,
     Welcome,
     decode,
@@ -345,11 +340,6 @@ class Gateway:
             Release: self._release,
             Ping: self._ping,
             PlanLearned: self._plan_learned,
-            RegisterPlan: self._register_plan,
-            ForgetPlan: self._forget_plan,
-            RunPlan: self._run_plan,
-            EndRun: self._end_run,
-            StoreParts: self._store_parts,
             RestoreParts: self._restore_parts,
             MapSegment: self._map_segment,
             UnmapSegment: self._unmap_segment,
@@ -555,22 +545,6 @@ class Gateway:
 
     def _plan_learned(self, peer: Peer, request: int, message: PlanLearned) -> None:
         self._perform(self._ledger.learned(peer.session, request, message))
-
-    def _register_plan(self, peer: Peer, request: int, message: RegisterPlan) -> None:
-        self._perform(self._ledger.register_plan(peer.session, request, message))
-
-    def _forget_plan(self, peer: Peer, _request: int, message: ForgetPlan) -> None:
-        self._perform(self._ledger.forget_plan(peer.session, message))
-
-    def _run_plan(self, peer: Peer, request: int, message: RunPlan) -> None:
-        self._perform(self._ledger.run_plan(peer.session, request, message))
-
-    def _end_run(self, peer: Peer, _request: int, message: EndRun) -> None:
-        self._perform(self._ledger.end_run(peer.session, message))
-
-    def _store_parts(self, peer: Peer, request: int, message: StoreParts) -> None:
-        now = time.monotonic()
-        self._perform(self._ledger.store_parts(peer.session, request, message, now))
 
     def _restore_parts(self, peer: Peer, request: int, message: RestoreParts) -> None:
         now = time.monotonic()

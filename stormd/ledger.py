@@ -6,7 +6,6 @@ exactly once. Nothing is freed while a lane uses it. A session that has ended ho
 
 Entries:   Store -> encoding -> stored -> (restores read it) -> freed
            Release or the session's end while a lane uses the entry frees it when the lane is done.
-Runs:      RunPlan -> (parts become entries) -> EndRun or the session's end gives the rest back.
 Sessions:  opened -> attached -> ending -> gone; `Detached` of the lane is what ends the last step.
 """
 
@@ -21,17 +20,12 @@ from stormd.accounting import (
     Holdings,
     assert_session,
     assert_space,
-    limits_problem,
-    part_problem,
-    plan_problem,
     restore_problem,
-    run_problem,
-    run_room,
     segment_problem,
     share_problem,
     store_problem,
 )
-from stormd.arena import Space
+from stormd.arena import Space, granules
 from stormd.cache.items import Cache, Caller
 from stormd.cache.requests import CacheRequests
 from stormd.counters import Counters
@@ -57,35 +51,28 @@ from stormd.events import (
     Unmap,
 )
 from stormd.parts import Part
-from stormd.plans import News, Plan, Run
 from stormd.protocol import (
     RESTORE_FIELDS,
-    STORE_FIELDS,
     Admitted,
-    EndRun,
     Failed,
-    ForgetPlan,
     Mapped,
     MapSegment,
     Message,
     PlanLearned,
-    PlanRegistered,
     Refused,
-    RegisterPlan,
     Rejected,
     Release,
     Restore,
     Restored,
+    RestoredParts,
     RestoreParts,
-    RunAdmitted,
-    RunPlan,
     Store,
     Stored,
-    StoreParts,
     UnmapSegment,
+    pack,
     unpack,
 )
-from stormd.protocol.limits import MAX_ID
+from stormd.protocol.limits import MAX_BATCH
 from stormd.sessions import (
     CacheAccess,
     Destination,
@@ -125,7 +112,7 @@ class Ledger:
         self._holdings = Holdings()
         self._holdings.shares.limit(limits.share_bytes, ())
         self._draining = False
-        self._told: dict[int, News] = {}  # by session: answers that leave together
+        self._restored: dict[int, list[int]] = {}  # by session: tickets to be answered together
         self._freeing: deque[Session] = deque()  # those that end and have entries to be freed
         self._events = {
             StoreDone: self._stores_done,
@@ -230,12 +217,8 @@ class Ledger:
         for number in record.waiting:
             record.entries[record.tickets.pop(number).entry].waits -= 1
         record.waiting.clear()
-        for run in list(record.runs):
-            self._end_run(record, run)
         record.to_free = list(record.entries)
-        for plan in record.plans.values():
-            record.spares += self._holdings.forget(plan)
-        if record.to_free or record.spares:  # else it is gone once its lane has let go of it
+        if record.to_free:  # else it is gone once its lane has let go of it
             self._freeing.append(record)
         return [Detach(session), *self.free_some()]
 
@@ -254,7 +237,7 @@ class Ledger:
         while self._freeing and left:
             record = self._freeing[0]
             left -= self._free_some_of(record, left)
-            if not record.to_free and not record.spares:
+            if not record.to_free:
                 self._freeing.popleft()
                 gone += self._gone(record)
         return gone
@@ -273,8 +256,6 @@ class Ledger:
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
         problem = self._store_problem(record, message, part)
-        while problem is not None and self._make_room(record, problem[0], part.charge):
-            problem = self._store_problem(record, message, part)
         if problem is not None:
             return self._rejected(record, request, message, *problem)
         space = self._space if record.cache is None else self._cache_of(record).space
@@ -328,7 +309,10 @@ class Ledger:
 
     def release(self, session: int, message: Release) -> list[Instruction]:
         """Give entries up; those in use are freed when they no longer are."""
-        self._holdings.give_up_all(self._sessions[session], message.entries)
+        record = self._sessions[session]
+        for entry_id in message.entries:
+            if entry_id in record.entries:
+                self._holdings.give_up(record, entry_id)
         return []
 
     def learned(self, session: int, request: int, message: PlanLearned) -> list[Instruction]:
@@ -383,82 +367,6 @@ class Ledger:
             *self._start_waiting(record),
         ]
 
-    # --- plans and their runs ---------------------------------------------------------------
-
-    def register_plan(self, session: int, request: int, message: RegisterPlan) -> list[Instruction]:
-        """Keep a plan for runs to come, or say why not. Nothing is promised by it."""
-        record = self._sessions[session]
-        problem = plan_problem(record, message)
-        answer: Message
-        if problem is None:
-            try:
-                record.plans[message.plan] = plan = Plan.of(message)
-            except ValueError as error:
-                answer = Refused("UsageError", str(error))
-            else:
-                record.plan_parts += len(plan.parts)
-                answer = PlanRegistered(message.plan)
-        else:
-            answer = Refused(*problem)
-        return [Reply(session=session, request=request, message=answer)]
-
-    def forget_plan(self, session: int, message: ForgetPlan) -> list[Instruction]:
-        """Forget a plan, and keep nothing for it; its runs go on."""
-        record = self._sessions[session]
-        plan = record.plans.pop(message.plan, None)
-        if plan is not None:
-            record.plan_parts -= len(plan.parts)
-            for entry in self._holdings.forget(plan):
-                self._holdings.release_spare(record, entry)
-        return []
-
-    def run_plan(self, session: int, request: int, message: RunPlan) -> list[Instruction]:
-        """Begin a run: promise room for as many of its first parts as others can spare."""
-        record = self._sessions[session]
-        problem = run_problem(record, message)
-        if problem is not None:
-            return [Reply(session=session, request=request, message=Refused(*problem))]
-        plan = record.plans[message.plan]
-        run = Run(message.run, plan, self._holdings.lend(plan))
-        self._promise_parts(record, run)
-        record.runs[run.first] = run
-        record.last_entry = run.first + len(plan.parts) - 1
-        answer = RunAdmitted(run.first, run.count)
-        return [Reply(session=session, request=request, message=answer)]
-
-    def store_parts(
-        self, session: int, request: int, message: StoreParts, now: float
-    ) -> list[Instruction]:
-        """Take parts of a run in; those that were not promised are admitted, or not, as a Store."""
-        record = self._sessions[session]
-        run = record.runs.get(message.run)
-        done: list[Instruction] = []
-        jobs: list[StoreJob | RestoreJob] = []
-        for place in unpack(message.places, STORE_FIELDS):
-            index, segment, offset, sequence, _ = place
-            problem = part_problem(record, run, index, segment, offset)
-            answer: Message | None = None
-            if run is None or problem:
-                answer = _part_refusal(message.run, run, index, problem)
-            elif index >= run.count:
-                answer = self._part_rejection(record, run, index)
-                if answer is None:
-                    admitted = Admitted(run.first + index)
-                    done.append(Reply(session=session, request=request, message=admitted))
-            if run is not None and answer is None:
-                jobs.append(self._part_taken(record, run, place, now))
-            else:
-                assert answer is not None
-                done += _begun(session, jobs)  # before what is said of a later number
-                done += self._not_stored(record, request, answer, sequence)
-                jobs = []
-        return done + _begun(session, jobs)
-
-    def end_run(self, session: int, message: EndRun) -> list[Instruction]:
-        """Give back what a run was promised and did not use."""
-        self._end_run(self._sessions[session], message.run)
-        return []
-
     # --- results of lanes -------------------------------------------------------------------
 
     def results(self, session: int, results: Iterable[Result], now: float) -> list[Instruction]:
@@ -471,47 +379,36 @@ class Ledger:
         return instructions
 
     def told(self) -> list[Instruction]:
-        """Return the answers about parts that results have left to be given together."""
-        if not self._told:
+        """Return the answers to restores that results have left to be given together."""
+        if not self._restored:
             return []
-        told, self._told = self._told, {}
+        restored, self._restored = self._restored, {}
         return [
-            Reply(session=session, request=0, message=message)
-            for session, news in told.items()
+            Reply(
+                session=session,
+                request=0,
+                message=RestoredParts(pack(tickets[begin : begin + MAX_BATCH])),
+            )
+            for session, tickets in restored.items()
             if session in self._sessions and self._sessions[session].phase is not Phase.ENDING
-            for message in news.messages()
+            for begin in range(0, len(tickets), MAX_BATCH)
         ]
-
-    def _news(self, record: Session) -> News:
-        """Return what a session is to be told together."""
-        return self._told.setdefault(record.info.session, News())
 
     def _stores_done(
         self, record: Session, results: Iterable[StoreDone], now: float
     ) -> list[Instruction]:
         instructions: list[Instruction] = []
-        entries, counters, news = record.entries, self._counters, self._news(record)
+        entries, flows = record.entries, self._counters.stores
         freed, charged = [], 0
         for result in results:
             number, block = result.entry, result.block
             entry = entries[number]
-            entry.block, room = block, block.room
+            entry.block, room = block, granules(block.nbytes)
             charged += room - entry.charge
             entry.charge = room
-            flow = counters.stores[entry.codec]
-            flow.add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
-            if entry.plan is None:
-                stored = Stored(number, block.nbytes, result.mode)
-                instructions.append(Reply(session=record.info.session, request=0, message=stored))
-            else:
-                spare, entry.spare = entry.spare, None
-                if spare is None:
-                    counters.placed_anew += 1
-                elif room == spare.room:
-                    counters.placed_again += 1
-                else:
-                    counters.placed_larger += 1
-                news.stored[result.mode] += number, block.nbytes
+            flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
+            stored = Stored(number, block.nbytes, result.mode)
+            instructions.append(Reply(session=record.info.session, request=0, message=stored))
             if entry.released:
                 freed.append(number)
         self._holdings.charge(record, charged)
@@ -531,9 +428,7 @@ class Ledger:
         for result in results:
             entry = self._holdings.remove(record, result.entry)
             self._counters.stores[entry.codec].failures += 1
-            entry.space.withdraw(entry.unplaced)
-            if entry.spare is not None:
-                entry.space.release(entry.spare)
+            entry.space.withdraw(entry.promised)
             if record.phase is Phase.ENDING:
                 continue
             kind, detail = "ActivationLost", result.detail
@@ -548,7 +443,8 @@ class Ledger:
         self, record: Session, results: Iterable[RestoreDone], now: float
     ) -> list[Instruction]:
         replies: list[Instruction] = []
-        entries, flows, told = record.entries, self._counters.restores, self._news(record).tickets
+        entries, flows = record.entries, self._counters.restores
+        together = self._restored.setdefault(record.info.session, [])
         for result in results:
             ticket = record.tickets.pop(result.ticket)
             entry = entries[ticket.entry]
@@ -558,7 +454,7 @@ class Ledger:
                 entry.raw_bytes, entry.block.nbytes, result.seconds, now - ticket.since
             )
             if ticket.together:
-                told.append(result.ticket)
+                together.append(result.ticket)
             else:
                 replies += self._answer(record, ticket, Restored(result.ticket))
             if entry.released:
@@ -621,11 +517,6 @@ class Ledger:
         return self._holdings.entries
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of the pool that hold nothing, and are kept for the next runs of plans."""
-        return sum(record.kept_bytes for record in self._sessions.values())
-
-    @property
     def raw_bytes(self) -> int:
         """Bytes, before encoding, of the entries in the pool."""
         return self._holdings.raw_bytes
@@ -644,12 +535,7 @@ class Ledger:
         records = list(self._sessions.values())
         entries = [entry for record in records for entry in record.entries.values()]
         assert self._holdings.entries == len(entries)
-        assert_space(
-            self._space,
-            [entry for entry in entries if entry.space is self._space],
-            held=sum(record.kept_bytes for record in records),
-            promised=sum(record.reserved[0] for record in records),
-        )
+        assert_space(self._space, [entry for entry in entries if entry.space is self._space])
         if self._cache is not None:
             self._cache.assert_invariants(records)
         for record in records:
@@ -660,8 +546,6 @@ class Ledger:
         self._holdings.shares.assert_invariants(
             [(record.info.uid, record.used_bytes) for record in pool_users]
         )
-        kept = {plan for record in records for plan in record.plans.values() if plan.spares.nbytes}
-        assert kept == {one for one in self._holdings.keeping if one.spares.nbytes}
 
     # --- parts of the above -----------------------------------------------------------------
 
@@ -684,24 +568,6 @@ class Ledger:
             f"{format_size(nbytes)} more are asked for: raise pool_bytes"
         )
 
-    def _promise_parts(self, record: Session, run: Run) -> None:
-        """Have the pool promise room for first parts of a run, as many as others can spare."""
-        if self._draining:
-            return
-        use, shares = self._space.use(), self._holdings.shares
-        room, parts = run_room(
-            record,
-            self._limits,
-            user_bytes=shares.of_user(record.info.uid),
-            free=use.capacity - use.used - use.promised,
-        )
-        count, nbytes = run.fitting(room, parts)
-        if share_problem(record, shares, self._limits, use.capacity, nbytes):
-            return
-        if self._space.promise(nbytes):
-            run.promised(count, nbytes)
-            self._holdings.charge(record, nbytes)
-
     def _store_problem(self, record: Session, message: Store, part: Part) -> tuple[str, str] | None:
         """Return why an entry is not admitted; None, and its room is promised now."""
         problem = store_problem(
@@ -713,109 +579,23 @@ class Ledger:
         )
         return problem or self._shortage(record, part.charge)
 
-    def _part_rejection(self, record: Session, run: Run, index: int) -> Rejected | None:
-        """Return the answer to a part that was not promised and is not admitted.
-
-        None where it is: then what it needs beside its spare is promised now, and charged.
-        """
-        needed = run.spares.needs[index]
-        problem = self._part_problem(record, needed)
-        while problem is not None and self._make_room(record, problem[0], needed):
-            problem = self._part_problem(record, needed)
-        if problem is not None:
-            run.handed[index] = 1
-            return Rejected(run.first + index, *problem)
-        self._holdings.charge(record, needed)
-        return None
-
-    def _part_problem(self, record: Session, needed: int) -> tuple[str, str] | None:
-        """Return why a part is not admitted; None, and the bytes it needs are promised now."""
-        problem = limits_problem(
-            record,
-            needed,
-            self._limits,
-            user_bytes=self._holdings.shares.of_user(record.info.uid),
-            draining=self._draining,
-        )
-        return problem or self._shortage(record, needed)
-
     def _shortage(self, record: Session, nbytes: int) -> tuple[str, str] | None:
         shortage = self._promise(record, nbytes)
         return None if shortage is None else ("pool_full", shortage)
 
-    def _make_room(self, record: Session, reason: str, nbytes: int) -> bool:
-        """Let go of what is kept for one plan, where that may help a session that was refused.
-
-        The one whose last run is longest ago goes first; False where there is none.
-        """
-        if record.cache is not None or reason not in ("pool_full", "quota"):
-            return False
-        quota, keeping = self._limits.quota_bytes, self._holdings.keeping
-        is_own = reason == "quota" and quota and record.used_bytes + nbytes > quota
-        for plan, owner in keeping.items():
-            is_users = owner.info.uid == record.info.uid
-            if owner is record or (not is_own and (is_users or reason == "pool_full")):
-                self._holdings.let_go(plan)
-                return True
-        return False
-
-    def _part_taken(
-        self, record: Session, run: Run, place: tuple[int, ...], now: float
-    ) -> StoreJob:
-        """Make an entry of a part for which there is room, or use the one that was kept for it."""
-        index, segment, offset, sequence, ready = place
-        plan, number = run.plan, run.first + index
-        part = plan.parts[index]
-        entry = run.take(index)
-        if entry is None:
-            entry = Entry(
-                raw_bytes=part.nbytes,
-                codec=part.codec,
-                since=now,
-                promised=part.charge,
-                charge=part.charge,
-                space=self._space,
-                plan=plan,
-                index=index,
-            )
-        else:
-            record.kept_bytes -= entry.charge
-            entry.since, entry.charge, entry.released = now, part.charge, False
-            entry.spare, entry.block = entry.block, None
-        record.entries[number] = entry
-        self._holdings.entries += 1
-        self._holdings.raw_bytes += part.nbytes
-        return StoreJob(
-            record.info.session, number, part, segment, offset, ready or sequence, sequence,
-            self._space, entry.spare, True,
-        )  # fmt: skip
-
-    def _end_run(self, record: Session, number: int) -> None:
-        run = record.runs.pop(number, None)
-        if run is None:
-            return
-        if run.reserved:
-            self._space.withdraw(run.reserved)
-            self._holdings.charge(record, -run.reserved)
-        if run.spares.nbytes:
-            self._holdings.return_spares(record, run)
-
     def _free_some_of(self, record: Session, most: int) -> int:
-        """Give up to `most` entries and spares of an ending session up; return how many."""
+        """Give up to `most` entries of an ending session up; return how many."""
         count = min(most, len(record.to_free))
         for _ in range(count):
             number = record.to_free.pop()
             entry = record.entries.get(number)  # a lane may have answered it away meanwhile
             if entry is not None:
                 self._holdings.give_up(record, number)
-        spares = min(most - count, len(record.spares))
-        for _ in range(spares):
-            self._holdings.release_spare(record, record.spares.pop())
-        return count + spares
+        return count
 
     def _gone(self, record: Session) -> list[Instruction]:
         """Forget an ending session if it holds nothing and its lane has let go of it."""
-        if not record.detached or record.to_free or record.spares:
+        if not record.detached or record.to_free:
             return []
         assert not record.entries, "a lane let go of a session without answering its jobs"
         del self._sessions[record.info.session]
@@ -824,19 +604,12 @@ class Ledger:
     def _rejected(
         self, record: Session, request: int, message: Store, reason: str, detail: str
     ) -> list[Instruction]:
-        rejected = Rejected(message.entry, reason, detail)
-        return self._not_stored(record, request, rejected, message.sequence)
-
-    def _not_stored(
-        self, record: Session, request: int, answer: Message, sequence: int
-    ) -> list[Instruction]:
         """Answer what asked for a store in vain, and have nobody wait for its number."""
-        if isinstance(answer, Rejected):
-            self._counters.rejected[answer.reason] += 1
-        session = record.info.session
+        self._counters.rejected[reason] += 1
+        session, rejected = record.info.session, Rejected(message.entry, reason, detail)
         return [
-            Reply(session=session, request=request, message=answer),
-            Skip(session=session, sequence=sequence),
+            Reply(session=session, request=request, message=rejected),
+            Skip(session=session, sequence=message.sequence),
         ]
 
     def _ask(
@@ -915,14 +688,3 @@ class Ledger:
 
 def _begun(session: int, jobs: list[StoreJob | RestoreJob]) -> list[Instruction]:
     return [Jobs(session, jobs)] if jobs else []
-
-
-def _part_refusal(first: int, run: Run | None, index: int, problem: str) -> Rejected | Failed:
-    """Return the answer to a part that cannot be taken in.
-
-    Of one that was promised its client may have let go, and takes no rejection of it.
-    """
-    number = min(first + index, MAX_ID)
-    if run is not None and index < run.count and not run.handed[index]:
-        return Failed(0, number, "UsageError", problem)
-    return Rejected(number, "invalid", problem)

@@ -55,12 +55,6 @@ FAMILIES: Final = {
             "gauge",
             "Bytes promised to entries that are being encoded, at their worst case.",
         ),
-        Family(
-            "stormd_pool_planned_bytes",
-            "gauge",
-            "Bytes that hold nothing now and are kept for the next runs of plans, while nobody "
-            "else needs them.",
-        ),
         Family("stormd_pool_peak_used_bytes", "gauge", "Most bytes used since the start."),
         Family("stormd_pool_largest_free_bytes", "gauge", "Largest contiguous free range."),
         Family("stormd_entries", "gauge", "Entries held."),
@@ -239,7 +233,6 @@ def _gauges(status: Mapping[str, Any]) -> Values:
     yield "stormd_pool_bytes", (), pool["capacity_bytes"]
     yield "stormd_pool_used_bytes", (), pool["used_bytes"]
     yield "stormd_pool_promised_bytes", (), pool["promised_bytes"]
-    yield "stormd_pool_planned_bytes", (), pool["planned_bytes"]
     yield "stormd_pool_peak_used_bytes", (), pool["peak_used_bytes"]
     yield "stormd_pool_largest_free_bytes", (), pool["largest_free_bytes"]
     yield "stormd_entries", (), status["entries"]

@@ -1,7 +1,4 @@
-"""What a stored part is: its bytes, their type and codec, and the room that its largest blob takes.
-
-All of it is known before the part is stored, for a static plan's parts once for all of its runs.
-"""
+"""What a stored part is: its bytes, their type and codec, and the room of its largest blob."""
 
 from __future__ import annotations
 

@@ -175,10 +175,9 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         """Return the state as `stormd status --json` prints it. On the event loop only."""
-        use, kept = self._space.use(), self._ledger.kept_bytes
+        use = self._space.use()
         sessions = self._ledger.sessions_status()
-        held = use.used - kept
-        ratio = self._ledger.raw_bytes / (held + use.promised) if held else None
+        ratio = self._ledger.raw_bytes / (use.used + use.promised) if use.used else None
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -187,8 +186,7 @@ class Server:
             "lanes": list(self._lanes),
             "pool": {
                 "capacity_bytes": use.capacity,
-                "used_bytes": held,
-                "planned_bytes": kept,
+                "used_bytes": use.used,
                 "promised_bytes": use.promised,
                 "peak_used_bytes": use.peak_used,
                 "largest_free_bytes": use.largest_free,

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from stormd.arena import Block, Space
 from stormd.cache.items import Caller, Loan
-from stormd.plans import Plan, Run
 from stormd.protocol import NO_LANE, CachePut, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
 
@@ -107,9 +106,7 @@ class Entry:
 
     `since` is when it was asked for. `restores` counts the lane's jobs that read the block, `waits`
     the tickets that wait for it. `released` entries are invisible to the client and freed once
-    nothing uses them. Those of a run have its `plan`, and the part's `index` in it: they are
-    answered together, and when they are freed the plan may keep them, and their block, for the next
-    run. While that encodes, the block is `spare`.
+    nothing uses them.
     """
 
     raw_bytes: int
@@ -119,23 +116,15 @@ class Entry:
     charge: int
     space: Space
     block: Block | None = None
-    spare: Block | None = None
     restores: int = 0
     waits: int = 0
     released: bool = False
     loan: Loan | None = None
-    plan: Plan | None = None
-    index: int = 0
 
     @property
     def in_use(self) -> bool:
         """Whether the lane reads or writes for this entry, or is about to."""
         return self.block is None or self.restores > 0 or self.waits > 0
-
-    @property
-    def unplaced(self) -> int:
-        """What of the promise is beside the spare, in bytes."""
-        return self.promised if self.spare is None else self.promised - self.spare.room
 
 
 @dataclass(slots=True)
@@ -157,18 +146,14 @@ class CacheAccess:
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """One client. `used_bytes` is what its entries are charged, what its runs were promised and
-    what is kept for its plans, in sum, `kept_bytes` the last of these, `seen` a time of the
-    caller's.
+    """One client. `used_bytes` is what its entries are charged, `seen` a time of the caller's.
 
     `segments` maps what jobs may name to its size; `mapping` what is being mapped to its request
     number and size. `waiting` are the tickets that have not been started, in the order of asking,
     and where each wants its bytes: they are held back while their entry, or that of an earlier one,
-    is encoded. While the session ends, `cause` is why, one of counters.ENDINGS, `to_free` are the
-    entries not yet given up and `spares` those that were kept for plans; `detached` once its lane
-    has let go of it. `plan` is what its trainer said of its steps last. `plans` are those that it
-    has registered, of `plan_parts` parts in all, by its numbers, `runs` those that go on, by the
-    numbers of their first entries.
+    is encoded. While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are
+    the entries not yet given up; `detached` once its lane has let go of it. `plan` is what its
+    trainer said of its steps last.
     """
 
     info: SessionInfo
@@ -182,24 +167,11 @@ class Session:
     waiting: OrderedDict[int, Destination] = field(default_factory=OrderedDict)
     last_entry: int = 0
     used_bytes: int = 0
-    kept_bytes: int = 0
     cache: CacheAccess | None = None
     to_free: list[int] = field(default_factory=list)
-    spares: list[Entry] = field(default_factory=list)
     detached: bool = False
     cause: str = ""
     plan: PlanLearned | None = None
-    plans: dict[int, Plan] = field(default_factory=dict)
-    plan_parts: int = 0
-    runs: dict[int, Run] = field(default_factory=dict)
-
-    @property
-    def reserved(self) -> tuple[int, int]:
-        """Return bytes and number of the parts that runs were promised and have not handed over."""
-        if not self.runs:
-            return 0, 0
-        runs = self.runs.values()
-        return sum(run.reserved for run in runs), sum(run.waiting for run in runs)
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""
@@ -211,10 +183,8 @@ class Session:
             "device": self.info.device,
             "name": self.info.name,
             "entries": len(self.entries),
-            "used_bytes": self.used_bytes - self.kept_bytes,
-            "planned_bytes": self.kept_bytes,
+            "used_bytes": self.used_bytes,
             "plan": None if self.plan is None else _plan_status(self.plan),
-            "static_plans": len(self.plans),
         }
 
 

@@ -26,7 +26,6 @@ from storm_client.versions import SavedVersion, View
 
 if TYPE_CHECKING:
     from storm_client.lanes import Stream
-    from storm_client.runs import Place
     from storm_client.stats import StatsRecorder
 
 __all__ = [
@@ -216,8 +215,6 @@ class StoredRange:
         self.parts: list[Part] = []
         self.proof: SnapshotProof | None = None
         """Set while somebody else may hold the storage though its bytes have been sent."""
-        self.place: Place | None = None
-        """Set where a static plan has a place for it."""
         self.ready: Ready | None = None
         """Set where its bytes can be read before there is a reason to send them."""
         self.error: StormError | None = None

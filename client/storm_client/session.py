@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import islice
 
@@ -26,7 +26,6 @@ from storm_client.memory_pressure import watch
 from storm_client.outbound import Outbound
 from storm_client.plan import DeviceWindow
 from storm_client.plan.table import Plan
-from storm_client.runs import PlannedValue, Run, StaticPlan
 from storm_client.saved import (
     Handle,
     Located,
@@ -184,34 +183,6 @@ class Session(Listener):
             record.proof, record.ready = ready.proof, ready
         if ready.sequence:
             self.send(record)
-
-    def register(self, values: Sequence[PlannedValue], codec: str) -> StaticPlan | None:
-        """Tell the daemon what a step stores, in a plan that lives as long as it is held.
-
-        None where the daemon is gone, or where this process encodes: then a blob waits for room in
-        the staging area, and none need be promised in the pool.
-        """
-        if self.lane.coder is not None:
-            return None
-        with self.connection.lock, suppress(DaemonLost):
-            self.connection.check()
-            plan = self.transfers.runs.register(values, codec)
-            self.connection.flush_soon()
-            return plan
-        return None
-
-    def begin_run(self, plan: StaticPlan, owner: object) -> Run | None:
-        """Begin a run of a plan, for `owner`; None where the plan is not for this session now."""
-        with self.connection.lock:
-            if self.connection.error is not None:
-                return None
-            return self.transfers.runs.begin(plan, owner)
-
-    def end_run(self, run: Run) -> None:
-        """Store nothing more in a run: what was promised for it and not used is for others."""
-        with self.connection.lock, suppress(StormError):
-            self.transfers.runs.close(run)
-            self.connection.flush_soon()
 
     def publish_ready(self) -> int:
         """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""
@@ -433,7 +404,6 @@ class Session(Listener):
 
         One that is interrupted is done again, which does no harm.
         """
-        self.transfers.runs.forget_over()
         for reference in self.saved.dead():
             self._shared.pop(reference.key, None)
             self.transfers.forget(reference.key)

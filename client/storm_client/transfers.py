@@ -25,29 +25,22 @@ from storm_client.dtypes import codec_name
 from storm_client.errors import StormError, named
 from storm_client.lanes import Encoded, Mapped, Reader, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
-from storm_client.runs import Runs
 from storm_client.saved import Part, RangePhase, StoredRange
 from storm_client.stats import StatsRecorder
 from stormd.protocol import (
     RESTORED_FIELDS,
-    STORED_FIELDS,
     Admitted,
     Envelope,
     Failed,
     Message,
-    PlanRegistered,
     Refused,
     Rejected,
     Release,
     Restore,
     Restored,
     RestoredParts,
-    RunAdmitted,
     Store,
     Stored,
-    StoredParts,
-    StoreParts,
-    pack,
     unpack,
 )
 
@@ -313,7 +306,6 @@ class Transfers:
         """By the record's key: the ways back that have begun."""
         self._kept: dict[Transfer, Incoming] = {}
         """Parts that were stored and lie in their slots still, the oldest first."""
-        self.runs = Runs(numbers, outbox, self.part_bytes)
 
     @property
     def is_storing(self) -> bool:
@@ -367,35 +359,23 @@ class Transfers:
         In this order: what an interrupt leaves half done is released, and waited for by nobody.
         """
         record = out.living()
-        place = None if record is None or record.place is None else record.place
-        index = None if place is None else place.of(part.start, len(part), self.part_bytes)
-        ready = out.ready if isinstance(route, Mapped) else 0
-        message: Message
-        if place is None or index is None:
-            entry, is_promised = next(self._numbers), False
-            message = Store(
-                entry=entry,
-                segment=route.segment,
-                offset=route.offset,
-                nbytes=len(part),
-                dtype=codec_name(out.dtype),
-                codec=out.codec,
-                sequence=sequence,
-                result=route.result if isinstance(route, Encoded) else 0,
-                ready=ready,
-            )
-        else:
-            assert not isinstance(route, Encoded), "a session that encodes has no plans"
-            entry, is_promised = place.run.hand_out(index)
-            numbers = [index, route.segment, route.offset, sequence, ready]
-            message = StoreParts(run=place.run.first, places=pack(numbers))
+        entry = next(self._numbers)
+        message = Store(
+            entry=entry,
+            segment=route.segment,
+            offset=route.offset,
+            nbytes=len(part),
+            dtype=codec_name(out.dtype),
+            codec=out.codec,
+            sequence=sequence,
+            result=route.result if isinstance(route, Encoded) else 0,
+            ready=out.ready if isinstance(route, Mapped) else 0,
+        )
         transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
         if record is not None:
             record.parts.append(Part(entry, part.start, len(part)))
         self._outbox.append(Envelope(entry, message))
         self._pending[entry] = transfer
-        if is_promised:
-            self._admitted(transfer, out)
         return transfer
 
     def refuse(self, out: Outgoing, reason: str, detail: str = "") -> None:
@@ -586,25 +566,15 @@ class Transfers:
         self.incoming.clear()
         self._held.clear()
         self._kept.clear()
-        self.runs.end()
 
     # --- answers ----------------------------------------------------------------------------
 
     def reply(self, request: int, message: Message) -> None:
         """Handle the daemon's answer about a transfer; about anything else, do nothing."""
         match message:
-            case StoredParts():
-                for entry, nbytes in unpack(message.places, STORED_FIELDS):
-                    self._answered(entry, Stored(entry, nbytes, message.mode))
             case RestoredParts():
                 for (ticket,) in unpack(message.places, RESTORED_FIELDS):
                     self._answered(ticket, message)
-            case PlanRegistered():
-                self.runs.registered(message.plan)
-            case RunAdmitted():
-                self._run_admitted(message.run, message.count)
-            case Refused() if self.runs.refused(request):
-                pass  # what was sent of it is rejected part by part
             case _:
                 self._answered(_number_of(request, message), message)
 
@@ -617,14 +587,6 @@ class Transfers:
             self._came(transfer, transfer.of, message)
         else:
             self._went(transfer, transfer.of, message)
-
-    def _run_admitted(self, first: int, count: int) -> None:
-        """Count the first parts of a run as admitted, those sent already and those to come."""
-        for entry in self.runs.admitted(first, count):
-            transfer = self._pending.get(entry)
-            if transfer is not None and isinstance(transfer.of, Outgoing):
-                self._admitted(transfer, transfer.of)
-        self.runs.forget_answered(first)
 
     def _went(self, transfer: Transfer, out: Outgoing, message: Message) -> None:
         """Handle an answer about a part on its way out."""
@@ -799,7 +761,6 @@ class Transfers:
     def assert_invariants(self) -> None:
         """Check the tables against each other, and every count against what it counts."""
         self._space.assert_invariants()
-        self.runs.assert_invariants()
         for number, transfer in self._pending.items():
             assert transfer.number == number
             assert transfer.phase in _PENDING, transfer

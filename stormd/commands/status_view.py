@@ -78,7 +78,6 @@ def _pool(state: dict[str, Any]) -> Table:
         f"peak {format_size(pool['peak_used_bytes'])}",
         f"{state['entries']} entries",
         f"ratio {state['ratio']:.2f}" if state["ratio"] else "",
-        f"{format_size(pool['planned_bytes'])} kept for plans" if pool["planned_bytes"] else "",
     )
     cache = state["cache"]
     if cache is not None and cache["counters"]["puts"]:

@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-import stormd.protocol.cache_messages
-import stormd.protocol.plan_messages  # noqa: F401 - declares its messages, as does that above
+import stormd.protocol.cache_messages  # noqa: F401 - declares its messages
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
-from stormd.protocol.messages import Hello
-from stormd.protocol.plan_messages import RESTORE_FIELDS, STORE_FIELDS, RestoreParts, StoreParts
+from stormd.protocol.messages import RESTORE_FIELDS, Hello, RestoreParts
 
 __all__ = ["Envelope", "decode", "encode", "hello_version"]
 
@@ -91,26 +89,22 @@ def _check_costs(batch: list[Envelope]) -> None:
     costly = sum(message.COSTLY for _, message in batch)
     if costly > MAX_COSTLY:
         raise ProtocolError(
-            f"a frame with {costly} requests for a state, a plan, a put, a get or a list of names; "
+            f"a frame with {costly} requests for a state, a put, a get or a list of names; "
             f"the limit is {MAX_COSTLY}: send the others in frames of their own"
         )
 
 
-_HARMLESS_BYTES = 8 * STORE_FIELDS * MAX_BATCH
+_HARMLESS_BYTES = 8 * RESTORE_FIELDS * MAX_BATCH
 """A frame of no more bytes has no more parts than it may have: each number takes eight."""
 
 
 def _check_parts(batch: list[Envelope]) -> None:
-    parts = 0
-    for _, message in batch:
-        if type(message) is StoreParts:
-            parts += len(message.places) // (8 * STORE_FIELDS)
-        elif type(message) is RestoreParts:
-            parts += len(message.places) // (8 * RESTORE_FIELDS)
+    places = sum(len(one.places) for _, one in batch if type(one) is RestoreParts)
+    parts = places // (8 * RESTORE_FIELDS)
     if parts > MAX_BATCH:
         raise ProtocolError(
-            f"a frame with {parts} parts to store or restore; the limit is {MAX_BATCH}: send the "
-            "others in another frame"
+            f"a frame with {parts} parts to restore; the limit is {MAX_BATCH}: send the others in "
+            "another frame"
         )
 
 

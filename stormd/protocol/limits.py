@@ -17,13 +17,12 @@ __all__ = [
     "MAX_HANDLE_BYTES",
     "MAX_ID",
     "MAX_NAME",
-    "MAX_PLAN_PARTS",
     "MAX_TEXT",
     "PROTOCOL_VERSION",
     "TOKEN_BYTES",
 ]
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one is dropped by the socket itself."""
@@ -32,11 +31,8 @@ MAX_BATCH = 4096
 """Messages in one frame, and parts of those that have several."""
 
 MAX_COSTLY = 8
-"""Messages in one frame that may take the daemon milliseconds each: a state, a plan, a put, a get,
-a list of names. All others wait until a frame has been answered."""
-
-MAX_PLAN_PARTS = 1024
-"""Parts of one plan. What a graph stores beyond them is stored one by one."""
+"""Messages in one frame that may take the daemon milliseconds each: a state, a put, a get, a list
+of names. All others wait until a frame has been answered."""
 
 MAX_ID = (1 << 63) - 1
 """Ids, offsets, sizes and sequence numbers lie in 0 .. MAX_ID."""

@@ -1,12 +1,11 @@
-"""The messages of the control plane but two kinds of their own: those of the shared cache are in
-cache_messages.py, those of static plans in plan_messages.py.
+"""The messages of the control plane, but for those of the shared cache (cache_messages.py).
 
 Each is declared here once: its number, its fields in the order they travel, and what each may be.
 A field is only ever added or taken away together with a new PROTOCOL_VERSION.
 
-Client to daemon: Hello first, then MapSegment / UnmapSegment, Store, Restore, Release, Ping,
-StatusRequest, PlanLearned, Goodbye. Daemon to client: Welcome, Mapped, Admitted / Rejected, Stored,
-Restored, Failed, Pong, Status, Refused.
+Client to daemon: Hello first, then MapSegment / UnmapSegment, Store, Restore / RestoreParts,
+Release, Ping, StatusRequest, PlanLearned, Goodbye. Daemon to client: Welcome, Mapped, Admitted /
+Rejected, Stored, Restored / RestoredParts, Failed, Pong, Status, Refused.
 
 One storage of the client travels as one or more entries. The way of an entry:
     Store  ->  Admitted   the pool has promised the room: the entry will not be lost to a limit
@@ -15,11 +14,16 @@ One storage of the client travels as one or more entries. The way of an entry:
     Restore -> Restored   the destination range holds the verified bytes
            or  Failed     the bytes cannot be had (CorruptBlob, a lane's error)
     Release -> (no answer) the entry is gone as soon as nothing uses it
+
+What RestoreParts and RestoredParts say of each part travels as packed numbers (`pack`), eight bytes
+each: as msgpack's they took 2.5 times as long to check and to read.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Final
 
 from stormd.protocol.declaring import (
     Message,
@@ -29,6 +33,7 @@ from stormd.protocol.declaring import (
     mapping,
     message,
     name,
+    numbers,
     one_of,
     seconds,
     text,
@@ -48,6 +53,8 @@ __all__ = [
     "DEVICES",
     "NO_LANE",
     "REJECTIONS",
+    "RESTORED_FIELDS",
+    "RESTORE_FIELDS",
     "Admitted",
     "Failed",
     "Goodbye",
@@ -61,13 +68,17 @@ __all__ = [
     "Rejected",
     "Release",
     "Restore",
+    "RestoreParts",
     "Restored",
+    "RestoredParts",
     "Status",
     "StatusRequest",
     "Store",
     "Stored",
     "UnmapSegment",
     "Welcome",
+    "pack",
+    "unpack",
 ]
 
 DEVICES = ("cpu", "cuda")
@@ -79,6 +90,12 @@ NO_LANE = "none"
 CODECS = ("ancf", "raw")
 REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
 """Why a Store is answered by Rejected."""
+
+RESTORE_FIELDS: Final = 6
+"""Numbers of one part in RestoreParts."""
+
+RESTORED_FIELDS: Final = 1
+"""Numbers of one part in RestoredParts."""
 
 
 # --- the types of fields --------------------------------------------------------------------
@@ -102,6 +119,25 @@ Codec = Annotated[str, one_of(*CODECS)]
 Rejection = Annotated[str, one_of(*REJECTIONS)]
 BudgetText = Annotated[str, name(MAX_BUDGET)]
 State = Annotated[dict[str, Any], mapping()]
+RestorePlaces = Annotated[bytes, numbers(RESTORE_FIELDS, MAX_BATCH, "parts")]
+RestoredPlaces = Annotated[bytes, numbers(RESTORED_FIELDS, MAX_BATCH, "parts")]
+
+
+def pack(values: Sequence[int]) -> bytes:
+    """Return the numbers as such messages carry them.
+
+    Raises:
+        struct.error: one is not in -2^63 .. 2^63-1.
+    """
+    return struct.pack(f"<{len(values)}q", *values)
+
+
+def unpack(places: bytes, fields: int) -> Iterator[tuple[int, ...]]:
+    """Return so many numbers for each part; `places` has been checked by its message."""
+    return _LAYOUTS[fields].iter_unpack(places)
+
+
+_LAYOUTS = {n: struct.Struct(f"<{n}q") for n in (RESTORE_FIELDS, RESTORED_FIELDS)}
 
 
 # --- from the client ------------------------------------------------------------------------
@@ -231,6 +267,18 @@ class PlanLearned(Message):
     budget: BudgetText
 
 
+@message(23)
+class RestoreParts(Message):
+    """Asks for several entries, in this order.
+
+    `places` has six numbers for each: ticket, entry, segment, offset, nbytes and sequence, which
+    mean what they mean in Restore. Answered by RestoredParts, or Failed for each that cannot be
+    had.
+    """
+
+    places: RestorePlaces
+
+
 # --- from the daemon ------------------------------------------------------------------------
 
 
@@ -331,3 +379,13 @@ class Refused(Message):
 
     kind: Text
     detail: Text
+
+
+@message(77)
+class RestoredParts(Message):
+    """The destination ranges of these tickets, of RestoreParts, hold their verified bytes.
+
+    `places` has one number for each: the ticket.
+    """
+
+    places: RestoredPlaces

@@ -8,13 +8,11 @@ from storm_client.joining import joined
 
 from stormd.protocol import (
     RESTORE_FIELDS,
-    STORE_FIELDS,
     Envelope,
     Ping,
     Release,
     Restore,
     RestoreParts,
-    StoreParts,
     decode,
     encode,
     pack,
@@ -27,17 +25,15 @@ def restore(number: int) -> Envelope:
     return Envelope(number, message)
 
 
-def part(run: int, index: int) -> Envelope:
-    return Envelope(run + index, StoreParts(run=run, places=pack([index, 0, 1, 2, 3])))
-
-
-def test_neighbours_of_a_kind_are_joined() -> None:
-    batch = [part(8, 0), part(8, 1), part(9, 0), restore(1), restore(2), Envelope(0, Ping())]
+def test_restores_beside_each_other_are_joined() -> None:
+    ping = Envelope(0, Ping())
+    batch = [ping, ping, restore(1), restore(2), ping, restore(3)]
     assert list(joined(batch)) == [
-        Envelope(0, StoreParts(run=8, places=pack([0, 0, 1, 2, 3, 1, 0, 1, 2, 3]))),
-        part(9, 0),
+        ping,
+        ping,
         Envelope(0, RestoreParts(pack([1, 2, 3, 4, 5, 6, 2, 2, 3, 4, 5, 6]))),
-        Envelope(0, Ping()),
+        ping,
+        restore(3),
     ]
 
 
@@ -46,8 +42,6 @@ def flat(batch: list[Envelope]) -> list[tuple[object, ...]]:
     said: list[tuple[object, ...]] = []
     for _, message in batch:
         match message:
-            case StoreParts():
-                said += [(message.run, *one) for one in unpack(message.places, STORE_FIELDS)]
             case RestoreParts():
                 said += unpack(message.places, RESTORE_FIELDS)
             case Restore():
@@ -58,7 +52,6 @@ def flat(batch: list[Envelope]) -> list[tuple[object, ...]]:
 
 
 SINGLE = st.one_of(
-    st.builds(part, st.integers(100, 102), st.integers(0, 5)),
     st.builds(restore, st.integers(1, 50)),
     st.builds(lambda n: Envelope(0, Release([n])), st.integers(0, 3)),
 )

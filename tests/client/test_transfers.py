@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import count
 
 import pytest
@@ -21,7 +20,6 @@ from hypothesis.stateful import (
 from storm_client.errors import CorruptBlob
 from storm_client.lanes import Encoded, Mapped, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
-from storm_client.runs import Place, PlannedValue, Run, StaticPlan
 from storm_client.saved import RangePhase, StoredRange
 from storm_client.transfers import (
     AHEAD_SHARE,
@@ -34,28 +32,18 @@ from storm_client.transfers import (
 from support.records import record_of
 
 from stormd.protocol import (
-    STORE_FIELDS,
     Admitted,
-    EndRun,
     Envelope,
     Failed,
-    ForgetPlan,
-    PlanRegistered,
     Refused,
-    RegisterPlan,
     Rejected,
     Release,
     Restore,
     Restored,
     RestoredParts,
-    RunAdmitted,
-    RunPlan,
     Store,
     Stored,
-    StoredParts,
-    StoreParts,
     pack,
-    unpack,
 )
 
 STAGING = 1024
@@ -296,111 +284,7 @@ def test_a_pass_ends_when_something_is_asked_back() -> None:
     assert transfers.window.limit < limit
 
 
-# --- static plans -------------------------------------------------------------------------------
-
-
-def planned(transfers: Transfers, *sizes: int) -> StaticPlan:
-    """Return a plan that the daemon knows."""
-    values = [PlannedValue(n, nbytes, "uint8") for n, nbytes in enumerate(sizes)]
-    plan = transfers.runs.register(values, "raw")
-    transfers.reply(plan.number, PlanRegistered(plan.number))
-    transfers._outbox.clear()
-    return plan
-
-
-def send_planned(transfers: Transfers, run: Run, number: int, nbytes: int) -> StoredRange:
-    one = record(nbytes)
-    first = run.plan.first(PlannedValue(number, nbytes, "uint8"))
-    one.place = None if first is None else Place(run, first)
-    out = transfers.leave(one)
-    for part in transfers.split(nbytes):
-        transfers.store(out, part, Mapped(1, part.start), 0)
-    return one
-
-
-def test_a_plan_is_told_by_the_parts_of_its_values() -> None:
-    transfers = transfers_of()
-    values = [PlannedValue(7, 2 * PART + 1, "float32"), PlannedValue(3, 1, "uint8")]
-    plan = transfers.runs.register(values, "ancf")
-    [(number, message)] = transfers._outbox
-    assert message == RegisterPlan(
-        plan=plan.number,
-        sizes=[PART, PART, 1, 1],
-        kinds=[0, 0, 0, 1],
-        dtypes=["float32", "uint8"],
-        codec="ancf",
-    )
-    assert number == plan.number
-    assert transfers.runs.begin(plan, Owner()) is None, "it may be refused yet"
-
-
-def test_a_plan_that_nobody_holds_is_forgotten() -> None:
-    transfers = transfers_of()
-    plan = planned(transfers, PART)
-    number = plan.number
-    del plan
-    transfers.runs.forget_over()
-    assert [one.message for one in transfers._outbox] == [ForgetPlan(number)]
-
-
-def test_what_was_promised_is_let_go_of_when_it_is_sent() -> None:
-    transfers, owner = transfers_of(), Owner()
-    run = transfers.runs.begin(planned(transfers, 2 * PART, PART), owner)
-    assert run is not None
-    before = send_planned(transfers, run, 1, PART)
-    assert before.phase is RangePhase.LEAVING, "the daemon has not said what it promises"
-    transfers.reply(run.first, RunAdmitted(run.first, 3))
-    assert before.phase is RangePhase.AWAY
-    after = send_planned(transfers, run, 0, 2 * PART)
-    assert (after.phase, after.source) == (RangePhase.AWAY, None)
-    transfers.reply(0, StoredParts(pack([run.first, 10, run.first + 1, 20]), "window"))
-    assert after.stats.snapshot().stored_bytes == 30
-
-
-def test_what_was_not_promised_is_kept_until_it_is_admitted() -> None:
-    transfers, owner = transfers_of(), Owner()
-    run = transfers.runs.begin(planned(transfers, 2 * PART), owner)
-    assert run is not None
-    transfers.reply(run.first, RunAdmitted(run.first, 1))
-    one = send_planned(transfers, run, 0, 2 * PART)
-    assert one.phase is RangePhase.LEAVING
-    transfers.reply(0, Rejected(run.first + 1, "pool_full", "no room"))
-    assert (one.phase, one.parts) == (RangePhase.STAYING, [])
-    assert transfers._outbox[-1].message == Release([run.first, run.first + 1])
-
-
-def test_a_value_of_another_size_goes_as_without_a_plan() -> None:
-    transfers, owner = transfers_of(), Owner()
-    run = transfers.runs.begin(planned(transfers, PART), owner)
-    assert run is not None
-    send_planned(transfers, run, 0, PART - 1)
-    assert isinstance(transfers._outbox[-1].message, Store)
-    send_planned(transfers, run, 0, PART)
-    send_planned(transfers, run, 0, PART)
-    kinds = [type(one.message) for one in transfers._outbox]
-    assert kinds == [RunPlan, Store, StoreParts, Store], "each place is used once"
-
-
-def test_a_run_whose_owner_died_is_ended() -> None:
-    transfers, owner = transfers_of(), Owner()
-    run = transfers.runs.begin(planned(transfers, PART), owner)
-    assert run is not None
-    del owner
-    transfers.runs.forget_over()
-    transfers.runs.close(run)
-    assert [one.message for one in transfers._outbox][1:] == [EndRun(run.first)]
-    one = send_planned(transfers, run, 0, PART)
-    assert isinstance(transfers._outbox[-1].message, Store)
-    transfers.reply(run.first, RunAdmitted(run.first, 1))
-    assert one.phase is RangePhase.LEAVING
-    transfers.assert_invariants()
-
-
 # --- any order ----------------------------------------------------------------------------------
-
-
-class Owner:
-    """Somebody for whom a run is open."""
 
 
 class TransfersMachine(RuleBasedStateMachine):
@@ -413,9 +297,6 @@ class TransfersMachine(RuleBasedStateMachine):
         self.transfers = transfers_of()
         self.living: list[StoredRange] = []
         self.asked: dict[int, Transfer] = {}
-        self.plans: dict[StaticPlan, list[PlannedValue]] = {}
-        self.runs: dict[Run, Owner] = {}
-        self.planned: dict[int, Run] = {}
 
     @initialize(keeps_stored=st.booleans())
     def begins(self, keeps_stored: bool) -> None:
@@ -465,80 +346,6 @@ class TransfersMachine(RuleBasedStateMachine):
         out.sequence = 1
         return one
 
-    @rule(sizes=st.lists(st.integers(1, 3 * PART), min_size=1, max_size=4))
-    def registers_a_plan(self, sizes: list[int]) -> None:
-        values = [PlannedValue(n, nbytes, "uint8") for n, nbytes in enumerate(sizes)]
-        self.plans[self.transfers.runs.register(values, "raw")] = values
-
-    @precondition(lambda self: self.plans)
-    @rule(data=st.data(), is_taken=st.booleans())
-    def a_plan_is_answered(self, data: st.DataObject, is_taken: bool) -> None:
-        plan = data.draw(st.sampled_from(list(self.plans)))
-        answer = PlanRegistered(plan.number) if is_taken else Refused("QuotaExceeded", "too many")
-        self.transfers.reply(plan.number, answer)
-        assert plan.is_registered or not is_taken
-
-    @precondition(lambda self: self.plans)
-    @rule(data=st.data())
-    def begins_a_run(self, data: st.DataObject) -> None:
-        plan, owner = data.draw(st.sampled_from(list(self.plans))), Owner()
-        run = self.transfers.runs.begin(plan, owner)
-        assert (run is not None) == plan.is_registered
-        if run is not None:
-            self.runs[run] = owner
-
-    @precondition(lambda self: self.runs)
-    @rule(target=records, data=st.data(), is_staged=st.booleans())
-    def sends_what_is_planned(self, data: st.DataObject, is_staged: bool) -> StoredRange:
-        run = data.draw(st.sampled_from(list(self.runs)))
-        value = data.draw(st.sampled_from(self.plans[run.plan]))
-        one = record(value.nbytes)
-        first = run.plan.first(value)
-        assert first is not None
-        one.place = Place(run, first)
-        self.living.append(one)
-        out = self.transfers.leave(one)
-        for part in self.transfers.split(value.nbytes):
-            slot = self.transfers.reserve(len(part)) if is_staged else None
-            if is_staged and slot is None:
-                self.transfers.refuse(out, "daemon_slow")
-                break
-            index = one.place.of(part.start, len(part), PART)
-            route = Mapped(1, part.start) if slot is None else Staged(slot.offset)
-            if index is None:  # it was sent before, or its run is over
-                transfer = send(self.transfers, out, part, route, slot)
-            else:
-                transfer = self.transfers.store(out, part, route, 0, slot)
-                message = self.transfers._outbox[-1].message
-                assert isinstance(message, StoreParts)
-                [said] = unpack(message.places, STORE_FIELDS)
-                assert (message.run, said[0]) == (run.first, index)
-                assert transfer.number == run.first + index
-                assert (transfer.phase is Phase.ADMITTED) == (index < run.count)
-                self.planned[transfer.number] = run
-            self.asked[transfer.number] = transfer
-        return one
-
-    @precondition(lambda self: self.transfers.runs._runs)
-    @rule(data=st.data(), count=st.integers(0, 12), is_taken=st.booleans())
-    def a_run_is_answered(self, data: st.DataObject, count: int, is_taken: bool) -> None:
-        run = self.transfers.runs._runs[data.draw(st.sampled_from(list(self.transfers.runs._runs)))]
-        if not run.is_answered:
-            refused = Refused("QuotaExceeded", "too many")
-            self.transfers.reply(run.first, RunAdmitted(run.first, count) if is_taken else refused)
-            assert run.is_answered
-
-    @precondition(lambda self: self.runs)
-    @rule(data=st.data(), is_dead=st.booleans())
-    def a_run_ends(self, data: st.DataObject, is_dead: bool) -> None:
-        run = data.draw(st.sampled_from(list(self.runs)))
-        if not is_dead:
-            self.transfers.runs.close(run)
-        del self.runs[run]
-        gc.collect()
-        self.transfers.runs.forget_over()
-        assert not run.is_open
-
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
     def is_answered(self, data: st.DataObject) -> None:
@@ -558,15 +365,6 @@ class TransfersMachine(RuleBasedStateMachine):
 
     def _stored(self, transfer: Transfer, how: str) -> None:
         number = transfer.number
-        run = self.planned.get(number)
-        if run is not None and not run.is_answered:
-            return  # what the run is answered comes first
-        if run is not None and number - run.first < run.count:
-            assert transfer.phase is not Phase.SENT, "what was promised is admitted"
-        if run is not None and how == "next" and transfer.phase is Phase.ADMITTED:
-            self.transfers.reply(0, StoredParts(pack([number, 10]), "window"))
-            del self.asked[number], self.planned[number]
-            return
         if how == "next" and transfer.phase is Phase.SENT:
             self.transfers.reply(0, Admitted(number))
             return
@@ -653,12 +451,6 @@ class TransfersMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """When all is answered and nothing lives, nothing is left."""
-        self.runs.clear()
-        gc.collect()
-        self.transfers.runs.forget_over()
-        for first in list(self.transfers.runs._runs):
-            self.transfers.reply(first, RunAdmitted(first, 1))
-        assert not self.transfers.runs._runs
         for one in self.living:
             self.transfers.forget(one.key)
             self.transfers.let_go(one.key)

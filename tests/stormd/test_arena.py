@@ -83,44 +83,6 @@ def test_unplacing_restores_the_promise() -> None:
     space.assert_invariants()
 
 
-def test_a_blob_that_fits_lies_in_the_spare_and_takes_nothing_more() -> None:
-    space = Space(CAPACITY)
-    spare = placed(space, 4 * GRANULE)
-    assert space.promise(6 * GRANULE - spare.room)
-    block = space.place(6 * GRANULE, 4 * GRANULE - 7, spare)
-    assert (block.extents, block.room, block.nbytes) == (spare.extents, spare.room, spare.room - 7)
-    assert (space.use().used, space.use().promised) == (spare.room, 0)
-    assert space.promise(0)
-    assert space.place(spare.room, spare.nbytes, spare) is spare, "no new one for the same bytes"
-
-
-def test_a_blob_that_does_not_fit_lies_in_the_spare_and_elsewhere() -> None:
-    space = Space(CAPACITY)
-    spare = placed(space, 4 * GRANULE)
-    assert space.promise(2 * GRANULE)
-    block = space.place(6 * GRANULE, 5 * GRANULE, spare)
-    assert block.extents[:1] == spare.extents
-    assert (block.room, space.use().used, space.use().promised) == (5 * GRANULE, 5 * GRANULE, 0)
-    space.unplace(block, 6 * GRANULE, spare)
-    assert (space.use().used, space.use().promised) == (4 * GRANULE, 2 * GRANULE)
-    space.assert_invariants()
-
-
-def test_an_ample_block_has_room_for_what_is_a_little_larger_within_its_promise() -> None:
-    space = Space(1000 * GRANULE)
-    for most, room in ((300, 103), (101, 101)):
-        assert space.promise(most * GRANULE)
-        block = space.place(most * GRANULE, 100 * GRANULE, ample=True)
-        assert block.room == room * GRANULE
-        assert block.pieces() == [Extent(block.extents[0].offset, 100 * GRANULE)]
-    space.assert_invariants()
-
-
-def test_extents_beyond_the_blob_are_no_pieces_of_it() -> None:
-    block = Block((Extent(0, 4 * GRANULE), Extent(8 * GRANULE, GRANULE)), GRANULE + 1)
-    assert block.pieces() == [Extent(0, GRANULE + 1)]
-
-
 def test_a_space_has_whole_granules_only() -> None:
     assert Space(GRANULE + 7).capacity == GRANULE
     empty = Space(GRANULE - 1)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
+from stormd import ledger
 from stormd.events import Probe, Skip, Unmap
 from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN
 from stormd.protocol import (
@@ -18,9 +19,11 @@ from stormd.protocol import (
     Refused,
     Rejected,
     Restored,
+    RestoredParts,
     Store,
     Stored,
     UnmapSegment,
+    pack,
 )
 
 
@@ -69,6 +72,55 @@ def test_restores_begin_in_the_order_of_asking(made: LedgerBench) -> None:
     for _ in range(3):
         made.lane.finish()
     made.ledger.assert_invariants()
+
+
+def test_restores_that_were_asked_for_together_are_answered_so_and_those_in_vain_alone(
+    made: LedgerBench,
+) -> None:
+    made.store(1)
+    made.lane.finish()
+    made.lane.replies.clear()
+    made.restore_together((1, 1, KIB), (2, 999, KIB), (3, 1, KIB), (3, 1, KIB), (4, 1, 1 << 40))
+    failed = [one for _, _, one in made.lane.replies if isinstance(one, Failed)]
+    assert [(one.ticket, one.kind) for one in failed] == [
+        (2, "ActivationLost"),
+        (3, "UsageError"),
+        (4, "UsageError"),
+    ]
+    made.lane.replies.clear()
+    made.lane.finish()
+    made.lane.finish(fail=True)
+    told = [one for _, _, one in made.lane.replies]
+    assert told[0] == RestoredParts(pack([1]))
+    assert isinstance(told[1], Failed)
+    assert made.ledger.told() == []
+
+
+def restored(made: LedgerBench, count: int) -> None:
+    """Have a lane answer restores that were asked for together, and the ledger not yet tell it."""
+    made.store(1)
+    made.lane.finish()
+    made.restore_together(*((n, 1, KIB) for n in range(1, count + 1)))
+    done = [made.lane._done(job, 1.0) for job in made.lane.jobs]
+    made.lane.jobs.clear()
+    assert made.ledger.results(1, done, 0.0) == []
+
+
+def test_more_restores_than_a_message_holds_are_told_in_several(
+    made: LedgerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_BATCH", 2)
+    restored(made, 5)
+    made.lane.replies.clear()
+    made.lane.take(made.ledger.told())
+    said = [RestoredParts(pack(tickets)) for tickets in ([1, 2], [3, 4], [5])]
+    assert [one for _, _, one in made.lane.replies] == said
+
+
+def test_what_a_session_that_ends_would_have_been_told_is_not_said(made: LedgerBench) -> None:
+    restored(made, 2)
+    made.end()
+    assert made.ledger.told() == []
 
 
 def test_a_store_that_fails_lets_those_behind_it_begin(made: LedgerBench) -> None:

@@ -7,13 +7,12 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, STAGING, LedgerBench
+from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd import ledger
 from stormd.arena import granules
-from stormd.events import StoreJob
 from stormd.parts import blob_bound
-from stormd.protocol import Admitted, Failed, Rejected
+from stormd.protocol import Admitted, Rejected
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -27,7 +26,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.next_session = 1
         self.next_entry = 1
         self.next_ticket = 1
-        self.next_plan = 1
         self.freed_a_turn = ledger.FREED_A_TURN
         ledger.FREED_A_TURN = 2  # so that sessions end while others go on
 
@@ -48,11 +46,6 @@ class LedgerMachine(RuleBasedStateMachine):
         self.made.store(self.next_entry, nbytes, session=session)
         answer = self.made.lane.last()
         assert isinstance(answer, Admitted | Rejected)
-        if isinstance(answer, Rejected) and answer.reason == "pool_full":
-            runs = [run for one in self.made.ledger._sessions.values() for run in one.runs.values()]
-            ending = [one for r in self.made.ledger._sessions.values() for one in r.spares]
-            lent = sum(run.spares.nbytes for run in runs) + sum(one.charge for one in ending)
-            assert self.made.ledger.kept_bytes == lent, "refused for what nobody uses"
         self.next_entry += data.draw(st.integers(0, 1))
 
     @precondition(lambda self: self.living)
@@ -66,79 +59,6 @@ class LedgerMachine(RuleBasedStateMachine):
         segment = data.draw(st.sampled_from([0, 0, *record.segments]))
         self.made.restore(entry, size, ticket=self.next_ticket, session=session, segment=segment)
         self.next_ticket += data.draw(st.integers(0, 1))
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), sizes=st.lists(st.integers(1, 10 * KIB), min_size=1, max_size=4))
-    def register(self, data: st.DataObject, sizes: list[int]) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        self.made.register(self.next_plan, *sizes, session=session)
-        self.next_plan += data.draw(st.integers(0, 1))
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def run(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        plans = self.made.ledger._sessions[session].plans
-        plan = data.draw(st.sampled_from([*plans, 999]))
-        self.made.run(plan, self.next_entry, session=session)
-        self.next_entry += 4 * data.draw(st.integers(0, 1))
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), parts=st.lists(st.integers(0, 4), min_size=1, max_size=4))
-    def hand(self, data: st.DataObject, parts: list[int]) -> None:
-        """What was promised and is handed over as it was planned is never refused."""
-        session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger._sessions[session]
-        number = data.draw(st.sampled_from([*record.runs, *record.runs, 999]))
-        offset = data.draw(st.sampled_from([0, 0, 0, 12 * KIB]))
-        run, said = record.runs.get(number), len(self.made.lane.replies)
-        promised = set() if run is None else {i for i in range(run.count) if not run.handed[i]}
-        self.made.hand(number, *parts, session=session, offset=offset)
-        answers = [reply[2] for reply in self.made.lane.replies[said:]]
-        refused = {one.entry for one in answers if isinstance(one, Rejected | Failed)}
-        for part in promised.intersection(parts):
-            assert run is not None
-            in_range = offset + run.plan.parts[part].nbytes <= STAGING
-            if in_range and parts.count(part) == 1:
-                assert run.first + part not in refused
-                assert run.first + part in record.entries
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data(), share=st.floats(0.3, 1.0))
-    def step(self, data: st.DataObject, share: float) -> None:
-        """Run a plan from its beginning to the release of all, and keep what was not used."""
-        session = data.draw(st.sampled_from(self.living))
-        record, run = self.made.ledger._sessions[session], self.next_entry
-        plan = data.draw(st.sampled_from([*record.plans, 999]))
-        self.made.run(plan, run, session=session)
-        count = record.runs[run].count if run in record.runs else 0
-        if count:
-            self.made.hand(run, *range(count), session=session)
-            self.made.end_run(run, session=session)
-            handed = range(run, run + count)
-            jobs = self.made.lane.jobs
-            while found := [n for n, one in enumerate(jobs) if self._is_of(one, handed)]:
-                self.made.lane.finish(found[0], share=share)
-            self.made.release(*handed, session=session)
-        self.next_entry += 4
-
-    @staticmethod
-    def _is_of(job: object, entries: range) -> bool:
-        return isinstance(job, StoreJob) and job.entry in entries
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def end_run(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        runs = self.made.ledger._sessions[session].runs
-        self.made.end_run(data.draw(st.sampled_from([*runs, 999])), session=session)
-
-    @precondition(lambda self: self.living)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        session = data.draw(st.sampled_from(self.living))
-        plans = self.made.ledger._sessions[session].plans
-        self.made.forget(data.draw(st.sampled_from([*plans, 999])), session=session)
 
     @precondition(lambda self: self.living)
     @rule(data=st.data(), count=st.integers(1, 3))
@@ -232,7 +152,7 @@ class ShareMachine(LedgerMachine):
     @invariant()
     def entries_are_limited(self) -> None:
         for record in self.made.ledger._sessions.values():
-            assert len(record.entries) + record.reserved[1] <= self.limits.max_entries
+            assert len(record.entries) <= self.limits.max_entries
 
     @invariant()
     def quotas_hold(self) -> None:

@@ -22,7 +22,6 @@ STATUS: dict[str, Any] = {
         "capacity_bytes": 4096,
         "used_bytes": 1000,
         "promised_bytes": 200,
-        "planned_bytes": 150,
         "peak_used_bytes": 1500,
         "largest_free_bytes": 2048,
     },

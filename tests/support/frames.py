@@ -22,24 +22,19 @@ from stormd.protocol import (
     CacheGet,
     CacheList,
     CachePut,
-    EndRun,
     Envelope,
-    ForgetPlan,
     Goodbye,
     Hello,
     MapSegment,
     Message,
     Ping,
     PlanLearned,
-    RegisterPlan,
     Release,
     Restore,
     RestoreParts,
-    RunPlan,
     StatusRequest,
     Store,
     Stored,
-    StoreParts,
     UnmapSegment,
     encode,
     pack,
@@ -64,7 +59,6 @@ class FrameFuzzer:
     def __init__(self, seed: int, uid: int) -> None:
         self._random = random.Random(seed)
         self._uid = uid
-        self._run = 0
         self._entry = 0
         self._kinds: tuple[Callable[[], bytes], ...] = (
             self._real,
@@ -176,9 +170,7 @@ class FrameFuzzer:
         if kind < 12:
             return Release([self._known() for _ in range(choice.randrange(5))])
         others: tuple[Callable[[], Message], ...] = (
-            lambda: self._plan_message(size, offset),
-            lambda: self._plan_message(size, offset),
-            lambda: self._plan_message(size, offset),
+            lambda: self._restores(size, offset),
             Ping,
             StatusRequest,
             self._hello,
@@ -208,48 +200,14 @@ class FrameFuzzer:
             name="fuzzer",
         )
 
-    def _plan_message(self, size: int, offset: int) -> Message:
-        """A message about the plans 0 to 2, and the runs that were begun last."""
+    def _restores(self, size: int, offset: int) -> Message:
         choice = self._random
-        kind, plan = choice.randrange(12), choice.randrange(3)
-        if kind < 2:
-            count = choice.choice((1, 3, 3, 1024))
-            return RegisterPlan(
-                plan=plan,
-                sizes=[size] * count,
-                kinds=[0] * count,
-                dtypes=["uint8"],
-                codec=choice.choice(("ancf", "raw")),
-            )
-        if kind < 4:
-            self._run = self._entry + choice.choice((1, 1, 1, 0))
-            self._entry += choice.choice((4, 4, 4, 1025))
-            return RunPlan(plan=plan, run=self._run)
-        places = [
-            number
-            for part in range(choice.randrange(1, 5))
-            for number in (
-                choice.choice((part, part, 1 << 40)),
-                0,
-                offset,
-                choice.choice((0, 1)),
-                0,
-            )
-        ]
         tickets = [
             number
             for _ in range(choice.randrange(1, 5))
             for number in (choice.randrange(1, 50), self._known(), 0, offset, size, 0)
         ]
-        if kind < 9:
-            run = choice.choice((self._run,) * 9 + (MAX_ID,))
-            return StoreParts(run=run, places=pack(places))
-        messages: tuple[Callable[[], Message], ...] = (
-            lambda: RestoreParts(pack(tickets)),
-            lambda: EndRun(self._run),
-            lambda: ForgetPlan(plan),
-        )
-        return messages[kind - 9]()
+        return RestoreParts(pack(tickets))
 
     def _cache_message(self, name: str, size: int) -> Message:
         messages: tuple[Callable[[], Message], ...] = (

@@ -9,16 +9,11 @@ from stormd.counters import Counters
 from stormd.ledger import Ledger
 from stormd.protocol import (
     NO_LANE,
-    EndRun,
-    ForgetPlan,
     MapSegment,
-    RegisterPlan,
     Release,
     Restore,
     RestoreParts,
-    RunPlan,
     Store,
-    StoreParts,
     UnmapSegment,
     pack,
 )
@@ -75,28 +70,6 @@ class LedgerBench:
             ticket=ticket, entry=entry, segment=segment, offset=0, nbytes=nbytes, sequence=0
         )
         self.lane.take(self.ledger.restore(session, 8, message, 0.0))
-
-    def register(self, plan: int, *sizes: int, session: int = 1) -> None:
-        message = RegisterPlan(
-            plan=plan, sizes=list(sizes), kinds=[0] * len(sizes), dtypes=["uint8"], codec="raw"
-        )
-        self.lane.take(self.ledger.register_plan(session, 4, message))
-
-    def forget(self, plan: int, *, session: int = 1) -> None:
-        self.lane.take(self.ledger.forget_plan(session, ForgetPlan(plan)))
-
-    def run(self, plan: int, run: int, *, session: int = 1) -> None:
-        self.lane.take(self.ledger.run_plan(session, 5, RunPlan(plan=plan, run=run)))
-
-    def hand(
-        self, run: int, *parts: int, session: int = 1, segment: int = 0, offset: int = 0
-    ) -> None:
-        places = [n for part in parts for n in (part, segment, offset, 0, 0)]
-        message = StoreParts(run=run, places=pack(places))
-        self.lane.take(self.ledger.store_parts(session, 6, message, 0.0))
-
-    def end_run(self, run: int, *, session: int = 1) -> None:
-        self.lane.take(self.ledger.end_run(session, EndRun(run)))
 
     def restore_together(
         self, *asked: tuple[int, int, int], session: int = 1, segment: int = 0

@@ -17,19 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from storm_client.compile.habits import Habit, Rehearsal
 from storm_client.compile.room import Room, room_for
 from storm_client.compile.tokens import TOKENS, Held, Lent, Stored, Unversioned, version_of
 from storm_client.compiled import HANDLED
-from storm_client.dtypes import codec_name
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_forward
 from storm_client.plan.decisions import Keep
 from storm_client.policy import Policy
-from storm_client.runs import PlannedValue
 from storm_client.saved import Handle, StoredRange
 from storm_client.stats import StatsRecorder
 from storm_client.storages import Unchanging
@@ -88,14 +85,6 @@ class Graph:
         return self.order[-1] if self.order else None
 
 
-class _Known(NamedTuple):
-    """A habit, and whose it is: while this is held no other graph has its id."""
-
-    session: weakref.ref[Session]
-    graph: Graph
-    habit: Habit
-
-
 class Target:
     """Where the values of compiled graphs go: the daemon of one client. Threads may share it."""
 
@@ -126,8 +115,6 @@ class Target:
         self._is_used = False
         self._announced: dict[int, tuple[weakref.ref[Session], _Announced]] = {}
         """By the session's id. A WeakKeyDictionary would lose an interrupt in its callback."""
-        self._habits: dict[tuple[int, int], _Known] = {}
-        """By the ids of the session and of the graph."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Target:
         """Return itself: copies of a compiled model use the same client."""
@@ -176,21 +163,6 @@ class Target:
                 known = self._announced[id(session)] = (weakref.ref(session), _Announced())
             return known[1]
 
-    def habit(self, session: Session, graph: Graph) -> Habit:
-        """Return what is known of what a graph stores in a session."""
-        key = (id(session), id(graph))
-        with self._lock:
-            known = self._habits.get(key)
-            if known is None or known.session() is not session:
-                living = {id(one) for one in self.graphs}
-                self._habits = {
-                    old: one
-                    for old, one in self._habits.items()
-                    if id(one.graph) in living and one.session() is not None
-                }
-                known = self._habits[key] = _Known(weakref.ref(session), graph, Habit())
-            return known.habit
-
     def goes_forward(self) -> None:
         """Note that a value is saved."""
         self.is_going_back, self._is_used = False, True
@@ -226,17 +198,7 @@ _SHARED: dict[tuple[Budget, str, int], Target] = {}
 class Call:
     """One run of a compiled pair's forward graph, in its thread."""
 
-    __slots__ = (
-        "__weakref__",
-        "_count",
-        "_graph",
-        "_ranks",
-        "_rehearsals",
-        "_room",
-        "_sessions",
-        "target",
-        "trail",
-    )
+    __slots__ = ("_count", "_ranks", "_room", "_sessions", "target", "trail")
 
     def __init__(self, target: Target, graph: Graph | None) -> None:
         """Begin one; an inference graph has no plan, and saves nothing."""
@@ -244,8 +206,6 @@ class Call:
         self._sessions: Sessions | None = None
         self._ranks = {} if graph is None else graph.ranks
         self.trail = None if graph is None else Trail(graph, _RUNNING.trail)
-        self._graph = graph
-        self._rehearsals: dict[int, Rehearsal] = {}
         self._room = target.room.left(graph.planned) if graph is not None and self._ranks else 0
         self._count = 0 if graph is None else graph.schedule.holding(self._room)
 
@@ -258,27 +218,6 @@ class Call:
             return False
         self._room -= nbytes
         return True
-
-    def plan(self, record: StoredRange, session: Session, number: int) -> None:
-        """Give a record its place in the plan of what this graph stores in a session."""
-        if self._graph is None:
-            return
-        rehearsal = self._rehearsals.get(id(session))
-        if rehearsal is None:
-            habit = self.target.habit(session, self._graph)
-            rehearsal = Rehearsal(habit, session, self)
-            self._rehearsals[id(session)] = rehearsal
-        record.place = rehearsal.place(PlannedValue(number, record.away, codec_name(record.dtype)))
-
-    def learn(self) -> None:
-        """Learn from what was stored, now that it is all."""
-        for rehearsal in self._rehearsals.values():
-            rehearsal.learn(self.target.codec)
-
-    def end(self) -> None:
-        """Store nothing more."""
-        for rehearsal in self._rehearsals.values():
-            rehearsal.end()
 
     def sessions(self) -> Sessions:
         """Return the sessions for what this run saves.
@@ -422,11 +361,9 @@ def running(target: Target, graph: Graph | None) -> Iterator[None]:
     HANDLED.depth += 1
     try:
         yield
-        call.learn()
     finally:
         HANDLED.depth -= 1
         _RUNNING.call = outer
-        call.end()
 
 
 # --- the operators ------------------------------------------------------------------------------
@@ -516,7 +453,6 @@ def _handle(call: Call, value: torch.Tensor, session: Session, number: int | Non
         record = session.hold(storage, value.dtype, target.codec, target.recorder)
         if number is not None:
             record.proof = Unchanging(value)
-            call.plan(record, session, number)
             session.send(record)
         target.recorder.saved(value.nbytes, perf_counter() - began)
     version = version_of(value, SavedVersion.of, storage._cdata)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client import connection
 from storm_client.compile import operators, runtime, tokens
 from storm_client.compile.runtime import Graph, Target, running
+from storm_client.compile.schedule import Schedule
 from storm_client.compiled import HANDLED
+from support.daemon_process import DaemonProcess
+from support.daemon_thread import DaemonThread
+from support.in_place_lane import InPlaceCpuLane
 from support.records import record_of
 from support.training import seeded
 from support.waiting import wait_until
+
+from stormd.protocol import RESTORE_FIELDS, Envelope, Message, RestoreParts
 
 SECONDS = 30.0
 
@@ -222,3 +230,146 @@ def test_what_the_run_before_needs_at_once_is_fetched_when_there_is_room_for_it(
             events.append(f"{what} {number}")
             (trail.has_begun if what == "begun" else trail.has_brought)(number)
         assert events == expected
+
+
+# --- runs of a graph ----------------------------------------------------------------------------
+
+VALUES = 6
+SIDE = 64
+
+
+class Driven:
+    """A graph without code: a test stores its values and waits for them."""
+
+    def __init__(self, client: storm.Client, codec: str = "ancf") -> None:
+        self.target = Target(lambda: client._supply, "least", codec, 1)
+        nothing: Any = None
+        schedule = Schedule((), (0,), (0,), (), nothing)
+        self.graph = Graph(nothing, schedule, {}, (), tuple(reversed(range(VALUES))))
+        self.target.graphs.append(self.graph)
+
+    def forward(self, device: str, seed: int, size: int = SIDE) -> list[torch.Tensor]:
+        """Store values and return their tokens."""
+        with running(self.target, self.graph):
+            return [
+                operators.STORE(self.value(device, seed, n, size), n, False) for n in range(VALUES)
+            ]
+
+    def backward(
+        self, device: str, seed: int, tokens: list[torch.Tensor], size: int = SIDE
+    ) -> None:
+        """Wait for the values, the last first, and compare their bits."""
+        for n in reversed(range(VALUES)):
+            value = self.value(device, seed, n, size)
+            assert torch.equal(waited(tokens[n], value), value)
+
+    def step(self, device: str, seed: int, size: int = SIDE) -> None:
+        self.backward(device, seed, self.forward(device, seed, size), size)
+
+    @staticmethod
+    def value(device: str, seed: int, number: int, size: int) -> torch.Tensor:
+        return seeded(device, size, SIDE) * (100 * seed + number)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    """What clients have said to their daemons since the test began."""
+    messages: list[Message] = []
+    encode = connection.encode
+
+    def noted(batch: list[Envelope]) -> bytes:
+        messages.extend(one.message for one in batch)
+        return encode(batch)
+
+    monkeypatch.setattr(connection, "encode", noted)
+    return messages
+
+
+def settled(client: storm.Client) -> tuple[int, int]:
+    """Return the entries and the promised bytes of the daemon when nothing is under way."""
+    client._supply.sessions.settle(SECONDS)
+    state = client.status()
+    return state.entries, state.details["pool"]["promised_bytes"]
+
+
+def test_all_that_a_staging_area_has_room_for_is_asked_for_at_once(
+    client: storm.Client, said: list[Message]
+) -> None:
+    driven = Driven(client)
+    made = driven.forward("cpu", 1)
+    assert settled(client) == (VALUES, 0)
+    said.clear()
+    driven.backward("cpu", 1, made)
+    [asked] = [one for one in said if isinstance(one, RestoreParts)]
+    assert len(asked.places) == 8 * RESTORE_FIELDS * VALUES
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_two_runs_may_be_live(device: str, client: storm.Client, is_reversed: bool) -> None:
+    driven = Driven(client)
+    for _ in range(3):
+        live = [(seed, driven.forward(device, seed)) for seed in (5, 6)]
+        for seed, made in reversed(live) if is_reversed else live:
+            driven.backward(device, seed, made)
+
+
+def test_a_backward_pass_may_run_twice(device: str, client: storm.Client) -> None:
+    driven = Driven(client)
+    made = driven.forward(device, 3)
+    for _ in range(2):
+        driven.backward(device, 3, made)
+
+
+def test_a_forward_without_a_backward_leaves_nothing(client: storm.Client) -> None:
+    driven = Driven(client)
+    for _ in range(3):
+        driven.forward("cpu", 3)
+    gc.collect()
+    wait_until(lambda: settled(client) == (0, 0), SECONDS)
+
+
+def test_an_exception_in_a_run_leaves_nothing(client: storm.Client) -> None:
+    driven = Driven(client)
+
+    def fail() -> None:
+        with running(driven.target, driven.graph):
+            operators.STORE(driven.value("cpu", 3, 0, SIDE), 0, False)
+            raise ValueError("the graph failed")
+
+    with pytest.raises(ValueError, match="the graph failed"):
+        fail()
+    wait_until(lambda: settled(client) == (0, 0), SECONDS)
+    driven.step("cpu", 4)
+
+
+def test_a_pool_without_room_leaves_values_where_they_are(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes", "1MiB")
+    with storm.connect(daemon.address, embedded="never", timeout=SECONDS) as client:
+        driven = Driven(client, codec="raw")
+        for seed in range(6):
+            driven.step("cpu", seed, 1024)  # 256 KiB each
+        wait_until(lambda: settled(client) == (0, 0), SECONDS)
+        stats = driven.target.recorder.snapshot()
+        assert stats.kept["pool_full"] > 0
+        assert stats.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("pool_bytes", [64 << 20, 1 << 20])
+def test_memory_that_was_let_go_of_had_been_read(
+    make_late_daemon: Callable[..., DaemonThread], lanes: list[InPlaceCpuLane], pool_bytes: int
+) -> None:
+    """The daemon reads as late as it may, and freed memory is overwritten."""
+    daemon = make_late_daemon(pool_bytes=pool_bytes)
+    with storm.connect(daemon.address, embedded="never", timeout=SECONDS) as client:
+        driven, size = Driven(client), 2048  # 3 MiB in all: more than is held back
+        for seed in range(4):
+            driven.step("cpu", seed, size)
+        live = [(seed, driven.forward("cpu", seed, size)) for seed in (8, 9)]
+        for seed, made in live:
+            driven.backward("cpu", seed, made, size)
+        del made, live
+        assert lanes[0].in_place is not None
+        if pool_bytes > 1 << 20:
+            assert driven.target.recorder.snapshot().offloaded_bytes > 0

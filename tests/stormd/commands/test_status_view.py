@@ -26,7 +26,6 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
             "capacity_bytes": 4 << 30,
             "used_bytes": 1 << 30,
             "peak_used_bytes": 2 << 30,
-            "planned_bytes": 0,
         },
         "cache": {
             "capacity_bytes": 3 << 20,
@@ -122,13 +121,6 @@ def test_shows_pool_ratio_and_uptime() -> None:
     for part in ("stormd 1.2.3 at ipc:///x, up 1:02:05", "1.0 GiB of 4.0 GiB", "peak 2.0 GiB"):
         assert part in shown
     assert "ratio 1.50" in shown
-    assert "kept for plans" not in shown
-
-
-def test_shows_what_is_kept_for_plans() -> None:
-    state = _state()
-    state["pool"]["planned_bytes"] = 3 << 20
-    assert "3.0 MiB kept for plans" in _shown(state)
 
 
 def test_shows_a_cache_that_is_used() -> None:

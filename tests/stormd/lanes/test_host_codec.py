@@ -28,12 +28,10 @@ class Made:
     codec: HostCodec
     memory: Buffer
 
-    def store(
-        self, data: bytes, codec: str, dtype: DType = DType.BYTES, spare: Block | None = None
-    ) -> tuple[Block, str]:
+    def store(self, data: bytes, codec: str, dtype: DType = DType.BYTES) -> tuple[Block, str]:
         ctypes.memmove(self.memory.address, data, len(data))
         part = Part.of(len(data), dtype.name, codec)
-        assert self.space.promise(part.charge - (0 if spare is None else spare.room))
+        assert self.space.promise(part.charge)
         job = StoreJob(
             session=1,
             entry=1,
@@ -43,8 +41,6 @@ class Made:
             ready=0,
             sequence=0,
             space=self.space,
-            spare=spare,
-            is_planned=True,
         )
         return self.codec.store(self.memory.address, job)
 
@@ -125,40 +121,4 @@ def test_a_store_that_fails_leaves_its_promise(
     with pytest.raises(MemoryError):
         made.store(bytes(1000), codec)
     assert (made.space.use().used, made.space.use().promised) == (0, 1280)
-    made.space.assert_invariants()
-
-
-@pytest.mark.parametrize("codec", ["raw", "ancf"])
-def test_a_blob_goes_where_another_lay(made: Made, codec: str) -> None:
-    data = os.urandom(10_000)
-    before, _ = made.store(bytes(reversed(data)), codec)
-    block, _ = made.store(data, codec, spare=before)
-    assert block.extents == before.extents
-    assert made.restore(block, len(data)) == data
-
-
-@pytest.mark.parametrize("codec", ["raw", "ancf"])
-def test_a_blob_that_has_grown_comes_back_from_two_places(made: Made, codec: str) -> None:
-    data = os.urandom(30_000)
-    before, _ = made.store(data[:10_000], codec)
-    made.store(b"between", codec)
-    block, _ = made.store(data, codec, spare=before)
-    assert (block.extents[:1], block.offset) == (before.extents, None)
-    assert made.restore(block, len(data)) == data
-
-
-@pytest.mark.parametrize("codec", ["raw", "ancf"])
-def test_a_store_that_fails_leaves_what_lay_there(
-    made: Made, codec: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Broken:
-        def encode_into(self, *_: object, **__: object) -> int:
-            raise MemoryError("no scratch")
-
-    before, _ = made.store(bytes(100), "raw")
-    used = made.space.use().used
-    monkeypatch.setattr(made.codec, "_codec", Broken())
-    with pytest.raises(MemoryError):
-        made.store(bytes(1000), codec, spare=before)
-    assert (made.space.use().used, made.space.use().promised) == (used, 1280 - before.room)
     made.space.assert_invariants()

@@ -17,8 +17,6 @@ from stormd.protocol import (
     REJECTIONS,
     RESTORE_FIELDS,
     RESTORED_FIELDS,
-    STORE_FIELDS,
-    STORED_FIELDS,
     CacheGet,
     CacheList,
     CachePut,
@@ -26,14 +24,11 @@ from stormd.protocol import (
     Message,
     Ping,
     ProtocolError,
-    RegisterPlan,
     Release,
     RestoredParts,
     RestoreParts,
     Status,
     StatusRequest,
-    StoredParts,
-    StoreParts,
     decode,
     encode,
     hello_version,
@@ -74,23 +69,8 @@ def numbers(fields_: int) -> st.SearchStrategy[bytes]:
     return parts.map(lambda parts: pack([n for p in parts for n in p]))
 
 
-PLAN_PARTS = st.lists(st.tuples(st.integers(1, 1 << 30), st.integers(0, 1)), min_size=1, max_size=4)
 ABOUT_PARTS: dict[type[Message], st.SearchStrategy[Message]] = {
-    RegisterPlan: st.builds(
-        lambda plan, parts, codec: RegisterPlan(
-            plan=plan,
-            sizes=[size for size, _ in parts],
-            kinds=[kind for _, kind in parts],
-            dtypes=["bfloat16", "uint8"],
-            codec=codec,
-        ),
-        IDS,
-        PLAN_PARTS,
-        BY_NAME["codec"],
-    ),
-    StoreParts: st.builds(StoreParts, run=IDS, places=numbers(STORE_FIELDS)),
     RestoreParts: st.builds(RestoreParts, numbers(RESTORE_FIELDS)),
-    StoredParts: st.builds(StoredParts, numbers(STORED_FIELDS), TEXTS),
     RestoredParts: st.builds(RestoredParts, numbers(RESTORED_FIELDS)),
 }
 
@@ -238,9 +218,8 @@ def test_parts_in_one_frame_are_as_many_as_messages_at_the_most(count: int) -> N
     """What a part costs the daemon does not depend on how many share a message."""
     half = MAX_BATCH // 2
     batch = [
-        Envelope(0, StoreParts(run=1, places=bytes(8 * STORE_FIELDS * half))),
-        Envelope(0, RestoreParts(bytes(8 * RESTORE_FIELDS * half))),
-        *[Envelope(0, StoreParts(run=1, places=bytes(8 * STORE_FIELDS)))] * count,
+        *[Envelope(0, RestoreParts(bytes(8 * RESTORE_FIELDS * half)))] * 2,
+        *[Envelope(0, RestoreParts(bytes(8 * RESTORE_FIELDS)))] * count,
     ]
     frame = encode(batch)
     if not count:
@@ -250,9 +229,9 @@ def test_parts_in_one_frame_are_as_many_as_messages_at_the_most(count: int) -> N
         decode(frame)
 
 
-@given(st.lists(st.tuples(IDS, IDS), max_size=20))
-def test_packed_numbers_come_back(pairs: list[tuple[int, int]]) -> None:
-    assert list(unpack(pack([n for pair in pairs for n in pair]), 2)) == pairs
+@given(st.lists(st.tuples(*[IDS] * RESTORE_FIELDS), max_size=20))
+def test_packed_numbers_come_back(parts: list[tuple[int, ...]]) -> None:
+    assert list(unpack(pack([n for part in parts for n in part]), RESTORE_FIELDS)) == parts
 
 
 @pytest.mark.parametrize(
@@ -260,16 +239,17 @@ def test_packed_numbers_come_back(pairs: list[tuple[int, int]]) -> None:
     [
         b"",
         bytes(8),
-        bytes(8 * STORE_FIELDS + 1),
-        bytes(8 * STORE_FIELDS * (MAX_BATCH + 1)),
-        pack([0, 0, -1, 0, 0]),
-        pack([0, 0, 0, 0, -(1 << 63)]),
-        [0] * STORE_FIELDS,
+        bytes(8 * RESTORE_FIELDS + 1),
+        bytes(8 * RESTORE_FIELDS * (MAX_BATCH + 1)),
+        pack([0, 0, -1, 0, 0, 0]),
+        pack([0, 0, 0, 0, 0, -(1 << 63)]),
+        [0] * RESTORE_FIELDS,
     ],
 )
 def test_packed_numbers_are_of_whole_parts_and_not_negative(places: Any) -> None:
-    with pytest.raises(ProtocolError, match=f"StoreParts.places is .*not {STORE_FIELDS} numbers"):
-        StoreParts(run=1, places=places)
-    frame = msgpack.packb([[StoreParts.OP, 0, 1, places]])
+    words = f"RestoreParts.places is .*not {RESTORE_FIELDS} numbers"
+    with pytest.raises(ProtocolError, match=words):
+        RestoreParts(places)
+    frame = msgpack.packb([[RestoreParts.OP, 0, places]])
     with pytest.raises(ProtocolError, match="numbers of 8 bytes"):
         decode(frame)
