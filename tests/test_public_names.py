@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 
 import storm_client
 import storm_kernels
+import torch
 from storm_client import OffloadStats, errors
 from storm_kernels import ancf, ternary
 from storm_kernels.ternary import nn as ternary_nn
@@ -32,6 +33,7 @@ def _parameters(function: object) -> dict[str, object]:
 
 def test_the_client_offers_what_is_promised() -> None:
     promised = {"Client", "Offload", "OffloadStats", "connect", "errors", "offload"}
+    promised |= {"cross_entropy", "linear_cross_entropy"}
     assert promised | {"Feeder", "Receiver", "compile", "compile_step", "micro_batches"} <= set(
         storm_client.__all__
     )
@@ -63,6 +65,14 @@ def test_compile_takes_what_is_promised() -> None:
     assert next(iter(_parameters(storm_client.Receiver))) == "callback"
     (entry,) = entry_points(group="torch_dynamo_backends", name="stormd")
     assert entry.value == "storm_client.compile.backend:stormd"
+
+
+def test_losses_take_what_is_promised() -> None:
+    theirs = _parameters(torch.nn.functional.cross_entropy)
+    taken = _parameters(storm_client.cross_entropy)
+    assert list(taken.items())[: len(theirs)] == list(theirs.items())
+    taken = _parameters(storm_client.linear_cross_entropy)
+    assert list(taken)[:4] == ["hidden", "weight", "target", "bias"]
 
 
 def test_the_statistics_have_their_fields() -> None:

@@ -37,6 +37,8 @@ from storm_client.errors import (
     UsageError,
 )
 from storm_client.hooks import Offload
+from storm_client.linear_loss import linear_cross_entropy
+from storm_client.losses import cross_entropy
 from storm_client.report import Report
 from storm_client.stats import OffloadStats
 from storm_client.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
@@ -68,7 +70,9 @@ __all__ = [
     "compiled_plans",
     "compiled_stats",
     "connect",
+    "cross_entropy",
     "errors",
+    "linear_cross_entropy",
     "micro_batches",
     "offload",
 ]

@@ -1,0 +1,97 @@
+"""Who else holds what an autograd function has saved: nobody, or it cannot be told.
+
+A backward pass may write its gradient over a saved tensor that nobody can read again. References
+are counted by C++ (tensors, the storage) and by Python (their objects); what is counted of a tensor
+that only the graph holds is found out once, by example, since it differs among versions of both.
+Anything else that is counted means that somebody else may hold it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import lru_cache
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["is_held_by_graph_alone"]
+
+_use_count = torch._C._storage_Use_Count
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+
+
+def is_held_by_graph_alone(saved: list[Any]) -> bool:
+    """Tell, in a backward pass, whether the first tensor it has saved may be written to.
+
+    That is so of a contiguous result of an operation, or a view of one, which nobody can read
+    again: no variable, weak reference, other tensor in its memory or other operation has it, the
+    memory is PyTorch's own, and the graph goes with this backward pass. What a stream still reads
+    that the allocator alone was told of (`Tensor.record_stream`) is not seen.
+
+    Args:
+        saved: `list(ctx.saved_tensors)`, which alone holds them; hooks may allow but one look.
+    """
+    if _keeps_graph is None or _keeps_graph():
+        return False
+    if saved[0].is_leaf or not saved[0].is_contiguous() or _is_lent(saved[0].untyped_storage()):
+        return False
+    return _counts(saved) in _counts_of_nobody_else()
+
+
+def _is_lent(storage: torch.UntypedStorage) -> bool:
+    """Tell whether the memory is NumPy's, DLPack's or shared with another process."""
+    return not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared())
+
+
+def _counts(saved: list[Any]) -> tuple[int, ...]:
+    """Count who holds the first saved tensor, its storage and what it is a view of.
+
+    Python's count is taken of what was just looked up, never of a variable: whether an argument is
+    counted once or twice depends on who evaluates the frame, which torch.compile changes.
+    """
+    held = [saved[0].untyped_storage(), saved[0]._base]
+    found = [getrefcount(saved[0]), saved[0]._use_count(), weakref.getweakrefcount(saved[0])]
+    found += [getrefcount(held[0]), _use_count(held[0]._cdata), weakref.getweakrefcount(held[0])]
+    if held[1] is not None:
+        found += [getrefcount(held[1]), held[1]._use_count(), weakref.getweakrefcount(held[1])]
+    return tuple(found)
+
+
+class _Example(torch.autograd.Function):
+    """Counts in its backward pass who holds what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, saved: Tensor, found: list[tuple[int, ...]]) -> Tensor:
+        ctx.save_for_backward(saved)
+        ctx.found = found
+        return saved.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        saved = list(ctx.saved_tensors)
+        ctx.found.append(_counts(saved))
+        return gradient.expand_as(saved[0]), None
+
+
+@lru_cache(maxsize=1)
+def _counts_of_nobody_else() -> frozenset[tuple[int, ...]]:
+    """Return what is counted of a result, and of a view of one, that only the graph holds.
+
+    Counted once, by example, since it differs among versions of PyTorch and Python; by a thread of
+    its own, which has none of the caller's hooks and modes.
+    """
+    found: list[tuple[int, ...]] = []
+
+    def count() -> None:
+        leaf = torch.ones(4, requires_grad=True)
+        apply: Any = _Example.apply
+        apply(leaf * 2, found).backward()
+        apply((leaf * 2).view(2, 2), found).backward()
+
+    thread = threading.Thread(target=count, name="storm-holder-counts")
+    thread.start()
+    thread.join()
+    return frozenset(found)
