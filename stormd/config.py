@@ -119,6 +119,15 @@ class Config:
         least=0,
     )
 
+    message_bytes: int = _option(
+        "size",
+        "pool",
+        "host memory for messages that wait, of all clients in both directions; where they are "
+        "more, the user of whom most waits loses a session",
+        default=64 * MIB,
+        least=4 * MIB,
+    )
+
     device: str = _option(
         "text",
         "lanes",

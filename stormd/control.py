@@ -1,228 +1,434 @@
-"""The control socket: a ZeroMQ ROUTER on the event loop.
+"""The control socket: a ZeroMQ ROUTER to every client, on the event loop.
 
-It never blocks the loop, every frame that has arrived is handed on without another event being
-needed, a peer that does not read costs its own connection only, and however many connect, those who
-are connected are served.
+What stays true:
+- the kernel has said whose connection it is before a byte of it is read, and only those who are
+  allowed are heard; the others are told so and end within seconds;
+- what waits of all connections, in both directions, is bounded in bytes, and who has most of it
+  ends first;
+- no turn takes longer than TURN_SECONDS and one piece of work, whatever a frame asks for; frames of
+  one connection are handled in their order, connections in rotation.
 
-ZeroMQ's descriptor is edge-triggered: it tells of a change, not of a state, and any send may
-swallow the edge. So whoever has sent calls `settle`, which looks for input again. This is several
-times cheaper than zmq.asyncio's future for each message.
-
-ZeroMQ accepts connections in a thread of its own, as many as come, and ends the process where
-there is no descriptor left for one. So those that come while descriptors are scarce are ended at
-once. (Unbinding would end all others as well.)
+Connections are accepted and ZMTP is spoken here (zmtp.py) rather than by libzmq, which can do none
+of these: its queues are bounded in messages, and a connection of it cannot be ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import struct
+import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from enum import Enum, auto
-from socket import AF_UNIX, SHUT_RDWR, SOCK_STREAM, fromfd
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Final
 
-import zmq
-
 from stormd import open_files
+from stormd.listener import Credentials, Listener
 from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
-from stormd.runtime_directory import SocketFile
+from stormd.strangers import Strangers
+from stormd.zmtp import OPENING, OTHER, Reader, Token, ZmtpError, framed
 
-__all__ = ["BACKLOG", "ControlSocket", "Delivery"]
+__all__ = ["Connection", "ControlSocket", "OnFrame"]
 
 log = logging.getLogger(__name__)
 
-FRAMES_A_TURN: Final = 64
-"""Frames handed on before the loop gets to other work."""
-
-PARTS_AT_ONCE: Final = 64
-"""Of a message that has several, which no client sends, read before the time is looked at."""
-
 TURN_SECONDS: Final = 0.005
-"""Time after which no further frame is begun in a turn. ZeroMQ takes peers in rotation, so one
-that sends full frames without end holds each of the others up by one frame."""
+"""Time after which no further piece of work is begun in a turn of the loop."""
 
-HIGH_WATER: Final = 256
-"""Frames that may wait in each direction for one peer. Its own ZeroMQ holds 1,000 more, read
-without its interpreter lock: only a process that has stopped gets this far behind."""
-BACKLOG: Final = 4096
-"""Connections that may wait to be accepted. One more is refused at once, and its client takes the
-daemon for absent. The kernel allows as many since Linux 5.4."""
+SLICE_SECONDS: Final = 0.001
+"""Time after which the next connection has its turn."""
+
+READ_BYTES: Final = 1 << 16
+"""Read of one connection at a time, and of one whose frames wait already kept at the most."""
+
+STRANGER_BYTES: Final = 1 << 16
+"""Of the largest frame on a connection without a session; Hello is the largest that it may send."""
+
+STRANGER_UNREAD_BYTES: Final = MAX_FRAME_BYTES
+"""Of answers that a connection without a session may leave unread: one status of many sessions."""
+
+SILENT_TICKS: Final = 10
+"""Of `tick`, twice a second, for which a connection without a session may send no frame. Ticks and
+not seconds: a daemon that was stopped itself has not waited for anybody meanwhile."""
+
+MAX_STRANGERS: Final = 1024
+MAX_STRANGERS_OF_ONE: Final = 512
+"""Connections without a session, of all users and of each. A training job's processes come at once,
+in hundreds at the most, and have theirs within milliseconds."""
+
+MAX_UNWELCOME: Final = 16
+"""Connections of users who are not allowed, there to be told so."""
+
+PIECES_AT_ONCE: Final = 64
+"""Unsent frames handed to the kernel in one call."""
 
 WARNING_SECONDS: Final = 1.0
 """Least time between two lines in the log about connections that were ended."""
 
-# As plain numbers: operations on pyzmq's flag types cost as much as a message.
-DONTWAIT: Final = int(zmq.DONTWAIT)
-SEND_ROUTE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
-POLLIN: Final = int(zmq.POLLIN)
-EVENTS: Final = int(zmq.EVENTS)
+
+class Connection:
+    """One client's connection. It is changed by its ControlSocket alone.
+
+    `unsent` are the bytes of frames that the kernel has not taken yet. `is_reachable` says whether
+    anybody may still read what is sent.
+    """
+
+    __slots__ = (
+        "_line", "credentials", "descriptor", "has_session", "held_bytes", "is_paused",
+        "is_queued", "is_reachable", "output", "reader", "silent_ticks", "unsent", "work",
+        "work_bytes",
+    )  # fmt: skip
+
+    def __init__(self, line: socket.socket, credentials: Credentials) -> None:
+        self._line = line
+        self.descriptor = line.fileno()
+        self.credentials = credentials
+        self.reader = Reader(STRANGER_BYTES)
+        self.has_session = False
+        self.is_reachable = True
+        self.is_queued = False  # among those whose turn comes
+        self.is_paused = False  # not read from until what has come is done
+        self.silent_ticks = 0
+        self.output: deque[memoryview] = deque()
+        self.unsent = 0
+        self.work: Iterator[None] | None = None  # what the last frame asks for, as far as undone
+        self.work_bytes = 0  # of that frame
+        self.held_bytes = 0  # as counted in the sum of all
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can still say something."""
+        return self.descriptor >= 0
+
+    @property
+    def identity(self) -> bytes:
+        """The routing id that its socket chose, empty where it chose none."""
+        return self.reader.identity
+
+    def receive_into(self, buffer: bytearray) -> int | None:
+        """Read what is there; return how much, 0 at the end, None where nothing is there now."""
+        try:
+            return self._line.recv_into(buffer)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError:
+            return 0
+
+    def transmit(self) -> None:
+        """Have the kernel take what it takes of the output."""
+        try:
+            while self.output:
+                pieces = [self.output[i] for i in range(min(len(self.output), PIECES_AT_ONCE))]
+                self._sent(self._line.sendmsg(pieces))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:  # nobody reads any more; what was said before is still to be heard
+            self.is_reachable = False
+            self.output.clear()
+            self.unsent = 0
+
+    def add_output(self, data: bytes) -> None:
+        """Add a frame, as it travels, to what is to be sent."""
+        self.output.append(memoryview(data))
+        self.unsent += len(data)
+
+    def shut(self) -> None:
+        """Close it. Twice is fine."""
+        self.descriptor = -1
+        self.is_reachable = False
+        self.output.clear()
+        self.unsent = self.work_bytes = 0
+        self.work = None
+        self._line.close()
+
+    def _sent(self, count: int) -> None:
+        self.unsent -= count
+        while count:
+            first = self.output[0]
+            if len(first) > count:
+                self.output[0] = first[count:]
+                return
+            count -= len(first)
+            self.output.popleft()
 
 
-class Delivery(Enum):
-    """What became of a frame that was sent."""
-
-    SENT = auto()
-    GONE = auto()
-    FULL = auto()
+OnFrame = Callable[[Connection, bytes | None], Iterator[None]]
+"""Takes a frame, None where the message had several parts, as no client's has. Returns the work
+that it asks for: it is stepped through, each step far shorter than a turn, with others' between."""
 
 
 class ControlSocket:
-    """Bound from construction on; `start` begins to hand frames on.
+    """Bound from construction on; `start` begins to accept connections.
 
-    `on_frame(route, frame)` gets each message: the peer's routing id, and its frame, None where
-    the message had another number of parts than a client sends. `on_batch()` follows each batch.
+    `on_batch()` follows each turn of work. `held_most` is how many bytes may wait of all
+    connections, read but not done and answered but not sent; where there are more,
+    `on_overfull(connection)` follows the end of the one that is given up. Nobody is heard before
+    `allow`.
 
     Raises:
-        zmq.ZMQError: the address cannot be bound.
+        OSError: the address cannot be bound.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, address: str) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, address: str, *, held_most: int) -> None:
         self._loop = loop
-        self._path = parse_address(address)
-        self._context = zmq.Context()
-        self._address = address
-        self._file: SocketFile | None = None
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._accepted = self._context.socket(zmq.PAIR)
-        self._on_frame: Callable[[bytes, zmq.Frame | None], None]
+        self._held_most = held_most
+        self._held_bytes = 0
+        self._allowed: frozenset[int] = frozenset()
+        self._on_frame: OnFrame
         self._on_batch: Callable[[], None]
+        self._on_overfull: Callable[[Connection], None]
+        self._connections: dict[Connection, None] = {}
+        self._strangers: Strangers[Connection] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
+        self._unwelcome: Strangers[Connection] = Strangers(MAX_UNWELCOME, MAX_UNWELCOME)
+        self._queue: deque[Connection] = deque()  # those that have said something, in rotation
         self._scheduled: asyncio.Handle | None = None
+        self._relief: asyncio.Handle | None = None
+        self._buffer = bytearray(READ_BYTES)
+        self._view = memoryview(self._buffer)
         self._next_warning = 0.0
-        self._passed_over: bytes | None = None  # who sent the message that has parts left
-        try:
-            self._configure()
-            self.bind()
-        except zmq.ZMQError:
-            self.close()
-            raise
-
-    def bind(self) -> None:
-        """Make the socket's file, again where it was removed; connections stay as they are.
-
-        The listener whose file is gone stays too: to unbind it would end its connections.
-
-        Raises:
-            zmq.ZMQError: the address cannot be bound.
-        """
-        self._socket.bind(self._address)
-        self._file = SocketFile(self._path)
+        self._listener = Listener(
+            loop, parse_address(address), on_line=self._admit, on_lack=self._make_room
+        )
 
     @property
     def is_bound(self) -> bool:
         """Whether the socket's file is there, so that clients find it."""
-        return self._file is not None and self._file.is_there
+        return self._listener.is_bound
+
+    def bind(self) -> None:
+        """Make the socket's file again that was removed; connections stay as they are.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        self._listener.bind()
 
     def start(
-        self, on_frame: Callable[[bytes, zmq.Frame | None], None], on_batch: Callable[[], None]
+        self,
+        on_frame: OnFrame,
+        on_batch: Callable[[], None],
+        on_overfull: Callable[[Connection], None],
     ) -> None:
-        """Begin to hand frames on."""
+        """Begin to accept connections and hand frames on."""
         self._on_frame = on_frame
         self._on_batch = on_batch
-        self._loop.add_reader(self._socket.fileno(), self._read)
-        self._loop.add_reader(self._accepted.fileno(), self._watch)
-        self._watch()
-        self.settle()
+        self._on_overfull = on_overfull
+        self._listener.start()
 
-    def send(self, route: bytes, frame: bytes) -> Delivery:
-        """Send one frame to a peer, without waiting; `settle` must follow.
+    def allow(self, uids: frozenset[int]) -> None:
+        """Hear these users from now on; connections that have a session stay."""
+        self._allowed = uids
+        for connection in self._strangers.all:
+            if connection.credentials.uid not in uids:
+                self.close_connection(connection)
 
-        Only the first part can fail: a socket that has taken it takes the rest of the message.
-        """
-        try:
-            self._socket.send(route, SEND_ROUTE)
-            self._socket.send(frame, DONTWAIT)
-        except zmq.Again:
-            return Delivery.FULL
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return Delivery.GONE
-        return Delivery.SENT
+    def adopt(self, connection: Connection) -> None:
+        """Note that a connection has a session: it keeps its place, however silent it is."""
+        connection.has_session = True
+        connection.reader.limit = MAX_FRAME_BYTES
+        self._strangers.remove(connection)
 
-    def settle(self) -> None:
-        """Schedule a read if there is input whose edge was swallowed."""
-        if self._scheduled is None and self._has_input():
-            self._scheduled = self._loop.call_soon(self._read)
+    def disown(self, connection: Connection) -> None:
+        """Note that a connection's session has ended: it is a stranger's again."""
+        if connection.is_open:
+            connection.has_session = False
+            connection.reader.limit = STRANGER_BYTES
+            self._place(connection)
+
+    def send(self, connection: Connection, frame: bytes) -> None:
+        """Send a frame, now or as soon as the kernel takes it; to nobody where nobody is there."""
+        if connection.is_reachable:
+            self._send_as_it_is(connection, framed(frame))
+
+    def close_connection(self, connection: Connection) -> None:
+        """End a connection, with all that waits of it. Twice is fine."""
+        if not connection.is_open:
+            return
+        self._loop.remove_reader(connection.descriptor)
+        self._loop.remove_writer(connection.descriptor)
+        connection.shut()
+        self._held_bytes -= connection.held_bytes
+        connection.held_bytes = 0
+        del self._connections[connection]
+        self._strangers.remove(connection)
+        self._unwelcome.remove(connection)
+
+    def tick(self) -> None:
+        """End those who have no session and say nothing; to be called twice a second."""
+        for places in (self._strangers, self._unwelcome):
+            for connection in places.all:
+                connection.silent_ticks += 1
+                if connection.silent_ticks > SILENT_TICKS:
+                    self.close_connection(connection)
 
     def close(self) -> None:
         """Unbind, remove the socket's file, drop what was not sent. Twice is fine."""
-        if self._socket.closed:
-            return
-        for socket in (self._socket, self._accepted):
-            self._loop.remove_reader(socket.fileno())
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-        if self._file is not None:
-            self._file.remove()  # ZeroMQ does not
-        self._socket.close(linger=0)
-        self._accepted.close()
-        self._context.term()
-
-    def _configure(self) -> None:
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
-        self._accepted.setsockopt(zmq.RCVHWM, 0)  # a full queue would stop ZeroMQ's thread
-        self._socket.monitor("inproc://accepted", int(zmq.EVENT_ACCEPTED))
-        self._accepted.connect("inproc://accepted")
+        self._listener.close()
+        for handle in (self._scheduled, self._relief):
+            if handle is not None:
+                handle.cancel()
+        for connection in list(self._connections):
+            self.close_connection(connection)
 
     # --- new connections --------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Take note of new connections; end them while descriptors are scarce."""
-        while int(self._accepted.getsockopt(EVENTS)) & POLLIN:
-            event, _ = self._accepted.recv_multipart(DONTWAIT)
-            if open_files.are_scarce():
-                _, descriptor = struct.unpack("=hi", event)
-                self._show_out(descriptor)
+    def _admit(self, line: socket.socket, credentials: Credentials) -> None:
+        connection = Connection(line, credentials)
+        self._connections[connection] = None
+        self._loop.add_reader(connection.descriptor, self._receive, connection)
+        self._place(connection)
+        if open_files.are_scarce():
+            self._make_room()
+        if connection.is_open:
+            self._send_as_it_is(connection, OPENING)
 
-    def _show_out(self, descriptor: int) -> None:
-        """End a connection of ZeroMQ's, which closes it; it may have done so by itself."""
+    def _place(self, connection: Connection) -> None:
+        """Give a connection without a session a place; who must leave for it is ended."""
+        uid = connection.credentials.uid
+        places = self._strangers if uid in self._allowed else self._unwelcome
+        connection.silent_ticks = 0
+        leaving = places.add(connection, uid)
+        if leaving is not None:
+            self.close_connection(leaving)
+
+    def _make_room(self) -> None:
+        """End a connection that has no session, of those who are not allowed first."""
         now = time.monotonic()
         if now >= self._next_warning:
             self._next_warning = now + WARNING_SECONDS
-            log.warning("new connections are ended: raise the limit of open files")
-        with suppress(OSError), fromfd(descriptor, AF_UNIX, SOCK_STREAM) as connection:
-            if connection.getsockname() == str(self._path):
-                connection.shutdown(SHUT_RDWR)
+            log.warning("open files are scarce, idle connections are ended: raise their limit")
+        leaving = self._unwelcome.oldest() or self._strangers.oldest()
+        if leaving is not None:
+            self.close_connection(leaving)
 
-    # --- frames -----------------------------------------------------------------------------
+    # --- bytes ------------------------------------------------------------------------------
 
-    def _take_message(self) -> None:
-        """Hand a message on, all parts of which are there, or go on passing over one of several."""
-        if self._passed_over is None:
-            route = bytes(self._socket.recv(DONTWAIT))
-            frame = self._socket.recv(DONTWAIT, copy=False)
-            if not frame.more:
-                self._on_frame(route, frame)
-                return
-            self._passed_over = route
-        for _ in range(PARTS_AT_ONCE):
-            if not self._socket.recv(DONTWAIT, copy=False).more:
-                route, self._passed_over = self._passed_over, None
-                self._on_frame(route, None)
-                return
+    def _receive(self, connection: Connection) -> None:
+        """Read what has arrived, and have it handled in a turn."""
+        count = connection.receive_into(self._buffer)
+        if count is None:
+            return
+        if not count:
+            self.close_connection(connection)
+            return
+        connection.reader.feed(self._view[:count])
+        self._count(connection)
+        if not connection.is_queued:
+            connection.is_queued = True
+            self._queue.append(connection)
+        elif connection.reader.held_bytes >= READ_BYTES:
+            connection.is_paused = True
+            self._loop.remove_reader(connection.descriptor)
+        self._schedule()
 
-    def _read(self) -> None:
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            self._scheduled = None
-        deadline = time.monotonic() + TURN_SECONDS
-        for _ in range(FRAMES_A_TURN):
-            # Asking is cheaper than the exception of a recv in vain.
-            if not self._has_input() or time.monotonic() > deadline:
-                break
-            self._take_message()
+    def _send_as_it_is(self, connection: Connection, data: bytes) -> None:
+        is_waiting = bool(connection.output)
+        connection.add_output(data)
+        if not is_waiting:
+            connection.transmit()
+            if connection.output:
+                self._loop.add_writer(connection.descriptor, self._write, connection)
+        self._count(connection)
+        if not connection.has_session and connection.unsent > STRANGER_UNREAD_BYTES:
+            self.close_connection(connection)
+
+    def _write(self, connection: Connection) -> None:
+        connection.transmit()
+        if not connection.output:
+            self._loop.remove_writer(connection.descriptor)
+        self._count(connection)
+
+    def _count(self, connection: Connection) -> None:
+        """Have the sum of all hold what waits of a connection now."""
+        if not connection.is_open:
+            return
+        held = connection.reader.held_bytes + connection.work_bytes + connection.unsent
+        self._held_bytes += held - connection.held_bytes
+        connection.held_bytes = held
+        if self._held_bytes > self._held_most and self._relief is None:
+            self._relief = self._loop.call_soon(self._relieve)
+
+    def _relieve(self) -> None:
+        """Give up connections until no more waits than may: of the user of whom most waits."""
+        self._relief = None
+        while self._held_bytes > self._held_most:
+            by_user: dict[int, int] = {}
+            for one in self._connections:
+                uid = one.credentials.uid
+                by_user[uid] = by_user.get(uid, 0) + one.held_bytes
+            heaviest = max(
+                self._connections,
+                key=lambda one: (by_user[one.credentials.uid], one.held_bytes),
+            )
+            self.close_connection(heaviest)
+            self._on_overfull(heaviest)
+
+    # --- turns ------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        if self._scheduled is None:
+            self._scheduled = self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Serve connections in rotation, each for a slice of time, until the turn is over."""
+        self._scheduled = None
+        queue = self._queue
+        now = time.monotonic()
+        deadline = now + TURN_SECONDS
+        while queue and now < deadline:
+            connection = queue.popleft()
+            if connection.is_open:
+                self._serve(connection, now + SLICE_SECONDS)
+                self._count(connection)
+            now = time.monotonic()
         self._on_batch()
-        self.settle()
+        if queue:
+            self._schedule()
 
-    def _has_input(self) -> bool:
-        return bool(int(self._socket.getsockopt(EVENTS)) & POLLIN)
+    def _serve(self, connection: Connection, end: float) -> None:
+        """Do what a connection has asked for, or the part of it that there is time for now."""
+        try:
+            is_done = self._advance(connection, end)
+        except ZmtpError as error:
+            log.debug("a connection broke ZMTP: %s", error)
+            self.close_connection(connection)
+            return
+        if not connection.is_open:
+            return
+        if not is_done:
+            self._queue.append(connection)
+            return
+        connection.is_queued = False
+        if connection.is_paused:
+            connection.is_paused = False
+            self._loop.add_reader(connection.descriptor, self._receive, connection)
+
+    def _advance(self, connection: Connection, end: float) -> bool:
+        """Go on until the time is over; True where nothing is left to do."""
+        while connection.is_open:
+            if connection.work is None:
+                found = connection.reader.read()
+                if found is None:
+                    return True
+                self._begin(connection, found)
+            for _ in connection.work or ():
+                if time.monotonic() > end:
+                    return not connection.is_open
+            connection.work, connection.work_bytes = None, 0
+            if not connection.has_session or time.monotonic() > end:
+                return False
+        return True
+
+    def _begin(self, connection: Connection, found: bytes | Token) -> None:
+        """Take up what was read."""
+        if found is OTHER:
+            for reply in connection.reader.replies:
+                self._send_as_it_is(connection, reply)
+            connection.reader.replies.clear()
+            return
+        if connection.credentials.uid in self._allowed:
+            connection.silent_ticks = 0
+        frame = found if isinstance(found, bytes) else None
+        connection.work = self._on_frame(connection, frame)
+        connection.work_bytes = 0 if frame is None else len(frame)

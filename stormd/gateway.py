@@ -2,9 +2,9 @@
 
 Nothing is granted to a peer of another protocol version, of a user who is not allowed, or under a
 routing id that it chose itself. Every request is answered, also with an error, or its session ends;
-a frame of one client, whatever is in it, changes nothing for another. Answers that arise in one
-turn of the loop leave in one frame, and those that may wait leave with the next within
-milliseconds.
+a frame of one client, whatever is in it, changes nothing for another, and holds nobody up: it is
+worked on in pieces. Answers that arise in one turn of the loop leave in one frame, and those that
+may wait leave with the next within milliseconds.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ import logging
 import os
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
-
-import zmq
+from typing import Any, Final
 
 from stormd import __version__
 from stormd.cache.items import Caller
 from stormd.cache.requests import CACHE_REQUESTS
-from stormd.control import ControlSocket, Delivery
+from stormd.control import Connection, ControlSocket
 from stormd.counters import Counters
 from stormd.errors import LaneUnavailable
 from stormd.events import (
@@ -46,6 +43,7 @@ from stormd.events import (
 from stormd.lanes import Attachment, Lane
 from stormd.ledger import Ledger
 from stormd.lifeline import LifelineListener
+from stormd.listener import Credentials
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
@@ -71,13 +69,15 @@ from stormd.protocol import (
     UnmapSegment,
     Welcome,
     decode,
+    decode_each,
     encode,
+    first_request,
     hello_version,
 )
 from stormd.protocol.limits import TOKEN_BYTES
 from stormd.sessions import SessionInfo, session_name
 
-__all__ = ["Credentials", "Gateway", "Peer", "Peers", "Terms"]
+__all__ = ["Gateway", "Peer", "Peers", "Terms"]
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +88,16 @@ HELD_SECONDS: Final = 0.005
 """How long Admitted may stay behind to leave with Stored: each frame wakes a thread of ZeroMQ's
 here, and one of the client's."""
 
-RETRY_SECONDS: Final = 0.01
-"""After which a peer is tried again whose queue is full: on a busy machine a client that reads may
-be kept from it for as long as hundreds of frames take."""
-
 UNREAD_BYTES: Final = 8 << 20
-"""Of answers beyond the queue; a peer that leaves more unread is given up. Those to all stores of a
-session with 60,000 entries are a third of it."""
+"""Of answers that the kernel has not taken; a peer that leaves more unread is given up. Those to
+all stores of a session with 60,000 entries are a third of it. Less would not do: on a busy machine
+a client that reads may be kept from it for as long as hundreds of frames take."""
+
+SMALL_BYTES: Final = 16 << 10
+"""Of a frame that is read at once, in a fraction of a millisecond whatever is in it."""
+
+RELEASED_AT_ONCE: Final = 256
+"""Entries given up before others have a turn."""
 
 LARGE_BYTES: Final = 8 << 20
 """Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
@@ -105,44 +108,29 @@ or nobody would get one."""
 
 _session_of = attrgetter("session")
 
-
-class Credentials(NamedTuple):
-    """Whose process it is, as the kernel says; `pid` 0 where it is of another namespace."""
-
-    uid: int
-    gid: int
-    pid: int
+Handler = Callable[["Peer", int, Any], Iterator[None] | None]
+"""Carries a request out; one that may take long returns its steps."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Peer:
-    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent.
-
-    `frames`, of `held_bytes` in all, are what its queue of ZeroMQ's had no room for.
-    """
+    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent."""
 
     session: int
-    route: bytes
+    connection: Connection
     credentials: Credentials
     lane: Lane
     token: bytes
     descriptors: tuple[int, ...]
     outbox: list[Envelope] = field(default_factory=list)
-    frames: deque[bytes] = field(default_factory=deque)
-    held_bytes: int = 0
-
-    def hold(self, frame: bytes) -> None:
-        """Add a frame to those that are to be sent."""
-        self.frames.append(frame)
-        self.held_bytes += len(frame)
 
 
 class Peers:
-    """All clients, by session and, until they are cut off, by route."""
+    """All clients, by session and, until they are cut off, by connection."""
 
     def __init__(self) -> None:
         self._by_session: dict[int, Peer] = {}
-        self._by_route: dict[bytes, Peer] = {}
+        self._by_connection: dict[Connection, Peer] = {}
         self._waiting: dict[int, Peer] = {}  # by session: no lifeline yet
 
     def __iter__(self) -> Iterator[Peer]:
@@ -151,12 +139,12 @@ class Peers:
     def add(self, peer: Peer) -> None:
         """Add a client that has no lifeline yet."""
         self._by_session[peer.session] = peer
-        self._by_route[peer.route] = peer
+        self._by_connection[peer.connection] = peer
         self._waiting[peer.session] = peer
 
-    def at(self, route: bytes) -> Peer | None:
-        """Return the client that speaks from this route, if it has a session."""
-        return self._by_route.get(route)
+    def at(self, connection: Connection) -> Peer | None:
+        """Return the client that speaks on this connection, if it has a session."""
+        return self._by_connection.get(connection)
 
     def of(self, session: int) -> Peer:
         """Return a session's client."""
@@ -177,11 +165,10 @@ class Peers:
 
     def cut_off(self, peer: Peer) -> None:
         """Neither hear nor answer the client any more; its session is ending."""
-        if self._by_route.get(peer.route) is peer:
-            del self._by_route[peer.route]
+        if self._by_connection.get(peer.connection) is peer:
+            del self._by_connection[peer.connection]
         self._waiting.pop(peer.session, None)
         peer.outbox.clear()
-        peer.frames.clear()
 
     def remove(self, session: int) -> None:
         """Forget a client that was cut off and whose session is gone."""
@@ -240,28 +227,42 @@ class Gateway:
     def start(self, lifelines: LifelineListener) -> None:
         """Begin to serve."""
         self._lifelines = lifelines
-        self._control.start(self.take_frame, self._flush)
+        self._control.allow(self._terms.allowed_uids)
+        lifelines.allow(self._terms.allowed_uids)
+        self._control.start(self.take_frame, self.flush, self.give_up)
 
     def allow(self, uids: frozenset[int]) -> None:
         """Let other users connect from now on; sessions that are open stay."""
         self._terms = replace(self._terms, allowed_uids=uids)
+        self._control.allow(uids)
+        self._lifelines.allow(uids)
 
     # --- events -----------------------------------------------------------------------------
 
-    def take_frame(self, route: bytes, frame: zmq.Frame | None) -> None:
-        """Take a message from a client; the control socket flushes after a batch of them."""
-        peer = self._peers.at(route)
+    def take_frame(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
+        """Take a message from a client: the steps in which it is worked on. `flush` must follow.
+
+        `frame` is None where the message had another number of parts than a client sends.
+        """
+        peer = self._peers.at(connection)
         try:
             if peer is None:
-                self._take_from_stranger(route, frame)
+                yield from self._hear_stranger(connection, frame)
             else:
-                self._take_from_peer(peer, frame)
+                yield from self._hear(peer, frame)
         except Exception:
             # Our bug. It ends the one session whose frame met it and nobody else's.
             log.exception("a frame could not be handled")
-            peer = self._peers.at(route)
+            peer = self._peers.at(connection)
             if peer is not None:
                 self.end(peer.session, "failed")
+
+    def give_up(self, connection: Connection) -> None:
+        """End the session of a client whose connection was ended: too much of it had to wait."""
+        peer = self._peers.at(connection)
+        if peer is not None:
+            self._give_up(peer, "too much waits of it")
+            self.flush()
 
     def take_token(self, token: bytes, uid: int) -> tuple[int, tuple[int, ...]] | None:
         """Give a lifeline the session of its token, and the descriptors to hand over."""
@@ -292,7 +293,8 @@ class Gateway:
         self.flush()
 
     def tick(self) -> None:
-        """Look after leases; called about once a second."""
+        """Look after leases and silent connections; called twice a second."""
+        self._control.tick()
         self._perform(self._ledger.tick(time.monotonic()))
         self._go_on_freeing()
         self.flush()
@@ -320,11 +322,7 @@ class Gateway:
             self._freeing = self._later(0.0, self._free_some)
 
     def flush(self) -> None:
-        """Send what is in the outboxes, at the end of any event but a frame."""
-        self._flush()
-        self._control.settle()
-
-    def _flush(self) -> None:
+        """Send what is in the outboxes, at the end of any event."""
         while self._unsent:
             peer = next(iter(self._unsent))
             del self._unsent[peer]
@@ -333,7 +331,7 @@ class Gateway:
 
     # --- who handles what -------------------------------------------------------------------
 
-    def _request_handlers(self) -> dict[type[Message], Callable[[Peer, int, Any], None]]:
+    def _request_handlers(self) -> dict[type[Message], Handler]:
         return {
             Store: self._store,
             Restore: self._restore,
@@ -365,59 +363,60 @@ class Gateway:
 
     # --- connections without a session ------------------------------------------------------
 
-    def _take_from_stranger(self, route: bytes, frame: zmq.Frame | None) -> None:
+    def _hear_stranger(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
         """Answer a frame of a connection without a session; a Hello in it may open one."""
-        try:
-            batch = decode(b"" if frame is None else frame.bytes)
-        except ProtocolError as error:
-            self._refuse(route, 0, self._undecodable(frame, error))
+        problem = self._stranger_problem(connection)
+        if problem is not None:  # and nothing of what it says is looked at
+            request = 0 if frame is None else first_request(frame)
+            self._refuse(connection, request, problem)
             return
-        assert frame is not None, "nothing is no frame"
-        credentials = _credentials(frame)
-        problem = self._stranger_problem(route, credentials.uid)
+        try:
+            batch = yield from _read(frame)
+        except ProtocolError as error:
+            self._refuse(connection, 0, self._undecodable(frame, error))
+            return
         for request, message in batch:
-            peer = self._peers.at(route)
-            if problem is not None:
-                self._refuse(route, request, problem)
-            elif peer is not None:
-                self._request(peer, request, message)
-            else:
-                self._answer_stranger(route, credentials, request, message)
+            peer = self._peers.at(connection)
+            if peer is not None:
+                yield from self._while_heard(peer, self._request(peer, request, message) or ())
+            elif connection.is_open:
+                self._answer_stranger(connection, request, message)
+            yield
 
-    def _stranger_problem(self, route: bytes, uid: int) -> Refused | None:
-        if route[:1] != b"\0":  # ZeroMQ's own begin with a zero byte, chosen ones cannot
-            return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
+    def _stranger_problem(self, connection: Connection) -> Refused | None:
+        uid = connection.credentials.uid
         if uid not in self._terms.allowed_uids:
             return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
+        if connection.identity:
+            return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
         return None
 
-    def _undecodable(self, frame: zmq.Frame | None, error: ProtocolError) -> Refused:
-        version = None if frame is None else hello_version(frame.bytes)
+    def _undecodable(self, frame: bytes | None, error: ProtocolError) -> Refused:
+        version = None if frame is None else hello_version(frame)
         if version is not None and version != PROTOCOL_VERSION:
             return _mismatch(version)
         self._counters.malformed += 1
         return Refused("UsageError", str(error))
 
-    def _answer_stranger(
-        self, route: bytes, credentials: Credentials, request: int, message: Message
-    ) -> None:
+    def _answer_stranger(self, connection: Connection, request: int, message: Message) -> None:
         answer: Message
         if isinstance(message, Hello):
-            answer = self._open(route, credentials, message)
+            answer = self._open(connection, message)
         elif isinstance(message, StatusRequest):
             answer = Status(self._status())
         else:
             answer = Refused("DaemonLost", "this connection has no session: send Hello first")
         if isinstance(answer, Refused):
-            self._refuse(route, request, answer)
+            self._refuse(connection, request, answer)
         else:
-            self._control.send(route, encode([Envelope(request, answer)]))
+            self._control.send(connection, encode([Envelope(request, answer)]))
 
-    def _refuse(self, route: bytes, request: int, answer: Refused) -> None:
+    def _refuse(self, connection: Connection, request: int, answer: Refused) -> None:
         self._counters.refused += 1
-        self._control.send(route, encode([Envelope(request, answer)]))
+        self._control.send(connection, encode([Envelope(request, answer)]))
 
-    def _open(self, route: bytes, credentials: Credentials, hello: Hello) -> Welcome | Refused:
+    def _open(self, connection: Connection, hello: Hello) -> Welcome | Refused:
+        credentials = connection.credentials
         has_lane = hello.device != NO_LANE
         problem = self._hello_problem(credentials.uid, hello)
         problem = problem or self._ledger.refusal(has_lane=has_lane)
@@ -437,13 +436,14 @@ class Gateway:
         self._peers.add(
             Peer(
                 session=session,
-                route=route,
+                connection=connection,
                 credentials=credentials,
                 lane=lane,
                 token=token,
                 descriptors=attachment.descriptors,
             )
         )
+        self._control.adopt(connection)
         self._enter(session, credentials, hello, attachment)
         return Welcome(
             session=session,
@@ -501,27 +501,44 @@ class Gateway:
 
     # --- clients with a session -------------------------------------------------------------
 
-    def _take_from_peer(self, peer: Peer, frame: zmq.Frame | None) -> None:
+    def _hear(self, peer: Peer, frame: bytes | None) -> Iterator[None]:
+        """Carry out a frame of a client with a session."""
         self._ledger.touch(peer.session, time.monotonic())
         try:
-            batch = decode(b"" if frame is None else frame.bytes)
+            batch = yield from _read(frame)
         except ProtocolError as error:
             self._counters.malformed += 1
-            self._send(peer, 0, Refused("UsageError", str(error)))
+            if self._is_heard(peer):
+                self._send(peer, 0, Refused("UsageError", str(error)))
             return
         for request, message in batch:
-            self._request(peer, request, message)
+            steps = self._request(peer, request, message)
+            if steps is not None:
+                yield from self._while_heard(peer, steps)
+            yield
 
-    def _request(self, peer: Peer, request: int, message: Message) -> None:
+    def _request(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
+        """Carry a message out, or return the steps of one that may take long."""
+        if not self._is_heard(peer):
+            return None  # the session ended with an earlier message of this frame, or meanwhile
         handler = self._requests.get(type(message))
-        if self._peers.at(peer.route) is not peer:
-            return  # the session ended with an earlier message of this frame
-        if handler is None:
-            self._counters.malformed += 1
-            name = type(message).__name__
-            self._send(peer, request, Refused("UsageError", f"{name} is not for an open session"))
-            return
-        handler(peer, request, message)
+        if handler is not None:
+            return handler(peer, request, message)
+        self._counters.malformed += 1
+        name = type(message).__name__
+        self._send(peer, request, Refused("UsageError", f"{name} is not for an open session"))
+        return None
+
+    def _while_heard(self, peer: Peer, steps: Iterable[None]) -> Iterator[None]:
+        """Take steps until they are done or the session ends."""
+        for _ in steps:
+            yield
+            if not self._is_heard(peer):
+                return
+
+    def _is_heard(self, peer: Peer) -> bool:
+        """Tell whether the client's session goes on."""
+        return self._peers.at(peer.connection) is peer
 
     def _store(self, peer: Peer, request: int, message: Store) -> None:
         self._perform(self._ledger.store(peer.session, request, message, time.monotonic()))
@@ -531,8 +548,18 @@ class Gateway:
     def _restore(self, peer: Peer, request: int, message: Restore) -> None:
         self._perform(self._ledger.restore(peer.session, request, message, time.monotonic()))
 
-    def _release(self, peer: Peer, _request: int, message: Release) -> None:
+    def _release(self, peer: Peer, _request: int, message: Release) -> Iterator[None] | None:
+        entries = message.entries
+        if len(entries) > RELEASED_AT_ONCE:
+            return self._release_some(peer, entries)
         self._perform(self._ledger.release(peer.session, message))
+        return None
+
+    def _release_some(self, peer: Peer, entries: list[int]) -> Iterator[None]:
+        for begin in range(0, len(entries), RELEASED_AT_ONCE):
+            some = Release(entries[begin : begin + RELEASED_AT_ONCE])
+            self._perform(self._ledger.release(peer.session, some))
+            yield
 
     def _map_segment(self, peer: Peer, request: int, message: MapSegment) -> None:
         self._perform(self._ledger.map_segment(peer.session, request, message))
@@ -583,6 +610,7 @@ class Gateway:
         self._peers.cut_off(peer)
         self._unsent.pop(peer, None)
         self._let_leave(peer)
+        self._control.disown(peer.connection)
         for descriptor in peer.descriptors:
             os.close(descriptor)
         peer.descriptors = ()
@@ -611,37 +639,34 @@ class Gateway:
 
     def _send_alone(self, peer: Peer, request: int, message: Message) -> None:
         """Send a message in a frame of its own, now."""
-        peer.hold(encode([Envelope(request, message)]))
-        self._send_frames(peer)
+        self._send_frame(peer, encode([Envelope(request, message)]))
 
     def _send_outbox(self, peer: Peer) -> None:
         self._let_leave(peer)
         outbox, peer.outbox = peer.outbox, []
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
-            peer.hold(encode(outbox[start : start + MESSAGES_A_FRAME]))
-        self._send_frames(peer)
+            if not self._is_heard(peer):
+                return  # it was given up
+            self._send_frame(peer, encode(outbox[start : start + MESSAGES_A_FRAME]))
 
-    def _send_frames(self, peer: Peer) -> None:
-        """Send what there is room for; the rest is tried again, unless it is too much."""
-        while peer.frames:
-            if self._peers.at(peer.route) is not peer:
-                return  # it was cut off
-            delivery = self._control.send(peer.route, peer.frames[0])
-            if delivery is Delivery.SENT:
-                peer.held_bytes -= len(peer.frames.popleft())
-            elif delivery is Delivery.GONE or peer.held_bytes > UNREAD_BYTES:
-                self._give_up(peer, delivery)
-            else:
-                if peer not in self._held:
-                    self._held[peer] = self._later(RETRY_SECONDS, partial(self._send_held, peer))
-                return
+    def _send_frame(self, peer: Peer, frame: bytes) -> None:
+        """Send a frame; give a peer up that is not there or reads too little."""
+        connection = peer.connection
+        self._control.send(connection, frame)
+        if not connection.is_reachable:
+            self._give_up(peer, "it is gone")
+        elif connection.unsent > UNREAD_BYTES:
+            self._give_up(peer, "it does not read")
 
-    def _give_up(self, peer: Peer, delivery: Delivery) -> None:
-        """End the session of a peer that would wait for ever for the answers it has missed."""
+    def _give_up(self, peer: Peer, reason: str) -> None:
+        """End the session of a peer that would wait for ever for the answers it has missed.
+
+        Its connection ends as well: what is unsent must not be kept for as long as it likes.
+        """
         self._counters.unsent += 1
-        reason = "it does not read" if delivery is Delivery.FULL else "it is gone"
         fields = {"session": session_name(peer.session), "reason": reason}
         log.info("answers cannot be sent", extra=fields)
+        self._control.close_connection(peer.connection)
         self.end(peer.session, "unreachable")
 
     def _let_leave(self, peer: Peer) -> None:
@@ -651,10 +676,19 @@ class Gateway:
             timer.cancel()
 
 
-def _credentials(frame: zmq.Frame) -> Credentials:
-    """Return who is at the other end, as the kernel told ZeroMQ: "localhost:uid:gid:pid"."""
-    _, uid, gid, pid = str(frame.get("Peer-Address")).split(":")
-    return Credentials(uid=int(uid), gid=int(gid), pid=int(pid))
+def _read(frame: bytes | None) -> Generator[None, None, Iterable[Envelope]]:
+    """Return the messages of a frame, all of which are valid, having looked at it in steps.
+
+    Raises:
+        ProtocolError: it is no valid batch.
+    """
+    if frame is None:
+        raise ProtocolError("a message of several parts: send each batch in one")
+    if len(frame) <= SMALL_BYTES:
+        return decode(frame)
+    for _ in decode_each(frame):  # kept, they would take many times the frame's bytes
+        yield
+    return decode_each(frame)
 
 
 def _mismatch(version: int) -> Refused:

@@ -11,14 +11,13 @@ import asyncio
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from stormd.control import BACKLOG
+from stormd.listener import Credentials, Listener, peer_credentials
 from stormd.protocol.limits import TOKEN_BYTES
-from stormd.runtime_directory import SocketFile
+from stormd.strangers import Strangers
 
 __all__ = ["GREETING_SECONDS", "LifelineListener"]
 
@@ -27,12 +26,11 @@ log = logging.getLogger(__name__)
 GREETING_SECONDS: Final = 5.0
 """How long a connection may take to send its token."""
 
-MAX_STRANGERS: Final = 128
-"""Connections that may be without a session at one time. The oldest goes for one more: who has a
-token sends it at once, and others must not keep those out by sending none."""
-
-RETRY_SECONDS: Final = 0.1
-"""Pause after the kernel refused a connection for want of descriptors."""
+MAX_STRANGERS: Final = 256
+MAX_STRANGERS_OF_ONE: Final = 128
+"""Connections that may be without a session at one time, of all users and of each. The oldest goes
+for one more: who has a token sends it at once, and others must not keep those out by sending none.
+"""
 
 
 class LifelineListener:
@@ -40,7 +38,7 @@ class LifelineListener:
 
     `on_token(token, uid)` returns the session that the token opens and the descriptors to hand
     over, which are closed here, or None. `on_lost(session)` follows the end of an accepted
-    connection, unless `end` ended it.
+    connection, unless `end` ended it. Who is not of the users of `allow` is closed at once.
 
     Raises:
         OSError: the path cannot be bound.
@@ -55,30 +53,31 @@ class LifelineListener:
         on_lost: Callable[[int], None],
     ) -> None:
         self._loop = loop
-        self._path = path
         self._on_token = on_token
         self._on_lost = on_lost
-        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._allowed: frozenset[int] = frozenset()
+        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
+        self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of the strangers
         self._lines: dict[int, socket.socket] = {}
-        self._listener, self._file = _listening(path)
-        loop.add_reader(self._listener.fileno(), self._accept)
+        self._listener = Listener(loop, path, on_line=self._admit, on_lack=self._make_room)
+        self._listener.start()
 
     @property
     def is_bound(self) -> bool:
         """Whether the socket's file is there, so that clients find it."""
-        return self._file.is_there
+        return self._listener.is_bound
 
     def bind(self) -> None:
         """Make the socket's file again that was removed; connections stay as they are.
 
         Raises:
-            OSError: the path cannot be bound; the listener is the one that it was.
+            OSError: the path cannot be bound.
         """
-        listener, file = _listening(self._path)
-        self._loop.remove_reader(self._listener.fileno())
-        self._listener.close()
-        self._listener, self._file = listener, file
-        self._loop.add_reader(listener.fileno(), self._accept)
+        self._listener.bind()
+
+    def allow(self, uids: frozenset[int]) -> None:
+        """Hear these users from now on; lifelines that have a session stay."""
+        self._allowed = uids
 
     def end(self, session: int) -> None:
         """Close the session's connection, if it has one."""
@@ -88,46 +87,34 @@ class LifelineListener:
 
     def stop_listening(self) -> None:
         """Take no new connection, and remove the socket's file. Twice is fine."""
-        if self._listener.fileno() < 0:
-            return
-        self._file.remove()
-        self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
 
     def close(self) -> None:
         """Close everything, without a call of `on_lost`. Twice is fine."""
         self.stop_listening()
-        for line in list(self._strangers):
+        for line in self._strangers.all:
             self._dismiss(line)
         for session in list(self._lines):
             self.end(session)
 
     # --- strangers --------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        try:
-            line, _ = self._listener.accept()
-        except BlockingIOError:
+    def _admit(self, line: socket.socket, credentials: Credentials) -> None:
+        uid = credentials.uid
+        if uid not in self._allowed:
+            line.close()
             return
-        except OSError as error:
-            self._pause(error)
-            return
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._dismiss(next(iter(self._strangers)))
-        line.setblocking(False)
-        timer = self._loop.call_later(GREETING_SECONDS, self._dismiss, line)
-        self._strangers[line] = timer
+        self._timers[line] = self._loop.call_later(GREETING_SECONDS, self._dismiss, line)
         self._loop.add_reader(line.fileno(), self._greet, line)
+        leaving = self._strangers.add(line, uid)
+        if leaving is not None:
+            self._dismiss(leaving)
 
-    def _pause(self, error: OSError) -> None:
-        """Let the loop rest: the connection stays in the backlog, and its event with it."""
-        log.warning("a lifeline was not accepted (%s): raise the limit of open files", error)
-        self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(RETRY_SECONDS, self._resume)
-
-    def _resume(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.add_reader(self._listener.fileno(), self._accept)
+    def _make_room(self) -> None:
+        """End the connection that has been without a session for longest."""
+        leaving = self._strangers.oldest()
+        if leaving is not None:
+            self._dismiss(leaving)
 
     def _greet(self, line: socket.socket) -> None:
         """Read the token, all of it in one piece: 16 bytes of a local stream are never split."""
@@ -139,14 +126,14 @@ class LifelineListener:
             token = b""
         granted = None
         if len(token) == TOKEN_BYTES:
-            granted = self._on_token(token, _peer_uid(line))
+            granted = self._on_token(token, peer_credentials(line).uid)
         if granted is None:
             self._dismiss(line)
             return
         self._adopt(line, *granted)
 
     def _adopt(self, line: socket.socket, session: int, descriptors: tuple[int, ...]) -> None:
-        self._strangers.pop(line).cancel()
+        self._settle(line)
         self._lines[session] = line
         self._loop.remove_reader(line.fileno())
         self._loop.add_reader(line.fileno(), self._lost, session)
@@ -160,8 +147,13 @@ class LifelineListener:
                 os.close(descriptor)
 
     def _dismiss(self, line: socket.socket) -> None:
-        self._strangers.pop(line).cancel()
+        self._settle(line)
         self._close(line)
+
+    def _settle(self, line: socket.socket) -> None:
+        """Have a connection be no stranger's any more."""
+        self._strangers.remove(line)
+        self._timers.pop(line).cancel()
 
     # --- sessions ---------------------------------------------------------------------------
 
@@ -177,18 +169,6 @@ class LifelineListener:
         line.close()
 
 
-def _listening(path: Path) -> tuple[socket.socket, SocketFile]:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.bind(str(path))
-        listener.listen(BACKLOG)
-        return listener, SocketFile(path)
-    except OSError:
-        listener.close()
-        raise
-
-
 def _is_quiet(line: socket.socket) -> bool:
     """Return whether there is nothing to read after all: the kernel may wake us in vain."""
     try:
@@ -198,9 +178,3 @@ def _is_quiet(line: socket.socket) -> bool:
     except OSError:
         return False
     return False
-
-
-def _peer_uid(line: socket.socket) -> int:
-    credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    _, uid, _ = struct.unpack("iII", credentials)
-    return int(uid)

@@ -15,8 +15,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import zmq
-
 from stormd import __version__
 from stormd.arena import Space, slack_of
 from stormd.cache.items import Cache
@@ -268,7 +266,9 @@ class Server:
         self._ledger = Ledger(self._space, _limits(config), self.counters, self._cache)
         control_path, line_path = self._paths
         with _binding(control_path):
-            self._control = ControlSocket(self._loop, config.address)
+            self._control = ControlSocket(
+                self._loop, config.address, held_most=config.message_bytes
+            )
         self._cleanup.callback(self._control.close)
         self._serve_on(self._control)
         with _binding(line_path):
@@ -362,19 +362,17 @@ class Server:
 
 @contextmanager
 def _binding(path: Path) -> Iterator[None]:
-    """Tell of what the kernel or ZeroMQ says as the environment's fault, which it is."""
+    """Tell of what the kernel says as the environment's fault, which it is."""
     try:
         yield
     except OSError as error:
-        raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror}") from error
-    except zmq.ZMQError as error:
-        raise DirectoryUnsafe(f"{path} cannot be bound: {error}") from error
+        raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror or error}") from error
 
 
 def _beside_pool(config: Config) -> int:
-    """Return the bytes that serving takes beside the pool: the cpu lane's, and the rest."""
+    """Return the bytes that serving takes beside the pool: the cpu lane's, messages, the rest."""
     scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
-    return REST_BYTES + scratch + config.staging_bytes_cpu
+    return REST_BYTES + scratch + config.staging_bytes_cpu + config.message_bytes
 
 
 def _limits(config: Config) -> Limits:

@@ -31,7 +31,14 @@ from stormd.protocol.cache_messages import (
 )
 from stormd.protocol.declaring import Message, message_types
 from stormd.protocol.errors import ProtocolError
-from stormd.protocol.framing import Envelope, decode, encode, hello_version
+from stormd.protocol.framing import (
+    Envelope,
+    decode,
+    decode_each,
+    encode,
+    first_request,
+    hello_version,
+)
 from stormd.protocol.limits import PROTOCOL_VERSION
 from stormd.protocol.messages import (
     CODECS,
@@ -119,8 +126,10 @@ __all__ = [
     "accepts_connections",
     "budget_text",
     "decode",
+    "decode_each",
     "default_addresses",
     "encode",
+    "first_request",
     "hello_version",
     "lifeline_path",
     "message_types",

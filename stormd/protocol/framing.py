@@ -7,7 +7,7 @@ answer; 0 marks a message that answers nothing (Stored, Failed of a store, Relea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgpack
@@ -18,7 +18,7 @@ from stormd.protocol.errors import ProtocolError
 from stormd.protocol.limits import MAX_BATCH, MAX_COSTLY, MAX_FRAME_BYTES, MAX_ID
 from stormd.protocol.messages import RESTORE_FIELDS, Hello, RestoreParts
 
-__all__ = ["Envelope", "decode", "encode", "hello_version"]
+__all__ = ["Envelope", "decode", "decode_each", "encode", "first_request", "hello_version"]
 
 
 class Envelope(NamedTuple):
@@ -58,11 +58,42 @@ def decode(frame: bytes) -> list[Envelope]:
     if type(batch) is not list or not 0 < len(batch) <= MAX_BATCH:
         raise ProtocolError(f"a frame must be a list of 1 to {MAX_BATCH} messages")
     envelopes = [_envelope(item) for item in batch]
-    if len(envelopes) > MAX_COSTLY:
-        _check_costs(envelopes)
-    if len(frame) > _HARMLESS_BYTES:
-        _check_parts(envelopes)
+    if len(envelopes) > MAX_COSTLY or len(frame) > _HARMLESS_BYTES:
+        costly = sum(message.COSTLY for _, message in envelopes)
+        _check_sums(costly, sum(_parts_of(message) for _, message in envelopes))
     return envelopes
+
+
+def decode_each(frame: bytes) -> Iterator[Envelope]:
+    """Return the messages of a frame one at a time, none of which takes longer than one may.
+
+    For frames that may hold so many that reading them all at once keeps others waiting. Of a frame
+    that is no valid batch some messages may have been returned before the error.
+
+    Raises:
+        ProtocolError: as `decode`, at the message that is not valid; a map, which no client sends,
+            is none.
+    """
+    lists = 0
+
+    def count(found: list[Any]) -> list[Any]:
+        nonlocal lists
+        lists += 1
+        if lists > _MAX_LISTS:
+            raise ProtocolError(f"a message of more than {_MAX_LISTS} lists")
+        return found
+
+    reader = _reader(frame, list_hook=count)
+    costly = parts = 0
+    for _ in range(_batch_length(reader)):
+        lists = 0
+        envelope = _envelope(_read(reader.unpack))
+        costly += envelope.message.COSTLY
+        parts += _parts_of(envelope.message)
+        _check_sums(costly, parts)
+        yield envelope
+    if reader.tell() != len(frame):
+        raise ProtocolError(f"a frame with bytes after its {reader.tell()} of messages")
 
 
 def hello_version(frame: bytes) -> int | None:
@@ -71,26 +102,89 @@ def hello_version(frame: bytes) -> int | None:
     Only the first field of Hello is looked at: it stays in its place in every version, so that a
     peer of another version is told about the mismatch whatever else it sends.
     """
+    op, _, version = _first_numbers(frame, 3)
+    return version if op == Hello.OP else None
+
+
+def first_request(frame: bytes) -> int:
+    """Return the request number of a frame's first message, 0 where it has none.
+
+    Nothing else is read: for those who are refused whatever they say.
+    """
+    _, request = _first_numbers(frame, 2)
+    return request if request is not None and 0 <= request <= MAX_ID else 0
+
+
+_FIRST_BYTES = 64
+"""More than the first numbers of a frame take, and few enough to be read of anybody."""
+
+
+def _first_numbers(frame: bytes, count: int) -> list[int | None]:
+    """Return what the first message opens with, None in the place of what is no number."""
+    found: list[int | None] = [None] * count
+    reader = _reader(frame[:_FIRST_BYTES])
     try:
-        op, _, version = _unpack(frame)[0][:3]
-    except (ProtocolError, TypeError, ValueError, LookupError):
-        return None
-    return version if op == Hello.OP and type(version) is int else None
+        reader.read_array_header()
+        for place in range(min(count, reader.read_array_header())):
+            value = reader.unpack()
+            found[place] = value if type(value) is int else None
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError):
+        pass
+    return found
+
+
+_MAX_LISTS = 4
+"""In a message, itself among them; none that a client sends has as many."""
+
+
+def _reader(frame: bytes, **options: Any) -> msgpack.Unpacker:
+    reader = msgpack.Unpacker(
+        raw=False,
+        strict_map_key=True,
+        use_list=True,
+        max_buffer_size=MAX_FRAME_BYTES,
+        max_array_len=MAX_BATCH,
+        max_map_len=0,
+        max_ext_len=0,
+        **options,
+    )
+    reader.feed(frame)
+    return reader
+
+
+def _batch_length(reader: msgpack.Unpacker) -> int:
+    try:
+        length = reader.read_array_header()
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(f"a frame that is no list of messages: {error}") from error
+    if not 0 < length <= MAX_BATCH:
+        raise ProtocolError(f"a frame must be a list of 1 to {MAX_BATCH} messages")
+    return int(length)
 
 
 def _unpack(frame: bytes) -> Any:
+    return _read(msgpack.unpackb, frame, raw=False, strict_map_key=True, use_list=True)
+
+
+def _read(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
     try:
-        return msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True)
+        return function(*values, **options)
+    except ProtocolError:
+        raise
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise ProtocolError(f"a frame that is not msgpack: {error}") from error
 
 
-def _check_costs(batch: list[Envelope]) -> None:
-    costly = sum(message.COSTLY for _, message in batch)
+def _check_sums(costly: int, parts: int) -> None:
     if costly > MAX_COSTLY:
         raise ProtocolError(
             f"a frame with {costly} requests for a state, a put, a get or a list of names; "
             f"the limit is {MAX_COSTLY}: send the others in frames of their own"
+        )
+    if parts > MAX_BATCH:
+        raise ProtocolError(
+            f"a frame with {parts} parts to restore; the limit is {MAX_BATCH}: send the others in "
+            "another frame"
         )
 
 
@@ -98,14 +192,11 @@ _HARMLESS_BYTES = 8 * RESTORE_FIELDS * MAX_BATCH
 """A frame of no more bytes has no more parts than it may have: each number takes eight."""
 
 
-def _check_parts(batch: list[Envelope]) -> None:
-    places = sum(len(one.places) for _, one in batch if type(one) is RestoreParts)
-    parts = places // (8 * RESTORE_FIELDS)
-    if parts > MAX_BATCH:
-        raise ProtocolError(
-            f"a frame with {parts} parts to restore; the limit is {MAX_BATCH}: send the others in "
-            "another frame"
-        )
+def _parts_of(message: Message) -> int:
+    """Return how many parts a message names."""
+    if type(message) is RestoreParts:
+        return len(message.places) // (8 * RESTORE_FIELDS)
+    return 0
 
 
 def _envelope(item: Any) -> Envelope:

@@ -24,6 +24,7 @@ SETTINGS: Final = (
     "metrics_address",
     "pool_bytes",
     "cache_bytes",
+    "message_bytes",
     "device",
     "staging_bytes_cpu",
     "staging_bytes_cuda",

@@ -14,7 +14,6 @@ from unittest.mock import Mock
 
 from stormd.arena import Space
 from stormd.cache.items import Cache
-from stormd.control import Delivery
 from stormd.counters import Counters
 from stormd.events import (
     Detached,
@@ -30,6 +29,7 @@ from stormd.events import (
 from stormd.gateway import Gateway, Terms
 from stormd.lanes import Attachment
 from stormd.ledger import Ledger
+from stormd.listener import Credentials
 from stormd.protocol import (
     PROTOCOL_VERSION,
     Envelope,
@@ -50,40 +50,36 @@ CACHE_BYTES = 1 * MIB
 STAGING_BYTES = MIB
 PART_BYTES = 256 << 10
 LIMITS = Limits(max_sessions=8, max_entries=64, quota_bytes=2 * MIB, lease_seconds=5.0)
-FUZZER = b"\0fuzz"
-NEIGHBOUR = b"\0good"
 
 
-class _Frame:
-    """What of a ZeroMQ frame the daemon looks at."""
+class _Connection:
+    """What of a connection the gateway looks at."""
 
-    def __init__(self, data: bytes) -> None:
-        self.bytes = data
-
-    def get(self, _name: str) -> str:
-        return f"localhost:{os.getuid()}:{os.getgid()}:{os.getpid()}"
+    credentials = Credentials(uid=os.getuid(), gid=os.getgid(), pid=os.getpid())
+    identity = b""
+    is_open = True
+    is_reachable = True
+    unsent = 0
 
 
 class _Control:
-    """Takes answers; those sent since `take` are kept by route."""
+    """Takes answers; those sent since `take` are kept by connection."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[bytes, bytes]] = []
+        self.sent: list[tuple[_Connection, bytes]] = []
 
-    def start(self, *_: object) -> None:
+    def nothing(self, *_: object) -> None:
         pass
 
-    def settle(self) -> None:
-        pass
+    start = allow = adopt = disown = tick = nothing
 
-    def send(self, route: bytes, frame: bytes) -> Delivery:
-        self.sent.append((route, frame))
-        return Delivery.SENT
+    def send(self, connection: _Connection, frame: bytes) -> None:
+        self.sent.append((connection, frame))
 
-    def take(self, route: bytes) -> list[Message]:
-        """Return what was sent to a route, and forget what was sent to anybody."""
+    def take(self, connection: _Connection) -> list[Message]:
+        """Return what was sent to a connection, and forget what was sent to anybody."""
         sent, self.sent = self.sent, []
-        return [item.message for to, frame in sent if to == route for item in decode(frame)]
+        return [item.message for to, frame in sent if to is connection for item in decode(frame)]
 
 
 class _Lane:
@@ -146,6 +142,9 @@ class _Lane:
 
 
 class _Lifelines:
+    def allow(self, uids: frozenset[int]) -> None:
+        pass
+
     def end(self, session: int) -> None:
         pass
 
@@ -177,21 +176,24 @@ class DaemonCore:
         )
         lifelines: Any = _Lifelines()
         self._gateway.start(lifelines)
-        self.neighbour = self._open(NEIGHBOUR)
+        self._connections = (_Connection(), _Connection())
+        fuzzer, neighbour = self._connections
+        self.neighbour = self._open(neighbour)
         self._send(
-            NEIGHBOUR,
+            neighbour,
             Store(
                 entry=1, segment=0, offset=0, nbytes=4096, dtype="uint8", codec="raw", sequence=0
             ),
         )
-        self.fuzzer = self._open(FUZZER)
+        self.fuzzer = self._open(fuzzer)
 
     def feed(self, frame: bytes) -> None:
         """Handle a frame of the hostile client; one that ends its session gives it a new one."""
-        self._deliver(FUZZER, frame)
+        fuzzer, _ = self._connections
+        self._deliver(fuzzer, frame)
         self._control.sent.clear()
         if self.fuzzer not in self.ledger.sessions:
-            self.fuzzer = self._open(FUZZER)
+            self.fuzzer = self._open(fuzzer)
 
     def check(self) -> None:
         """Assert that all holds together, and that the neighbour still has what it had."""
@@ -210,7 +212,7 @@ class DaemonCore:
 
     # --- parts ------------------------------------------------------------------------------
 
-    def _open(self, route: bytes) -> int:
+    def _open(self, connection: _Connection) -> int:
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             features=[],
@@ -221,18 +223,18 @@ class DaemonCore:
             staging_bytes=0,
             name="fuzzed",
         )
-        self._send(route, hello)
-        (welcome,) = self._control.take(route)
+        self._send(connection, hello)
+        (welcome,) = self._control.take(connection)
         assert isinstance(welcome, Welcome), welcome
         assert self._gateway.take_token(welcome.token, os.getuid()) is not None
         return welcome.session
 
-    def _send(self, route: bytes, message: Message) -> None:
-        self._deliver(route, encode([Envelope(1, message)]))
+    def _send(self, connection: _Connection, message: Message) -> None:
+        self._deliver(connection, encode([Envelope(1, message)]))
 
-    def _deliver(self, route: bytes, data: bytes) -> None:
-        frame: Any = _Frame(data)
-        self._gateway.take_frame(route, frame)
+    def _deliver(self, connection: Any, data: bytes) -> None:
+        for _ in self._gateway.take_frame(connection, data):
+            pass
         self._gateway.flush()
         self._settle()
 

@@ -388,12 +388,13 @@ def test_a_client_that_is_late_to_read_gets_all_its_answers(
     daemon = make_daemon()
     client = connect(daemon, RCVHWM=1).open()
     (peer,) = daemon.server._gateway._peers
+    connection = peer.connection
     for _ in range(125):
         client.send(*[StatusRequest()] * MAX_COSTLY)
-    wait_until(lambda: peer.held_bytes > 100_000)
+    wait_until(lambda: connection.unsent > 100_000)
     for _ in range(125 * MAX_COSTLY):
         client.wait_for(Status)
-    wait_until(lambda: peer.held_bytes == 0)  # the last is read before it counts as sent
+    wait_until(lambda: connection.unsent == 0)  # the last is read before it counts as sent
     assert len(daemon.status()["sessions"]) == 1
 
 

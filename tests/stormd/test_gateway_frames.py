@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 from stormd.arena import Space
-from stormd.control import Delivery
 from stormd.counters import Counters
 from stormd.events import StoreDone, StoreFailed, StoreJob
-from stormd.gateway import LARGE_BYTES, Credentials, Gateway, Peer
+from stormd.gateway import LARGE_BYTES, Gateway, Peer
 from stormd.ledger import Ledger
+from stormd.listener import Credentials
 from stormd.protocol import Admitted, Message, Ping, Pong, Rejected, Store, Stored, decode, encode
 from stormd.protocol.framing import Envelope
 from stormd.sessions import Limits, SessionInfo
@@ -38,6 +38,7 @@ class Core:
     def __init__(self, part_bytes: int = MIB) -> None:
         self.sent: list[list[Message]] = []
         self.timers: list[Timer] = []
+        self.connections: dict[int, Any] = {}
         self.jobs: list[StoreJob] = []
         self.space, counters, nothing = Space(64 * MIB), Counters(), Mock()
         self._part_bytes = part_bytes
@@ -47,8 +48,8 @@ class Core:
             counters,
         )
         self.gateway = Gateway(
-            ledger=self._ledger, counters=counters, lanes={}, control=self, terms=nothing,
-            status=dict, on_progress=nothing, later=self.later,
+            ledger=self._ledger, counters=counters, lanes={}, control=cast("Any", self),
+            terms=nothing, status=dict, on_progress=nothing, later=self.later,
         )  # fmt: skip
         self.open(1)
         self.gateway.start(nothing)
@@ -64,7 +65,7 @@ class Core:
         self.gateway._peers.add(
             Peer(
                 session=session,
-                route=b"%d" % session,
+                connection=self.connections.setdefault(session, Mock(unsent=0)),
                 credentials=Credentials(uid=0, gid=0, pid=1),
                 lane=self,
                 token=token,
@@ -73,15 +74,17 @@ class Core:
         )
         self._ledger.attach(session, 0.0)
 
-    def start(self, on_frame: Any, on_batch: Callable[[], None]) -> None:
-        self.on_batch = on_batch
-
-    def settle(self) -> None:
+    def start(self, *_: object) -> None:
         pass
 
-    def send(self, route: bytes, frame: bytes) -> Delivery:
+    def allow(self, uids: object) -> None:
+        pass
+
+    def disown(self, connection: object) -> None:
+        pass
+
+    def send(self, connection: object, frame: bytes) -> None:
         self.sent.append([message for _, message in decode(frame)])
-        return Delivery.SENT
 
     def later(self, seconds: float, call: Callable[[], None]) -> Any:
         self.timers.append(Timer(seconds, call))
@@ -97,9 +100,10 @@ class Core:
         pass
 
     def feed(self, *messages: Message, session: int = 1) -> None:
-        frame = Mock(bytes=encode([Envelope(1, message) for message in messages]))
-        self.gateway.take_frame(b"%d" % session, frame)
-        self.on_batch()
+        frame = encode([Envelope(1, message) for message in messages])
+        for _ in self.gateway.take_frame(self.connections[session], frame):
+            pass
+        self.gateway.flush()
 
     def done(self, job: StoreJob) -> StoreDone:
         return StoreDone(

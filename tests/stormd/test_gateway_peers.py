@@ -1,11 +1,13 @@
-"""The clients of the sessions: found by session, by route while they are heard, by token once."""
+"""The sessions' clients: found by session, by connection while they are heard, by token once."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from stormd.gateway import Credentials, Peer, Peers
+from stormd.control import Connection
+from stormd.gateway import Peer, Peers
 from stormd.lanes import Lane
+from stormd.listener import Credentials
 from stormd.protocol import Envelope, Ping
 
 
@@ -14,7 +16,7 @@ def peer(session: int) -> Peer:
     credentials = Credentials(uid=1000 + session, gid=100, pid=1)
     return Peer(
         session=session,
-        route=b"\0%d" % session,
+        connection=cast("Connection", object()),
         credentials=credentials,
         lane=cast("Lane", None),
         token=token,
@@ -38,9 +40,9 @@ def test_who_is_cut_off_is_not_heard_but_still_known() -> None:
     one = peer(1)
     peers.add(one)
     one.outbox.append(Envelope(0, Ping()))
-    assert peers.at(one.route) is one
+    assert peers.at(one.connection) is one
     peers.cut_off(one)
-    assert peers.at(one.route) is None
+    assert peers.at(one.connection) is None
     assert peers.claim(one.token, one.credentials.uid) is None
     assert one.outbox == []
     assert peers.of(1) is one

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from stormd import lifeline
 from stormd.lifeline import LifelineListener
+from stormd.strangers import Strangers
 
 TOKEN = b"0123456789abcdef"
 SECONDS = 10.0
@@ -29,6 +30,7 @@ class Bench:
         self.listener = LifelineListener(
             asyncio.get_running_loop(), path, on_token=self.grant, on_lost=self.lost.put_nowait
         )
+        self.listener.allow(frozenset({os.getuid()}))
 
     def grant(self, token: bytes, uid: int) -> tuple[int, tuple[int, ...]] | None:
         self.uids.append(uid)
@@ -102,7 +104,7 @@ async def test_silence_is_shown_out(bench: Bench, monkeypatch: pytest.MonkeyPatc
 async def test_strangers_are_limited_and_keep_nobody_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifeline, "MAX_STRANGERS", 2)
+    bench.listener._strangers = Strangers(2, 2)
     monkeypatch.setattr(lifeline, "GREETING_SECONDS", 60.0)  # none of them goes for its silence
     silent = [await bench.connect(b"") for _ in range(5)]
     for line in silent[:3]:
@@ -111,6 +113,14 @@ async def test_strangers_are_limited_and_keep_nobody_out(
     assert len(bench.listener._strangers) == 1
     for line in (*silent, late):
         line.close()
+
+
+async def test_who_is_not_allowed_is_shown_out_at_once(bench: Bench) -> None:
+    bench.listener.allow(frozenset({os.getuid() + 1}))
+    line = await bench.connect(b"")
+    assert await ended(line)
+    assert not bench.uids
+    line.close()
 
 
 async def test_speech_on_the_lifeline_is_its_end(bench: Bench) -> None:
@@ -140,27 +150,3 @@ async def test_nobody_connects_after_listening_has_stopped(bench: Bench) -> None
     line.close()
     async with asyncio.timeout(SECONDS):
         assert await bench.lost.get() == 7
-
-
-async def test_a_lack_of_descriptors_is_waited_out(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listener = bench.listener._listener
-    failures = [OSError(24, "Too many open files")]
-
-    class Scarce:
-        def accept(self) -> object:
-            if failures:
-                raise failures.pop()
-            return listener.accept()
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(listener, name)
-
-    monkeypatch.setattr(bench.listener, "_listener", Scarce())
-    monkeypatch.setattr(lifeline, "RETRY_SECONDS", 0.01)
-    asyncio.get_running_loop().remove_reader(listener.fileno())
-    asyncio.get_running_loop().add_reader(listener.fileno(), bench.listener._accept)
-    line = await adopted(bench)
-    assert not failures
-    line.close()

@@ -1,0 +1,58 @@
+"""Connections that have no session yet: how many there may be, and who leaves for one more.
+
+Whoever comes finds a place, however many others hold theirs and say nothing: the oldest leaves, of
+the user who has the most. So nobody's places are taken by another user's.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+__all__ = ["Strangers"]
+
+Key = TypeVar("Key")
+
+
+class Strangers(Generic[Key]):
+    """At most `most` connections, and `of_one` of each user, in the order of their coming."""
+
+    def __init__(self, most: int, of_one: int) -> None:
+        self._most = most
+        self._of_one = of_one
+        self._by_user: dict[int, dict[Key, None]] = {}
+        self._users: dict[Key, int] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._users
+
+    def __len__(self) -> int:
+        return len(self._users)
+
+    @property
+    def all(self) -> list[Key]:
+        """All of them, the oldest first."""
+        return list(self._users)
+
+    def add(self, key: Key, uid: int) -> Key | None:
+        """Add a connection of a user's; return the one that is to leave for it, if one is."""
+        self._users[key] = uid
+        own = self._by_user.setdefault(uid, {})
+        own[key] = None
+        if len(own) > self._of_one:
+            return next(iter(own))
+        return self.oldest() if len(self._users) > self._most else None
+
+    def remove(self, key: Key) -> None:
+        """Remove a connection, if it is one of these."""
+        uid = self._users.pop(key, None)
+        if uid is None:
+            return
+        own = self._by_user[uid]
+        del own[key]
+        if not own:
+            del self._by_user[uid]
+
+    def oldest(self) -> Key | None:
+        """Return the oldest of the user who has the most; None where there is none."""
+        most = max(self._by_user.values(), key=len, default=None)
+        return None if most is None else next(iter(most))
