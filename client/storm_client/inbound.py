@@ -73,8 +73,6 @@ class Inbound:
                 storage = self._fetch_in_place(record, handle.step)
             if storage is None:
                 storage = self.bring(record.key, record.parts, record.nbytes, handle.step)
-            if record.rest is not None:
-                self._put_rest_back(record, record.rest, storage)
             with connection.lock:
                 record.came_back(storage)
                 record.unpacked(handle)
@@ -140,12 +138,6 @@ class Inbound:
             time.sleep(LAST_WRITES_SECONDS)
         with self._connection.lock:
             self._transfers.end()
-
-    def _put_rest_back(
-        self, record: StoredRange, rest: torch.UntypedStorage, storage: torch.UntypedStorage
-    ) -> None:
-        """Copy what has stayed of a record behind the bytes that are back."""
-        self._lane.move(rest, 0, storage, record.away, rest.nbytes())
 
     def _refuse_in_capture(self, nbytes: int) -> None:
         """Raise where this thread's work is captured: a replay would not bring the bytes again."""

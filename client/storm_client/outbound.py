@@ -87,8 +87,6 @@ class Outbound:
         """
         source = record.source
         assert source is not None
-        if record.away < record.nbytes:
-            self._cut(record, source)
         with self._connection.lock:
             out = self._transfers.leave(record)
             if self._in_place is not None:
@@ -97,17 +95,6 @@ class Outbound:
                     self._store_in_place(record, out, way)
                     return
         self.copy(out, source)
-
-    def _cut(self, record: StoredRange, source: torch.UntypedStorage) -> None:
-        """Copy what stays of a source; where there is no memory for that, all of it leaves."""
-        try:
-            rest = self._lane.allocate(record.nbytes - record.away)
-        except torch.OutOfMemoryError:
-            record.away = record.nbytes
-            return
-        self._lane.move(source, record.away, rest, 0, rest.nbytes())
-        record.rest = rest
-        record.stats.slice_stays(rest.nbytes())
 
     def copy(self, out: Outgoing, source: torch.UntypedStorage, begin: int = 0) -> None:
         """Send the bytes of `source` from `begin` on through the staging area, or have it refused.

@@ -187,7 +187,7 @@ class StepHooks:
             return self._skip(tensor, decision.reason, value.layer)
         if isinstance(decision, Replay) and result is not None:
             return self._give_up(tensor, storage, value, result, session)
-        return self._offload(tensor, storage, session, value.layer, decision.stays)
+        return self._offload(tensor, storage, session, value.layer)
 
     @untraced
     def unpack(self, packed: Packed) -> torch.Tensor:
@@ -249,8 +249,6 @@ class StepHooks:
             ready.trial.compare(located.storage)
         self._traces.used(self._trace)
         self._trace.used(id(record))
-        if record.away < record.nbytes:
-            self._trace.used(-record.key)
         if not located.is_original:
             self._recorder.restored(self._trace.paused("wait", began))
         return handle.version.alias(handle.view.rebuild(located.storage))
@@ -305,7 +303,7 @@ class StepHooks:
             if session is None or stays:
                 return KeptTensor.keeping(tensor)
             storage = tensor.untyped_storage()
-            return self._offload(tensor, storage, session, layer, decision.stays)
+            return self._offload(tensor, storage, session, layer)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
@@ -378,15 +376,14 @@ class StepHooks:
         storage: torch.UntypedStorage,
         session: Session,
         layer: str = "",
-        stays: int = 0,
     ) -> Handle:
-        """Have a tensor leave, but for the last bytes of its storage, as many as `stays` says."""
+        """Have a tensor leave."""
         recorder = self._recorder.of_layer(layer)
         record = session.find(storage, tensor)
         if record is not None:
             recorder.deduplicated(tensor.nbytes)
         else:
-            record = self._hold(tensor, storage, session, recorder, stays)
+            record = self._hold(tensor, storage, session, recorder)
         if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
             record.leaves[id(tensor)] = tensor
         version = SavedVersion.of(tensor, storage._cdata)
@@ -400,7 +397,6 @@ class StepHooks:
         storage: torch.UntypedStorage,
         session: Session,
         recorder: StatsRecorder,
-        stays: int,
     ) -> StoredRange:
         """Make the record of a storage that has none, and send others that may leave now."""
         began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
@@ -413,16 +409,13 @@ class StepHooks:
                 recorder,
                 soon=session.has_in_place and self._step.needed_at_once(nbytes),
                 proof=SnapshotProof(tensor) if is_result(tensor) else None,
-                stays=stays if stays < nbytes else 0,
                 ready=ready if ready is not None and ready.holds_for(tensor) else None,
             )
             if record.proof is not None:
                 self._results.append(weakref.ref(record))
         recorder.saved(tensor.nbytes, perf_counter() - began)
         self._trace.paused("store", began)
-        self._trace.saved(id(record), "offloaded", record.away)
-        if record.away < nbytes:
-            self._trace.saved(-record.key, "stays", nbytes - record.away)
+        self._trace.saved(id(record), "offloaded", nbytes)
         return record
 
 

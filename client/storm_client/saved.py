@@ -152,7 +152,6 @@ class StoredRange:
         "_handles",
         "_restored",
         "_waiting",
-        "away",
         "codec",
         "dtype",
         "error",
@@ -165,7 +164,6 @@ class StoredRange:
         "pointer",
         "proof",
         "ready",
-        "rest",
         "session",
         "soon",
         "source",
@@ -184,22 +182,16 @@ class StoredRange:
         codec: str = "raw",
         soon: bool = False,
         stream: Stream = None,
-        stays: int = 0,
     ) -> None:
         """Describe `storage`, whose elements are of `dtype`, and keep it until it is let go.
 
         `session` is the one that holds its bytes and gives them back. `soon` says that it will be
-        needed at once, `stream` behind what work its bytes are there, and `stays` how many of the
-        last ones are not to leave.
+        needed at once, `stream` behind what work its bytes are there.
         """
         self.key = next(_KEYS)
         self.session = session
         self.phase = RangePhase.IN_USE
         self.nbytes = storage.nbytes()
-        self.away = self.nbytes - stays
-        """Of its bytes the first, which leave."""
-        self.rest: torch.UntypedStorage | None = None
-        """A copy of the others, made before the first are sent: `source` is given up as a whole."""
         self.dtype = dtype
         self.stats = stats
         self.codec = codec
@@ -231,7 +223,6 @@ class StoredRange:
         """Note why the daemon can no longer give the bytes back, unless they never left."""
         if self.phase not in (RangePhase.STAYING, RangePhase.LOST):
             self.error = error
-            self.rest = None
             self.move_to(RangePhase.LOST)
 
     @property

@@ -133,7 +133,6 @@ class Session(Listener):
         *,
         soon: bool = False,
         proof: SnapshotProof | None = None,
-        stays: int = 0,
         ready: Ready | None = None,
     ) -> StoredRange:
         """Return a new record of `storage`, which leaves when nobody else holds it; send others.
@@ -141,8 +140,7 @@ class Session(Listener):
         Where `ready` names what is published when its bytes are there, it leaves at once.
 
         `soon` says that it will be needed at once; by `proof` it is found while somebody else
-        holds its storage, though it has left. Its last bytes stay, as many as `stays` says; but of
-        what is held because it is needed at once, all.
+        holds its storage, though it has left.
 
         Raises:
             DaemonLost: the daemon is gone.
@@ -152,11 +150,7 @@ class Session(Listener):
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
-        if soon and self._in_place is not None:
-            stays = 0
-        record = StoredRange(
-            self, storage, dtype, stats, codec=codec, soon=soon, stream=stream, stays=stays
-        )
+        record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
         record.proof, record.ready = proof, ready
         with self.connection.lock:
             if self.saved.deaths:

@@ -36,7 +36,7 @@ class OffloadStats:
     skipped_bytes: int
     """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
     somebody else still holds in memory, and could change ("in_use"); what a budget lets stay
-    ("budget"), of one range a part ("slice"); what the training thread has no time to give up
+    ("budget"); what the training thread has no time to give up
     where the step is bound by it ("host"); where layers were chosen, what is saved outside of them
     ("outside")."""
     deduplicated_bytes: int
@@ -50,7 +50,7 @@ class OffloadStats:
     replayed_bytes: int
     """Given up, and made again by the operations that had made it."""
     skipped: Mapping[str, int]
-    """Tensors, or slices of ranges, passed over, by reason."""
+    """Tensors passed over, by reason."""
     kept: Mapping[str, int]
     """Ranges left with the client, by reason."""
     store_seconds: float
@@ -169,10 +169,6 @@ class StatsRecorder:
     def leaves(self, nbytes: int) -> None:
         """Take `stays_in_use` back: nobody else holds it any more."""
         self._count("stays", "in_use", -nbytes, -1)
-
-    def slice_stays(self, nbytes: int) -> None:
-        """Count what stays by plan of a range, counted as saved, that leaves otherwise."""
-        self._count("stays", "slice", nbytes)
 
     def deduplicated(self, nbytes: int) -> None:
         """Count a saved tensor whose bytes were stored already."""

@@ -342,10 +342,10 @@ class Transfers:
         record.move_to(RangePhase.LEAVING)
         return Outgoing(
             record.key,
-            record.away,
+            record.nbytes,
             record.dtype,
             record.codec,
-            -(-record.away // self.part_bytes),
+            -(-record.nbytes // self.part_bytes),
             weakref.ref(record),
             record.stats,
             ready=0 if record.ready is None else record.ready.sequence,
@@ -390,7 +390,6 @@ class Transfers:
             return
         if record.phase is RangePhase.LEAVING:
             record.move_to(RangePhase.STAYING)
-        record.rest = None  # it is in the source, which stays
         self.release([part.entry for part in record.parts])
         record.parts.clear()
 

@@ -160,7 +160,6 @@ def cost_of(choice: Choice, values: Sequence[Value], costs: Costs, window: float
     """Return the seconds that a choice adds to a step."""
     seconds = operation_seconds(values, costs)
     replays = [n for n, one in enumerate(choice.decisions) if isinstance(one, Replay)]
-    stay = sum(one.stays for one in choice.decisions)
     shipped = [
         value.nbytes
         for value, decision, reason in zip(values, choice.decisions, choice.reasons, strict=True)
@@ -169,8 +168,7 @@ def cost_of(choice: Choice, values: Sequence[Value], costs: Costs, window: float
     return (
         sum(max(seconds[n], costs.replay_floor) for n in replays)
         + sum(nbytes * costs.shipping + costs.ship_floor for nbytes in shipped)
-        - stay * (costs.shipping - costs.copying)
-        + max(0.0, (sum(shipped) - stay) * costs.link - window)
+        + max(0.0, sum(shipped) * costs.link - window)
     )
 
 
@@ -179,14 +177,13 @@ def optimum(
 ) -> tuple[float, float]:
     """Return a bound of the least that a choice can add to a step, and the solver's relative gap.
 
-    Three variables a value say whether it is kept, shipped, made again, a fourth how deep its
-    making goes, and a fifth what share of it stays though it is shipped; one is the link's time
-    that nothing hides. A saved value needs one of the three, and what is made again needs one of
-    them for each input.
+    Three variables a value say whether it is kept, shipped, made again, and a fourth how deep its
+    making goes; one is the link's time that nothing hides. A saved value needs one of the three,
+    and what is made again needs one of them for each input.
     """
     count = len(values)
     takes = operation_seconds(values, costs)
-    kept, shipped, made, depth, stays, exposed = (n * count for n in range(6))
+    kept, shipped, made, depth, exposed = (n * count for n in range(5))
     objective, upper = np.zeros(exposed + 1), np.ones(exposed + 1)
     for value in values:
         n = value.number
@@ -194,9 +191,6 @@ def optimum(
         objective[made + n] = max(takes[n], costs.replay_floor)
         upper[kept + n] = float(value.is_saved)
         upper[depth + n] = DEEPEST
-        objective[stays + n] = -value.nbytes * (costs.shipping - costs.copying)
-        can_be_cut = value.is_saved and value.nbytes >= 2 * costs.least_slice
-        upper[stays + n] = 1 - costs.least_slice / value.nbytes if can_be_cut else 0.0
         if not value.operation or math.isinf(takes[n]):
             upper[made + n], objective[made + n] = 0.0, 0.0
         if not value.is_result and not value.is_saved:
@@ -213,28 +207,19 @@ def optimum(
         n = value.number
         if value.is_saved:
             need({kept + n: 1.0, shipped + n: 1.0, made + n: 1.0}, 1.0)
-            need({shipped + n: 1.0, stays + n: -1.0}, 0.0)
         for source in {s for s in value.inputs if s >= 0}:
             had = {kept + source: 1.0, shipped + source: 1.0, made + source: 1.0}
             need({**had, made + n: -1.0}, 0.0)
             deeper = {depth + n: 1.0, depth + source: -1.0}
             both = {made + n: -DEEPEST, made + source: -DEEPEST}
             need({**deeper, **both}, 1.0 - 2 * DEEPEST)
-    need(
-        {first + v.number: -float(v.nbytes) / 1e6 for v in values for first in (kept, stays)},
-        -room / 1e6,
-    )
-    need(
-        {exposed: 1.0}
-        | {shipped + v.number: -v.nbytes * costs.link for v in values}
-        | {stays + v.number: v.nbytes * costs.link for v in values},
-        -window,
-    )
+    need({kept + v.number: -float(v.nbytes) / 1e6 for v in values}, -room / 1e6)
+    need({exposed: 1.0} | {shipped + v.number: -v.nbytes * costs.link for v in values}, -window)
     result = milp(
         objective * 1e3,
         constraints=LinearConstraint(rows.tocsr()[: len(least)], np.array(least), np.inf),
         bounds=Bounds(np.zeros(exposed + 1), upper),
-        integrality=np.array([1] * 3 * count + [0] * (2 * count + 1)),
+        integrality=np.array([1] * 3 * count + [0] * (count + 1)),
         options={"time_limit": seconds, "mip_rel_gap": 1e-3},
     )
     assert result.mip_dual_bound is not None, result.message

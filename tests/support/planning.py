@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from storm_client.plan import planner, planning
+from storm_client.plan import planning
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Costs
 
-__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "slice_all", "value"]
-
-SLICE_ALIGNMENT = 16
-"""Bytes of the largest element."""
+__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "value"]
 
 FREE_REPLAYS = Costs(
     link=1.0, shipping=1.0, ship_floor=1.0, replay_floor=1e-9, default=1e-9, dear=1e-9
 )
 """Shipping takes for ever, and no operation takes any time."""
-
-
-def slice_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every plan that is made from now on let a third of each value stay that leaves."""
-
-    def cut(state: planner._State) -> None:
-        for number in state.stored:
-            nbytes = state.problem.values[number].nbytes
-            state.slices[number] = nbytes // 3 // SLICE_ALIGNMENT * SLICE_ALIGNMENT
-
-    monkeypatch.setattr(planner._State, "let_a_slice_stay", cut)
-    mind_the_device_alone(monkeypatch)
 
 
 def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:

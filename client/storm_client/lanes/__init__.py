@@ -246,20 +246,6 @@ class Lane(Protocol):
         """
         ...
 
-    def move(
-        self,
-        source: torch.UntypedStorage,
-        begin: int,
-        destination: torch.UntypedStorage,
-        at: int,
-        nbytes: int,
-    ) -> None:
-        """Copy `nbytes` from `begin` on to where `at` is in `destination`, both on the device.
-
-        In order before later work of this thread, and behind such copies of others.
-        """
-        ...
-
     def current_stream(self) -> Stream:
         """Return the stream whose work so far makes what this thread saves now."""
         ...

@@ -87,17 +87,6 @@ class CpuLane:
         area = self._mapped()
         memmove(destination.data_ptr() + begin, area.data_ptr() + slot.offset, slot.nbytes)
 
-    def move(
-        self,
-        source: torch.UntypedStorage,
-        begin: int,
-        destination: torch.UntypedStorage,
-        at: int,
-        nbytes: int,
-    ) -> None:
-        """Copy from one storage to another; the bytes are there on return."""
-        memmove(destination.data_ptr() + at, source.data_ptr() + begin, nbytes)
-
     def current_stream(self) -> Stream:
         """Return None: the host's work is done when it returns."""
         return None

@@ -188,25 +188,6 @@ class CudaLane:
             stream = self._current_stream()
             self._numbers().copy(destination.data_ptr() + begin, source, slot.nbytes, stream)
 
-    def move(
-        self,
-        source: torch.UntypedStorage,
-        begin: int,
-        destination: torch.UntypedStorage,
-        at: int,
-        nbytes: int,
-    ) -> None:
-        """Put a copy from one storage to another on the current stream, behind all copies so far.
-
-        The memory of both may be used again behind it, as by any work on the stream.
-        """
-        with self.entered():
-            stream = torch.cuda.current_stream()
-            self._view(source).record_stream(stream)
-            self._view(destination).record_stream(stream)
-            target, address = destination.data_ptr() + at, source.data_ptr() + begin
-            self._numbers().copy(target, address, nbytes, stream.cuda_stream)
-
     def current_stream(self) -> Stream:
         """Return the thread's stream on the device, None where it is the default one."""
         return None if not self._current_stream() else torch.cuda.current_stream(self._ordinal)

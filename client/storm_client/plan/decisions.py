@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 __all__ = ["LAST", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
 
@@ -13,24 +13,16 @@ class Keep:
     """The tensor stays with autograd, for the `reason` that statistics name."""
 
     reason: str
-    stays: ClassVar[int] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The tensor leaves as soon as nobody else can write to it, but for its last `stays` bytes."""
-
-    stays: int = 0
+    """The tensor leaves as soon as nobody else can write to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The tensor is given up, and made again by the operation that has made it.
-
-    What is handed over of it while that is tried leaves as a whole.
-    """
-
-    stays: ClassVar[int] = 0
+    """The tensor is given up, and made again by the operation that has made it."""
 
 
 Decision: TypeAlias = Keep | Offload | Replay

@@ -11,7 +11,7 @@ a byte on the link:
 3. What is made again for less than shipping it costs is made again.
 4. As long as the forward pass computes for less time than its link needs, dearer values are made
    again, those first that relieve the link most for their time.
-5. What room is left is used for what was given up after all, at last for a slice of one value.
+5. What room is left is used for what was given up after all.
 6. If the link still needs longer, what was saved last stays: it is asked for first, before the link
    would have taken it, so that shipping it would free nothing. That is as much as may be on its way
    at any time.
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep, Offload
+from storm_client.plan.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.plan.kinds import Value
 
 __all__ = ["CPU_COSTS", "CUDA_COSTS", "Choice", "Costs", "choose", "operation_seconds"]
@@ -47,9 +47,6 @@ MANY_VALUES = 2000
 TURNAROUND = 3.0
 """How long it is from the making of a value to its use in the backward pass, for a second that is
 computed behind it in the forward pass: that second, and two of its backward pass."""
-
-SLICE_GRANULE = 1 << 16
-"""Bytes; values are cut at multiples of it, which are whole elements of any type."""
 
 LINK_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Prices of a byte on the link that are tried, as shares of its whole time."""
@@ -71,10 +68,6 @@ class Costs:
     """An operation of unknown time, for a byte of its result."""
     dear: float = math.inf
     """The same of one that is dear: by default it is not run again before it was timed."""
-    copying: float = 0.0
-    """Of the processor, for a byte of a slice that stays: it is copied out and, later, back."""
-    least_slice: int = 1 << 24
-    """Bytes that a slice has at least, the one that leaves and the one that stays."""
 
     def at(self, ratio: float) -> Costs:
         """Return the costs where tensors are compressed by `ratio`."""
@@ -87,7 +80,6 @@ CUDA_COSTS = Costs(
     ship_floor=1.5e-4,
     replay_floor=2.5e-5,
     default=5e-13,
-    copying=1e-12,
 )
 """A PCIe 5 link, and a kernel each way that reads and writes once. Two copies of 16 MiB and their
 launches take 60 microseconds, while the link would need 200 for them."""
@@ -98,8 +90,6 @@ CPU_COSTS = Costs(
     ship_floor=1.5e-4,
     replay_floor=2e-5,
     default=1 / 5e9,
-    copying=1 / 4e9,
-    least_slice=1 << 22,
 )
 """The cores that train also copy and encode: nothing hides."""
 
@@ -144,7 +134,6 @@ class _Problem:
     """Bytes that may be on their way when the forward pass ends."""
     turn: float
     """Seconds from its end until something is asked for."""
-    least_slice: int
 
     @property
     def saved(self) -> list[int]:
@@ -195,8 +184,6 @@ class _State:
     last: set[int] = field(default_factory=set)
     """Values that stay since the link has no time for them before they are asked for. The budget
     has no room for them: they would be there, too, if they were on their way."""
-    slices: dict[int, int] = field(default_factory=dict)
-    """How many bytes stay of stored values."""
 
     @property
     def room(self) -> int:
@@ -206,14 +193,12 @@ class _State:
     @property
     def kept_bytes(self) -> int:
         """How many bytes stay because the budget has room."""
-        whole = sum(self.problem.values[n].nbytes for n in self.kept)
-        return whole + sum(self.slices.values())
+        return sum(self.problem.values[n].nbytes for n in self.kept)
 
     @property
     def link_seconds(self) -> float:
         """What the link needs one way."""
-        costs = self.problem.costs
-        return self.problem.link_seconds(self.stored) - sum(self.slices.values()) * costs.link
+        return self.problem.link_seconds(self.stored)
 
     def spent(self, way: _Way, rate: float) -> float:
         """Return what a way costs, with all that has to be stored for it."""
@@ -320,31 +305,6 @@ class _State:
                 return
             behind += problem.seconds[number]
 
-    def let_a_slice_stay(self) -> None:
-        """Have as much of one value stay as there is room for, where no whole one has any.
-
-        Of the first that is large enough: when it leaves and when it comes back a copy of the slice
-        is there besides, and then there is most memory. What no operation made may be the script's,
-        and stay in any case.
-        """
-        least, values = self.problem.least_slice, self.problem.values
-        left = _whole_granules(self.room)
-        large = [
-            value.number
-            for value in values
-            if value.is_saved
-            and value.is_result
-            and value.number in self.stored
-            and value.nbytes >= 2 * least
-        ]
-        if left < least or not large:
-            return
-        fitting = (n for n in large if values[n].nbytes - left >= least)
-        number = next(fitting, None)
-        if number is None:
-            number = max(large, key=lambda n: values[n].nbytes)
-        self.slices[number] = min(left, _whole_granules(values[number].nbytes - least))
-
     def let_the_last_stay(self) -> None:
         """Have what was made last stay where the link would carry it after the forward pass."""
         problem, left = self.problem, self.problem.in_flight
@@ -356,7 +316,6 @@ class _State:
                 continue
             left -= nbytes
             self.drop(number)
-            self.slices.pop(number, None)
             self.last.add(number)
 
     def total(self) -> float:
@@ -364,7 +323,6 @@ class _State:
         problem, costs = self.problem, self.problem.costs
         return (
             problem.ship_seconds(self.stored, costs.shipping)
-            - sum(self.slices.values()) * (costs.shipping - costs.copying)
             + problem.replay_seconds(self.made)
             + max(0.0, self.link_seconds - problem.window)
         )
@@ -379,21 +337,16 @@ def choose(
     forward_seconds: float | None = None,
     in_flight: int = 0,
     turn_seconds: float = math.inf,
-    least: int = 0,
 ) -> Choice:
     """Return what becomes of each value; `room` bytes may stay on the device.
 
     `impossible` has the values that cannot be made again, with the reason. `forward_seconds` is
     how long the forward pass takes; by default what its known operations take together. At its end
-    `in_flight` bytes may be on their way, and `turn_seconds` later something is asked for. Nothing
-    leaves that has less than `least` bytes.
+    `in_flight` bytes may be on their way, and `turn_seconds` later something is asked for.
     """
     seconds = operation_seconds(values, costs)
     window = sum(filter(math.isfinite, seconds)) if forward_seconds is None else forward_seconds
-    slices = max(costs.least_slice, least)
-    problem = _Problem(
-        values, seconds, costs, impossible, room, window, in_flight, turn_seconds, slices
-    )
+    problem = _Problem(values, seconds, costs, impossible, room, window, in_flight, turn_seconds)
     states = [
         _chosen(problem, costs.shipping + share * costs.link, gains)
         for share in (LINK_SHARES if len(values) < MANY_VALUES else LINK_SHARES[:1])
@@ -426,7 +379,6 @@ def _chosen(
     _relieve_link(state)
     _keep(state, _gains_left(state, rate))
     state.let_go_of_what_is_not_needed()
-    state.let_a_slice_stay()
     state.let_the_last_stay()
     return state
 
@@ -537,10 +489,6 @@ def _gains_left(state: _State, rate: float) -> dict[int, float]:
     }
 
 
-def _whole_granules(nbytes: int) -> int:
-    return nbytes - nbytes % SLICE_GRANULE
-
-
 def _choice(state: _State) -> Choice:
     problem = state.problem
     decisions: list[Decision] = []
@@ -556,8 +504,7 @@ def _choice(state: _State) -> Choice:
             decided = REPLAY, "made again sooner than shipped", problem.seconds[number]
         elif number in state.stored and value.is_saved:
             reason = problem.impossible.get(number) or _why_stored(value)
-            stays = state.slices.get(number, 0)
-            decided = Offload(stays), reason, link - stays * problem.costs.link
+            decided = OFFLOAD, reason, link
         elif number in state.stored:
             decided = OFFLOAD, "others are made again from it", link
         else:

@@ -95,8 +95,6 @@ class Planning:
         self._functions = REPLAYABLE | options.functions
         self._compiled = CompiledParts()
         self._ratio = ratio
-        self._least = 1
-        """Bytes of the smallest tensors that may leave."""
         self._kinds = Kinds()
         self._unwatched = 0
         """Steps since the last that was watched."""
@@ -125,7 +123,6 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_pins()
-        self._least = least
         for one in self._kinds.outdated():
             self._make(one)
         kind = self._kinds.latest
@@ -225,7 +222,6 @@ class Planning:
             forward_seconds=forward_seconds,
             in_flight=last_bytes(kind.saved_bytes) if kind.is_on_gpu else 0,
             turn_seconds=kind.turn_seconds(),
-            least=self._least,
         )
         _look_for_host(kind, forward_seconds)
         kind.is_not_worth_it = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,7 @@ __all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One saved tensor's storage, or one that is stored for others to be made from.
-
-    One of which a slice stays has two rows.
-    """
+    """One saved tensor's storage, or one that is stored for others to be made from."""
 
     operation: str
     """The function that made it, "unknown" where none was seen."""
@@ -69,20 +66,16 @@ class Plan:
             if not (value.is_saved or isinstance(decision, Replay) or cost):
                 continue
             why = kind.rejected.get(value.number, reason)
-            stays = decision.stays
             row = Row(
                 value.operation or "unknown",
                 tuple(value.shape),
                 value.dtype,
-                value.nbytes - stays,
+                value.nbytes,
                 _NAMES[type(decision)],
                 why,
                 cost,
             )
             rows.append(row)
-            if stays:
-                why = "the budget has room for a slice"
-                rows.append(replace(row, nbytes=stays, decision="keep", reason=why, cost=0.0))
         return cls(
             tuple(rows),
             choice.kept_bytes,

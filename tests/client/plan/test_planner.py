@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep, Offload
+from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep
 from storm_client.plan.kinds import Value
 from storm_client.plan.planner import Choice, Costs, choose
 from support.planning import value
 
 COSTS = Costs(link=1.0, shipping=0.1, ship_floor=0.0, replay_floor=0.0, default=0.05)
 """A byte takes a second on the link, a tenth of one to encode, a twentieth to make again."""
-
-
-MIB = 1 << 20
 
 
 def decided(values: Sequence[Value], **options: object) -> list[Decision]:
@@ -144,44 +140,6 @@ def test_what_stays_last_is_not_of_the_budget() -> None:
     choice = choose([value(n) for n in range(4)], {}, COSTS, forward_seconds=1.0, in_flight=200)
     assert choice.kept_bytes == 0
     assert choice.link_seconds == 200.0
-
-
-def test_the_first_that_is_large_enough_leaves_what_room_is_left() -> None:
-    """A value that no operation made, and what nothing saves, are passed over."""
-    small, large = 30 * MIB, 100 * MIB
-    values = [
-        replace(value(0, large), is_result=False),
-        value(1, small),
-        value(2, large),
-        value(3, large),
-    ]
-    choice = choose(values, {}, COSTS, room=150 * MIB + 5)
-    assert choice.decisions == [OFFLOAD, Keep("budget"), Offload(20 * MIB), Keep("budget")]
-    assert choice.kept_bytes == 150 * MIB
-    assert choice.link_seconds == 180 * MIB
-
-
-@pytest.mark.parametrize(
-    ("room", "least", "stays"),
-    [
-        (15 * MIB, 0, 0),
-        (16 * MIB, 0, 16 * MIB),
-        (16 * MIB, 17 * MIB, 0),
-        (98 * MIB, 0, 84 * MIB),
-        (98 * MIB, 40 * MIB, 60 * MIB),
-        (98 * MIB, 60 * MIB, 0),
-    ],
-)
-def test_neither_slice_is_too_small(room: int, least: int, stays: int) -> None:
-    choice = choose([value(0, 100 * MIB)], {}, COSTS, room=room, least=least)
-    assert choice.decisions == [Offload(stays)]
-
-
-def test_a_value_that_stays_last_has_no_slice() -> None:
-    options = {"room": 50 * MIB, "forward_seconds": 1.0, "in_flight": 100 * MIB}
-    choice = choose([value(0, 100 * MIB)], {}, COSTS, **options)  # type: ignore[arg-type]
-    assert choice.decisions == [LAST]
-    assert choice.kept_bytes == choice.link_seconds == 0
 
 
 def test_a_dear_operation_that_was_not_timed_is_not_run_again() -> None:
