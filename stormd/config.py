@@ -142,6 +142,14 @@ class Config:
         default=64 * MIB,
         least=64 * KIB,
     )
+    all_staging_bytes_cpu: int = _option(
+        "size",
+        "lanes",
+        "shared memory of all cpu sessions together, beside the pool; 0 for half of what is "
+        "available once the pool is there",
+        default=0,
+        least=0,
+    )
     staging_bytes_cuda: int = _option(
         "size",
         "lanes",
@@ -277,6 +285,12 @@ class Config:
         for lane in ("cpu", "cuda"):
             _check_parts(self, lane)
         _check_shares(self)
+        if 0 < self.all_staging_bytes_cpu < self.staging_bytes_cpu:
+            raise ConfigError(
+                f"all_staging_bytes_cpu is {format_size(self.all_staging_bytes_cpu)}, less than "
+                f"staging_bytes_cpu, {format_size(self.staging_bytes_cpu)}, of one session: raise "
+                "it, lower the other, or set 0"
+            )
 
 
 def config_options() -> tuple[Option, ...]:

@@ -4,6 +4,11 @@ A message names the value, the limit and the next step, and nothing was changed 
 raised.
 """
 
+from __future__ import annotations
+
+import errno
+from typing import Final
+
 __all__ = [
     "AddressInUse",
     "ChildFailed",
@@ -16,7 +21,24 @@ __all__ = [
     "PoolUnavailable",
     "StartStopped",
     "StormdError",
+    "remedy",
 ]
+
+_REMEDIES: Final = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n, LimitNOFILE=), or end a session",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.ENOMEM: "free memory, or raise the limit of address space (ulimit -v) or of the cgroup",
+    errno.ENOSPC: "free memory, or raise the size of shared memory",
+    errno.EACCES: "give this user the right to it",
+    errno.EPERM: "give this process the right to it",
+}
+
+
+def remedy(error: OSError) -> str:
+    """Return what the kernel refused, and what to do about it, as one sentence."""
+    reason = error.strerror or str(error)
+    advice = _REMEDIES.get(error.errno or 0)
+    return reason if advice is None else f"{reason}: {advice}"
 
 
 class StormdError(Exception):

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from stormd.errors import remedy
 from stormd.runtime_directory import SocketFile
 
 __all__ = ["Credentials", "Listener", "peer_credentials"]
@@ -122,7 +123,7 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         """Let the loop rest: the connection stays in the backlog, and its event with it."""
-        log.warning("a connection was not accepted (%s): raise the limit of open files", error)
+        log.warning("a connection was not accepted: %s", remedy(error))
         self._loop.remove_reader(self._socket.fileno())
         self._on_lack()
         self._loop.call_later(RETRY_SECONDS, self._resume)

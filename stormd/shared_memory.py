@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import mmap
 import os
 from typing import Final
@@ -16,6 +17,8 @@ from typing import Final
 from stormd.huge_pages import advise_huge_pages
 
 __all__ = ["SharedMemory"]
+
+log = logging.getLogger(__name__)
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -47,6 +50,17 @@ class SharedMemory:
         assert self._descriptor >= 0, "the descriptor has been taken"
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
+
+    def discard(self) -> None:
+        """Give the pages back to the machine, also where the other process keeps them mapped.
+
+        Each side reads zeros from then on. A page that the other process touches again is charged
+        to that one.
+        """
+        try:
+            self._mapping.madvise(mmap.MADV_REMOVE)
+        except OSError as error:
+            log.warning("shared memory of a session stays until its client ends: %s", error)
 
     def close(self) -> None:
         """Unmap. Nothing may use an address in it any more. Twice is fine."""

@@ -17,7 +17,7 @@ from typing import Final
 
 from storm_kernels.errors import CorruptBlob
 
-from stormd.errors import LaneUnavailable
+from stormd.errors import LaneUnavailable, remedy
 from stormd.events import (
     Detached,
     RestoreDone,
@@ -34,9 +34,11 @@ from stormd.host_pool import HostPool
 from stormd.lanes import Attachment, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
+from stormd.parts import blob_bound
 from stormd.protocol import Hello, MapSegment
-from stormd.protocol.timeline import PAGE_BYTES
+from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines
 from stormd.shared_memory import SharedMemory
+from stormd.sizes import format_size
 
 __all__ = ["CpuLane"]
 
@@ -46,6 +48,9 @@ LEAST_STAGING: Final = 64 << 10
 """Bytes of the smallest staging area, whatever a client asks for."""
 
 STAGING_SEGMENT: Final = 0
+
+START_SECONDS: Final = 5.0
+"""For workers to end that were started in vain."""
 
 LARGE_BYTES: Final = 1 << 20
 """Of a job whose result is posted at once: what it cost to wake the loop is little beside it."""
@@ -63,24 +68,34 @@ class _Memory:
     page: SharedMemory
     staging: SharedMemory
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Give the staging area's pages back, whether the client keeps them mapped or not.
+
+        A client that copies out of it now would read zeros. So the page says before that what is
+        there is no longer what was restored; it stays for as long as the client maps it.
+        """
+        Timelines(self.page.address).poison(STORED)
+        self.staging.discard()
         self.page.close()
         self.staging.close()
 
 
 @dataclass(slots=True)
 class _Held:
-    """Results of a worker that have not been posted, with their sessions."""
+    """Results of a worker that have not been posted, with their sessions; and its job."""
 
     sessions: list[int] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     since: float = 0.0
+    job: tuple[int, StoreJob | RestoreJob] | None = None
+    """What was taken and has no result, with its session."""
 
     def add(self, session: int, result: Result) -> None:
         if not self.sessions:
             self.since = time.perf_counter()
         self.sessions.append(session)
         self.results.append(result)
+        self.job = None
 
     def is_due(self) -> bool:
         waited = time.perf_counter() - self.since
@@ -90,7 +105,11 @@ class _Held:
 class CpuLane:
     """Serves sessions with `threads` workers; results go to `post`, from any of them.
 
-    `staging_bytes` and `part_bytes` are the most that a session is granted. `close` must follow.
+    `staging_bytes` and `part_bytes` are the most that a session is granted, `all_staging_bytes`
+    what all of them have together. `close` must follow.
+
+    Raises:
+        LaneUnavailable: there is not the memory, or not the threads, for so many workers.
     """
 
     device: Final = "cpu"
@@ -102,35 +121,55 @@ class CpuLane:
         pool: HostPool,
         post: Post,
         staging_bytes: int,
+        all_staging_bytes: int,
         part_bytes: int,
         threads: int,
     ) -> None:
-        self._pool = pool
         self._post = post
         self._staging_bytes = staging_bytes
+        self._all_staging_bytes = all_staging_bytes
         self._part_bytes = part_bytes
         # Written by the loop in attach and by a worker in _let_go, read by workers in between.
         self._memories: dict[int, _Memory] = {}
         self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
         self.heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
+        codecs = _codecs(pool, part_bytes, threads)
+        self._lock = threading.Lock()  # protects the number of those that work
+        self._working = threads
         self._workers = [
-            threading.Thread(target=self._work, args=(heartbeat,), name=heartbeat.name, daemon=True)
-            for heartbeat in self.heartbeats
+            threading.Thread(target=self._work, args=pair, name=pair[0].name, daemon=True)
+            for pair in zip(self.heartbeats, codecs, strict=True)
         ]
-        for worker in self._workers:
-            worker.start()
+        self._start_workers(codecs)
+
+    def _start_workers(self, codecs: list[HostCodec]) -> None:
+        for number, worker in enumerate(self._workers):
+            try:
+                worker.start()
+            except RuntimeError as error:
+                del self._workers[number:]
+                self.close(START_SECONDS)
+                for codec in codecs[number:]:
+                    codec.close()
+                raise LaneUnavailable(
+                    f"only {number} of {len(codecs)} threads of the cpu lane can be started "
+                    f"({error}): lower encode_threads, or raise the limit of processes (ulimit -u) "
+                    "or of address space (ulimit -v)"
+                ) from error
 
     # --- called on the event loop -----------------------------------------------------------
 
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Make the timeline page and the staging area, of the size asked for or less."""
+        if not self._working:
+            raise LaneUnavailable("the cpu lane's workers have ended: restart the daemon")
         staging = _granted(hello.staging_bytes, self._staging_bytes)
+        self._check_staging(staging)
         try:
             memory = _shared(session, staging)
         except OSError as error:
             raise LaneUnavailable(
-                f"no shared memory of {staging} bytes for a session ({error.strerror}): "
-                "raise the limit of open files, or end a session"
+                f"no shared memory of {format_size(staging)} for a session: {remedy(error)}"
             ) from error
         self._memories[session] = memory
         return Attachment(
@@ -139,6 +178,20 @@ class CpuLane:
             part_bytes=min(self._part_bytes, staging // 2),
             segment_bytes=staging,
         )
+
+    def _check_staging(self, wanted: int) -> None:
+        """Refuse what the machine may not have: these pages are not the pool's.
+
+        Raises:
+            LaneUnavailable: the sessions there are, and that are being let go, have it.
+        """
+        live = [memory.staging.nbytes for memory in list(self._memories.values())]
+        if sum(live) + wanted > self._all_staging_bytes:
+            raise LaneUnavailable(
+                f"{len(live)} sessions share {format_size(sum(live))} with the daemon, and "
+                f"{format_size(wanted)} more would be above {format_size(self._all_staging_bytes)}"
+                ": end one, or raise all_staging_bytes_cpu or lower staging_bytes_cpu"
+            )
 
     def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
         """Queue jobs."""
@@ -172,15 +225,18 @@ class CpuLane:
 
     # --- run by the workers -----------------------------------------------------------------
 
-    def _work(self, heartbeat: Heartbeat) -> None:
+    def _work(self, heartbeat: Heartbeat, codec: HostCodec) -> None:
+        held = _Held()
         try:
-            self._take_tasks(heartbeat)
+            self._take_tasks(heartbeat, codec, held)
         except BaseException as error:
             log.exception("a worker has ended")
             heartbeat.ended(f"{type(error).__name__}: {error}")
+            self._give_up(held, f"a worker of the daemon has ended ({type(error).__name__})")
+        finally:
+            codec.close()
 
-    def _take_tasks(self, heartbeat: Heartbeat) -> None:
-        codec, held = HostCodec(self._pool, self._part_bytes), _Held()
+    def _take_tasks(self, heartbeat: Heartbeat, codec: HostCodec, held: _Held) -> None:
         while True:
             task: tuple[int, StoreJob | RestoreJob | None] | None = None
             if held.sessions:
@@ -192,7 +248,6 @@ class CpuLane:
                 break
             with heartbeat:
                 self._do(codec, held, *task)
-        codec.close()
 
     def _do(
         self, codec: HostCodec, held: _Held, session: int, job: StoreJob | RestoreJob | None
@@ -200,9 +255,27 @@ class CpuLane:
         if job is None:
             self._let_go(session)
             return
+        held.job = session, job
         held.add(session, self._perform(codec, job))
         if job.nbytes >= LARGE_BYTES or held.is_due():
             self._post_held(held)
+
+    def _give_up(self, held: _Held, detail: str) -> None:
+        """Answer what this worker had taken; the last one answers all that comes from now on."""
+        if held.job is not None:
+            session, job = held.job
+            held.add(session, _failure(job, "ActivationLost", detail))
+        self._post_held(held)
+        with self._lock:
+            self._working -= 1
+            is_last = not self._working
+        while is_last and (task := self._queue.take()) is not None:
+            session, waiting = task
+            if waiting is None:
+                self._let_go(session)
+            else:
+                held.add(session, _failure(waiting, "ActivationLost", detail))
+                self._post_held(held)
 
     def _post_held(self, held: _Held) -> None:
         """Post the results, and only then have their sessions' jobs count as done."""
@@ -253,8 +326,29 @@ class CpuLane:
         return staging.address + job.offset
 
     def _let_go(self, session: int) -> None:
-        self._memories.pop(session).close()
+        self._memories.pop(session).let_go()
         self._post(Detached(session))
+
+
+def _codecs(pool: HostPool, part_bytes: int, threads: int) -> list[HostCodec]:
+    """Return a codec with its scratch for each worker: one without would do nothing.
+
+    Raises:
+        LaneUnavailable: there is not so much memory.
+    """
+    codecs: list[HostCodec] = []
+    try:
+        for _ in range(threads):
+            codecs.append(HostCodec(pool, part_bytes))  # noqa: PERF401 - what is made is closed
+    except (OSError, MemoryError) as error:
+        for codec in codecs:
+            codec.close()
+        raise LaneUnavailable(
+            f"no memory for the scratch of {threads} workers of the cpu lane, "
+            f"{format_size(blob_bound(part_bytes))} each: lower encode_threads or part_bytes_cpu, "
+            "free memory, or raise the limit of address space (ulimit -v)"
+        ) from error
+    return codecs
 
 
 def _granted(asked: int, most: int) -> int:

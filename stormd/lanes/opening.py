@@ -14,6 +14,7 @@ from stormd.errors import LaneUnavailable
 from stormd.host_pool import HostPool
 from stormd.lanes import Lane, Post
 from stormd.lanes.cpu import CpuLane
+from stormd.machine import memory_available
 
 __all__ = ["open_lanes"]
 
@@ -58,10 +59,12 @@ def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
 
 
 def _open_cpu(config: Config, pool: HostPool, post: Post) -> CpuLane:
+    left = max(memory_available() // 2, config.staging_bytes_cpu)
     return CpuLane(
         pool=pool,
         post=post,
         staging_bytes=config.staging_bytes_cpu,
+        all_staging_bytes=config.all_staging_bytes_cpu or left,
         part_bytes=config.part_bytes_cpu,
         threads=config.encode_threads,
     )

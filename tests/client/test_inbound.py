@@ -16,6 +16,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client import inbound
+from storm_client.lanes import cpu
 from storm_client.lanes.cpu import CpuLane
 from storm_client.session import Session
 from storm_client.transfers import AHEAD_SHARE
@@ -118,6 +119,29 @@ def test_a_restored_storage_is_shared_until_its_last_user(inner_daemon: DaemonTh
         restores = inner_daemon.status()["throughput"]["restore"]["operations"]
         assert restores == 1
         del loss
+
+
+def test_a_session_that_its_daemon_ends_during_a_copy_gives_no_zeros(
+    inner_daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shared is given back then, though the client has it mapped."""
+    server, copied = inner_daemon.server, cpu.memmove
+
+    def ending(target: int, source: int, nbytes: int) -> None:
+        inner_daemon.on_loop(lambda: server._gateway.end_all("shutdown"))
+        wait_until(lambda: not inner_daemon.status()["sessions"])
+        copied(target, source, nbytes)
+
+    with storm.connect(inner_daemon.address, timeout=30) as client:
+        offload = client.offload(min_bytes=1)
+        x = torch.randn(1 << 18, requires_grad=True)
+        with offload:
+            loss = x.exp().square().sum()
+        offload.stats()
+        monkeypatch.setattr(cpu, "memmove", ending)
+        with pytest.raises(storm.DaemonLost):
+            loss.backward()
+        assert x.grad is None
 
 
 def test_a_retained_graph_is_fetched_again(inner_daemon: DaemonThread) -> None:

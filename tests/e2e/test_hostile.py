@@ -18,6 +18,7 @@ import pytest
 import storm_client as storm
 import torch
 from bench.fuzz import fuzz
+from support.cgroup import limited_memory
 from support.checked_training import LEAST_BYTES, Training
 from support.daemon_process import start_daemon
 from support.daemon_thread import DaemonThread
@@ -368,3 +369,50 @@ def _let_pass(directory: Path) -> None:
         if directory.stat().st_mode & 0o111 != 0o111:
             directory.chmod(directory.stat().st_mode | 0o111)
         directory = directory.parent
+
+
+@pytest.mark.timeout(120)
+def test_memory_that_clients_keep_is_not_charged_to_the_daemon(tmp_path: Path) -> None:
+    """They keep what they shared with it, all of which it has written to, after their sessions."""
+    staging, part = 64 * MIB, 8 * MIB
+    address = f"ipc://{tmp_path}/d/s.sock"
+    command = [sys.executable, "-m", "stormd.cli", "serve", "--address", address, "--device=cpu"]
+    command += ["--pool-bytes=64MiB", "--cache-bytes=0", "--staging-bytes-cpu", str(staging)]
+    with ExitStack() as stack:
+        cgroup = stack.enter_context(limited_memory(700 * MIB))
+        daemon = stack.enter_context(subprocess.Popen(cgroup.running(command)))
+        stack.callback(daemon.kill)
+        wait_until((tmp_path / "d" / "s.sock.lifeline").exists)
+        for _ in range(12):
+            client = stack.enter_context(RawClient(address)).open()
+            entry = client.stored(b"x" * part)
+            for ticket, offset in enumerate(range(part, staging, part), start=1):
+                client.restored(entry, part, offset=offset, ticket=ticket)
+            client.send(Goodbye())
+            assert client.is_cut_off()
+            assert client.staging is not None
+        assert daemon.poll() is None
+        assert cgroup.used_bytes() < 400 * MIB
+        daemon.terminate()
+        assert daemon.wait(30) == 0
+
+
+@pytest.mark.timeout(120)
+def test_sessions_share_no_more_than_the_machine_has(tmp_path: Path) -> None:
+    """One that would have the kernel end the daemon is refused, and the others are served."""
+    address = f"ipc://{tmp_path}/d/s.sock"
+    command = [sys.executable, "-m", "stormd.cli", "serve", "--address", address, "--device=cpu"]
+    command += ["--pool-bytes=64MiB", "--cache-bytes=0"]
+    with ExitStack() as stack:
+        cgroup = stack.enter_context(limited_memory(400 * MIB))
+        daemon = stack.enter_context(subprocess.Popen(cgroup.running(command)))
+        stack.callback(daemon.kill)
+        wait_until((tmp_path / "d" / "s.sock.lifeline").exists)
+        first = stack.enter_context(RawClient(address)).open()
+        answers = [stack.enter_context(RawClient(address)).hello() for _ in range(6)]
+        refused = [answer for answer in answers if isinstance(answer, Refused)]
+        assert 0 < len(refused) < 6
+        assert "all_staging_bytes_cpu" in refused[0].detail
+        first.stored(b"served")
+        daemon.terminate()
+        assert daemon.wait(30) == 0

@@ -13,9 +13,10 @@ from ctypes import memmove
 
 import torch
 
-from storm_client.errors import ConnectionClosed, DaemonUnavailable
+from storm_client.errors import ConnectionClosed, DaemonLost, DaemonUnavailable
 from storm_client.lanes import LaneHello, Request, Slot, Stream
 from stormd.protocol import Welcome
+from stormd.protocol.timeline import PAGE_BYTES, POISON, STORED, Timelines
 
 __all__ = ["CpuLane"]
 
@@ -46,7 +47,7 @@ class CpuLane:
         self.device = torch.device("cpu")
         self.hello = LaneHello(device="cpu")
         self.staging_bytes = 0
-        self._area: torch.Tensor | None = None
+        self._shared: _Shared | None = None
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:  # noqa: ARG002 - no message is needed here
         """Map the staging area, the second descriptor.
@@ -63,7 +64,8 @@ class CpuLane:
         memory = mmap.mmap(descriptors[1], welcome.staging_bytes)
         with suppress(OSError):  # a kernel without huge pages for shared memory: only slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._area = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+        page = mmap.mmap(descriptors[0], PAGE_BYTES)
+        self._shared = _Shared(memory, page)
 
     def publish(self) -> int:
         """Return 0: the host's memory is in order by itself."""
@@ -71,8 +73,8 @@ class CpuLane:
 
     def stage(self, source: torch.UntypedStorage, begin: int, slot: Slot) -> None:
         """Copy into the slot; the bytes are there on return."""
-        area = self._mapped()
-        memmove(area.data_ptr() + slot.offset, source.data_ptr() + begin, slot.nbytes)
+        shared = self._mapped()
+        memmove(shared.area + slot.offset, source.data_ptr() + begin, slot.nbytes)
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """Return uninitialised host memory."""
@@ -83,9 +85,15 @@ class CpuLane:
         return storage
 
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
-        """Copy the slot's bytes to where they begin; they are there on return."""
-        area = self._mapped()
-        memmove(destination.data_ptr() + begin, area.data_ptr() + slot.offset, slot.nbytes)
+        """Copy the slot's bytes to where they begin; they are there on return.
+
+        Raises:
+            DaemonLost: the daemon has ended the session meanwhile, and with it what was in the
+                slot; the destination may hold anything.
+        """
+        shared = self._mapped()
+        memmove(destination.data_ptr() + begin, shared.area + slot.offset, slot.nbytes)
+        shared.check()
 
     def current_stream(self) -> Stream:
         """Return None: the host's work is done when it returns."""
@@ -111,18 +119,43 @@ class CpuLane:
 
     def close(self) -> None:
         """Unmap the staging area as soon as no copy uses it any more."""
-        self._area = None
+        self._shared = None
 
-    def _mapped(self) -> torch.Tensor:
-        """Return the area, which stays mapped for as long as the caller keeps it.
+    def _mapped(self) -> _Shared:
+        """Return what is shared, which stays mapped for as long as the caller keeps it.
 
         Raises:
             ConnectionClosed: another thread has closed the lane.
         """
-        area = self._area
-        if area is None:
+        shared = self._shared
+        if shared is None:
             raise ConnectionClosed("the client was closed while a tensor was being copied")
-        return area
+        return shared
+
+
+class _Shared:
+    """What is shared with the daemon; mapped for as long as this is kept."""
+
+    def __init__(self, memory: mmap.mmap, page: mmap.mmap) -> None:
+        self._mappings = memory, page
+        self.area = _address(memory)
+        self._timelines = Timelines(_address(page))
+
+    def check(self) -> None:
+        """Make sure that what was copied out until now was there.
+
+        The daemon gives the staging area's pages back when it ends a session, and poisons its
+        counter before that.
+
+        Raises:
+            DaemonLost: it has.
+        """
+        if self._timelines.read(STORED) >= POISON:
+            raise DaemonLost("the daemon ended this session while a tensor was on its way back")
+
+
+def _address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _advise_huge_pages(memory: torch.UntypedStorage) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 from storm_kernels.errors import KernelsError
 
-from stormd.errors import LaneUnavailable
+from stormd.errors import LaneUnavailable, remedy
 from stormd.events import RestoreJob, StoreJob
 from stormd.health import Heartbeat
 from stormd.host_pool import HostPool
@@ -84,9 +84,7 @@ class CudaLane:
         try:
             page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
         except OSError as error:
-            raise LaneUnavailable(
-                f"no shared page for a session ({error.strerror}): raise the limit of open files"
-            ) from error
+            raise LaneUnavailable(f"no shared page for a session: {remedy(error)}") from error
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
         part = max(1, min(self._part_bytes, staging // 2))
         client = CudaClient(

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
@@ -137,6 +138,7 @@ class Pipeline(Generic[Job, Scratch]):
         self._begun: deque[tuple[list[Job], Scratch]] = deque()
         self._beside: deque[tuple[list[Job], Scratch]] = deque()  # begun, in its own order
         self._continued: deque[tuple[list[Job], Scratch]] = deque()
+        self._taken: list[Job] = []  # out of `_pending`, and not begun
         self._alone = 0  # how many of the next jobs share nothing: one of them cannot be begun
         self._pause = LOOK_SECONDS
         self._in_vain = 0  # looks since there was anything to do
@@ -179,8 +181,34 @@ class Pipeline(Generic[Job, Scratch]):
         try:
             self._work()
         except BaseException as error:
-            self.heartbeat.ended(f"{type(error).__name__}: {error}")
-            raise
+            log.exception("a pipeline has ended")
+            reason = f"{type(error).__name__}: {error}"
+            self.heartbeat.ended(reason)
+            self._give_up(RuntimeError(f"a worker of the daemon has ended ({reason})"))
+
+    def _give_up(self, error: Exception) -> None:
+        """Answer what there is and what comes until the end, and do nothing of it any more."""
+        self._skip.set()
+        self._try(self._stages.settle)
+        for batch, scratch in [*self._begun, *self._beside, *self._continued]:
+            self._try(partial(self._stages.fail, batch, scratch, error))
+        for job in self._taken:
+            self._try(partial(self._stages.refuse, job))
+        while True:
+            item = self._pending.popleft() if self._pending else self._items.get()
+            if item is None:
+                break
+            if isinstance(item, _Call):
+                self._try(item.action)
+            else:
+                self._try(partial(self._stages.refuse, item))
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Do one of several things that do not depend on each other."""
+        try:
+            action()
+        except BaseException:
+            log.exception("a pipeline that has ended cannot answer")
 
     def _work(self) -> None:
         while True:
@@ -191,10 +219,14 @@ class Pipeline(Generic[Job, Scratch]):
                 if item.when_finished:
                     self._finish_all()
                 item.action()
-            elif (source := self._open_source()) is None:
+                continue
+            self._taken = [item]
+            source = self._open_source()
+            if source is None:
                 self._stages.refuse(item)
             else:
-                self._begin(self._batch(item, place), source)
+                self._begin(self._batch(self._taken, place), source)
+            self._taken = []
         self._finish_all()
 
     def _next(self) -> tuple[int, Job | _Call | None]:
@@ -267,9 +299,8 @@ class Pipeline(Generic[Job, Scratch]):
     def _look_soon(self) -> None:
         self._in_vain, self._pause = 0, LOOK_SECONDS
 
-    def _batch(self, first: Job, place: int) -> list[Job]:
-        """Return `first` with those that wait from `place` on and may be done together with it."""
-        batch = [first]
+    def _batch(self, batch: list[Job], place: int) -> list[Job]:
+        """Add to a job those that wait from `place` on and may be done together; return them."""
         if self._alone:
             self._alone -= 1
             return batch

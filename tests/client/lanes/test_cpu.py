@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from storm_client.lanes import Slot, cpu
 from storm_client.lanes.cpu import HUGE_BYTES, CpuLane
 
 from stormd.protocol import Message, Welcome
+from stormd.protocol.timeline import PAGE_BYTES, POISON, STORED
 
 STAGING_BYTES = 1 << 20
 
@@ -42,9 +44,17 @@ def memory() -> Iterator[int]:
 
 
 @pytest.fixture
-def lane(memory: int) -> Iterator[CpuLane]:
+def page() -> Iterator[int]:
+    descriptor = os.memfd_create("timeline")
+    os.truncate(descriptor, PAGE_BYTES)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def lane(memory: int, page: int) -> Iterator[CpuLane]:
     lane = CpuLane()
-    lane.attach(welcome(), [memory, memory], no_request)
+    lane.attach(welcome(), [page, memory], no_request)
     yield lane
     lane.close()
 
@@ -72,6 +82,21 @@ def test_memory_to_restore_into(lane: CpuLane, nbytes: int) -> None:
 def test_a_daemon_that_shares_too_little(memory: int) -> None:
     with pytest.raises(storm.DaemonUnavailable, match="1 of 2 memory files"):
         CpuLane().attach(welcome(), [memory], no_request)
+
+
+def test_bytes_that_the_daemon_took_away_while_they_were_copied_are_none(
+    lane: CpuLane, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says so in the page before it does, at the end of a session that it ends itself."""
+    slot, destination = Slot(0, 64), torch.ones(64, dtype=torch.uint8)
+
+    def ending(target: int, source: int, nbytes: int) -> None:
+        os.pwrite(page, POISON.to_bytes(8, "little"), STORED)
+        ctypes.memset(target, 0, nbytes)
+
+    monkeypatch.setattr(cpu, "memmove", ending)
+    with pytest.raises(storm.DaemonLost, match="ended this session"):
+        lane.unstage(slot, destination.untyped_storage(), 0)
 
 
 def test_closing_twice_is_fine(lane: CpuLane) -> None:

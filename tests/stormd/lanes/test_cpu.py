@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import queue
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -24,20 +25,35 @@ from stormd.events import (
     StoreJob,
 )
 from stormd.host_pool import HostPool
-from stormd.lanes import Attachment
+from stormd.lanes import Attachment, cpu
 from stormd.lanes.cpu import CpuLane
+from stormd.lanes.host_codec import HostCodec
 from stormd.parts import Part
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
+from stormd.protocol.timeline import POISON, STORED
 
 KIB = 1 << 10
 MIB = 1 << 20
 POOL = 8 * MIB
 
 
+def hello_of(name: str, staging: int = 0) -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        features=[],
+        pid=1,
+        uid=0,
+        device="cpu",
+        device_uuid="",
+        staging_bytes=staging,
+        name=name,
+    )
+
+
 class Bench:
     """A lane, what it posted, and the client's side of its sessions."""
 
-    def __init__(self, threads: int = 2) -> None:
+    def __init__(self, threads: int = 2, all_staging: int = 64 * MIB) -> None:
         self.pool = HostPool(POOL)
         self.space = Space(POOL)
         self.results: queue.Queue[Result] = queue.Queue()
@@ -45,6 +61,7 @@ class Bench:
             pool=self.pool,
             post=self.post,
             staging_bytes=2 * MIB,
+            all_staging_bytes=all_staging,
             part_bytes=MIB,
             threads=threads,
         )
@@ -55,16 +72,7 @@ class Bench:
             self.results.put(result)
 
     def attach(self, session: int, staging: int = 0) -> Attachment:
-        hello = Hello(
-            protocol=PROTOCOL_VERSION,
-            features=[],
-            pid=1,
-            uid=0,
-            device="cpu",
-            device_uuid="",
-            staging_bytes=staging,
-            name="test",
-        )
+        hello = hello_of("test", staging)
         attachment = self.lane.attach(session, hello)
         self.memories[session] = mmap.mmap(attachment.descriptors[1], attachment.staging_bytes)
         for descriptor in attachment.descriptors:
@@ -153,22 +161,130 @@ def test_staging_is_granted_within_bounds(bench: Bench) -> None:
 
 
 def test_a_client_cannot_shrink_what_the_daemon_reads(bench: Bench) -> None:
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        features=[],
-        pid=1,
-        uid=0,
-        device="cpu",
-        device_uuid="",
-        staging_bytes=0,
-        name="test",
-    )
+    hello = hello_of("test")
     attachment = bench.lane.attach(1, hello)
     for descriptor in attachment.descriptors:
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, 0)
         os.close(descriptor)
     end(bench, 1)
+
+
+def test_pages_go_back_with_the_session_though_the_client_keeps_them(bench: Bench) -> None:
+    hello = hello_of("test")
+    attachment = bench.lane.attach(1, hello)
+    page, staging = attachment.descriptors
+    with mmap.mmap(staging, attachment.staging_bytes) as kept, mmap.mmap(page, 4096) as counters:
+        kept[:] = b"x" * len(kept)
+        assert os.fstat(staging).st_blocks * 512 == len(kept)
+        assert int.from_bytes(counters[STORED : STORED + 8], "little") == 0
+        end(bench, 1)
+        assert os.fstat(staging).st_blocks == 0
+        # Whoever copies out of it is told, by what is written before they go.
+        assert int.from_bytes(counters[STORED : STORED + 8], "little") >= POISON
+        assert kept[:1] == b"\0"
+    for descriptor in attachment.descriptors:
+        os.close(descriptor)
+
+
+def test_what_sessions_share_is_limited_until_it_is_given_back() -> None:
+    bench = Bench(all_staging=5 * MIB)
+    bench.attach(1)
+    bench.attach(2)
+    with pytest.raises(
+        LaneUnavailable, match=r"2 sessions share 4\.0 MiB.*2\.0 MiB more.*5\.0 MiB"
+    ):
+        bench.attach(3)
+    bench.attach(4, staging=MIB)
+    end(bench, 2)
+    bench.attach(3)
+    end(bench, 1, 3, 4)
+    bench.close()
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_without_memory_for_every_workers_scratch_it_does_not_open(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    left = [None, None]
+
+    def made(pool: HostPool, part_bytes: int) -> HostCodec:
+        if not left:
+            raise error
+        left.pop()
+        return HostCodec(pool, part_bytes)
+
+    monkeypatch.setattr(cpu, "HostCodec", made)
+    with pytest.raises(LaneUnavailable, match=r"scratch of 3 workers.*1\.0 MiB each.*ulimit -v"):
+        Bench(threads=3)
+
+
+def test_without_threads_for_all_workers_it_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+
+    class Scarce(threading.Thread):
+        def start(self) -> None:
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+            if self.name.startswith("stormd-cpu"):
+                started.append(self)
+            super().start()
+
+    monkeypatch.setattr(cpu.threading, "Thread", Scarce)
+    with pytest.raises(LaneUnavailable, match="only 2 of 3 threads"):
+        Bench(threads=3)
+    assert not any(thread.is_alive() for thread in started)
+
+
+def test_a_lane_without_workers_fails_its_jobs_at_once_and_takes_no_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(threads=2)
+    bench.attach(1)
+    perform = bench.lane._perform
+
+    def dying(codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
+        if isinstance(job, StoreJob) and job.entry in (3, 5):
+            raise SystemExit("no more")
+        return perform(codec, job)
+
+    monkeypatch.setattr(bench.lane, "_perform", dying)
+    for entry in range(1, 9):
+        bench.store(1, entry, bytes(512))
+    answers = [bench.next() for _ in range(8)]
+    failed = [one for one in answers if isinstance(one, StoreFailed)]
+    assert sorted(one.entry for one in answers if isinstance(one, StoreDone | StoreFailed)) == list(
+        range(1, 9)
+    )
+    assert {3, 5} <= {one.entry for one in failed}
+    assert all("a worker of the daemon has ended (SystemExit)" in one.detail for one in failed)
+    assert all("has ended" in one.trouble() for one in bench.lane.heartbeats)
+    bench.store(1, 9, bytes(512))
+    assert isinstance(bench.next(), StoreFailed)
+    with pytest.raises(LaneUnavailable, match="workers have ended"):
+        bench.attach(2)
+    end(bench, 1)
+    bench.close()
+
+
+def test_a_worker_that_ends_leaves_the_rest_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(threads=2)
+    bench.attach(1)
+    perform = bench.lane._perform
+
+    def dying(codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
+        if isinstance(job, StoreJob) and job.entry == 1:
+            raise SystemExit("no more")
+        return perform(codec, job)
+
+    monkeypatch.setattr(bench.lane, "_perform", dying)
+    bench.store(1, 1, bytes(512))
+    assert isinstance(bench.next(), StoreFailed)
+    for entry in range(2, 9):
+        bench.store(1, entry, bytes(512))
+    assert all(isinstance(bench.next(), StoreDone) for _ in range(2, 9))
+    end(bench, 1)
+    bench.close()
 
 
 def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
@@ -233,16 +349,7 @@ def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.M
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(os, "memfd_create", no_memory)
-    hello = Hello(
-        protocol=PROTOCOL_VERSION,
-        features=[],
-        pid=1,
-        uid=0,
-        device="cpu",
-        device_uuid="",
-        staging_bytes=0,
-        name="test",
-    )
+    hello = hello_of("test")
     with pytest.raises(LaneUnavailable, match="Too many open files"):
         bench.lane.attach(1, hello)
 

@@ -570,16 +570,44 @@ def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
     wait_until(lambda: pipeline.heartbeat.is_resting, WAIT)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ends_by_itself_is_seen(stages: Recorder) -> None:
-    def fails(job: int) -> None:
-        raise SystemExit("no more")
+@pytest.mark.parametrize("breaks", ["is_due", "fits", "settle"])
+def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
+    stages: Recorder, breaks: str
+) -> None:
+    """At job 50: it has been taken, others are under way, some wait, and more come."""
+    real = getattr(stages, breaks)
+    broken = threading.Event()
 
-    stages.refuse = fails  # type: ignore[method-assign]
+    def fails(*arguments: object) -> object:
+        if not broken.is_set() and (50 in arguments or breaks == "settle"):
+            broken.set()
+            raise SystemExit("no more")
+        return real(*arguments)
+
+    setattr(stages, breaks, fails)
+    stages.together = 2
     pipeline: Pipeline[int, str] = Pipeline("pipeline-under-test", stages)
+    pipeline.run(lambda: pipeline.provide(Items("abcd")))
+    stages.hold.clear()
     pipeline.put(1)
-    assert pipeline.join(WAIT)
+    wait_until(lambda: stages.kinds("begin") == [1], WAIT)
+    stages.due = 2  # so that the next wait together
+    last = 13 if breaks == "settle" else 50  # 13 cannot be begun, and then the device is settled
+    for job in (2, last, 3):
+        pipeline.put(job)
+    wait_until(lambda: pipeline._items.empty() or broken.is_set(), WAIT)
+    stages.due = 99
+    assert broken.wait(WAIT)
+    called = threading.Event()
+    pipeline.put(4)
+    pipeline.run(called.set)
+    pipeline.put(5)
+    assert called.wait(WAIT)
+    wait_until(stages.answered(6), WAIT, lambda: stages.events)
+    assert {job for _, job in stages.answers()} == {1, 2, 3, 4, 5, last}
     assert "has ended: SystemExit: no more" in pipeline.heartbeat.trouble()
+    pipeline.end()
+    assert pipeline.join(WAIT)
 
 
 def test_looks_are_rarer_once_nothing_has_happened_for_long(
