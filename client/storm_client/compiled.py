@@ -6,20 +6,13 @@ saved tensors as arguments. Blocks that are compiled one by one are asked for on
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Iterable
-from typing import Final
 
 import torch
 
-from storm_client.layers import parts_of
-
-__all__ = ["HANDLED", "CompiledModels", "CompiledParts", "may_be_compiled"]
-
-LOOK_EVERY: Final = 64
-"""In one of so many steps a model's modules are looked through, which takes up to a millisecond."""
+__all__ = ["HANDLED", "CompiledModels"]
 
 
 class _Handled(threading.local):
@@ -52,42 +45,6 @@ class CompiledModels:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-
-
-def may_be_compiled(modules: Iterable[torch.nn.Module]) -> bool:
-    """Tell whether something that a step runs may be compiled: of the modules, or of the process.
-
-    PyTorch keeps a list of the backends of all that was handed to torch.compile.
-    """
-    return _was_compiled() or any(is_compiled(part) for part in parts_of(modules))
-
-
-class CompiledParts:
-    """The same for each step of an Offload. Threads may share it.
-
-    What is handed to torch.compile is known at once. Only who has PyTorch forget that, by
-    torch._dynamo.reset, may have compiled modules that are found some steps later.
-    """
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._has_any = False
-
-    def may_run(self, modules: Iterable[torch.nn.Module]) -> bool:
-        """Tell whether something that a step runs may be compiled."""
-        if _was_compiled():
-            return True
-        if not self._steps % LOOK_EVERY:
-            self._has_any = may_be_compiled(modules)
-        self._steps += 1
-        return self._has_any
-
-
-def _was_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and any(
-        backend is not None for backend in dynamo.cached_backends.values()
-    )
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

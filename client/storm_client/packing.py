@@ -73,7 +73,6 @@ class StepHooks:
         """Records of results, which leave at the end at the latest."""
         self._planned = planning.begin(
             policy.min_bytes,
-            policy.modules,
             pack=self._pack_input,
             unpack=self._bring,
             publish=self._publish_ready,

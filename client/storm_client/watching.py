@@ -6,14 +6,19 @@ PyTorch's functions, and the function that tells takes any mode for one. So whil
 on, it is asked as if that were not. Outside of that nothing of PyTorch is replaced: TorchScript and
 Dynamo know the function itself.
 
+Compiled code is not to be entered with a mode on: Dynamo would trace the mode, break the graph at
+each function, and run those one by one, with other bits than the graph has. So a mode leaves the
+stack where its thread enters compiled code, before Dynamo looks at a frame.
+
 A script's own modes may have functions return anything, and be on in one of the two passes alone.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -24,14 +29,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from storm_client.blocks import function_modes, have_modes, untraced
 
-__all__ = ["Watching", "are_altered", "unaltered"]
+__all__ = ["Watching", "are_altered", "is_in_compiled_code", "unaltered"]
 
 _has_torch_function = torch.overrides.has_torch_function
 _disabled = torch._C._disabled_torch_function_impl
 
 
+_frames = torch._C._dynamo.eval_frame
+_set_eval_frame = _frames.set_eval_frame
+_DYNAMO: Final = "torch._dynamo.eval_frame"
+
+
 class Watching(TorchFunctionMode):
     """A mode that passes all functions through, until a block of it ends or `end` is called."""
+
+    meets_compiled_code = False
+    """Whether its thread has entered compiled code; the mode is on no stack since."""
 
     def __init__(self) -> None:
         """Be unnoticed from here on."""
@@ -39,6 +52,7 @@ class Watching(TorchFunctionMode):
         with _LOCK:
             _LIVING.add(self)
             torch.overrides.has_torch_function = _has_any_besides
+            _watch_dynamo()
 
     def __exit__(self, *error: Any) -> None:
         """Be taken off the stack."""
@@ -51,6 +65,7 @@ class Watching(TorchFunctionMode):
             _LIVING.discard(self)
             if not _LIVING:
                 torch.overrides.has_torch_function = _has_torch_function
+                _leave_dynamo_alone()
 
 
 _HARMLESS: Final = (Watching, DeviceContext)
@@ -74,6 +89,71 @@ def unaltered() -> Iterator[None]:
             yield
     finally:
         have_modes(modes)
+
+
+def is_in_compiled_code() -> bool:
+    """Tell whether the caller was called by compiled code, so that Dynamo looks at its frames.
+
+    Dynamo itself says that it does not, to whom it is kept from looking at.
+    """
+    if _DYNAMO not in sys.modules:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _DYNAMO:
+            return not frame.f_code.co_qualname.startswith("DisableContext")
+        frame = frame.f_back  # type: ignore[assignment]  # None behind the last
+    return False
+
+
+def _watch_dynamo() -> None:
+    """Be asked where a thread's frames are to be compiled from then on.
+
+    Dynamo calls `_maybe_set_eval_frame` for that, where no frame is looked at: one of Python's may
+    stand for it there, as it may not for `set_eval_frame`, which ends that. Until Dynamo is loaded
+    it is taken from the module in C.
+    """
+    global _entry
+    dynamo: Any = sys.modules.get(_DYNAMO)
+    if dynamo is None:
+        _frames.set_eval_frame = _enters_first
+    elif dynamo._maybe_set_eval_frame is not _enters:
+        _entry, dynamo._maybe_set_eval_frame = dynamo._maybe_set_eval_frame, _enters
+
+
+def _leave_dynamo_alone() -> None:
+    _frames.set_eval_frame = _set_eval_frame
+    dynamo: Any = sys.modules.get(_DYNAMO)
+    if dynamo is not None and dynamo._maybe_set_eval_frame is _enters:
+        dynamo._maybe_set_eval_frame = _entry
+
+
+_entry: Callable[[Any], Any] = _set_eval_frame
+"""What stands in Dynamo's module while nobody watches."""
+
+
+def _enters_first(callback: Any) -> Any:
+    """Be called once, by a Dynamo that was loaded while a mode watches."""
+    dynamo: Any = sys.modules[_DYNAMO]
+    _frames.set_eval_frame = dynamo.set_eval_frame = _set_eval_frame
+    if dynamo._maybe_set_eval_frame is _enters_first:
+        dynamo._maybe_set_eval_frame = _set_eval_frame
+    with _LOCK:
+        if _LIVING:
+            _watch_dynamo()
+    return _enters(callback)
+
+
+def _enters(callback: Any) -> Any:
+    """Do as Dynamo does, with no mode that watches on this thread's stack from then on."""
+    if callback is not None:
+        modes = function_modes()
+        watching = [mode for mode in modes if isinstance(mode, Watching)]
+        if watching:
+            have_modes([mode for mode in modes if not isinstance(mode, Watching)])
+            for mode in watching:
+                mode.meets_compiled_code = True
+    return _entry(callback)
 
 
 _LOCK = threading.Lock()

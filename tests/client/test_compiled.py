@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compiled import LOOK_EVERY, CompiledParts
+from storm_client import blocks as stacks
+from support import compiling_first
+from support.planning import replay_all
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
+from torch._dynamo.utils import counters
 
 Program = Callable[[Context, str], list[Tensor]]
 
@@ -187,20 +195,156 @@ def test_compiled_blocks_are_not_warned_of(client: storm.Client) -> None:
             pass
 
 
-def test_what_is_compiled_between_two_steps_is_known_at_once() -> None:
-    parts, net = CompiledParts(), perceptron("cpu")
-    assert not parts.may_run([net])
-    net[0].compile(backend="eager")
-    assert parts.may_run([net])
+# --- recomputation beside compiled code -----------------------------------------------------
 
 
-def test_what_pytorch_has_forgotten_is_found_in_the_modules() -> None:
-    """For it compiles them again."""
-    parts, net = CompiledParts(), perceptron("cpu")
-    assert not parts.may_run([net])
-    net[0].compile(backend="eager")
-    torch._dynamo.reset()
-    assert [parts.may_run([net]) for _ in range(LOOK_EVERY)] == [
-        *[False] * (LOOK_EVERY - 1),
-        True,
-    ]
+STEPS = 5
+
+
+def curve(x: Tensor) -> Tensor:
+    """Have bits of its own where a compiler fuses it."""
+    return nn.functional.gelu(x) * x.sin() * x.cos().tanh()
+
+
+class Curved(nn.Module):
+    """Three blocks that can be recomputed, behind each of which something may be put."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(3))
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.behind: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, linear in zip(self.norms, self.linears, strict=True):
+            x = x + self.behind(nn.functional.silu(linear(norm(x))))
+        return x
+
+
+def curved_step(net: Curved, x: Tensor, context: Context) -> list[Tensor]:
+    net.zero_grad()
+    with context():
+        loss = net(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *gradients(net)]
+
+
+def curved(device: str) -> tuple[Curved, Tensor]:
+    torch.manual_seed(0)
+    return Curved().to(device), seeded(device, 16, 32)
+
+
+def never_called() -> None:
+    torch.compile(curve)
+
+
+def a_loss_elsewhere() -> None:
+    x = seeded("cpu", 16, 32, grad=True)
+    torch.compile(curve)(x).sum().backward()
+
+
+def an_optimizer() -> None:
+    other = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other(seeded("cpu", 2, 4)).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+
+
+def flex_attention() -> None:
+    importlib.import_module("torch.nn.attention.flex_attention")
+
+
+@pytest.mark.parametrize("compile", [never_called, a_loss_elsewhere, an_optimizer, flex_attention])
+@pytest.mark.parametrize("when", [0, STEPS - 1])
+def test_what_is_compiled_beside_a_step_takes_nothing_from_it(
+    compile: Callable[[], None],  # noqa: A002 - what it does
+    when: int,
+    device: str,
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replay_all(monkeypatch)
+    net, x = curved(device)
+    offload = client.offload(net, min_bytes=1)
+    expected = curved_step(net, x, nullcontext)
+    for number in range(STEPS):
+        if number == when:
+            compile()
+        assert_identical(curved_step(net, x, lambda: offload), expected)
+    before = offload.stats().replayed_bytes
+    assert_identical(curved_step(net, x, lambda: offload), expected)
+    assert offload.stats().replayed_bytes > before
+    assert "compiled code" not in str(offload.plan)
+
+
+@pytest.mark.parametrize("when", [0, STEPS - 1])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_compiled_code_within_a_step_is_run_as_without_offload(
+    when: int,
+    is_known: bool,
+    device: str,
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody watches it, and the plan says why nothing is recomputed."""
+    replay_all(monkeypatch)
+    net, x = curved(device)
+    plain = curved_step(net, x, nullcontext)
+    compiled = torch.compile(curve)
+    if is_known:
+        net.behind = compiled
+        curved_step(net, x, nullcontext)
+        net.behind = lambda x: x
+    counters.clear()
+    found = []
+    offload = client.offload(net, min_bytes=1)
+    for number in range(STEPS + 2):
+        if number == when:
+            net.behind = compiled
+        found.append(curved_step(net, x, lambda: offload))
+        assert not stacks.function_modes()
+    expected = curved_step(net, x, nullcontext)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == (not is_known)
+    for number, step in enumerate(found):
+        assert_identical(step, expected if number >= when else plain)
+    before = offload.stats().replayed_bytes
+    assert_identical(curved_step(net, x, lambda: offload), expected)
+    assert offload.stats().replayed_bytes == before
+    assert "the step runs compiled code" in str(offload.plan)
+
+
+def test_nothing_of_dynamo_is_replaced_while_nobody_watches(
+    device: str, client: storm.Client
+) -> None:
+    def there() -> list[object]:
+        of_dynamo = [eval_frame.set_eval_frame, eval_frame._maybe_set_eval_frame]  # type: ignore[attr-defined]
+        return [*of_dynamo, torch._C._dynamo.eval_frame.set_eval_frame]
+
+    before = there()
+    net, x = curved(device)
+    offload = client.offload(net, min_bytes=1)
+    with offload:
+        net(x)
+        assert there() != before
+    assert there() == before
+
+
+def test_dynamo_may_be_loaded_in_a_block(client: storm.Client) -> None:
+    """In a process that has not loaded it yet."""
+    subprocess.run(
+        [sys.executable, str(Path(compiling_first.__file__)), client.address],
+        check=True,
+        timeout=120.0,
+    )
+
+
+def test_the_plan_says_that_recomputation_is_switched_off(
+    device: str, client: storm.Client
+) -> None:
+    net, x = curved(device)
+    offload = client.offload(net, min_bytes=1, replay=False)
+    for _ in range(3):
+        curved_step(net, x, lambda: offload)
+    assert "replay=False was passed" in str(offload.plan)
+    assert "no operation is known" not in str(offload.plan)

@@ -312,6 +312,7 @@ class Kind:
         values = [replace(self.values[old], number=new, inputs=()) for old, new in numbers.items()]
         events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
         kind = Kind(events, values)
+        kind.rejected = {numbers[old]: why for old, why in self.rejected.items() if old in numbers}
         kind.window, kind.host = self.window, self.host
         kind._turns, kind._waits = self._turns, self._waits
         return kind

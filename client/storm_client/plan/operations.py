@@ -1,20 +1,27 @@
-"""Which functions can be run again for the same bits, and which of them are dear.
+"""Which functions can be recomputed for the same bits, and which of them are dear.
 
 Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
 in new memory; where a call does otherwise, by an argument such as `inplace`, it is not recorded.
 Random functions are never here, nor what keeps running statistics; of attention only a call without
-dropout can be run again.
+dropout can be recomputed.
+
+Only functions written in C++ are recomputed, as the objects that they were when this module was
+loaded: nobody can replace what such an object does. What PyTorch has written in Python around them
+looks up names that a script may replace. So each of those has a form of its own here, made of the
+C++ functions that it calls, and is not recorded while one of its names means something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from functools import partial
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import functional
 
-__all__ = ["DEAR", "REPLAYABLE", "Function", "draws", "is_simple"]
+__all__ = ["DEAR", "REPLAYABLE", "Function", "bound", "is_bound", "is_simple"]
 
 Function = Callable[..., Any]
 
@@ -36,13 +43,159 @@ _ACTIVATIONS = """
     relu relu6 selu silu softmin softshrink softsign tanhshrink threshold
 """
 _ROWS = """
-    amax amin group_norm layer_norm local_response_norm log_softmax logsumexp mean normalize
-    rms_norm softmax sum
+    amax amin group_norm layer_norm log_softmax logsumexp mean rms_norm softmax sum
 """
 _PRODUCTS = """
     addbmm addmm baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm outer
     scaled_dot_product_attention __matmul__ __rmatmul__
 """
+
+_nn: Final = torch._C._nn
+_variable: Final = torch._C._VariableFunctions
+_Base: Final = torch._C.TensorBase
+
+_Read: TypeAlias = tuple[Any, str, Any]
+"""A name, the class or module that it is looked up in, and what it is to mean there."""
+
+
+class _Bound(NamedTuple):
+    """What is recomputed in the place of a function that PyTorch has written in Python."""
+
+    form: Function
+    reads: tuple[_Read, ...]
+
+    @property
+    def is_original(self) -> bool:
+        """Whether the function still calls what its form calls."""
+        return all(getattr(owner, name, None) is meant for owner, name, meant in self.reads)
+
+
+def _without_inplace(function: Function, *arguments: Any, inplace: bool = False, **by: Any) -> Any:
+    assert not inplace, "what changes its input is not recorded"
+    return function(*arguments, **by)
+
+
+def _softmax(
+    function: Function,
+    values: torch.Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    if dim is None:  # PyTorch warns of that, once: where the step runs it
+        dim = 0 if values.dim() in (0, 1, 3) else 1
+    return function(values, dim, dtype=dtype)
+
+
+def _softmin(values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    return _softmax(_variable.softmax, _variable.neg(values), *arguments, **options)
+
+
+def _group_norm(
+    values: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    is_enabled = torch._C._get_cudnn_enabled()
+    return _variable.group_norm(values, num_groups, weight, bias, eps, is_enabled)
+
+
+def _layer_norm(
+    values: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    is_enabled = torch._C._get_cudnn_enabled()
+    return _variable.layer_norm(values, normalized_shape, weight, bias, eps, is_enabled)
+
+
+def _rms_norm(
+    values: torch.Tensor,
+    normalized_shape: list[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> Any:
+    return _variable.rms_norm(values, normalized_shape, weight, eps)
+
+
+def _pad(
+    values: torch.Tensor, pad: list[int], mode: str = "constant", value: float | None = None
+) -> Any:
+    return _nn.pad(values, pad, mode, value)
+
+
+def _glu(values: torch.Tensor, dim: int = -1) -> Any:
+    return _nn.glu(values, dim)
+
+
+def _softsign(values: torch.Tensor) -> Any:
+    return _variable.div(values, _variable.add(_variable.abs(values), 1))
+
+
+def _tanhshrink(values: torch.Tensor) -> Any:
+    return _variable.sub(values, _variable.tanh(values))
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    return _variable.einsum(equation, _operands(operands))  # type: ignore[attr-defined]  # torch's gap
+
+
+def _operands(given: Sequence[Any]) -> list[Any]:
+    is_listed = len(given) == 1 and isinstance(given[0], (list, tuple))
+    return list(given[0] if is_listed else given)
+
+
+def _divided(divisor: torch.Tensor, dividend: Any) -> Any:
+    return _variable.mul(_variable.reciprocal(divisor), dividend)
+
+
+def _swapped(function: Function, right: Any, left: Any) -> Any:
+    return function(left, right)
+
+
+def _reads(owner: Any, *names: str) -> tuple[_Read, ...]:
+    return tuple((owner, name, getattr(owner, name)) for name in names)
+
+
+def _simply(owner: Any, *names: str) -> Iterator[tuple[Function, _Bound]]:
+    """Yield functions that call, but for `inplace`, one of the same name in `owner`."""
+    for name in names:
+        form = partial(_without_inplace, getattr(owner, name))
+        yield getattr(functional, name), _Bound(form, _reads(owner, name))
+
+
+_BOUND: Final[dict[Function, _Bound]] = {
+    **dict(_simply(_nn, "elu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu")),
+    **dict(_simply(_nn, "mish", "relu6", "silu")),
+    **dict(_simply(torch, "celu", "relu", "selu")),
+    functional.threshold: _Bound(
+        partial(_without_inplace, _variable.threshold), _reads(torch._VF, "threshold")
+    ),
+    functional.glu: _Bound(_glu, _reads(_nn, "glu")),
+    functional.pad: _Bound(_pad, _reads(_nn, "pad")),
+    functional.group_norm: _Bound(_group_norm, _reads(torch, "group_norm")),
+    functional.layer_norm: _Bound(_layer_norm, _reads(torch, "layer_norm")),
+    functional.rms_norm: _Bound(_rms_norm, _reads(torch, "rms_norm")),
+    functional.softmax: _Bound(
+        partial(_softmax, _variable.softmax), _reads(torch.Tensor, "softmax")
+    ),
+    functional.log_softmax: _Bound(
+        partial(_softmax, _variable.log_softmax), _reads(torch.Tensor, "log_softmax")
+    ),
+    functional.softmin: _Bound(_softmin, _reads(torch.Tensor, "softmax", "__neg__")),
+    functional.softsign: _Bound(_softsign, _reads(torch.Tensor, "abs", "__add__", "__truediv__")),
+    functional.tanhshrink: _Bound(_tanhshrink, _reads(torch.Tensor, "tanh", "__sub__")),
+    torch.einsum: _Bound(_einsum, _reads(torch._VF, "einsum")),
+    torch.Tensor.__pow__: _Bound(_Base.pow, ()),
+    torch.Tensor.__rpow__: _Bound(partial(_swapped, _variable.pow), _reads(torch, "pow")),
+    torch.Tensor.__rsub__: _Bound(_variable.rsub, ()),
+    torch.Tensor.__rdiv__: _Bound(_divided, _reads(torch.Tensor, "reciprocal", "__mul__")),
+    torch.Tensor.__rmatmul__: _Bound(partial(_swapped, _variable.matmul), _reads(torch, "matmul")),
+}
 
 _OWNERS = (torch, torch.Tensor, functional)
 
@@ -51,9 +204,11 @@ def _functions(names: Iterable[str]) -> Iterator[Function]:
     for name in names:
         for owner in _OWNERS:
             function = getattr(owner, name, None)
-            if callable(function):
+            if isinstance(function, _CANNOT_BE_REPLACED) or function in _BOUND:
                 yield function
 
+
+_CANNOT_BE_REPLACED: Final = (BuiltinFunctionType, MethodDescriptorType)
 
 DEAR: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
 """What costs more than moving its result through memory does."""
@@ -70,18 +225,59 @@ def is_simple(function: Function) -> bool:
     return function in _SIMPLE
 
 
-_ATTENTION: Final = functional.scaled_dot_product_attention
-_DROPOUT: Final = 4
-"""The place of its probability among the arguments."""
+def bound(function: Function) -> Function:
+    """Return what does the same and that nobody can replace; the user's own as it is."""
+    known = _BOUND.get(function)
+    return function if known is None else known.form
 
 
-def draws(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether a call of a function of the table draws random numbers.
+def is_bound(function: Function, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function of the table depends on nothing that is not noted.
 
-    Run again it would draw others, and all that is drawn afterwards would be others, too.
+    It does where a name that the function looks up was replaced, where it draws random numbers,
+    and where the kernel is chosen by measuring, which each thread does for itself.
     """
-    if function is not _ATTENTION:
+    known = _BOUND.get(function)
+    if (known is not None and not known.is_original) or (function in DEAR and _tunes()):
         return False
+    depends = _DEPENDS.get(function)
+    return depends is None or not depends(arguments, options)
+
+
+_DROPOUT: Final = 4
+"""The place of its probability among the arguments of attention."""
+
+
+def _drops(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether attention draws random numbers."""
     if len(arguments) > _DROPOUT:
         return bool(arguments[_DROPOUT])
     return bool(options.get("dropout_p"))
+
+
+def _is_measured(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:  # noqa: ARG001
+    """Tell whether the kernel of a convolution is chosen by measuring."""
+    return torch._C._get_cudnn_benchmark()
+
+
+def _has_path(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:  # noqa: ARG001
+    """Tell whether opt_einsum says in which order operands are multiplied, or where they are."""
+    return len(_operands(arguments[1:])) > 2 or not isinstance(arguments[0], str)
+
+
+def _is_repeated(arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether edges are repeated, which deterministic algorithms do by other functions."""
+    mode = arguments[2] if len(arguments) > 2 else options.get("mode")
+    return mode == "replicate"
+
+
+_tunes: Final[Callable[[], bool]] = getattr(torch._C, "_cuda_tunableop_is_enabled", bool)
+"""Tells whether products look for their kernels by measuring; False without CUDA."""
+
+_DEPENDS: Final[dict[Function, Callable[[Sequence[Any], Mapping[str, Any]], bool]]] = {
+    **dict.fromkeys(_functions(("conv1d", "conv2d", "conv3d")), _is_measured),
+    functional.scaled_dot_product_attention: _drops,
+    torch.einsum: _has_path,
+    functional.pad: _is_repeated,
+}
+"""Whose calls may depend on something else."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import thread_time
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from storm_client.compiled import CompiledParts
 from storm_client.errors import UsageError
 from storm_client.layers import Layers
 from storm_client.plan.decisions import Decision
@@ -43,6 +42,7 @@ from storm_client.plan.window import (
     last_bytes,
 )
 from storm_client.sizes import format_size
+from storm_client.watching import is_in_compiled_code
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ GROWN: Final = 4
 """So many times what such a step saves, and the one behind it is watched."""
 
 
+_SWITCHED_OFF: Final = "replay=False was passed"
+_COMPILED: Final = "the step runs compiled code, whose operations are not seen"
+"""Why nothing is recomputed."""
+
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -93,7 +97,8 @@ class Planning:
         self._layers = layers
         self.options = options
         self._functions = REPLAYABLE | options.functions
-        self._compiled = CompiledParts()
+        self._runs_compiled_code = False
+        """Whether one of its blocks has, or lies in some. Its functions are watched no more."""
         self._ratio = ratio
         self._kinds = Kinds()
         self._unwatched = 0
@@ -110,7 +115,6 @@ class Planning:
     def begin(
         self,
         least: int,
-        modules: Iterable[torch.nn.Module],
         *,
         pack: Callable[[torch.Tensor, Decision, str], Any],
         unpack: Callable[[Any], torch.Tensor],
@@ -129,7 +133,7 @@ class Planning:
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused()
         has_replays = kind is None or kind.has_replays
-        watches = self.options.replays and has_replays and not self._compiled.may_run(modules)
+        watches = self.options.replays and has_replays and not self._may_run_compiled_code()
         walks = kind is not None and kind.has_functions == watches
         step = StepRecord(self._kinds, kind, walks=walks)
         recording = Recording(
@@ -147,6 +151,15 @@ class Planning:
         mode = Recorder(recording, measures=kind is None, times=times) if watches else None
         begun = mark(is_on_gpu=kind is not None and kind.is_on_gpu)
         return PlannedStep(self, recording, mode, begun, times=times)
+
+    def _may_run_compiled_code(self) -> bool:
+        if not self._runs_compiled_code:
+            self._runs_compiled_code = is_in_compiled_code()
+        return self._runs_compiled_code
+
+    def met_compiled_code(self) -> None:
+        """Note that a block has run compiled code, which is run with nobody watching."""
+        self._runs_compiled_code = True
 
     def unwatched(self) -> UnwatchedRow | None:
         """Begin the next step if it needs no hooks: all that the last ones saved stays anyway.
@@ -216,7 +229,7 @@ class Planning:
         forward_seconds = kind.measure()
         choice = choose(
             kind.values,
-            kind.rejected if kind.has_functions else dict.fromkeys(range(len(kind.values)), ""),
+            self._impossible(kind),
             costs,
             room=room,
             forward_seconds=forward_seconds,
@@ -242,6 +255,17 @@ class Planning:
         kind.plan, kind.told = Plan.of(kind, choice), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_unwatched(kind)
+
+    def _impossible(self, kind: Kind) -> dict[int, str]:
+        """Return what of a kind cannot be recomputed, and why as far as that is known.
+
+        Nothing can where nobody watches its functions.
+        """
+        if kind.has_functions and not self._runs_compiled_code:
+            return kind.rejected
+        switched_off = "" if self.options.replays else _SWITCHED_OFF
+        reason = _COMPILED if self._runs_compiled_code else switched_off
+        return dict.fromkeys(range(len(kind.values)), reason) | kind.rejected
 
     def _go_on_unwatched(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
@@ -351,6 +375,8 @@ class PlannedStep:
         recording, self.recording = self.recording, None
         if self.mode is not None:
             self.mode.end()
+            if self.mode.meets_compiled_code:
+                self._planning.met_compiled_code()
         if recording is not None:
             recording.end()
 

@@ -11,15 +11,17 @@ What is made is held for as long as somebody is expected to ask for it once more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import CDLL, c_char, c_size_t, c_void_p, memmove
+from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from storm_client.errors import ActivationLost
 from storm_client.plan.kinds import Kind
-from storm_client.plan.operations import Function, is_simple
+from storm_client.plan.operations import Function, bound, is_simple
 from storm_client.saved import WeakStorage
 from storm_client.settings import settings_of_kernels
 from storm_client.versions import SavedVersion, View
@@ -27,6 +29,7 @@ from storm_client.watching import are_altered, unaltered
 
 __all__ = [
     "Alias",
+    "Input",
     "Made",
     "Pins",
     "Recipe",
@@ -37,6 +40,7 @@ __all__ = [
     "Trial",
     "checksum",
     "compare",
+    "copied",
     "same_bits",
 ]
 
@@ -44,6 +48,9 @@ CHECKSUM_COLUMNS = 4096
 
 _AS_IT_IS = nullcontext()
 _autocasts = torch.is_autocast_enabled
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Source(Protocol):
@@ -115,9 +122,17 @@ class Made(NamedTuple):
 
 
 class Recipe:
-    """One operation that was run."""
+    """One operation that was run, with all that decides what it makes."""
 
-    __slots__ = ("_arguments", "_autocast", "_device", "_function", "_options", "_settings")
+    __slots__ = (
+        "_arguments",
+        "_autocast",
+        "_device",
+        "_differentiates",
+        "_function",
+        "_options",
+        "_settings",
+    )
 
     def __init__(
         self,
@@ -134,6 +149,8 @@ class Recipe:
         self._autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
         """To which dtype, where it was on."""
         self._settings = self._present_settings()
+        self._differentiates = not is_simple(function) and torch.is_grad_enabled()
+        """Whether it may have chosen its kernels by what needs a gradient."""
 
     def run(self) -> Any:
         """Run the operation again, as no part of any graph.
@@ -143,37 +160,87 @@ class Recipe:
         """
         if self._settings != self._present_settings():
             raise ActivationLost(
-                "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, number of "
-                "threads) are others in the backward pass, in which a saved tensor was to be "
-                "computed again, than in the forward pass; set them around both passes, or pass "
-                "offload(..., replay=False)"
+                "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
+                "number of threads, small numbers as zero, overridden operators), or on a CPU the "
+                "thread itself, are others in the backward pass, in which a saved tensor was to be "
+                "computed again, than in the forward pass; have them be the same in both passes, "
+                "or pass offload(..., replay=False)"
             )
-        arguments = [_filled(argument) for argument in self._arguments]
-        options = {name: _filled(value) for name, value in self._options.items()}
+        arguments = [self._filled(argument) for argument in self._arguments]
+        options = {name: self._filled(value) for name, value in self._options.items()}
+        records = self._differentiates
         # In a backward pass there is mostly nothing to change, and that takes longer than to look.
-        no_grad = torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
+        grad = _AS_IT_IS if torch.is_grad_enabled() is records else torch.set_grad_enabled(records)
+        hooks = _saving_nothing() if records and _top_hooks(True) is not None else _AS_IT_IS
         modes = unaltered() if are_altered() else _AS_IT_IS
-        with modes, torch._C.DisableTorchFunction(), no_grad, self._autocast_as_then():
-            return self._function(*arguments, **options)
+        with modes, torch._C.DisableTorchFunction(), grad, hooks, self._autocast_as_then():
+            made = bound(self._function)(*arguments, **options)
+        return _detached(made) if records else made
 
     def _present_settings(self) -> tuple[object, ...]:
         return settings_of_kernels(self._device, is_simple=is_simple(self._function))
 
     def _autocast_as_then(self) -> AbstractContextManager[object]:
-        dtype = self._autocast
-        if dtype is None and not _autocasts(self._device):
+        if self._autocast is None and not _autocasts(self._device):
             return _AS_IT_IS
-        return torch.autocast(
-            self._device, dtype=dtype, enabled=dtype is not None, cache_enabled=False
-        )
+        return _casting(self._device, self._autocast)
+
+    def _filled(self, argument: Any) -> Any:
+        if isinstance(argument, Input):
+            tensor = argument.source.tensor()
+            if self._differentiates and argument.requires_grad:
+                return tensor.detach().requires_grad_()
+            return tensor
+        if type(argument) in (list, tuple):
+            return type(argument)(map(self._filled, argument))
+        return argument
 
 
-def _filled(argument: Any) -> Any:
-    if isinstance(argument, (Alias, Saved, Made)):
-        return argument.tensor()
-    if type(argument) in (list, tuple):
-        return type(argument)(map(_filled, argument))
-    return argument
+class Input(NamedTuple):
+    """A tensor among the arguments of a recipe."""
+
+    source: Source
+    requires_grad: bool
+
+
+@contextmanager
+def _casting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Have operations of this thread cast what they are given to `dtype`, or not at all.
+
+    That is set, not entered: who leaves the outermost `torch.autocast` of a thread drops the casts
+    that autocast has kept for all threads, and a forward pass that goes on would make others.
+    """
+    was_on, kept = _autocasts(device), torch.is_autocast_cache_enabled()
+    before = torch.get_autocast_dtype(device)
+    try:
+        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_enabled(device, dtype is not None)
+        torch.set_autocast_dtype(device, before if dtype is None else dtype)
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
+        torch.set_autocast_enabled(device, was_on)
+        torch.set_autocast_cache_enabled(kept)
+
+
+@contextmanager
+def _saving_nothing() -> Iterator[None]:
+    """Have hooks that the thread is in see nothing of what is saved, and autograd neither."""
+    _push_hooks(_forget, _forget)
+    try:
+        yield
+    finally:
+        _pop_hooks()
+
+
+def _forget(_: Any) -> Any:
+    """Return nothing: nobody goes back through this graph."""
+
+
+def _detached(made: Any) -> Any:
+    if isinstance(made, torch.Tensor):
+        return made.detach()
+    return [one.detach() for one in made]
 
 
 class Pins:
@@ -375,6 +442,8 @@ def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
 
     They weigh each word by its row and by its column, so that exchanged words are noticed, too.
     """
+    if storage.device.type == "cpu":
+        return _checksum_on_host(storage)
     words = _words(storage)
     columns = min(len(words), CHECKSUM_COLUMNS)
     whole = len(words) // columns * columns
@@ -383,6 +452,23 @@ def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
     across = table.sum(0, dtype=torch.int64)
     rest = words[whole:].sum(dtype=torch.int64)
     return torch.stack((_weighed(rows), _weighed(across), rows.sum(), rest))
+
+
+def _checksum_on_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the same sums, in this thread alone.
+
+    A function that PyTorch shares among threads gives the one that calls it the process's count,
+    by which a convolution behind it may have other bits than without this.
+    """
+    memory = memoryview((c_char * storage.nbytes()).from_address(storage.data_ptr()))
+    words = np.frombuffer(memory, np.int64 if storage.nbytes() % 8 == 0 else np.uint8)
+    columns = min(len(words), CHECKSUM_COLUMNS)
+    whole = len(words) // columns * columns
+    table = words[:whole].reshape(-1, columns)
+    sums = [table.sum(axis, dtype=np.int64) for axis in (1, 0)]
+    weighed = [(one * np.arange(1, len(one) + 1)).sum() for one in sums]
+    rest = words[whole:].sum(dtype=np.int64)
+    return torch.tensor([*map(int, weighed), int(sums[0].sum()), int(rest)])
 
 
 def compare(expected: torch.Tensor, storage: torch.UntypedStorage) -> None:
@@ -407,7 +493,28 @@ def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Tell whether two storages hold the same bytes; waits for the device."""
     if one.nbytes() != other.nbytes():
         return False
+    if one.device.type == other.device.type == "cpu":
+        return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes())
     return torch.equal(_words(one), _words(other))
+
+
+_memcmp: Final = CDLL(None).memcmp
+_memcmp.argtypes = (c_void_p, c_void_p, c_size_t)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides in a storage of its own, at the same offset.
+
+    How a tensor lies in memory may decide in which order a function adds its elements.
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type == "cpu":  # in this thread alone, as `_checksum_on_host`
+        copy = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+        memmove(copy.data_ptr(), storage.data_ptr(), storage.nbytes())
+    else:
+        nothing = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        copy = nothing.set_(storage).clone().untyped_storage()
+    return View.of(tensor).rebuild(copy)
 
 
 def _words(storage: torch.UntypedStorage) -> torch.Tensor:

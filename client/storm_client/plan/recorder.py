@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from storm_client.blocks import untraced
-from storm_client.plan.operations import Function, draws
+from storm_client.plan.operations import Function, is_bound
 from storm_client.plan.recording import Recording
 from storm_client.watching import Watching, are_altered
 
@@ -59,7 +59,7 @@ class Recorder(Watching):
             recording is None
             or function not in recording.functions
             or _len_dispatch_stack()
-            or draws(function, args, kwargs or {})
+            or not is_bound(function, args, kwargs or {})
         ):
             return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()

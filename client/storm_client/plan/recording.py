@@ -24,6 +24,7 @@ from storm_client.plan.kinds import CAST, SAVED, Expected, StepRecord, Value
 from storm_client.plan.operations import DEAR, Function
 from storm_client.plan.recipes import (
     Alias,
+    Input,
     Made,
     Pins,
     Recipe,
@@ -32,6 +33,7 @@ from storm_client.plan.recipes import (
     Source,
     UnchangedTrial,
     checksum,
+    copied,
 )
 from storm_client.saved import WeakStorage
 from storm_client.storages import Ready, SnapshotProof, base_of, is_result
@@ -547,9 +549,7 @@ class Recording:
         if seen is None:
             is_small = tensor.untyped_storage().nbytes() < self._least
             # What no operation made can be written to without being counted.
-            return Alias.of(
-                tensor.detach().clone() if is_small and not is_result(tensor) else tensor
-            )
+            return Alias.of(copied(tensor) if is_small and not is_result(tensor) else tensor)
         if seen.result is not None:
             seen.result.expect_use()
             version = SavedVersion.of(tensor, seen.pin.address)
@@ -596,7 +596,7 @@ def _replaced(argument: Any, sources: Iterator[Source]) -> Any:
     What is a list or tuple of any kind becomes a plain one, which PyTorch takes as well.
     """
     if isinstance(argument, torch.Tensor):
-        return next(sources)
+        return Input(next(sources), argument.requires_grad)
     if isinstance(argument, (list, tuple)):
         plain = list if isinstance(argument, list) else tuple
         return plain(_replaced(one, sources) for one in argument)

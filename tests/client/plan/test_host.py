@@ -253,7 +253,6 @@ def test_a_step_that_is_bound_by_the_host_lets_most_stay_and_is_not_watched(
     assert "the step is bound by it" in str(plan)
     step = offload._planning.begin(
         4096,
-        [net],
         pack=_never,
         unpack=_never,
         publish=_never,

@@ -21,7 +21,7 @@ from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.daemon_process import DaemonProcess
 from support.planning import replay_all
 from support.random_programs import run
-from support.thread_counts import one_thread_more
+from support.thread_counts import omp_threads, one_thread, one_thread_more
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, leaky_relu, scaled_dot_product_attention, silu
@@ -466,6 +466,98 @@ def test_what_is_made_in_other_settings_is_not_made_again(
     for _ in range(STEPS):
         assert_identical(sums_and_convolutions(lambda: offload, other()), expected)
     assert "settings of PyTorch" in " ".join(rejected(offload).values())
+
+
+def train_in(
+    backward: Callable[[Callable[[], None]], Any], context: Context
+) -> tuple[list[Tensor], list[int]]:
+    """Return gradients and the count of the thread that `backward` runs the backward pass in.
+
+    oneDNN's convolutions go by that count, and few functions set it where tensors are small.
+    """
+    counts = []
+    kernels = [nn.Parameter(seeded("cpu", 16, 16, 3, 3)) for _ in range(3)]
+    x = seeded("cpu", 2, 16, 16, 16)
+    with context():
+        for kernel in kernels:
+            x = silu(conv2d(x, kernel))
+        loss = x.square().sum()
+
+    def run() -> None:
+        loss.backward()
+        counts.append(omp_threads())
+
+    backward(run)
+    return [kernel.grad for kernel in kernels if kernel.grad is not None], counts
+
+
+def in_a_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("verify", ["learn", "always"])
+def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(
+    verify: str, client: storm.Client
+) -> None:
+    """PyTorch gives a thread its count where it first shares work there, and not before."""
+    offload = client.offload(min_bytes=1, verify=verify)
+    with one_thread():
+        expected, counts = train_in(in_a_thread, nullcontext)
+        for _ in range(STEPS):
+            gradients, found = train_in(in_a_thread, lambda: offload)
+            assert_identical(gradients, expected)
+            assert found == counts
+    assert offload.stats().replayed_bytes == 0
+    assert "the thread itself" in str(offload.plan)
+
+
+def test_a_backward_pass_that_moves_to_another_thread_raises(client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    for _ in range(STEPS):
+        train_in(lambda function: function(), lambda: offload)
+    assert offload.stats().replayed_bytes > 0
+    raised: list[BaseException] = []
+
+    def backward(function: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                function()
+            except storm.ActivationLost as error:
+                raised.append(error)
+
+        in_a_thread(run)
+
+    train_in(backward, lambda: offload)
+    assert "the thread itself" in str(raised[0])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_parts_of_pytorch_that_a_script_replaces_later(
+    where: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def steeper(x: Tensor) -> Tensor:
+        return x.exp().neg()
+
+    def train(context: Context, is_replaced: bool) -> list[Tensor]:
+        weight.grad = None
+        with monkeypatch.context() as patch:
+            if is_replaced and where == "forward":
+                patch.setattr(torch._C._nn, "silu", steeper)
+            with context():
+                loss = silu((weight * 2).add(1)).square().sum()
+            if is_replaced and where == "backward":
+                patch.setattr(torch._C._nn, "silu", steeper)
+            loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
 
 
 @pytest.mark.parametrize("kind", ["around a block", "below autograd", "in the backward pass"])
