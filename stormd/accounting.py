@@ -18,7 +18,6 @@ from stormd.arena import Space, granules
 from stormd.parts import blob_bound
 from stormd.protocol import MapSegment, Store
 from stormd.protocol.limits import FIRST_LEASED
-from stormd.protocol.timeline import RESULTS
 from stormd.sessions import Entry, Limits, Phase, Session
 from stormd.sizes import format_size
 
@@ -272,8 +271,7 @@ def _invalid(session: Session, message: Store) -> str:
         or _lane(session)
         or _order(session, message.entry)
         or _part(session, message)
-        or _result(session, message)
-        or _range(session, message.segment, message.offset, _offered_bytes(message))
+        or _range(session, message.segment, message.offset, message.nbytes)
     )
 
 
@@ -305,19 +303,6 @@ def _part(session: Session, message: Store) -> str:
 
 def _too_large(nbytes: int, most: int) -> str:
     return f"{nbytes} bytes in one entry; the limit is {most}: send parts"
-
-
-def _result(session: Session, message: Store) -> str:
-    if message.result > RESULTS:
-        return f"result {message.result} is not in the timeline page: there are {RESULTS}"
-    if not message.result or session.info.device == "cuda":
-        return ""
-    return f"the {session.info.device} lane encodes itself: leave it to the daemon"
-
-
-def _offered_bytes(message: Store) -> int:
-    """Return how much a store may read."""
-    return blob_bound(message.nbytes) if message.result else message.nbytes
 
 
 def _range(session: Session, segment: int, offset: int, nbytes: int) -> str:

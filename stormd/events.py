@@ -45,8 +45,7 @@ class StoreJob:
     """Encode the bytes of `part` at `offset` of `segment`, and `place` the blob in `space`.
 
     `ready` is the value of the session's `published` counter to wait for, `sequence` the one that
-    its `stored` is raised to then (cuda lane). With a `result` other than 0 the client has encoded
-    them: the blob is there, as long as that result in the timeline page says.
+    its `stored` is raised to then (cuda lane).
     """
 
     session: int
@@ -57,7 +56,6 @@ class StoreJob:
     ready: int
     sequence: int
     space: Space
-    result: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -278,7 +278,6 @@ class Ledger:
             ready=message.ready or message.sequence,
             sequence=message.sequence,
             space=space,
-            result=message.result,
         )
         admitted = Admitted(message.entry)
         return [

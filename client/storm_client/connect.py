@@ -28,7 +28,6 @@ ADDRESS_VARIABLE = "STORMD_ADDRESS"
 
 LEAST_POOL_BYTES = 1 << 20
 
-CodecIn = Literal["auto", "client", "daemon"]
 Embedded = Literal["auto", "never", "always"]
 OnDaemonLoss = Literal["raise", "keep"]
 
@@ -39,8 +38,6 @@ def connect(
     pool_bytes: int | None = None,
     timeout: float = 5.0,
     on_daemon_loss: OnDaemonLoss = "raise",
-    *,
-    codec_in: CodecIn = "auto",
 ) -> Client:
     """Connect to a daemon.
 
@@ -53,9 +50,6 @@ def connect(
     case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
     until a daemon answers at the same address again.
 
-    `codec_in` says which process encodes what is on a GPU: the "daemon", the "client", which needs
-    CuPy, or "auto": the daemon, which wherever both were measured was as fast, or faster.
-
     Raises:
         UsageError: a malformed address or a value out of range.
         DaemonUnavailable: no daemon answers, or none may be started.
@@ -65,24 +59,22 @@ def connect(
     if on_daemon_loss not in get_args(OnDaemonLoss):
         known = ", ".join(get_args(OnDaemonLoss))
         raise UsageError(f"on_daemon_loss is {on_daemon_loss!r}; choose {known}")
-    if codec_in not in get_args(CodecIn):
-        raise UsageError(f"codec_in is {codec_in!r}; choose {', '.join(get_args(CodecIn))}")
     _warn_of_unknown_variables()
     keeps = on_daemon_loss == "keep"
     named = address if address is not None else os.environ.get(ADDRESS_VARIABLE) or None
     if named is not None:
         socket_path(named)
     if embedded == "always":
-        return _connect_embedded(pool_bytes, timeout, keeps, codec_in)
+        return _connect_embedded(pool_bytes, timeout, keeps)
     found = named or _running()
     if found is not None:
-        return Client(_supply(found, timeout, keeps, codec_in), None, timeout)
+        return Client(_supply(found, timeout, keeps), None, timeout)
     if embedded == "never":
         raise DaemonUnavailable(
             f"no daemon that this user can use listens at {_looked()}; start one with "
             "`stormd serve`, pass its address, or allow one of your own with embedded='auto'"
         )
-    return _connect_embedded(pool_bytes, timeout, keeps, codec_in)
+    return _connect_embedded(pool_bytes, timeout, keeps)
 
 
 def offload(model: Modules = None, **options: Any) -> Offload:
@@ -128,19 +120,17 @@ _SHARED = _SharedClient()
 os.register_at_fork(after_in_child=_SHARED.forked)
 
 
-def _connect_embedded(
-    pool_bytes: int | None, timeout: float, keeps: bool, codec_in: CodecIn
-) -> Client:
+def _connect_embedded(pool_bytes: int | None, timeout: float, keeps: bool) -> Client:
     daemon = EmbeddedDaemon(pool_bytes)
     try:
-        return Client(_supply(daemon.address, timeout, keeps, codec_in), daemon, timeout)
+        return Client(_supply(daemon.address, timeout, keeps), daemon, timeout)
     except BaseException:
         daemon.kill()
         raise
 
 
-def _supply(address: str, timeout: float, keeps: bool, codec_in: CodecIn) -> Supply:
-    return Supply(lambda: Sessions(address, timeout, codec_in), keeps=keeps)
+def _supply(address: str, timeout: float, keeps: bool) -> Supply:
+    return Supply(lambda: Sessions(address, timeout), keeps=keeps)
 
 
 def _running() -> str | None:

@@ -51,8 +51,7 @@ class Inbound:
         self._connection = connection
         self._lane = lane
         self._transfers = transfers
-        in_place = lane.in_place
-        self._in_place = None if in_place is None or not in_place.maps_new_memory else in_place
+        self._in_place = lane.in_place
         self._is_mapped = False  # whether the daemon could map the memory that was allocated last
         self._allowed = transfers.window.limit  # bytes that may be taken early, as last measured
 

@@ -2,11 +2,9 @@
 
 A source is kept until the daemon has admitted every part of it, so a tensor leaves memory only when
 nothing but a fault can lose it. What becomes of the parts is decided in `transfers`; here the lane
-copies or encodes, the connection sends, and threads wait, never for longer than their patience.
+copies, the connection sends, and threads wait, never for longer than their patience.
 
-Sources that are read or encoded where they lie are held back until memory is needed for others.
-Where this process encodes, blobs need room in the staging area: sources wait for it in their order,
-and whoever hears that there is some sends the next ones.
+Sources that are read where they lie are held back until memory is needed for others.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from typing import NamedTuple
 import torch
 
 from storm_client.connection import Connection
-from storm_client.dtypes import codec_name
 from storm_client.errors import ActivationLost
-from storm_client.lanes import Coder, Encoded, Lane, Mapped, Reader, Slot, Staged
+from storm_client.lanes import InPlace, Lane, Mapped, Slot, Staged
 from storm_client.lanes.segments import tell
 from storm_client.saved import StoredRange
 from storm_client.transfers import Outgoing, Transfers
@@ -48,9 +45,8 @@ _MOVED = (
 
 
 class _Unread(NamedTuple):
-    """A source that was given up before `reader` had read it, up to the number `sequence`."""
+    """A source that was given up before the daemon had read it, up to the number `sequence`."""
 
-    reader: Reader
     sequence: int
     nbytes: int
 
@@ -71,8 +67,6 @@ class Outbound:
         self._transfers = transfers
         self._patience = patience
         self._in_place = lane.in_place
-        self._waiting: deque[Outgoing] = deque()
-        """Sources that wait for room in the staging area."""
         self._unread: deque[_Unread] = deque()
         together = FLUSH_BYTES if self._in_place is None else IN_PLACE_FLUSH_BYTES
         self._flush_bytes = min(together, transfers.part_bytes)
@@ -90,9 +84,9 @@ class Outbound:
         with self._connection.lock:
             out = self._transfers.leave(record)
             if self._in_place is not None:
-                way = self._coder(out) or self._mapped(source, out.nbytes)
-                if way is not None:
-                    self._store_in_place(record, out, way)
+                place = self._mapped(source, out.nbytes)
+                if place is not None:
+                    self._store_in_place(record, out, place)
                     return
         self.copy(out, source)
 
@@ -124,18 +118,6 @@ class Outbound:
                 self._unsent_bytes += slot.nbytes
                 self._flush_if_due()
 
-    def send_waiting(self) -> None:
-        """Send the sources that wait for room, in their order, as far as there is some (locked)."""
-        if self._lane.coder is not None:
-            while self._transfers.free_results:
-                self._lane.coder.take_back(self._transfers.free_results.pop())
-        while self._waiting:
-            out = self._waiting[0]
-            record = out.living()
-            if record is not None and not self._send_source(record, out):
-                return
-            self._waiting.popleft()
-
     def check_steady(self, record: StoredRange) -> None:
         """Raise if the record's source is held, where it was not found whole (locked).
 
@@ -165,65 +147,27 @@ class Outbound:
 
     # --- in place, with the lock held -------------------------------------------------------
 
-    def _store_in_place(self, record: StoredRange, out: Outgoing, way: Coder | Mapped) -> None:
+    def _store_in_place(self, record: StoredRange, out: Outgoing, place: Mapped) -> None:
         """Hold a source, and send it unless it is needed soon."""
-        assert self._in_place is not None
-        if not isinstance(way, Mapped):
-            out.produced = self._in_place.produced(1)[0]
         self._transfers.hold(out)
         if not record.soon:
-            if isinstance(way, Mapped):
-                self._send_mapped(out, way)
-            else:
-                self._waiting.append(out)
-                self.send_waiting()
+            self._send_mapped(out, place)
         self._relieve()
         self._flush_if_due()
 
-    def _send_source(self, record: StoredRange, out: Outgoing) -> bool:
-        """Send what is left of a source; False where there is no room for all of it now.
-
-        One that cannot be sent at all stays as it is.
-        """
+    def _send_source(self, record: StoredRange, out: Outgoing) -> None:
+        """Send a source that was not sent yet; one that cannot be sent stays as it is."""
         if out.sequence is not None or not self._transfers.is_held(out.key):
-            return True
+            return
         if self._is_moved(record) or record.source is None:
-            return True
-        coder = self._coder(out)
-        if coder is not None and out.reader in (None, coder):
-            return self._encode(coder, record.source, out)
-        place = self._mapped(record.source, out.nbytes) if out.reader is None else None
+            return
+        place = self._mapped(record.source, out.nbytes)
         if place is not None:
             self._send_mapped(out, place)
-        return True
-
-    def _encode(self, coder: Coder, source: torch.UntypedStorage, out: Outgoing) -> bool:
-        """Encode the parts that are left into slots, as far as there are any."""
-        dtype, part_bytes = codec_name(out.dtype), self._transfers.part_bytes
-        while out.sent < out.nbytes and out.refusal is None:
-            part = range(out.sent, min(out.sent + part_bytes, out.nbytes))
-            slot = self._transfers.reserve(coder.room(len(part)))
-            if slot is None:
-                return False
-            encoded = coder.encode(
-                source, part, slot, dtype=dtype, codec=out.codec, after=out.produced
-            )
-            if encoded is None:
-                self._transfers.free(slot)
-                return False
-            sequence, result = encoded
-            out.reader = coder
-            out.sent = part.stop
-            if out.sent == out.nbytes:
-                out.sequence = sequence
-            self._transfers.store(out, part, Encoded(slot.offset, result), sequence, slot)
-            self._unsent_bytes += len(part)
-        return True
 
     def _send_mapped(self, out: Outgoing, place: Mapped) -> None:
         """Have the daemon read a source, which lies at `place`."""
         assert self._in_place is not None
-        out.reader = self._in_place
         numbers = self._in_place.produced(out.count)
         out.sequence = numbers[-1]
         for part, sequence in zip(self._transfers.split(out.nbytes), numbers, strict=True):
@@ -244,9 +188,7 @@ class Outbound:
     def _is_taken(self, record: StoredRange, out: Outgoing) -> bool:
         """Send what has not been sent yet and wait for the daemon's answer; False without one."""
         end = self._end_of_patience()
-        while not self._send_source(record, out):
-            if not self._frees_by(end):
-                return False
+        self._send_source(record, out)
         while out.sequence is not None and not out.is_answered:
             if not self._connection.wait(end):
                 self._slow_since = self._transfers.freed
@@ -257,44 +199,37 @@ class Outbound:
         """Give a source up, whose parts have all been admitted."""
         if record.source is None or self._is_moved(record):
             return  # what may be had is what is here
-        reader = out.reader
-        assert reader is not None
-        if not self._is_read(reader, sequence):
-            reader.overtake(sequence, record.source)
-            self._unread.append(_Unread(reader, sequence, out.nbytes))
+        in_place = self._in_place
+        assert in_place is not None
+        if not self._is_read(in_place, sequence):
+            in_place.overtake(sequence, record.source)
+            self._unread.append(_Unread(sequence, out.nbytes))
         self._transfers.gone(record)
         # The pool promises room for the largest blob until a source is read; a host that ran ahead
         # of its device would have it promise all of a step.
         end = time.monotonic() + PATIENCE_SECONDS
-        while self._unread_bytes() > self._transfers.window.unread:
+        while self._unread_bytes(in_place) > self._transfers.window.unread:
             if not self._connection.wait(end, COUNTER_SECONDS):
                 return
 
-    def _unread_bytes(self) -> int:
+    def _unread_bytes(self, in_place: InPlace) -> int:
         """Return how much has been given up and not been read."""
         unread = self._unread
-        while unread and unread[0].reader.is_read(unread[0].sequence):
+        while unread and in_place.is_read(unread[0].sequence):
             unread.popleft()
         return sum(one.nbytes for one in unread)
 
-    def _is_read(self, reader: Reader, sequence: int) -> bool:
+    def _is_read(self, in_place: InPlace, sequence: int) -> bool:
         """Tell whether all up to `sequence` has been read, waiting if that is best.
 
         Two processes without MPS share the device by time slices, and a stream that waits wastes
         its own: the daemon encodes faster while the host waits instead.
         """
         end = time.monotonic() + PATIENCE_SECONDS
-        while not reader.is_read(sequence):
-            if reader.waits_on_device or not self._connection.wait(end, COUNTER_SECONDS):
+        while not in_place.is_read(sequence):
+            if in_place.waits_on_device or not self._connection.wait(end, COUNTER_SECONDS):
                 return False
         return True
-
-    def _coder(self, out: Outgoing) -> Coder | None:
-        """Return this process's codec if it can encode such elements."""
-        coder = self._lane.coder
-        if coder is None or not coder.codes(codec_name(out.dtype), out.codec):
-            return None
-        return coder
 
     def _mapped(self, source: torch.UntypedStorage, nbytes: int) -> Mapped | None:
         """Return where the daemon can read a source's first bytes, None where it cannot."""

@@ -331,8 +331,6 @@ class Session(Listener):
                     tell(self.connection, segments)
                     return
             self.transfers.reply(request, message)
-            if self._in_place is not None:
-                self._outbound.send_waiting()
         except KeyboardInterrupt:
             self.connection.again(request, message)
             raise

@@ -32,18 +32,16 @@ NVIDIA: Final = Path("/dev/nvidiactl")
 class Sessions:
     """All sessions with the daemon at one address."""
 
-    def __init__(self, address: str, timeout: float, codec_in: str = "auto") -> None:
+    def __init__(self, address: str, timeout: float) -> None:
         """Connect, by the session of the host's memory where that is the only device.
 
-        Where there is a GPU it is by one that only asks, and takes nobody's share. `codec_in` says
-        where tensors on a GPU are encoded, as `connect` does.
+        Where there is a GPU it is by one that only asks, and takes nobody's share.
 
         Raises:
             StormError: as Connection.
         """
         self.address = address
         self._timeout = timeout
-        self._codec_in = codec_in
         self._lock = threading.Lock()  # protects what is opened and _closed
         self._closed = False
         self._sessions: dict[torch.device, Session | None] = {}
@@ -119,7 +117,7 @@ class Sessions:
     def _session(self, device: torch.device) -> Session | None:
         """Return a new session; None, with a warning, where tensors of `device` have to stay."""
         try:
-            session = Session(self.address, lane_for(device, self._codec_in), self._timeout)
+            session = Session(self.address, lane_for(device), self._timeout)
         except (UsageError, DaemonUnavailable) as error:
             warnings.warn(f"nothing on {device} is offloaded: {error}", stacklevel=2)
             return None
@@ -154,8 +152,8 @@ def _may_have_gpu() -> bool:
     return torch.version.cuda is not None and NVIDIA.exists()
 
 
-def lane_for(device: torch.device, codec_in: str = "auto") -> Lane:
-    """Return a lane for tensors of `device`, not yet attached, that codes where it is told to.
+def lane_for(device: torch.device) -> Lane:
+    """Return a lane for tensors of `device`, not yet attached.
 
     Raises:
         UsageError: there is none for such a device, or it cannot be used here.
@@ -165,5 +163,5 @@ def lane_for(device: torch.device, codec_in: str = "auto") -> Lane:
     if device.type == "cuda":
         from storm_client.lanes.cuda import CudaLane  # loads CUDA, which a cpu run never needs
 
-        return CudaLane(device, codec_in)
+        return CudaLane(device)
     raise UsageError(f"there is no lane for device {device}")

@@ -23,7 +23,7 @@ import torch
 
 from storm_client.dtypes import codec_name
 from storm_client.errors import StormError, named
-from storm_client.lanes import Encoded, Mapped, Reader, Route, Slot, Staged
+from storm_client.lanes import Mapped, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
 from storm_client.saved import Part, RangePhase, StoredRange
 from storm_client.stats import StatsRecorder
@@ -158,17 +158,11 @@ class Outgoing:
     arrived: dict[int, Stored] = field(default_factory=dict)
     is_counted: bool = False
 
-    # Where the source is read, or encoded, in its own memory:
-    reader: Reader | None = None
-    """Who reads it, from its first part on."""
+    # Where the daemon reads the source in its own memory:
     ready: int = 0
     """The number that says its bytes are there, where one does so before those of its parts."""
-    produced: int = 0
-    """The same where this process encodes them."""
-    sent: int = 0
-    """Bytes of the parts that were sent."""
     sequence: int | None = None
-    """The number of its last part; None until that was sent."""
+    """The number of its last part; None until its parts are sent."""
 
     @property
     def is_answered(self) -> bool:
@@ -286,8 +280,6 @@ class Transfers:
         """Grows with whatever gives room to a thread that waits for some."""
         self.early_bytes = 0
         """Of memory that is being restored into, and that nobody waits for yet."""
-        self.free_results: list[int] = []
-        """Of the encoder: whose stores have been answered, so that they may be used again."""
         self._numbers = numbers
         self._outbox = outbox
         self._keeps_stored = keeps_stored
@@ -368,7 +360,6 @@ class Transfers:
             dtype=codec_name(out.dtype),
             codec=out.codec,
             sequence=sequence,
-            result=route.result if isinstance(route, Encoded) else 0,
             ready=out.ready if isinstance(route, Mapped) else 0,
         )
         transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
@@ -631,7 +622,7 @@ class Transfers:
             for part in out.arrived.values():
                 out.stats.stored(part.stored_bytes, part.mode)
         record = out.living()
-        if record is not None and record.phase is RangePhase.LEAVING and out.reader is None:
+        if record is not None and record.phase is RangePhase.LEAVING and out.sequence is None:
             self.gone(record)
 
     def gone(self, record: StoredRange) -> None:
@@ -666,10 +657,8 @@ class Transfers:
 
     def _end(self, transfer: Transfer) -> None:
         """Forget a transfer whose answer has come."""
-        ended = self._pending.pop(transfer.number, None)
+        self._pending.pop(transfer.number, None)
         self.freed += 1
-        if ended is not None and isinstance(transfer.route, Encoded):
-            self.free_results.append(transfer.route.result)
 
     # --- helpers ----------------------------------------------------------------------------
 

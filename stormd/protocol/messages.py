@@ -196,10 +196,6 @@ class Store(Message):
     the value of the session's `published` timeline that says the bytes are there (cuda lane; 0
     on the cpu lane, where they are there when the message is sent).
 
-    `result` is 0 where the daemon is to encode. Else the client has done so (cuda lane): a blob
-    of the `nbytes` begins at `offset`, with room for the largest there may be, and the timeline
-    page's result of that number says how long it is. Both stay until Stored, or Failed.
-
     `ready` is a smaller value of `published` that says already that the bytes are there, 0 where
     none does. `stored` is raised to `sequence` all the same, once all smaller ones have been read.
     """
@@ -211,7 +207,6 @@ class Store(Message):
     dtype: Text
     codec: Codec
     sequence: Id
-    result: Id = 0
     ready: Id = 0
 
 

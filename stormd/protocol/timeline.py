@@ -1,27 +1,21 @@
-"""The timeline page: one shared host page per session, of 64-bit counters and encoders' results.
+"""The timeline page: one shared host page per session, of 64-bit counters.
 
 A counter never decreases, and each has one writer. Both processes map the page and register it with
 CUDA, so that streams write the counters, a client's wait on them, and both CPUs can read them. A
 side that finds its peer dead stores POISON into the counters that its own side waits on: every wait
 (GEQ) is over at once, and the value is not one that work could reach.
-
-Where the client encodes, its encoder leaves a result in the page before `published` says so.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Final, NamedTuple
 
 __all__ = [
     "PAGE_BYTES",
     "POISON",
     "PUBLISHED",
-    "RESULTS",
     "STORED",
-    "EncoderResult",
     "Timelines",
-    "result_offset",
 ]
 
 PAGE_BYTES = 4096
@@ -34,26 +28,6 @@ STORED = 64
 
 POISON = 1 << 62
 """Far above any real value; below 2^63, so signed and unsigned comparisons agree."""
-
-
-RESULTS: Final = 64
-"""How many encoders' results the page holds; they are numbered from 1."""
-
-_FIRST_RESULT: Final = 2048
-_RESULT_BYTES: Final = 32
-
-
-class EncoderResult(NamedTuple):
-    """What an encoder leaves, as its client wrote it: nothing in it has been checked."""
-
-    nbytes: int
-    status: int
-    mode: int
-
-
-def result_offset(number: int) -> int:
-    """Return where in the page the result of that number is: three words, in order."""
-    return _FIRST_RESULT + (number - 1) * _RESULT_BYTES
 
 
 class Timelines:
@@ -75,11 +49,6 @@ class Timelines:
         # Not max(): writing the old value back could undo what a device wrote meanwhile.
         if value > self._words[counter // 8]:  # noqa: PLR1730
             self._words[counter // 8] = value
-
-    def result(self, number: int) -> EncoderResult:
-        """Return the encoder's result of that number, 1 to RESULTS."""
-        first = result_offset(number) // 8
-        return EncoderResult(*self._words[first : first + 3])
 
     def poison(self, *counters: int) -> None:
         """End every wait on one of these counters, now and from now on."""

@@ -39,7 +39,7 @@ def test_options_are_those_of_offload() -> None:
         check_options(["model"])
 
 
-@pytest.mark.parametrize("name", ["address", "embedded", "pool_bytes", "timeout", "codec_in"])
+@pytest.mark.parametrize("name", ["address", "embedded", "pool_bytes", "timeout"])
 def test_an_option_of_connect_is_sent_there(name: str) -> None:
     with pytest.raises(UsageError, match=rf"{name} is an option of connect\(\)"):
         check_options([name])

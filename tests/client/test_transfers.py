@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 from storm_client.errors import CorruptBlob
-from storm_client.lanes import Encoded, Mapped, Route, Slot, Staged
+from storm_client.lanes import Mapped, Route, Slot, Staged
 from storm_client.plan import DeviceWindow
 from storm_client.saved import RangePhase, StoredRange
 from storm_client.transfers import (
@@ -160,18 +160,6 @@ def test_an_admitted_part_that_is_lost_is_an_error_of_the_record() -> None:
     transfers.reply(0, Failed(0, only.number, "CorruptBlob", "the disk broke"))
     assert one.phase is RangePhase.LOST
     assert isinstance(one.error, CorruptBlob)
-
-
-def test_a_blobs_result_is_used_again_when_its_answer_has_come() -> None:
-    transfers, one = transfers_of(), record(PART)
-    out = transfers.leave(one)
-    slot = transfers.reserve(PART)
-    assert slot is not None
-    only = send(transfers, out, range(PART), Encoded(slot.offset, 7), slot)
-    transfers.reply(0, Admitted(only.number))
-    assert transfers.free_results == []
-    transfers.reply(0, stored(only))
-    assert transfers.free_results == [7]
 
 
 def test_an_answer_may_be_handled_twice() -> None:

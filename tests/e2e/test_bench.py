@@ -62,7 +62,7 @@ def test_steps_that_follow_a_plan_are_timed(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_train_gives_both_sides_memory_on_a_gpu() -> None:
-    methods = ("none", "save-on-cpu", "storm", "storm-in-client")
+    methods = ("none", "save-on-cpu", "storm")
     small = ["--workloads=W0", "--steps=1", "--warm-ups=1", "--pool-bytes=1GiB"]
     figures = _bench("train", *small, "--methods", *methods)["figures"]
     rows = figures["workloads"]["W0"]

@@ -41,10 +41,8 @@ def daemon() -> Iterator[ChildDaemon]:
 
 
 @contextmanager
-def trainer(
-    address: str, steps: int, codec_in: str = "auto", **environment: str
-) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(TRAINER), address, str(steps), codec_in]
+def trainer(address: str, steps: int, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(TRAINER), address, str(steps)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     )
@@ -83,11 +81,10 @@ def test_two_trainers_share_a_daemon_and_stay_exact(daemon: ChildDaemon) -> None
     ],
     ids=str,
 )
-@pytest.mark.parametrize("codec_in", ["daemon", "client"])
 def test_settings_that_forbid_exports_or_join_streams(
-    daemon: ChildDaemon, environment: dict[str, str], codec_in: str
+    daemon: ChildDaemon, environment: dict[str, str]
 ) -> None:
-    with trainer(daemon.address, 5, codec_in, **environment) as process:
+    with trainer(daemon.address, 5, **environment) as process:
         assert lines(process, 7) == ["ready", *["same"] * 5, "done"]
 
 
@@ -103,11 +100,10 @@ def test_trainers_share_a_daemon_that_has_one_queue(monkeypatch: pytest.MonkeyPa
             assert lines(process, 22) == ["ready", *["same"] * 20, "done"]
 
 
-@pytest.mark.parametrize("codec_in", ["daemon", "client"])
-def test_a_staging_area_smaller_than_one_tensor(codec_in: str) -> None:
+def test_a_staging_area_smaller_than_one_tensor() -> None:
     with (
         daemon_process("--staging-bytes-cuda=1MiB", "--part-bytes-cuda=256KiB") as daemon,
-        trainer(daemon.address, 5, codec_in) as process,
+        trainer(daemon.address, 5) as process,
     ):
         assert lines(process, 7) == ["ready", *["same"] * 5, "done"]
 
@@ -139,8 +135,7 @@ def test_a_killed_trainer_costs_its_neighbour_nothing(daemon: ChildDaemon) -> No
 
 @pytest.mark.parametrize("attempt", range(KILLS))
 def test_the_daemons_death_is_an_error_and_never_a_wrong_gradient(attempt: int) -> None:
-    codec_in = ("daemon", "client")[attempt % 2]
-    with daemon_process() as daemon, trainer(daemon.address, MANY, codec_in) as process:
+    with daemon_process() as daemon, trainer(daemon.address, MANY) as process:
         assert lines(process, 3) == ["ready", "same", "same"]
         time.sleep(random.Random(attempt).random() / 20)  # any moment of a step
         os.kill(daemon.pid, signal.SIGKILL)

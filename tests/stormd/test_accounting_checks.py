@@ -15,9 +15,7 @@ from stormd.accounting import (
     store_problem,
 )
 from stormd.arena import Space
-from stormd.parts import blob_bound
 from stormd.protocol import MapSegment, Store
-from stormd.protocol.timeline import RESULTS
 from stormd.sessions import Entry, Limits, Phase, Session, SessionInfo, Ticket
 
 LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
@@ -139,36 +137,3 @@ def test_what_is_kept_for_others_is_not_given(session: Session) -> None:
     assert problem is not None
     assert "session_share_bytes" in problem
     assert share_problem(session, shares, LIMITS, 4096, 1 << 20) is None
-
-
-@pytest.fixture
-def on_a_gpu(session: Session) -> Session:
-    session.info = replace(session.info, device="cuda")
-    return session
-
-
-def test_a_blob_may_be_stored_on_a_gpu(on_a_gpu: Session) -> None:
-    store = replace(STORE, offset=8192 - blob_bound(100), result=RESULTS)
-    assert store_problem(on_a_gpu, store, LIMITS, user_bytes=0, draining=False) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"result": RESULTS + 1}, f"there are {RESULTS}"),
-        ({"result": 1, "offset": 8193 - blob_bound(100)}, "outside"),
-    ],
-)
-def test_an_invalid_blob_is_explained(
-    on_a_gpu: Session, changes: dict[str, int], words: str
-) -> None:
-    store = replace(STORE, **changes)
-    problem = store_problem(on_a_gpu, store, LIMITS, user_bytes=0, draining=False)
-    assert problem is not None
-    assert problem[0] == "invalid"
-    assert words in problem[1]
-
-
-def test_the_host_lane_takes_no_blobs(session: Session) -> None:
-    problem = store_problem(session, replace(STORE, result=1), LIMITS, user_bytes=0, draining=False)
-    assert "leave it to the daemon" in problem[1]

@@ -18,9 +18,9 @@ from support.waiting import wait_until
 from stormd.arena import Space
 from stormd.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
 from stormd.host_pool import HostPool
-from stormd.parts import Part, blob_bound
+from stormd.parts import Part
 from stormd.protocol import Hello, MapSegment
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines, result_offset
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -87,7 +87,6 @@ class Bench:
         *,
         segment: int = 0,
         ready: int | None = None,
-        result: int = 0,
     ) -> None:
         """Hand over the range as a store whose sequence number is its entry."""
         part = Part.of(nbytes, "bfloat16", codec)
@@ -101,29 +100,8 @@ class Bench:
             ready=entry if ready is None else ready,
             sequence=entry,
             space=self.space,
-            result=result,
         )
         self.lane.begin(self.session, [job])
-
-    def encode(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
-        """Encode random bytes into the range, and hand that blob over; return the bytes."""
-        self.store(entry, offset, nbytes, result=result)
-        return self.encode_again(entry, offset, nbytes, result)
-
-    def encode_again(self, entry: int, offset: int, nbytes: int, result: int = 1) -> bytes:
-        """Encode random bytes into the range, as a client does; return the bytes."""
-        plain = np.random.default_rng(entry).bytes(nbytes)
-        source, room = ctypes.create_string_buffer(plain, nbytes), blob_bound(nbytes)
-        size = ancf.host_backend().encode_into(
-            ctypes.addressof(source), nbytes, ancf.DType.BYTES, self.area.address + offset, room
-        )
-        self.leave(result, (size, 0, int(self.memory[offset + 6])))
-        return plain
-
-    def leave(self, result: int, words: tuple[int, int, int]) -> None:
-        """Write a result into the page, as a client's encoder does."""
-        for index, word in enumerate(words):
-            ctypes.c_uint64.from_buffer(self._page, result_offset(result) + 8 * index).value = word
 
     def restore(
         self, ticket: int, block: Any, offset: int, nbytes: int, *, segment: int = 0

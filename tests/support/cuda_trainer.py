@@ -29,7 +29,7 @@ def step(model: nn.Module, x: Tensor, context: AbstractContextManager[object]) -
     return gradients
 
 
-def train(address: str, steps: int, codec_in: str = "auto") -> None:
+def train(address: str, steps: int) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(
         WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, device="cuda", dtype=torch.bfloat16
@@ -38,7 +38,7 @@ def train(address: str, steps: int, codec_in: str = "auto") -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH, device="cuda", dtype=torch.bfloat16)
     with sdpa_kernel(SDPBackend.MATH):
         expected = step(model, x, nullcontext())
-        with storm.connect(address, embedded="never", codec_in=codec_in) as client:
+        with storm.connect(address, embedded="never") as client:
             # With the least budget most steps would have no hooks: so little is kept.
             offload = client.offload(model, min_bytes=1 << 16, budget=0.0)
             print("ready", flush=True)
@@ -52,7 +52,7 @@ def train(address: str, steps: int, codec_in: str = "auto") -> None:
 
 def main() -> None:
     try:
-        train(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+        train(sys.argv[1], int(sys.argv[2]))
     except storm.StormError as error:
         print(type(error).__name__, flush=True)
     else:

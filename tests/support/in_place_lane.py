@@ -99,33 +99,8 @@ def _read(source: _Source) -> None:
         os.preadv(memory.fileno(), [target], source.address)
 
 
-class FakeReader:
-    """Reads what is waited for, and all up to `read`, which a test sets.
-
-    While it stands still it does not say so.
-    """
-
-    waits_on_device = True
-
-    def __init__(self, unread: Unread) -> None:
-        self.read = 0
-        self.stands_still = False
-        self.overtaken: list[int] = []
-        self._unread = unread
-
-    def is_read(self, sequence: int) -> bool:
-        if sequence <= self.read:
-            self._unread.read_through(sequence)
-            return True
-        return sequence in self.overtaken and not self.stands_still
-
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
-        self.overtaken.append(sequence)
-        self._unread.read_through(sequence)  # the host's memory is nobody else's before that
-
-
 class InPlaceCpuLane(CpuLane):
-    """Nothing is read before its stream waits for that; see `Unread`, FakeReader and LateCpuLane.
+    """Nothing is read before its stream waits for that; see `Unread`, FakeInPlace and LateCpuLane.
 
     The ranges of the staging area that stand for tensors are not used again, so a test may store
     as much as the area holds. What is restored is allocated there, so the daemon writes to it.
@@ -172,17 +147,36 @@ class InPlaceCpuLane(CpuLane):
         super().close()
 
 
-class FakeInPlace(FakeReader):
+class FakeInPlace:
+    """Reads what is waited for, and all up to `read`, which a test sets.
+
+    While it stands still it does not say so.
+    """
+
+    waits_on_device = True
+
     def __init__(self, lane: InPlaceCpuLane) -> None:
-        super().__init__(lane.unread)
+        self.read = 0
+        self.stands_still = False
+        self.overtaken: list[int] = []
+        self._unread = lane.unread
         self.segments = Segments(None)
-        self.maps_new_memory = True
         self.spare = 0
         self.found = 0
         self.came_back = 0
         self._lane = lane
         self._whole: tuple[int, Slot] | None = None
         """What was found last, with its address, until the numbers of its parts are drawn."""
+
+    def is_read(self, sequence: int) -> bool:
+        if sequence <= self.read:
+            self._unread.read_through(sequence)
+            return True
+        return sequence in self.overtaken and not self.stands_still
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        self.overtaken.append(sequence)
+        self._unread.read_through(sequence)  # the host's memory is nobody else's before that
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
         area = self._lane._mapped()

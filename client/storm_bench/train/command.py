@@ -58,7 +58,6 @@ METHODS: Final = (
     "torchtune",
     "storm",
     "storm-no-replay",
-    "storm-in-client",
     "storm-raw",
     "storm-checkpoint",
 )

@@ -16,7 +16,6 @@ from typing import Any, Final, TypeAlias
 
 import storm_client as storm
 import torch
-from storm_client.connect import CodecIn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -117,15 +116,11 @@ def _peer(module: str) -> Callable[[nn.Module, torch.device, str], AbstractConte
 
 
 def _storm(
-    codec: str = "ancf", codec_in: CodecIn = "auto", **plan: Any
+    codec: str = "ancf", **plan: Any
 ) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
     @contextmanager
-    def enter(model: nn.Module, device: torch.device, address: str) -> Iterator[Active]:
-        if codec_in == "client":
-            _need_gpu(device)
-        with storm.connect(
-            address, embedded="never", timeout=_CONNECT_SECONDS, codec_in=codec_in
-        ) as client:
+    def enter(model: nn.Module, _device: torch.device, address: str) -> Iterator[Active]:
+        with storm.connect(address, embedded="never", timeout=_CONNECT_SECONDS) as client:
             offload = client.offload(model, min_bytes=MIN_BYTES, codec=codec, **plan)
             yield Active(
                 lambda: offload,
@@ -146,7 +141,6 @@ METHODS: Final[dict[str, Method]] = {
     "torchtune": Method(_peer("torchtune.training")),
     "storm": Method(_storm()),
     "storm-no-replay": Method(_storm(replay=False)),
-    "storm-in-client": Method(_storm(codec_in="client")),
     "storm-raw": Method(_storm("raw")),
     "storm-checkpoint": Method(_storm(), _checkpointed),
 }

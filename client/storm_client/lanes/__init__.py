@@ -6,7 +6,7 @@ has the device itself wait until whoever used a slot before is done with it. Wha
 and who waits for which message, is decided elsewhere.
 
 A **route** says how one part travels: `Staged`, by a copy in the staging area; `Mapped`, in
-memory of this process that the daemon has mapped; `Encoded`, as a blob that this process makes.
+memory of this process that the daemon has mapped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "STAGING",
-    "Coder",
-    "Encoded",
     "InPlace",
     "Lane",
     "LaneHello",
     "Mapped",
-    "Reader",
     "Request",
     "Route",
     "Slot",
@@ -83,72 +80,11 @@ class Mapped:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """By a blob in the staging area that this process makes; its size will be at `result`."""
-
-    offset: int
-    result: int
-    segment: ClassVar[int] = STAGING
-
-
-Route: TypeAlias = Staged | Mapped | Encoded
+Route: TypeAlias = Staged | Mapped
 """How a part's bytes go; decided once for each transfer."""
 
 
-class Reader(Protocol):
-    """Who reads sources where they lie: the daemon, or this process's encoder. Called locked."""
-
-    waits_on_device: bool
-    """Whether `overtake` costs the reader nothing."""
-
-    def is_read(self, sequence: int) -> bool:
-        """Tell whether the sources of all stores up to `sequence` have been read."""
-        ...
-
-    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
-        """Let nothing reuse the memory of `source`, once dropped, before that is so."""
-        ...
-
-
-class Coder(Reader, Protocol):
-    """What a lane offers where this process codes, through slots that hold blobs. Called locked.
-
-    Out: produced -> encode -> a Store -> Stored, Rejected or Failed -> take_back, and the slot is
-    freed. The source may be dropped when it has been read.
-    """
-
-    def codes(self, dtype: str, codec: str) -> bool:
-        """Tell whether elements of that type can be encoded now, and what comes of it decoded."""
-        ...
-
-    def room(self, nbytes: int) -> int:
-        """Return the bytes of a slot that holds the largest blob of `nbytes`."""
-        ...
-
-    def encode(
-        self,
-        source: torch.UntypedStorage,
-        part: range,
-        slot: Slot,
-        *,
-        dtype: str,
-        codec: str,
-        after: int,
-    ) -> tuple[int, int] | None:
-        """Encode the bytes `part` of `source`, behind what `after` published.
-
-        Returns the number that says the blob is there, and the result in which its size will be;
-        None where that cannot be begun now.
-        """
-        ...
-
-    def take_back(self, result: int) -> None:
-        """Use a result again: its store has been answered."""
-        ...
-
-
-class InPlace(Reader, Protocol):
+class InPlace(Protocol):
     """What a lane offers where the daemon works in the tensors' own memory. Called locked.
 
     Out: find -> produced -> a Store for each part -> the source is let go, which may be before
@@ -158,8 +94,16 @@ class InPlace(Reader, Protocol):
 
     segments: Segments
     """The allocations that the daemon has mapped."""
-    maps_new_memory: bool
-    """Whether the daemon can map what PyTorch allocates now, and so restore into it."""
+    waits_on_device: bool
+    """Whether `overtake` costs the daemon nothing."""
+
+    def is_read(self, sequence: int) -> bool:
+        """Tell whether the sources of all stores up to `sequence` have been read."""
+        ...
+
+    def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
+        """Let nothing reuse the memory of `source`, once dropped, before that is so."""
+        ...
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
         """Return where the daemon has mapped the range, None where it has not (yet)."""
@@ -205,11 +149,6 @@ class Lane(Protocol):
     @property
     def in_place(self) -> InPlace | None:
         """The way past the staging area, None where there is none; known from attach on."""
-        ...
-
-    @property
-    def coder(self) -> Coder | None:
-        """The codec of this process, None where the daemon codes; known from attach on."""
         ...
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:

@@ -27,7 +27,6 @@ try:
     from storm_kernels import cuda_driver
     from storm_kernels.cuda_driver import Event, PrimaryContext, wait_value
 
-    from storm_client.lanes.coding import CudaCoder
     from storm_client.lanes.publishing import Publisher
     from storm_client.lanes.shared import Shared, closed, share
 except KernelsError as error:
@@ -47,9 +46,6 @@ STAGING_DIVISOR = 32
 
 SPARE_STAGING_DIVISOR = 512
 """The same where most tensors are stored and restored in place."""
-
-CODING_DIVISOR = 128
-"""The same where this process codes: what waits there for the link are blobs."""
 
 POOLED = 1
 """In a stream's id: it is one of PyTorch's own. Those of a script may be destroyed at any time."""
@@ -73,12 +69,8 @@ class CudaLane:
 
     keeps_stored = True
 
-    def __init__(self, device: torch.device, codec_in: str = "auto") -> None:
-        """Describe the lane; attach gives it its memory.
-
-        `codec_in` says where tensors are encoded: by the "daemon", by the "client", or "auto".
-        That is by the daemon: wherever both were measured it was as fast, or faster.
-        """
+    def __init__(self, device: torch.device) -> None:
+        """Describe the lane; attach gives it its memory."""
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         ordinal = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", ordinal)
@@ -89,13 +81,8 @@ class CudaLane:
         self._ordinal = ordinal
         self._thread = threading.local()
         self._total_bytes = torch.cuda.get_device_properties(ordinal).total_memory
-        is_ordered = not _one_connection()
-        self._exports = self._can_export()
-        self._may_code = is_ordered and codec_in == "client"
-        self._may_be_in_place = is_ordered and (self._may_code or self._exports)
+        self._may_be_in_place = not _one_connection() and self._can_export()
         divisor = SPARE_STAGING_DIVISOR if self._may_be_in_place else STAGING_DIVISOR
-        if self._may_code:
-            divisor = CODING_DIVISOR
         self.hello = LaneHello(
             device="cuda",
             device_uuid=self._context.uuid,
@@ -108,7 +95,6 @@ class CudaLane:
         self._shared: Shared | None = None
         self._publisher: Publisher | None = None
         self._in_place: _InPlace | None = None
-        self._coder: CudaCoder | None = None
         self._waits: dict[int, Event] = {}
         """By stream: what is passed when it waits for no counter of the page any more."""
 
@@ -117,8 +103,7 @@ class CudaLane:
 
         Raises:
             DaemonUnavailable: the daemon shared no page.
-            UsageError: the device has no memory for the staging area, or cannot export it, or this
-                process is to encode and has no codec.
+            UsageError: the device has no memory for the staging area, or cannot export it.
             StormError: the daemon's refusal.
         """
         if not descriptors:
@@ -133,31 +118,19 @@ class CudaLane:
                 raise UsageError(
                     f"no staging area of {welcome.staging_bytes} bytes on {self.device}: {error}"
                 ) from error
-            self._publisher = Publisher(self._shared, encodes=self._may_code)
+            self._publisher = Publisher(self._shared)
             request(self._shared.offer())
-            if self._may_code:
-                self._coder = self._own_codec(self._shared, welcome.part_bytes)
         self.staging_bytes = welcome.staging_bytes
         if self._may_be_in_place:
-            self._in_place = _InPlace(
-                self,
-                shared_by_mps=self._context.shared_by_mps(),
-                exports=self._exports,
-            )
+            self._in_place = _InPlace(self, shared_by_mps=self._context.shared_by_mps())
 
     @property
     def in_place(self) -> _InPlace | None:
         """The daemon's way to tensors where they are.
 
-        None under ONE_CONNECTION, where PyTorch's memory can neither be exported nor encoded by
-        this process, and once closed.
+        None under ONE_CONNECTION, where PyTorch's memory cannot be exported, and once closed.
         """
         return self._in_place
-
-    @property
-    def coder(self) -> CudaCoder | None:
-        """The codec of this process; None where the daemon codes, and once closed."""
-        return self._coder
 
     def publish(self) -> int:
         """Publish the next number, behind every copy that was staged or unstaged so far."""
@@ -235,14 +208,11 @@ class CudaLane:
             publisher.end()
         with self._lock:
             shared, self._shared = self._shared, None
-            coder, self._coder = self._coder, None
             waits, self._waits = self._waits, {}
             self._in_place = None
         if shared is not None:
             with torch.cuda.device(self._ordinal):
                 self._context.make_current()
-                if coder is not None:
-                    coder.close()
                 for event in waits.values():
                     event.synchronize()
                     event.close()
@@ -286,21 +256,15 @@ class CudaLane:
 
     def wait_stored(self, sequence: int, source: torch.UntypedStorage) -> None:
         """Have the current stream, and whoever gets the memory of `source`, wait for that."""
-        self._wait_counter(self._open().stored, sequence, source)
-
-    # --- for the coder ----------------------------------------------------------------------
-
-    def publish_behind(self, event: Event) -> int:
-        """Have the next number published behind an encoder's event, and return it."""
-        return self._numbers().publish_behind(event)
-
-    def wait_published(self, sequence: int, source: torch.UntypedStorage) -> None:
-        """Have the current stream, and whoever gets the memory of `source`, wait for a number."""
-        self._wait_counter(self._open().published, sequence, source)
-
-    def slots_left(self) -> int:
-        """Return a number that is published once no slot that is free is copied from or to."""
-        return self._numbers().slots_left()
+        counter = self._open().stored
+        with self.entered():
+            stream = torch.cuda.current_stream()
+            wait_value(stream.cuda_stream, counter, sequence)
+            with self._lock:
+                event = self._waits.get(stream.cuda_stream) or Event()
+                self._waits[stream.cuda_stream] = event
+                event.record(stream.cuda_stream)
+            self._view(source).record_stream(stream)
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -316,38 +280,9 @@ class CudaLane:
             except KernelsError:
                 return False  # a device that is broken does nothing any more
 
-    def _wait_counter(self, counter: int, value: int, source: torch.UntypedStorage) -> None:
-        """Have the current stream, and whoever gets the memory of `source`, wait for a counter."""
-        with self.entered():
-            stream = torch.cuda.current_stream()
-            wait_value(stream.cuda_stream, counter, value)
-            with self._lock:
-                event = self._waits.get(stream.cuda_stream) or Event()
-                self._waits[stream.cuda_stream] = event
-                event.record(stream.cuda_stream)
-            self._view(source).record_stream(stream)
-
     def _view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor over a storage, which PyTorch's streams are told of by."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
-
-    def _own_codec(self, shared: Shared, part_bytes: int) -> CudaCoder:
-        """Return this process's codec."""
-        try:
-            return CudaCoder(
-                self._ordinal,
-                area=shared.area.address,
-                page=shared.page,
-                timelines=shared.timelines,
-                part_bytes=part_bytes,
-                priority=self._context.priorities()[1],
-                order=self,
-                keeps_sources=not self._exports,
-            )
-        except KernelsError as error:
-            raise UsageError(
-                f"this process cannot encode on {self.device}: {error}; choose codec_in='daemon'"
-            ) from error
 
     def _can_export(self) -> bool:
         """Tell whether the memory that PyTorch gives out now can be mapped by another process."""
@@ -413,15 +348,12 @@ def _one_connection() -> bool:
 class _InPlace:
     """Stores and restores in the tensors' own memory; see lanes.InPlace."""
 
-    def __init__(self, lane: CudaLane, *, shared_by_mps: bool, exports: bool) -> None:
+    def __init__(self, lane: CudaLane, *, shared_by_mps: bool) -> None:
         self.segments = Segments(cuda_driver)
         self.waits_on_device = shared_by_mps
-        self.maps_new_memory = exports
         self._lane = lane
 
     def find(self, address: int, nbytes: int) -> Mapped | None:  # noqa: ARG002 - an allocation is mapped as a whole
-        if not self.maps_new_memory:
-            return None
         with self._lane.entered():
             return self.segments.find(address)
 

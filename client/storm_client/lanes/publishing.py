@@ -2,10 +2,10 @@
 
 The counter `published` tells the daemon which copies are complete, so its values must reach memory
 in their order: one stream writes it at a time. That is the default stream as long as nothing else
-is used: it writes a number behind its own work, by one call. Where another stream comes by, or this
-process encodes, it is a stream P from then on that takes part in nothing else: each copy's stream
-leaves an event that P waits for, so what P writes next says that the copy is done. A range of the
-staging area is overwritten behind the copies that used it before, in the order of streams.
+is used: it writes a number behind its own work, by one call. Where another stream comes by, it is a
+stream P from then on that takes part in nothing else: each copy's stream leaves an event that P
+waits for, so what P writes next says that the copy is done. A range of the staging area is
+overwritten behind the copies that used it before, in the order of streams.
 
 Streams are handles; all methods are called in the lane's context.
 """
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 
-from storm_kernels.cuda_driver import Event, copy_async, wait_event, write_value
+from storm_kernels.cuda_driver import copy_async, wait_event, write_value
 
 from storm_client.lanes.shared import Shared, closed
-from stormd.protocol.timeline import PUBLISHED
 
 __all__ = ["Publisher"]
 
@@ -31,19 +30,15 @@ class Publisher:
     Once ended, every method but these two raises DaemonLost.
     """
 
-    def __init__(self, shared: Shared, *, encodes: bool) -> None:
-        """Publish in the page of `shared`; `encodes` says that this process has encoders too."""
+    def __init__(self, shared: Shared) -> None:
+        """Publish in the page of `shared`."""
         self._shared = shared
         self._lock = threading.Lock()  # protects the event and all below
         self._is_ended = False
         self._sequence = 0
         self._stream: int | None = None
         self._several_streams = False
-        self._by_default_stream = not encodes
-        self._copied = 0
-        """The number that says the staging area's slots are no longer copied from or to."""
-        self._encoded = 0
-        """The number that says no encoder of this process writes to a slot any more."""
+        self._by_default_stream = True
 
     def publish(self, stream: int) -> int:
         """Publish the next number behind every copy so far, for a thread on `stream`."""
@@ -63,13 +58,10 @@ class Publisher:
         """Copy on `stream`, behind what other streams did with the area; numbers come behind it."""
         with self._lock:
             self._notice(stream)
-            # The slot may be that of a blob which the daemon has refused before it was there.
-            is_encoding = self._shared.timelines.read(PUBLISHED) < self._encoded
-            if self._several_streams or is_encoding:
+            if self._several_streams:
                 self._follow(stream)
             copy_async(target, source, nbytes, stream)
             self._precede(stream)
-            self._copied = self._sequence + 1
 
     def is_only_stream(self, stream: int) -> bool:
         """Tell whether all copies so far were made on `stream`, so that it need not follow them."""
@@ -82,22 +74,6 @@ class Publisher:
             if self._several_streams:
                 self._follow(stream)
             return self._several_streams
-
-    def publish_behind(self, encoded: Event) -> int:
-        """Have P publish the next number behind an encoder's event, and return it."""
-        with self._lock:
-            self._check()
-            wait_event(self._shared.p.handle, encoded)
-            self._encoded = self._publish()
-            return self._encoded
-
-    def slots_left(self) -> int:
-        """Return a number that is published once no slot that is free is copied from or to."""
-        with self._lock:
-            self._check()
-            if self._copied > self._sequence:
-                self._publish()
-            return self._copied
 
     def end(self) -> None:
         """Publish nothing from now on."""

@@ -39,7 +39,6 @@ class Shared:
             self.area = made.enter_context(closing(DeviceBuffer(staging_bytes)))
             self._made = made.pop_all()
         self.timelines = Timelines(address)
-        self.page = page.device_address
         self.published = page.device_address + PUBLISHED
         self.stored = page.device_address + STORED
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Final
 
-from storm_kernels.ancf.layout import Mode
 from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_value
 from storm_kernels.errors import CudaDriverError, KernelsError
 
@@ -23,9 +22,8 @@ from stormd.lanes import Post
 from stormd.lanes.cuda.checks import Checks
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.scratch import SessionScratch, session_parts
-from stormd.parts import blob_bound
 from stormd.protocol import MapSegment
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, EncoderResult, Timelines
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
 from stormd.shared_memory import SharedMemory
 from stormd.sizes import format_size
 
@@ -109,21 +107,6 @@ class CudaClient:
     def has_published(self, sequence: int) -> bool:
         """Tell whether the client's work up to that number is done, or the client is dead."""
         return self._timelines.read(PUBLISHED) >= sequence
-
-    def result(self, job: StoreJob) -> EncoderResult:
-        """Return what the client's encoder has left of a blob.
-
-        Raises:
-            ValueError: that is not what an encoder leaves.
-        """
-        result = self._timelines.result(job.result)
-        if result.status or not 0 < result.nbytes <= blob_bound(job.nbytes):
-            raise ValueError(
-                f"the client's encoder left status {result.status:#x} and {result.nbytes} bytes "
-                f"for {job.nbytes}, of which a blob takes 1 to {blob_bound(job.nbytes)}"
-            )
-        Mode(result.mode)
-        return result
 
     def note(self, counter: int, value: int) -> None:
         """Raise one of the session's counters from the CPU."""

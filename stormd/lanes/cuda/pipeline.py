@@ -71,7 +71,7 @@ class Stages(Protocol[Job, Scratch_contra]):
     def goes_beside(self, scratch: Scratch_contra) -> bool:
         """Tell whether what was begun may pass before what was begun before it."""
 
-    def passed(self, batch: list[Job], scratch: Scratch_contra) -> bool:
+    def passed(self, batch: list[Job], scratch: Scratch_contra, /) -> bool:
         """Tell whether the device has done what was put on it last."""
 
     def go_on(self, batch: list[Job], scratch: Scratch_contra) -> bool:

@@ -286,9 +286,6 @@ class StoreScratch:
             self._copies.append(direct)
             return direct
         scratch = self._ring.take(batch)
-        if batch[0].result:
-            self._blobs.append(scratch)
-            return scratch
         if not self._encoding:
             self._since = monotonic()
         self._encoding.append(scratch)
@@ -317,7 +314,7 @@ class StoreScratch:
         self._made.close()
 
     def _may_be_direct(self, job: StoreJob) -> bool:
-        return bool(self._free) and job.nbytes >= self._direct_bytes and not job.result
+        return bool(self._free) and job.nbytes >= self._direct_bytes
 
     def _has_direct_for(self, job: StoreJob) -> bool:
         self._goes_direct = job if goes_direct(job.part.codec, self._outlook()) else None

@@ -4,14 +4,13 @@ A source is read only from where `published` says that it is ready, and `stored`
 number sources may be used again: one that is ready is read before others that were handed over
 earlier and are not. What an encoder left is checked before it is used to place a blob.
 
-Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed. What a
-client has encoded needs nothing of the device before it is copied.
+Only when the codec is done with a batch are its blobs' sizes known, and their blocks placed.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Final, NamedTuple
 
 from storm_kernels.ancf import DType
 from storm_kernels.ancf.header import Header
@@ -26,7 +25,7 @@ from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
 from stormd.lanes.cuda.turns import Turns
 from stormd.nvtx import nvtx_range
-from stormd.protocol.timeline import STORED, EncoderResult
+from stormd.protocol.timeline import STORED
 
 __all__ = ["Stores"]
 
@@ -35,11 +34,16 @@ log = logging.getLogger(__name__)
 MODE_NAMES: Final = {int(mode): mode.name.lower() for mode in Mode}
 
 
-class Stores:
-    """The stages of a store: encode from the client's memory, then copy down.
+class EncoderResult(NamedTuple):
+    """What an encoder leaves: nothing in it has been checked."""
 
-    What the client has encoded is copied from where it lies, as soon as its counter says so.
-    """
+    nbytes: int
+    status: int
+    mode: int
+
+
+class Stores:
+    """The stages of a store: encode from the client's memory, then copy down."""
 
     def __init__(self, client: CudaClient) -> None:
         self._client = client
@@ -57,22 +61,18 @@ class Stores:
         self._client.stored_through(self._turns.done([sequence]))
 
     def is_due(self, job: StoreJob) -> bool:
-        """Tell whether its source, or the blob that its client has made of it, is there."""
+        """Tell whether its source is there."""
         return self._client.has_published(job.ready)
 
     def fits(self, batch: list[StoreJob], job: StoreJob) -> bool:
-        """Tell whether the job's blob has room beside theirs, and comes in the same way."""
-        same_way = bool(job.result) == bool(batch[0].result)
-        return same_way and self._client.opened.scratch.out.fits(batch, job)
+        """Tell whether the job's blob has room beside theirs."""
+        return self._client.opened.scratch.out.fits(batch, job)
 
     def begin(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> None:
         """Put the encoders on the store stream, and then that the sources may be used again."""
         scratch.placed.clear()
         if isinstance(scratch, DirectScratch):
             self._copy_as_it_is(batch[0], scratch)
-        elif batch[0].result:
-            for job in batch:  # whose sources its client's encoder has read
-                self.pass_over(job.sequence)
         else:
             self._encode_all(batch, scratch)
 
@@ -80,14 +80,14 @@ class Stores:
         """Tell whether a part is copied as it is, for which no encoder is waited."""
         return isinstance(scratch, DirectScratch)
 
-    def passed(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
+    def passed(self, _batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
         """Tell whether the blobs are there, or in the pool."""
         if isinstance(scratch, DirectScratch):
             self._client.opened.checks.look()
             return _check(scratch).is_known and scratch.copied.done()
         if scratch.placed:
             return scratch.copied.done()
-        return bool(batch[0].result) or scratch.coded.done()
+        return scratch.coded.done()
 
     def go_on(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
         """Put the copies of the blobs on the link, then answer."""
@@ -175,24 +175,12 @@ class Stores:
         found: list[tuple[int, EncoderResult]] = []
         for index, (job, room) in enumerate(zip(tuple(batch), scratch.rooms, strict=True)):
             try:
-                found.append(self._source(job, scratch, index, room))
+                found.append((room, _encoded(job, scratch, index)))
             except Exception as error:
-                if job.result:  # its client left it so: it may have died
-                    log.info(
-                        "entry %d of session %016x is no blob: %s", job.entry, job.session, error
-                    )
-                else:
-                    log.exception("entry %d cannot be stored", job.entry)
+                log.exception("entry %d cannot be stored", job.entry)
                 batch.remove(job)
                 self._fail(job, error)
         return found
-
-    def _source(
-        self, job: StoreJob, scratch: Scratch, index: int, room: int
-    ) -> tuple[int, EncoderResult]:
-        if job.result:
-            return self._client.address(job), self._client.result(job)
-        return room, _encoded(job, scratch, index)
 
     def _copy_down(
         self, batch: list[StoreJob], scratch: Scratch, sources: list[tuple[int, EncoderResult]]
@@ -212,7 +200,7 @@ class Stores:
         """Say that the blobs lie in the pool."""
         client, blocks = self._client, scratch.placed
         copying = scratch.copying_seconds()
-        coding = 0.0 if batch[0].result else scratch.coding_seconds() / len(batch)
+        coding = scratch.coding_seconds() / len(batch)
         client.device.link.copied("store", sum(block.nbytes for block in blocks), copying)
         each = coding + copying / len(batch)
         modes = scratch.words[2::RESULT_WORDS]

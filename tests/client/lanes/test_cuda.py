@@ -7,11 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import storm_client as storm
 import torch
+from storm_client.lanes import Mapped
 from storm_client.plan import DeviceWindow
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
@@ -22,24 +22,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
 
-if TYPE_CHECKING or torch.cuda.is_available():
-    from storm_client.lanes.coding import CudaCoder  # its bindings are only where a GPU is
-
 Context = AbstractContextManager[object]
 
 DAEMON = ("--pool-bytes", "512MiB", "--staging-bytes-cuda", "16MiB", "--part-bytes-cuda", "2MiB")
 """Less staging than any model here saves, so that most of it has to leave and come back."""
 
 
-@pytest.fixture(params=["client", "daemon"])
-def codec_in(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
-def client(make_daemon: Callable[..., DaemonProcess], codec_in: str) -> Iterator[storm.Client]:
+def client(make_daemon: Callable[..., DaemonProcess]) -> Iterator[storm.Client]:
     address = make_daemon(*DAEMON).address
-    with storm.connect(address, embedded="never", timeout=30, codec_in=codec_in) as client:
+    with storm.connect(address, embedded="never", timeout=30) as client:
         yield client
         gc.collect()
         wait_until(lambda: client.status().entries == 0, 30, client.status)
@@ -202,30 +194,25 @@ def test_memory_stays_flat_over_many_steps(client: storm.Client) -> None:
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch, codec_in: str) -> list[int]:
-    """The bytes of what was read where it lies: mapped by the daemon, or encoded here."""
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of what the daemon has mapped, and read where it lies."""
+    from storm_client.lanes.cuda import _InPlace  # its bindings are only where a GPU is
+
     found: list[int] = []
+    find = _InPlace.find
 
-    def counting(function: Callable[..., Any], size: Callable[[Any], int]) -> Callable[..., Any]:
-        def counted(self: object, source: Any, part: Any, *more: Any, **how: Any) -> Any:
-            result = function(self, source, part, *more, **how)
-            if result is not None:
-                found.append(size(part))
-            return result
+    def counted(self: _InPlace, address: int, nbytes: int) -> Mapped | None:
+        place = find(self, address, nbytes)
+        if place is not None:
+            found.append(nbytes)
+        return place
 
-        return counted
-
-    if codec_in == "daemon":
-        from storm_client.lanes.cuda import _InPlace
-
-        monkeypatch.setattr(_InPlace, "find", counting(_InPlace.find, int))
-    else:
-        monkeypatch.setattr(CudaCoder, "encode", counting(CudaCoder.encode, len))
+    monkeypatch.setattr(_InPlace, "find", counted)
     return found
 
 
 def until(read: list[int], step: Callable[[], None]) -> None:
-    """Make steps until tensors are read where they lie: memory is mapped, or kernels are there."""
+    """Make steps until tensors are read where they lie: their memory is mapped."""
     deadline = time.monotonic() + 60
     while not read:
         assert time.monotonic() < deadline, "nothing was read where it lies"
@@ -283,9 +270,6 @@ def test_a_storage_freed_before_it_is_read_raises(client: storm.Client, read: li
     until(read, step)
 
 
-in_the_daemon = pytest.mark.parametrize("codec_in", ["daemon"])
-
-
 def used_bytes() -> int:
     """Return what all processes hold on the device: no other test may run there meanwhile."""
     torch.cuda.synchronize()
@@ -293,7 +277,6 @@ def used_bytes() -> int:
     return total - free
 
 
-@in_the_daemon
 def test_freed_memory_is_given_back(client: storm.Client, read: list[int]) -> None:
     model, x = network(), batch()
     offload = client.offload(model, min_bytes=1)
@@ -308,7 +291,6 @@ def test_freed_memory_is_given_back(client: storm.Client, read: list[int]) -> No
     wait_until(lambda: used_bytes() <= before, 30, lambda: (used_bytes(), before))
 
 
-@in_the_daemon
 def test_running_out_of_memory_gives_it_back_at_once(client: storm.Client, read: list[int]) -> None:
     model, x = network(), batch()
     offload = client.offload(model, min_bytes=1)

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -19,7 +18,6 @@ import storm_kernels
 import torch
 from storm_client.errors import DaemonLost
 from storm_client.lanes import Slot
-from storm_kernels.errors import KernelsError
 from support import fake_cuda
 from support.fake_torch_cuda import FakeTorch, fake_torch
 from support.waiting import wait_until
@@ -28,8 +26,8 @@ from stormd.protocol import MapSegment, Message
 from stormd.protocol.timeline import PAGE_BYTES, POISON, PUBLISHED, STORED, Timelines
 from stormd.shared_memory import SharedMemory
 
-OF_TORCH = tuple(f"storm_client.lanes.{name}" for name in ("cuda", "coding", "shared"))
-MODULES = ("storm_kernels.ancf.prepared", "storm_client.lanes.publishing", *OF_TORCH)
+OF_TORCH = tuple(f"storm_client.lanes.{name}" for name in ("cuda", "shared"))
+MODULES = ("storm_client.lanes.publishing", *OF_TORCH)
 STAGING = 1 << 20
 PART = 1 << 16
 
@@ -85,15 +83,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
 
 
 @pytest.fixture
-def bench(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Bench]]:
+def bench(fake: FakeTorch) -> Iterator[Callable[..., Bench]]:
     lanes, pages = [], []
 
-    def made(ordinal: int = 0, codec_in: str = "auto") -> Bench:
-        from storm_client.lanes import coding
+    def made(ordinal: int = 0) -> Bench:
         from storm_client.lanes.cuda import CudaLane
 
-        monkeypatch.setattr(coding, "_codec", coding.PreparedCodec)
-        lanes.append(CudaLane(torch.device("cuda", ordinal), codec_in))
+        lanes.append(CudaLane(torch.device("cuda", ordinal)))
         pages.append(SharedMemory("test-timeline", PAGE_BYTES))
         return Bench(lanes[-1], pages[-1])
 
@@ -172,28 +168,6 @@ def test_a_device_that_is_current_is_not_entered_again(
     assert entered == [0, 0]
 
 
-def test_a_refused_blobs_slot_is_filled_behind_its_encoder(
-    fake: FakeTorch, bench: Callable[..., Bench]
-) -> None:
-    """A daemon without room answers before the blob is there."""
-    client = bench(codec_in="client")
-    lane, coder = client.lane, client.lane.coder
-    source, tensor = fake.tensor(PART), fake.tensor(PART)
-    source.fill(1)
-    tensor.fill(2)
-    slot, busy = Slot(0, coder.room(PART)), threading.Event()
-    coder._stream.put(busy.wait)
-    encoded = coder.encode(
-        source, range(PART), slot, dtype="uint8", codec="raw", after=lane.produced(1)[0]
-    )
-    coder.take_back(encoded[1])
-    again = Slot(slot.offset, PART)
-    lane.stage(tensor, 0, again)
-    busy.set()
-    client.published(lane.publish())
-    assert client.area(again) == tensor.read()
-
-
 def test_a_late_write_of_a_dead_daemon_keeps_no_stream_waiting(
     fake: FakeTorch, bench: Callable[..., Bench]
 ) -> None:
@@ -215,15 +189,13 @@ def test_a_late_write_of_a_dead_daemon_keeps_no_stream_waiting(
         client.write(STORED, 7)
 
 
-@pytest.mark.parametrize("codec_in", ["daemon", "client"])
 def test_the_page_outlives_what_streams_wait_for(
-    fake: FakeTorch, bench: Callable[..., Bench], codec_in: str
+    fake: FakeTorch, bench: Callable[..., Bench]
 ) -> None:
     """A script may end its client while the device has yet to get there."""
-    client, busy = bench(codec_in=codec_in), threading.Event()
-    reader = client.lane.in_place if codec_in == "daemon" else client.lane.coder
+    client, busy = bench(), threading.Event()
     fake.stream_of(0).put(busy.wait)
-    reader.overtake(0, fake.tensor(PART))
+    client.lane.in_place.overtake(0, fake.tensor(PART))
 
     def end() -> None:
         client.lane.poison()
@@ -287,34 +259,6 @@ def test_a_stream_that_never_comes_to_its_wait_keeps_nobody(
     assert client.counters.read(STORED) >= POISON
 
 
-def test_an_encoder_that_fails_after_it_has_begun_keeps_its_slot_to_the_end(
-    fake: FakeTorch, bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = bench(codec_in="client")
-    lane, coder, busy = client.lane, client.lane.coder, threading.Event()
-    source, whole = fake.tensor(PART), coder._codec.encode
-    slot = Slot(0, coder.room(PART))
-
-    def encode(*arguments: Any, **options: Any) -> None:
-        whole(*arguments, **options)
-        raise KernelsError("the last kernel does not start")
-
-    monkeypatch.setattr(coder._codec, "encode", encode)
-    coder._stream.put(busy.wait)
-    found: list[object] = []
-
-    def begin() -> None:
-        (after,) = lane.produced(1)
-        kind = {"dtype": "uint8", "codec": "raw", "after": after}
-        found.append(coder.encode(source, range(PART), slot, **kind))
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    ends_with(thread, busy, "the slot was given up")
-    assert found == [None]
-    assert not coder.codes("uint8", "raw")
-
-
 def test_a_lane_that_another_thread_has_closed(
     fake: FakeTorch, bench: Callable[..., Bench]
 ) -> None:
@@ -339,44 +283,3 @@ def test_a_copy_that_comes_while_the_lane_is_closed_is_not_begun(
     with fake_cuda.entered(0):
         fake.stream_of(0).synchronize()
     assert client.area(slot) == bytes(PART)
-
-
-class Source:
-    """A storage that nothing else keeps."""
-
-    def __init__(self, tensor: Any) -> None:
-        self.data_ptr = tensor.data_ptr
-
-
-@pytest.mark.parametrize("is_exported", [True, False])
-def test_a_source_whose_memory_may_be_unmapped_stays_until_it_is_read(
-    fake: FakeTorch,
-    bench: Callable[..., Bench],
-    monkeypatch: pytest.MonkeyPatch,
-    is_exported: bool,
-) -> None:
-    driver = sys.modules["storm_kernels.cuda_driver"]
-    monkeypatch.setattr(driver, "exportable", lambda address: is_exported)
-    client, busy = bench(codec_in="client"), threading.Event()
-    lane, coder = client.lane, client.lane.coder
-    tensor = fake.tensor(PART)
-    source = Source(tensor)
-    living = weakref.ref(source)
-    coder._stream.put(busy.wait)
-    encoded = coder.encode(
-        source,
-        range(PART),
-        Slot(0, coder.room(PART)),
-        dtype="uint8",
-        codec="raw",
-        after=lane.produced(1)[0],
-    )
-    del source
-    try:
-        assert not coder.is_read(encoded[0])
-        assert (living() is None) == is_exported
-    finally:
-        busy.set()
-    client.published(encoded[0])
-    coder.take_back(encoded[1])
-    assert living() is None

@@ -286,18 +286,6 @@ def test_large_parts_pass_small_ones_that_wait_for_room(bench: Bench, clock: Clo
     assert_back(bench, before, stored)
 
 
-def test_what_its_client_has_encoded_waits_for_room(bench: Bench, clock: Clock) -> None:
-    with held_back(bench):
-        store(bench, 1, 2, 3)
-        wait_until(lambda: len(begun(bench)) == ROOM_PARTS)
-        clock.pass_by()
-        bench.encode(4, 6 * PART, PART)
-        wait_for_looks(bench)
-        assert begun(bench) == [False] * ROOM_PARTS
-    for one in done(bench, 4).values():
-        bench.space.release(one.block)
-
-
 def test_without_mps_every_part_waits_for_room(
     lanes: Callable[[list[int]], Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,8 +578,8 @@ def scratch_of(bench: Bench, clock: Clock) -> Iterator[Callable[[Ring], Any]]:
             one.close()
 
 
-def job(nbytes: int, codec: str = "ancf", result: int = 0) -> Any:
-    return SimpleNamespace(nbytes=nbytes, part=SimpleNamespace(codec=codec), result=result)
+def job(nbytes: int, codec: str = "ancf") -> Any:
+    return SimpleNamespace(nbytes=nbytes, part=SimpleNamespace(codec=codec))
 
 
 def test_an_encoder_is_late_from_its_turn_on(
@@ -611,7 +599,6 @@ def test_an_encoder_is_late_from_its_turn_on(
     assert not scratch.has_for(job(1000))
     clock.pass_by(0.6 * LATE_SECONDS)
     assert not scratch.has_for(job(999))
-    assert not scratch.has_for(job(1000, result=1))
     assert scratch.has_for(job(1000))
 
 

@@ -61,15 +61,6 @@ def test_a_write_that_undoes_the_poison_does_not_keep_a_dead_session(bench: Benc
     bench.space.release(block)
 
 
-def test_a_dead_client_that_never_encoded_holds_nothing(bench: Bench) -> None:
-    bench.map()
-    bench.encode(1, 0, PART)
-    bench.leave(1, (0, 0, 0))
-    bench.end()
-    assert bench.expect(StoreFailed).entry == 1
-    bench.space.withdraw(blob_bound(PART))
-
-
 def test_an_unmapped_segment_is_let_go_after_its_jobs(bench: Bench) -> None:
     bench.map()
     fill(bench)
