@@ -109,10 +109,12 @@ class InPlaceCpuLane(CpuLane):
     in_place: FakeInPlace | None = None
     budget_bytes = 2 << 20
     unread: Unread
+    area_bytes: int
     part_bytes: int
 
     def attach(self, welcome: Welcome, descriptors: list[int], request: Request) -> None:
         super().attach(welcome, descriptors, request)
+        self.area_bytes = welcome.staging_bytes
         self.staging_bytes = welcome.staging_bytes // 2
         self._memory = StagingSpace(welcome.staging_bytes - self.staging_bytes)
         self.unread = Unread(descriptors[0])
@@ -140,7 +142,7 @@ class InPlaceCpuLane(CpuLane):
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
     def address(self, slot: Slot) -> int:
-        return self._mapped().data_ptr() + slot.offset
+        return self._mapped().area + slot.offset
 
     def close(self) -> None:
         self.unread.close()
@@ -179,9 +181,8 @@ class FakeInPlace:
         self._unread.read_through(sequence)  # the host's memory is nobody else's before that
 
     def find(self, address: int, nbytes: int) -> Mapped | None:
-        area = self._lane._mapped()
-        offset = address - area.data_ptr()
-        if 0 <= offset < area.numel():
+        offset = address - self._lane._mapped().area
+        if 0 <= offset < self._lane.area_bytes:
             self.came_back += 1
             self._whole = None
             self._unread.read_all()  # what is asked for cannot be had before
