@@ -126,6 +126,19 @@ class Holdings:
         self.entries -= 1
         return entry
 
+    def remove_all(self, record: Session, entry_ids: Iterable[int]) -> list[Entry]:
+        """Take several entries from a session, as `remove` does each."""
+        entries = [record.entries.pop(entry_id) for entry_id in entry_ids]
+        self.charge(record, -sum(entry.charge for entry in entries))
+        self._count(record, -sum(entry.raw_bytes for entry in entries))
+        self.entries -= len(entries)
+        return entries
+
+    def add_lent(self, record: Session, entries: dict[int, Entry]) -> None:
+        """Give a session entries that the cache lends it, and for which nobody is charged."""
+        record.entries |= entries
+        self.entries += len(entries)
+
     def give_up(self, record: Session, entry_id: int) -> None:
         """Make an entry invisible to its client, and free it unless a lane uses it."""
         record.entries[entry_id].released = True

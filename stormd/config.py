@@ -197,6 +197,16 @@ class Config:
     max_sessions: int = _option(
         "count", "limits", "sessions at one time", default=64, least=1, most=65536, reloadable=True
     )
+    max_sessions_per_uid: int = _option(
+        "count",
+        "limits",
+        "sessions of one user at one time; 0 for half of max_sessions where allowed_uids names "
+        "several users, else for all",
+        default=0,
+        least=0,
+        most=65536,
+        reloadable=True,
+    )
     max_entries_per_session: int = _option(
         "count",
         "limits",
@@ -268,6 +278,13 @@ class Config:
         choices=("debug", "info", "warning", "error"),
         reloadable=True,
     )
+
+    @property
+    def sessions_per_uid(self) -> int:
+        """The most sessions of one user: fewer than all where there are others to leave some to."""
+        if self.max_sessions_per_uid:
+            return min(self.max_sessions_per_uid, self.max_sessions)
+        return max(1, self.max_sessions // 2) if len(self.allowed_uids) > 1 else self.max_sessions
 
     @property
     def host_bytes(self) -> int:

@@ -419,7 +419,10 @@ class Gateway:
         credentials = connection.credentials
         has_lane = hello.device != NO_LANE
         problem = self._hello_problem(credentials.uid, hello)
-        problem = problem or self._ledger.refusal(has_lane=has_lane)
+        if problem is None:
+            uid, now = credentials.uid, time.monotonic()
+            self._perform(self._ledger.make_place(uid, now, has_lane=has_lane))
+            problem = self._ledger.refusal(uid, has_lane=has_lane)
         if problem is not None:
             return problem
         lane = self._lanes[hello.device]
@@ -540,10 +543,20 @@ class Gateway:
         """Tell whether the client's session goes on."""
         return self._peers.at(peer.connection) is peer
 
-    def _store(self, peer: Peer, request: int, message: Store) -> None:
+    def _store(self, peer: Peer, request: int, message: Store) -> Iterator[None] | None:
+        if self._ledger.is_of_cache(peer.session):
+            return self._store_in_cache(peer, request, message)
         self._perform(self._ledger.store(peer.session, request, message, time.monotonic()))
         if message.nbytes >= LARGE_BYTES:
             self._unsent[peer] = None
+        return None
+
+    def _store_in_cache(self, peer: Peer, request: int, message: Store) -> Iterator[None]:
+        """Store once what is there has made room, which may take long."""
+        now = time.monotonic()
+        while self._ledger.make_cache_room(peer.session, message, now):
+            yield
+        self._perform(self._ledger.store(peer.session, request, message, now))
 
     def _restore(self, peer: Peer, request: int, message: Restore) -> None:
         self._perform(self._ledger.restore(peer.session, request, message, time.monotonic()))
@@ -567,8 +580,13 @@ class Gateway:
     def _unmap_segment(self, peer: Peer, request: int, message: UnmapSegment) -> None:
         self._perform(self._ledger.unmap_segment(peer.session, request, message))
 
-    def _cached(self, peer: Peer, request: int, message: Message) -> None:
-        self._perform(self._ledger.cached(peer.session, request, message, time.monotonic()))
+    def _cached(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
+        """Answer once what has expired is gone, which may take long."""
+        now = time.monotonic()
+        while self._ledger.tidy_cache(now):
+            yield
+        self._perform(self._ledger.cached(peer.session, request, message, now))
+        self._go_on_freeing()
 
     def _plan_learned(self, peer: Peer, request: int, message: PlanLearned) -> None:
         self._perform(self._ledger.learned(peer.session, request, message))

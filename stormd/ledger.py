@@ -50,7 +50,8 @@ from stormd.events import (
     StoreJob,
     Unmap,
 )
-from stormd.parts import Part
+from stormd.parts import Part, blob_bound
+from stormd.places import Places
 from stormd.protocol import (
     RESTORE_FIELDS,
     Admitted,
@@ -90,6 +91,10 @@ __all__ = ["ATTACH_SECONDS", "Ledger"]
 ATTACH_SECONDS: Final = 5.0
 """How long a session may exist without its lifeline."""
 
+STALE_SECONDS: Final = 0.5
+"""Without a lifeline, after which a session gives way to a new one where no place is free. It takes
+a client milliseconds."""
+
 FREED_A_TURN: Final = 256
 """Entries of ending sessions that are freed before the loop gets to other work."""
 
@@ -109,6 +114,7 @@ class Ledger:
         self._limits = limits
         self._counters = counters
         self._sessions: dict[int, Session] = {}
+        self._places = Places()
         self._holdings = Holdings()
         self._holdings.shares.limit(limits.share_bytes, ())
         self._draining = False
@@ -126,22 +132,49 @@ class Ledger:
 
     # --- sessions ---------------------------------------------------------------------------
 
-    def refusal(self, *, has_lane: bool = True) -> Refused | None:
-        """Return why no session, with a lane or for control alone, can be opened now.
+    def make_place(self, uid: int, now: float, *, has_lane: bool = True) -> list[Instruction]:
+        """Where a user finds no place, end the session that is longest without a lifeline.
+
+        Of the user's own where those are too many, else of the user who has most such sessions.
+        One that was opened a moment ago is left alone. `refusal` tells whether there is a place.
+        """
+        uid_taken, taken = self._places.taken(uid, has_lane=has_lane)
+        if uid_taken >= self._user_sessions:
+            found = self._places.stalest(has_lane=has_lane, uid=uid)
+        elif taken >= self._limits.max_sessions:
+            found = self._places.stalest(has_lane=has_lane)
+        else:
+            return []
+        if found is None or now - found.seen < STALE_SECONDS:
+            return []
+        return self.end(found.info.session, "unattached")
+
+    def refusal(self, uid: int, *, has_lane: bool = True) -> Refused | None:
+        """Return why no session of a user's, with a lane or for control alone, can be opened now.
 
         None where one can. Shares are kept for those with a lane; of the others, which hold
         nothing, there may be as many beside them.
         """
         if self._draining:
             return Refused("DaemonLost", "the daemon is shutting down: start it again")
-        kind = [one for one in self._sessions.values() if one.info.has_lane is has_lane]
-        if len(kind) >= self._limits.max_sessions:
+        uid_taken, taken = self._places.taken(uid, has_lane=has_lane)
+        if taken >= self._limits.max_sessions:
             return Refused(
                 "QuotaExceeded",
-                f"{len(kind)} sessions are open, the limit is "
+                f"{taken} sessions are open, the limit is "
                 f"{self._limits.max_sessions}: end one, or raise max_sessions",
             )
+        if uid_taken >= self._user_sessions:
+            return Refused(
+                "QuotaExceeded",
+                f"{uid_taken} sessions of user {uid} are open, the limit is "
+                f"{self._user_sessions}: end one, or raise max_sessions_per_uid",
+            )
         return None
+
+    @property
+    def _user_sessions(self) -> int:
+        return self._limits.user_sessions or self._limits.max_sessions
 
     def open(
         self,
@@ -156,13 +189,14 @@ class Ledger:
 
         With a `caller` it is one for the cache, of which there must be one.
         """
-        assert self.refusal(has_lane=info.has_lane) is None
+        assert self.refusal(info.uid, has_lane=info.has_lane) is None
         assert info.session not in self._sessions
         assert caller is None or self._cache is not None
         segments = {0: staging_bytes} if staging_bytes else {}
         record = Session(info=info, part_bytes=part_bytes, seen=now, segments=segments)
         record.cache = None if caller is None else CacheAccess(caller)
         self._sessions[info.session] = record
+        self._places.take(record)
         self._counters.sessions += 1
 
     def limit(self, limits: Limits) -> None:
@@ -177,6 +211,7 @@ class Ledger:
         assert record.phase is Phase.OPENED
         record.phase = Phase.ATTACHED
         record.seen = now
+        self._places.attached(record)
 
     def touch(self, session: int, now: float) -> None:
         """Renew the session's lease: its client was heard."""
@@ -190,7 +225,9 @@ class Ledger:
         """
         instructions: list[Instruction] = []
         if self._cache is not None:
-            self._cache.expire(now)
+            self._cache.tidy(now)
+            for record in self._sessions.values():
+                self._cache.close_idle(record, self._holdings, now)
         for session, record in list(self._sessions.items()):
             silent = now - record.seen
             if record.phase is Phase.OPENED and silent > ATTACH_SECONDS:
@@ -209,11 +246,13 @@ class Ledger:
         record = self._sessions.get(session)
         if record is None or record.phase is Phase.ENDING:
             return []
+        if record.phase is Phase.OPENED:  # and so it holds nothing: whoever waits need not
+            self._places.leave(record)
         record.phase = Phase.ENDING
         record.cause = cause
         self._counters.ended[cause] += 1
-        if self._cache is not None:
-            self._cache.withdraw_put(record)
+        if record.cache is not None:
+            record.cache.put = None  # what was stored for it is freed with the other entries
         for number in record.waiting:
             record.entries[record.tickets.pop(number).entry].waits -= 1
         record.waiting.clear()
@@ -225,7 +264,7 @@ class Ledger:
     @property
     def is_freeing(self) -> bool:
         """Whether `free_some` has something to do."""
-        return bool(self._freeing)
+        return bool(self._freeing) or (self._cache is not None and self._cache.has_garbage)
 
     def free_some(self) -> list[Instruction]:
         """Free some entries of sessions that end, a few milliseconds' work; to be called again.
@@ -234,6 +273,8 @@ class Ledger:
         """
         gone: list[Instruction] = []
         left = FREED_A_TURN
+        if self._cache is not None:
+            self._cache.collect()
         while self._freeing and left:
             record = self._freeing[0]
             left -= self._free_some_of(record, left)
@@ -268,6 +309,8 @@ class Ledger:
             space=space,
         )
         record.last_entry = message.entry
+        if record.cache is not None and record.cache.put is not None:
+            record.cache.put.since = now
         self._holdings.add(record, message.entry, entry)
         job = StoreJob(
             session=session,
@@ -284,6 +327,21 @@ class Ledger:
             Reply(session=session, request=request, message=admitted),
             Jobs(session, [job]),
         ]
+
+    def make_cache_room(self, session: int, message: Store, now: float) -> bool:
+        """Before a part of a put is stored, drop a little for it; True where to go on with that."""
+        record = self._sessions[session]
+        if record.cache is None or record.phase is not Phase.ATTACHED:
+            return False
+        return self._cache_of(record).make_room(record, blob_bound(message.nbytes), now)
+
+    def tidy_cache(self, now: float) -> bool:
+        """Before the cache is asked, drop a little of what has expired; True where to go on."""
+        return self._cache is not None and self._cache.tidy(now)
+
+    def is_of_cache(self, session: int) -> bool:
+        """Tell whether the session is one for the cache."""
+        return self._sessions[session].cache is not None
 
     def restore(
         self, session: int, request: int, message: Restore, now: float
@@ -532,6 +590,7 @@ class Ledger:
     def assert_invariants(self) -> None:
         """Raise AssertionError where the ledger contradicts itself or the arena: for tests."""
         records = list(self._sessions.values())
+        self._places.assert_invariants(records)
         entries = [entry for record in records for entry in record.entries.values()]
         assert self._holdings.entries == len(entries)
         assert_space(self._space, [entry for entry in entries if entry.space is self._space])
@@ -598,6 +657,7 @@ class Ledger:
             return []
         assert not record.entries, "a lane let go of a session without answering its jobs"
         del self._sessions[record.info.session]
+        self._places.leave(record)
         return [Ended(record.info.session, record.cause)]
 
     def _rejected(

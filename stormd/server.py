@@ -378,6 +378,7 @@ def _beside_pool(config: Config) -> int:
 def _limits(config: Config) -> Limits:
     return Limits(
         max_sessions=config.max_sessions,
+        user_sessions=config.sessions_per_uid,
         max_entries=config.max_entries_per_session,
         quota_bytes=config.session_quota_bytes,
         lease_seconds=config.lease_seconds,

@@ -38,14 +38,16 @@ def session_name(session: int) -> str:
 class Limits:
     """What one session may hold and for how long it may be silent; 0 bytes sets no quota.
 
-    `user_quota_bytes` is what all sessions of one user may hold together, `share_bytes` what of
-    the pool is kept for each of `max_sessions` sessions, whether there is one or not.
+    `user_sessions` is how many sessions with a lane, and as many without one, a user may have; 0
+    for all. `user_quota_bytes` is what all sessions of one user may hold together, `share_bytes`
+    what of the pool is kept for each of `max_sessions` sessions, whether there is one or not.
     """
 
     max_sessions: int
     max_entries: int
     quota_bytes: int
     lease_seconds: float
+    user_sessions: int = 0
     user_quota_bytes: int = 0
     share_bytes: int = 0
 
@@ -129,18 +131,26 @@ class Entry:
 
 @dataclass(slots=True)
 class OpenPut:
-    """A tensor on its way into the cache; `unspent` bytes of its promise are not yet an entry's."""
+    """A tensor on its way into the cache, of which `unspent` bytes are not yet an entry's.
+
+    `since` is when its last part was admitted, or it was opened.
+    """
 
     message: CachePut
     unspent: int
+    since: float
 
 
 @dataclass(slots=True)
 class CacheAccess:
-    """What makes a session one for the cache: for whom, what it puts, the next loan's number."""
+    """What makes a session one for the cache: for whom, what it puts, the next loan's number.
+
+    `put_closed` is the name of the last put that was closed for want of parts.
+    """
 
     caller: Caller
     put: OpenPut | None = None
+    put_closed: str = ""
     next_loan: int = FIRST_LEASED
 
 

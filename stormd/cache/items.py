@@ -9,15 +9,19 @@ group. Looked up is the user's own tensor first, then the one that was put last 
 group. Only its owner replaces or deletes a tensor. So nobody can occupy a name for others, and
 who may not read a tensor cannot tell that it is there.
 
-Room is made by dropping what was least recently put or read, and for a whole tensor before its
-first byte is stored, so that a put never fails halfway for want of it.
+Room is made for each part when it comes, by dropping what was least recently put or read: who
+announces much and sends nothing costs nobody anything. What goes is of the user who holds most, and
+never of one who holds less than the user for whom it goes. Whatever takes long is done a little at
+a time (`tidy`, `make_room`), with others' requests in between.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from stormd.arena import Block, Space, granules
@@ -28,7 +32,10 @@ from stormd.sizes import format_size
 __all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "Label", "Loan"]
 
 MAX_ITEMS: Final = 16384
-"""Tensors held; looking for what has expired among more would stop the loop for too long."""
+"""Tensors held: a name and its place in the lists take some 2 KiB of the daemon's memory."""
+
+FREED_AT_ONCE: Final = 64
+"""Blocks given back, and tensors dropped that have expired, before others have a turn."""
 
 
 class Caller(NamedTuple):
@@ -79,6 +86,16 @@ class Item:
         self.charge = sum(granules(part.block.nbytes) for part in self.parts)
 
 
+@dataclass(slots=True)
+class Holding:
+    """What one user's tensors take, and those that nobody reads, least recently used first."""
+
+    items: int = 0
+    nbytes: int = 0
+    idle_bytes: int = 0
+    idle: OrderedDict[Item, None] = field(default_factory=OrderedDict)
+
+
 class Cache:
     """Holds what is in `space`, which it shares with the puts that are under way alone.
 
@@ -88,33 +105,53 @@ class Cache:
     def __init__(self, space: Space, counts: CacheCounts) -> None:
         self.space: Final = space
         self._counts = counts
-        self._items: OrderedDict[Item, None] = OrderedDict()  # least recently used first
+        self._items: dict[Item, None] = {}
         self._by_name: dict[str, dict[int, Item]] = {}  # name -> uid -> item; the same items
+        self._by_user: dict[int, Holding] = {}  # the same, and those that are gone and lent
         self._index = NameIndex()  # the same names, for lists of them
         self._lent: set[Item] = set()  # gone, and still being read
-        self._next_expiry = math.inf
+        self._expiries: list[tuple[float, int, Item]] = []  # a heap; some are gone already
+        self._garbage: deque[Block] = deque()  # nobody's, to be given back to the space
         self._numbers = 0
 
     # --- putting ----------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int, now: float) -> str | None:
-        """Promise `nbytes` of the space, dropping what was used longest ago where that helps.
+    def shortage(self, nbytes: int) -> str | None:
+        """Return why there is no room for `nbytes`, whatever of it is dropped; None where there is.
 
-        Returns None, or why there is no room; then nothing was dropped but what had expired.
+        Nothing is set aside or dropped: who announces a tensor has not sent it.
         """
-        self.expire(now)
         use = self.space.use()
-        if nbytes > use.capacity:
-            return _shortage(nbytes, use.capacity)
+        idle = sum(holding.idle_bytes for holding in self._by_user.values())
+        free = use.capacity - use.used - use.promised + self._garbage_bytes()
+        return _shortage(nbytes, use.capacity) if nbytes > free + idle else None
+
+    def make_room(self, nbytes: int, owner: Caller, putting: int, now: float) -> bool:
+        """Drop a little for a part of a user who is `putting` so many bytes besides.
+
+        True where it is to be called again. When it is False, the space has the room, or nothing
+        may be dropped that would help, and for want of it nothing was.
+        """
+        use = self.space.use()
         missing = nbytes - (use.capacity - use.used - use.promised)
-        victims = self._victims(missing)
-        if victims is None:
-            return _shortage(nbytes, use.capacity)
-        for item in victims:
-            self._evict(item)
-        if not self.space.promise(nbytes):
-            raise AssertionError(f"{len(victims)} dropped tensors made no room for {nbytes} bytes")
-        return None
+        if missing <= 0:
+            return False
+        if self.tidy(now):
+            return True
+        own = self._bytes_of(owner.uid) + putting
+        others = [
+            (holding.nbytes, holding)
+            for uid, holding in self._by_user.items()
+            if uid != owner.uid and holding.nbytes >= own and holding.idle
+        ]
+        mine = self._by_user.get(owner.uid)
+        if mine is not None and mine.idle:
+            others.insert(0, (own, mine))
+        if missing > sum(holding.idle_bytes for _, holding in others):
+            return False
+        _, most = max(others, key=_first)
+        self._evict(next(iter(most.idle)))
+        return True
 
     def put(
         self, label: Label, owner: Caller, parts: tuple[CachePart, ...], expires: float
@@ -126,15 +163,19 @@ class Cache:
         before = self._by_name.get(label.name, {}).get(owner.uid)
         if before is not None:
             self._drop(before)
-        idle = (item for item in self._items if not item.loans)
-        if len(self._items) >= MAX_ITEMS and (oldest := next(idle, None)) is not None:
-            self._evict(oldest)
+        if len(self._items) >= MAX_ITEMS:
+            self._evict_of_many()
         self._numbers += 1
         item = Item(label, owner, parts, expires, self._numbers)
         self._items[item] = None
         self._by_name.setdefault(label.name, {})[owner.uid] = item
         self._index.add(label.name, owner.uid, owner.gid)
-        self._next_expiry = min(self._next_expiry, expires)
+        holding = self._by_user.setdefault(owner.uid, Holding())
+        holding.items += 1
+        holding.nbytes += item.charge
+        self._rest(item)
+        if expires < math.inf:
+            self._note_expiry(item)
         self._counts.puts += 1
         return item
 
@@ -142,49 +183,71 @@ class Cache:
 
     def find(self, name: str, caller: Caller, now: float) -> Item | None:
         """Return what the name means to the caller."""
-        self.expire(now)
         owners = self._by_name.get(name, {})
         own = owners.get(caller.uid)
-        if own is not None:
+        if own is not None and own.expires > now:
             return own
-        shared = [item for item in owners.values() if item.owner.gid == caller.gid]
+        shared = [
+            item for item in owners.values() if item.owner.gid == caller.gid and item.expires > now
+        ]
         return max(shared, key=lambda item: item.number, default=None)
 
     def lend(self, item: Item) -> list[Loan]:
         """Return a loan for each part, which must be ended; the item counts as used."""
         self._counts.hits += 1
-        self._items.move_to_end(item)
+        self._wake(item)
+        if not item.parts:
+            self._rest(item)
         item.loans += len(item.parts)
-        return [Loan(self, item) for _ in item.parts]
+        return [Loan(self, item)] * len(item.parts)
 
     def missed(self) -> None:
         """Count a look-up that found nothing."""
         self._counts.misses += 1
 
-    def names(self, caller: Caller, after: str, limit: int, now: float) -> tuple[list[str], bool]:
-        """Return the first names behind `after` that the caller may read; whether none follow."""
-        self.expire(now)
+    def names(self, caller: Caller, after: str, limit: int) -> tuple[list[str], bool]:
+        """Return the first names behind `after` that the caller may read; whether none follow.
+
+        Those that have expired are among them until `tidy` has dropped them.
+        """
         return self._index.page(caller.uid, caller.gid, after, limit)
 
     # --- dropping ---------------------------------------------------------------------------
 
     def delete(self, name: str, caller: Caller, now: float) -> bool:
         """Drop the caller's own tensor of that name; tell whether there was one."""
-        self.expire(now)
         item = self._by_name.get(name, {}).get(caller.uid)
-        if item is None:
+        if item is None or item.expires <= now:
             return False
         self._drop(item)
         return True
 
-    def expire(self, now: float) -> None:
-        """Drop what has outlived its time. Costs nothing until the next one is due."""
-        if now < self._next_expiry:
+    def tidy(self, now: float) -> bool:
+        """Drop a little of what has outlived its time, and give back of what nobody has any more.
+
+        True where it did something: then there may be more.
+        """
+        return self._expire(now) or self.collect()
+
+    def collect(self) -> bool:
+        """Give a little of what nobody has any more back; tell whether there was something."""
+        count = min(len(self._garbage), FREED_AT_ONCE)
+        for _ in range(count):
+            self.space.release(self._garbage.popleft())
+        return count > 0
+
+    @property
+    def has_garbage(self) -> bool:
+        """Whether there is something to be given back."""
+        return bool(self._garbage)
+
+    def discard(self, blocks: list[Block]) -> None:
+        """Give blocks back to the space, those beyond a few by and by."""
+        if len(blocks) > FREED_AT_ONCE:
+            self._garbage += blocks
             return
-        for item in [item for item in self._items if item.expires <= now]:
-            self._drop(item)
-            self._counts.expirations += 1
-        self._next_expiry = min((item.expires for item in self._items), default=math.inf)
+        for block in blocks:
+            self.space.release(block)
 
     def spoil(self, item: Item) -> None:
         """Drop an item that turned out to be damaged, unless it is gone already."""
@@ -194,9 +257,13 @@ class Cache:
     def end_loan(self, item: Item) -> None:
         """Take a loan back."""
         item.loans -= 1
-        if item.gone and not item.loans:
+        if item.loans:
+            return
+        if item.gone:
             self._lent.remove(item)
             self._free(item)
+        else:
+            self._rest(item)
 
     # --- what the operator sees -------------------------------------------------------------
 
@@ -213,8 +280,8 @@ class Cache:
         }
 
     def held_bytes(self) -> int:
-        """Return the bytes of all items, also of those that are only read any more."""
-        return sum(item.charge for item in (*self._items, *self._lent))
+        """Return the bytes of all that is here, also of what is read or is nobody's any more."""
+        return self._garbage_bytes() + sum(holding.nbytes for holding in self._by_user.values())
 
     def assert_invariants(self) -> None:
         """Raise AssertionError where the cache contradicts itself: for tests."""
@@ -230,21 +297,66 @@ class Cache:
         assert not any(item.gone for item in named)
         assert all(item.gone and item.loans > 0 for item in self._lent)
         assert all(item.loans >= 0 for item in named)
-        assert all(item.expires >= self._next_expiry for item in named)
+        waiting = {item for _, _, item in self._expiries}
+        assert all(item in waiting for item in named if item.expires < math.inf)
+        assert len(self._expiries) <= 2 * len(self._items) + FREED_AT_ONCE
+        self._assert_holdings()
         assert self.held_bytes() <= self.space.use().used
+
+    def _assert_holdings(self) -> None:
+        items: Counter[int] = Counter(item.owner.uid for item in (*self._items, *self._lent))
+        assert items == Counter({uid: one.items for uid, one in self._by_user.items()})
+        for uid, holding in self._by_user.items():
+            mine = [item for item in (*self._items, *self._lent) if item.owner.uid == uid]
+            assert holding.nbytes == sum(item.charge for item in mine)
+            idle = {item for item in mine if not item.loans}
+            assert set(holding.idle) == idle
+            assert holding.idle_bytes == sum(item.charge for item in idle)
 
     # --- parts of the above -----------------------------------------------------------------
 
-    def _victims(self, missing: int) -> list[Item] | None:
-        """Return what must go to win `missing` bytes, in its order; None where nothing helps."""
-        victims: list[Item] = []
-        for item in self._items:
-            if missing <= 0:
-                break
-            if not item.loans:
-                victims.append(item)
-                missing -= item.charge
-        return victims if missing <= 0 else None
+    def _garbage_bytes(self) -> int:
+        return sum(granules(block.nbytes) for block in self._garbage)
+
+    def _bytes_of(self, uid: int) -> int:
+        holding = self._by_user.get(uid)
+        return 0 if holding is None else holding.nbytes
+
+    def _note_expiry(self, item: Item) -> None:
+        """Have the item be dropped in time. The heap does not grow with items that are gone."""
+        if len(self._expiries) >= 2 * len(self._items) + FREED_AT_ONCE:
+            self._expiries = [one for one in self._expiries if not one[2].gone]
+            heapq.heapify(self._expiries)
+        heapq.heappush(self._expiries, (item.expires, item.number, item))
+
+    def _expire(self, now: float) -> bool:
+        dropped = 0
+        while self._expiries and self._expiries[0][0] <= now and dropped < FREED_AT_ONCE:
+            _, _, item = heapq.heappop(self._expiries)
+            dropped += 1
+            if not item.gone:
+                self._drop(item)
+                self._counts.expirations += 1
+        return dropped > 0
+
+    def _wake(self, item: Item) -> None:
+        """Have an item not be dropped to make room, if that could be."""
+        holding = self._by_user[item.owner.uid]
+        if item in holding.idle:
+            del holding.idle[item]
+            holding.idle_bytes -= item.charge
+
+    def _rest(self, item: Item) -> None:
+        """Have an item that nobody reads be the last of its user's to be dropped."""
+        holding = self._by_user[item.owner.uid]
+        holding.idle[item] = None
+        holding.idle_bytes += item.charge
+
+    def _evict_of_many(self) -> None:
+        """Drop the item least recently used, of the user who has most of them."""
+        idle = [holding for holding in self._by_user.values() if holding.idle]
+        if idle:
+            self._evict(next(iter(max(idle, key=lambda holding: holding.items).idle)))
 
     def _evict(self, item: Item) -> None:
         self._drop(item)
@@ -262,11 +374,16 @@ class Cache:
         if item.loans:
             self._lent.add(item)
         else:
+            self._wake(item)
             self._free(item)
 
     def _free(self, item: Item) -> None:
-        for part in item.parts:
-            self.space.release(part.block)
+        holding = self._by_user[item.owner.uid]
+        holding.items -= 1
+        holding.nbytes -= item.charge
+        if not holding.items:
+            del self._by_user[item.owner.uid]
+        self.discard([part.block for part in item.parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +400,9 @@ class Loan:
     def spoil(self) -> None:
         """Note that the part is damaged: nobody gets the item any more."""
         self.cache.spoil(self.item)
+
+
+_first = itemgetter(0)
 
 
 def _shortage(nbytes: int, capacity: int) -> str:

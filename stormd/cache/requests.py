@@ -1,7 +1,7 @@
 """What the ledger answers to sessions that are for the shared cache.
 
-A put has the room for all of its parts before the first is stored, and its name changes its meaning
-at the commit alone. A session that ends leaves neither room nor loans behind.
+Room for a put is made as its parts come, and its name changes its meaning at the commit alone. A
+session that ends leaves neither room nor loans behind, a put that gets no parts none either.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from stormd.accounting import Holdings, assert_space
 from stormd.arena import Space, granules
@@ -35,7 +35,10 @@ from stormd.protocol import (
 from stormd.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
 from stormd.sizes import format_size
 
-__all__ = ["CACHE_REQUESTS", "CacheRequests"]
+__all__ = ["CACHE_REQUESTS", "PUT_SECONDS", "CacheRequests"]
+
+PUT_SECONDS: Final = 60.0
+"""Without a part, after which a put that is open is closed: what was stored for it helps nobody."""
 
 
 class CacheRequests:
@@ -59,40 +62,58 @@ class CacheRequests:
         handler = _HANDLERS[type(message)]
         return handler(_Request(self._cache, record, record.cache, holdings, now, limits), message)
 
+    def make_room(self, record: Session, nbytes: int, now: float) -> bool:
+        """Drop a little to make room for a part of `nbytes` at the most; True where to go on."""
+        access = record.cache
+        if access is None or access.put is None or granules(nbytes) > access.put.unspent:
+            return False
+        return self._cache.make_room(granules(nbytes), access.caller, record.used_bytes, now)
+
     def spend(self, access: CacheAccess, nbytes: int) -> str | None:
-        """Take an entry's promise out of the put's; return None, or why that cannot be."""
-        if access.put is None:
-            return "no put is open in this session: send CachePut first"
+        """Promise room for a part of the put that is open; return None, or why that cannot be."""
+        put = access.put
+        if put is None:
+            return f"no put is open in this session{_closed(access)}: send CachePut first"
         wanted = granules(nbytes)
-        if wanted > access.put.unspent:
+        if wanted > put.unspent:
             return (
-                f"{format_size(nbytes)} are asked for and {format_size(access.put.unspent)} are "
+                f"{format_size(nbytes)} are asked for and {format_size(put.unspent)} are "
                 "left of what the put asked for: send parts of CachePut.part_bytes"
             )
-        access.put.unspent -= wanted
+        if not self.space.promise(wanted):
+            return _no_room(wanted, self.space.capacity)
+        put.unspent -= wanted
         return None
 
-    def withdraw_put(self, record: Session) -> None:
-        """Give up the promise of an ending session's put; its entries are freed with the others."""
-        put = None if record.cache is None else record.cache.put
-        if record.cache is not None and put is not None:
-            record.cache.put = None
-            self._cache.space.withdraw(put.unspent)
+    def tidy(self, now: float) -> bool:
+        """Drop a little of what has outlived its time; True where there may be more."""
+        return self._cache.tidy(now)
 
-    def expire(self, now: float) -> None:
-        """Drop what has outlived its time."""
-        self._cache.expire(now)
+    @property
+    def has_garbage(self) -> bool:
+        """Whether there are blocks that nobody has any more."""
+        return self._cache.has_garbage
+
+    def collect(self) -> None:
+        """Give a little of them back."""
+        self._cache.collect()
+
+    def close_idle(self, record: Session, holdings: Holdings, now: float) -> None:
+        """Close the session's put where no part of it has come for too long."""
+        access = record.cache
+        if access is None or access.put is None or now - access.put.since <= PUT_SECONDS:
+            return
+        access.put_closed = access.put.message.name
+        _close_put(self._cache, record, holdings)
 
     def assert_invariants(self, records: Sequence[Session]) -> None:
         """Raise AssertionError where cache and sessions contradict each other: for tests."""
         self._cache.assert_invariants()
-        puts = [record.cache.put for record in records if record.cache and record.cache.put]
         entries = [entry for record in records for entry in record.entries.values()]
         assert_space(
             self.space,
             [entry for entry in entries if entry.space is self.space and entry.loan is None],
             held=self._cache.held_bytes(),
-            promised=sum(put.unspent for put in puts),
         )
 
 
@@ -121,22 +142,25 @@ def _put(request: _Request, message: CachePut) -> Message:
             f"parts of {message.part_bytes} bytes; the limit is {request.record.part_bytes}: send "
             "parts of Welcome.part_bytes"
         )
-    promised = _bound(message)
-    shortage = request.cache.reserve(promised, request.now)
+    most = _bound(message)
+    shortage = request.cache.shortage(most)
     if shortage is not None:
         return Refused("QuotaExceeded", shortage)
-    request.access.put = OpenPut(message, promised)
+    request.access.put = OpenPut(message, most, request.now)
     return CacheReady()
 
 
 def _commit(request: _Request, message: CacheCommit) -> Message:
     put = request.access.put
     if put is None:
-        return _refused("no put is open in this session: send CachePut first")
+        return _refused(
+            f"no put is open in this session{_closed(request.access)}: send CachePut first"
+        )
     problem = _commit_problem(request.record, put.message, message.entries)
     if problem:
         return _refused(problem)
-    parts = tuple(_take(request, entry_id) for entry_id in message.entries)
+    taken = request.holdings.remove_all(request.record, message.entries)
+    parts = tuple(_part(entry) for entry in taken)
     _close_put(request.cache, request.record, request.holdings)
     ttl = put.message.ttl_seconds
     expires = request.now + ttl if ttl else math.inf
@@ -158,19 +182,23 @@ def _get(request: _Request, message: CacheGet) -> Message:
         return problem
     first = request.access.next_loan
     request.access.next_loan += len(item.parts)
-    for number, (part, loan) in enumerate(
-        zip(item.parts, request.cache.lend(item), strict=True), start=first
-    ):
-        entry = Entry(
+    space, now = request.cache.space, request.now
+    lent = {
+        number: Entry(
             raw_bytes=part.raw_bytes,
             codec=part.codec,
-            since=request.now,
+            since=now,
             promised=0,
             charge=0,
-            space=request.cache.space,
+            space=space,
+            block=part.block,
+            loan=loan,
         )
-        entry.block, entry.loan = part.block, loan
-        request.holdings.add(request.record, number, entry)
+        for number, (part, loan) in enumerate(
+            zip(item.parts, request.cache.lend(item), strict=True), start=first
+        )
+    }
+    request.holdings.add_lent(request.record, lent)
     label = item.label
     return CacheTensor(
         dtype=label.dtype,
@@ -191,7 +219,7 @@ def _delete(request: _Request, message: CacheDelete) -> Message:
 
 
 def _list(request: _Request, message: CacheList) -> Message:
-    names, complete = request.cache.names(request.caller, message.after, NAMES_A_PAGE, request.now)
+    names, complete = request.cache.names(request.caller, message.after, NAMES_A_PAGE)
     return CacheNames(names, complete)
 
 
@@ -267,19 +295,35 @@ def _get_problem(request: _Request, label: Label) -> Refused | None:
     return None
 
 
-def _take(request: _Request, entry_id: int) -> CachePart:
-    """Take a stored entry from its session for the cache."""
-    entry = request.holdings.remove(request.record, entry_id)
+def _part(entry: Entry) -> CachePart:
+    """Return a stored entry, which was its session's, as the cache's."""
     assert entry.block is not None
     return CachePart(block=entry.block, raw_bytes=entry.raw_bytes, codec=entry.codec)
 
 
 def _close_put(cache: Cache, record: Session, holdings: Holdings) -> bool:
-    put = None if record.cache is None else record.cache.put
-    if record.cache is None or put is None:
+    """Close the put, if one is open; give up what was stored for it."""
+    if record.cache is None or record.cache.put is None:
         return False
     record.cache.put = None
-    cache.space.withdraw(put.unspent)
-    for entry_id in [number for number, entry in record.entries.items() if entry.loan is None]:
-        holdings.give_up(record, entry_id)
+    own = [(number, entry) for number, entry in record.entries.items() if entry.loan is None]
+    for _, entry in own:
+        entry.released = True  # what a lane uses is freed when that is done
+    unused = holdings.remove_all(record, [number for number, entry in own if not entry.in_use])
+    cache.discard([entry.block for entry in unused if entry.block is not None])
     return True
+
+
+def _closed(access: CacheAccess) -> str:
+    """Return what became of the last put, where it was not its client that closed it."""
+    if not access.put_closed:
+        return ""
+    return f" (that of {access.put_closed!r} got no part for {PUT_SECONDS:g} s)"
+
+
+def _no_room(nbytes: int, capacity: int) -> str:
+    return (
+        f"{format_size(nbytes)} find too little of {format_size(capacity)} that is not being read "
+        "or put at this moment, or is another user's who holds less: try again later, or raise "
+        "cache_bytes"
+    )

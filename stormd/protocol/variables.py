@@ -33,6 +33,7 @@ SETTINGS: Final = (
     "direct_bytes_cuda",
     "encode_threads",
     "max_sessions",
+    "max_sessions_per_uid",
     "max_entries_per_session",
     "session_quota_bytes",
     "uid_quota_bytes",

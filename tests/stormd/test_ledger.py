@@ -8,8 +8,8 @@ import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd import ledger
-from stormd.events import Probe, Skip, Unmap
-from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN
+from stormd.events import Detach, Probe, Skip, Unmap
+from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
 from stormd.protocol import (
     NO_LANE,
     Admitted,
@@ -311,11 +311,11 @@ def test_a_silent_session_is_probed_once_a_lease(made: LedgerBench) -> None:
 def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -> None:
     made.open(2)
     made.open(3)
-    refusal = made.ledger.refusal()
+    refusal = made.ledger.refusal(0)
     assert refusal is not None
     assert refusal.kind == "QuotaExceeded"
     made.ledger.drain()
-    refusal = made.ledger.refusal()
+    refusal = made.ledger.refusal(0)
     assert refusal is not None
     assert refusal.kind == "DaemonLost"
     made.store(1)
@@ -324,20 +324,56 @@ def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -
     assert rejected.reason == "draining"
 
 
+def test_one_user_has_so_many_sessions_and_the_others_theirs(made: LedgerBench) -> None:
+    """The bench gives sessions of even numbers to user 0, of odd ones to user 1."""
+    made.ledger.limit(replace(LIMITS, max_sessions=4, user_sessions=2))
+    made.open(3)
+    refusal = made.ledger.refusal(1)
+    assert refusal is not None
+    assert "max_sessions_per_uid" in refusal.detail
+    assert made.ledger.refusal(1, has_lane=False) is None
+    made.open(2)
+    assert made.ledger.refusal(0) is None
+    made.end(3)
+    assert made.ledger.refusal(1) is not None, "it may still hold something"
+    made.lane.detach(3)
+    assert made.ledger.refusal(1) is None
+
+
+def test_a_session_without_a_lifeline_gives_way_where_no_place_is_free(made: LedgerBench) -> None:
+    made.open(3, attach=False)
+    made.open(5, attach=False)
+    assert made.ledger.refusal(0) is not None
+    assert made.ledger.make_place(0, STALE_SECONDS / 2) == []
+    assert made.ledger.make_place(0, STALE_SECONDS) == [Detach(3)]
+    assert made.ledger.refusal(0) is None
+    made.open(2)
+    assert made.ledger.make_place(0, STALE_SECONDS, has_lane=False) == []
+
+
+def test_a_users_own_session_gives_way_where_that_user_has_too_many(made: LedgerBench) -> None:
+    made.ledger.limit(replace(LIMITS, max_sessions=8, user_sessions=2))
+    made.open(2, attach=False)
+    made.open(3, attach=False)
+    assert made.ledger.make_place(0, 100.0) == []
+    assert made.ledger.make_place(1, 100.0) == [Detach(3)]
+    assert made.ledger.refusal(1) is None
+
+
 # --- segments -----------------------------------------------------------------------------------
 
 
 def test_a_session_for_control_takes_no_place_and_holds_nothing(made: LedgerBench) -> None:
     made.open(2)
     made.open(3)
-    assert made.ledger.refusal() is not None
+    assert made.ledger.refusal(0) is not None
     for session in (4, 5, 6):
         made.open(session, device=NO_LANE)
-    assert made.ledger.refusal(has_lane=False) is not None
+    assert made.ledger.refusal(0, has_lane=False) is not None
     made.end(4)
     made.lane.detach(4)
-    assert made.ledger.refusal() is not None
-    assert made.ledger.refusal(has_lane=False) is None
+    assert made.ledger.refusal(0) is not None
+    assert made.ledger.refusal(0, has_lane=False) is None
     made.store(1, session=5)
     rejected = made.lane.last()
     assert isinstance(rejected, Rejected)

@@ -33,7 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def living(self) -> list[int]:
         return [one for one in self.made.ledger.sessions if one not in self.made.lane.detaching]
 
-    @precondition(lambda self: self.made.ledger.refusal() is None)
+    @precondition(lambda self: self.made.ledger.refusal(self.next_session % 2) is None)
     @rule(attach=st.booleans())
     def open(self, attach: bool) -> None:
         self.made.open(self.next_session, attach=attach)

@@ -12,6 +12,7 @@ from support.fake_lane import FakeLane
 
 from stormd.arena import Space
 from stormd.cache.items import Cache, Caller
+from stormd.cache.requests import PUT_SECONDS
 from stormd.counters import Counters
 from stormd.ledger import Ledger
 from stormd.protocol import (
@@ -68,6 +69,8 @@ class Fixture:
         return session
 
     def ask(self, session: int, message: Message) -> Any:
+        while self.ledger.tidy_cache(self.now):
+            self.ledger.assert_invariants()
         self.lane.take(self.ledger.cached(session, 5, message, self.now))
         return self.lane.last()
 
@@ -95,6 +98,8 @@ class Fixture:
             codec="raw",
             sequence=0,
         )
+        while self.ledger.make_cache_room(session, message, self.now):
+            self.ledger.assert_invariants()
         self.lane.take(self.ledger.store(session, 7, message, self.now))
         return self.lane.last()
 
@@ -209,17 +214,61 @@ def test_of_two_puts_at_once_the_last_commit_wins(made: Fixture) -> None:
     made.lane.finish()
     made.ask(2, CacheCommit([second]))
     made.ask(1, CacheCommit([first]))
-    assert len(made.cache.names(ANNA, "", 9, 0.0)[0]) == 1
+    assert len(made.cache.names(ANNA, "", 9)[0]) == 1
     assert made.counters.cache.puts == 2
 
 
-def test_the_room_of_a_put_is_there_before_its_first_byte(made: Fixture) -> None:
-    made.begin(1, nbytes=3 * PART)
+def test_a_put_without_a_part_takes_nothing(made: Fixture) -> None:
+    for name in "abc":
+        made.put(1, name)
     made.open(2)
-    refused = made.begin(2, "b", nbytes=2 * PART)
-    assert isinstance(refused, Refused)
-    assert refused.kind == "QuotaExceeded"
-    assert "try again later" in refused.detail
+    assert made.begin(2, "large", nbytes=3 * PART) == CacheReady()
+    assert made.counters.cache.evictions == 0
+    assert made.space.use().promised == 0
+    made.store(2)
+    made.lane.finish()
+    made.store(2)
+    made.lane.finish()
+    assert 0 < made.counters.cache.evictions < 3, "each part makes room for itself"
+
+
+def test_of_two_puts_that_do_not_fit_one_is_told_so(made: Fixture) -> None:
+    made.begin(1, nbytes=3 * PART)
+    made.begin(made.open(2), "b", nbytes=3 * PART)
+    answers = [made.store(session) for session in (1, 2, 1, 2)]
+    assert [type(one) for one in answers] == [Admitted, Admitted, Admitted, Rejected]
+    rejected = answers[-1]
+    assert rejected.reason == "pool_full"
+    assert "try again later" in rejected.detail
+    made.ask(2, CacheCancel())
+
+
+def test_a_put_without_parts_is_closed_and_told_of(made: Fixture) -> None:
+    made.begin(1, "slow")
+    made.store(1)
+    made.lane.finish()
+    made.store(1)
+    made.now = PUT_SECONDS
+    made.lane.take(made.ledger.tick(made.now))
+    assert made.space.use().promised > 0, "it is not too late yet"
+    made.now = PUT_SECONDS + 0.1
+    made.lane.take(made.ledger.tick(made.now))
+    made.ledger.assert_invariants()
+    made.lane.finish()
+    assert (made.space.use().used, made.space.use().promised) == (0, 0)
+    for answer in (made.store(1), made.ask(1, CacheCommit([1, 2]))):
+        assert "'slow' got no part for 60 s" in answer.detail
+    assert made.put(1, "again") == CacheFound(found=True)
+
+
+def test_each_part_puts_the_end_of_a_put_off(made: Fixture) -> None:
+    made.begin(1)
+    for _ in range(2):
+        made.now += PUT_SECONDS
+        made.store(1)
+        made.lane.finish()
+        made.lane.take(made.ledger.tick(made.now))
+    assert made.ask(1, CacheCommit([1, 2])) == CacheFound(found=True)
 
 
 def test_a_put_that_is_given_up_leaves_nothing(made: Fixture) -> None:
