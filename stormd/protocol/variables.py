@@ -27,6 +27,7 @@ SETTINGS: Final = (
     "message_bytes",
     "device",
     "staging_bytes_cpu",
+    "all_staging_bytes_cpu",
     "staging_bytes_cuda",
     "part_bytes_cpu",
     "part_bytes_cuda",
