@@ -12,6 +12,7 @@ by its inode.
 from __future__ import annotations
 
 import fcntl
+import grp
 import os
 import shutil
 import socket
@@ -35,12 +36,12 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
 
     Raises:
         DirectoryUnsafe: it cannot be made, is no directory, is another user's, or others may
-            write to it (and it is not sticky as /tmp is).
+            write to it (and it is not sticky as /tmp is), but those of `group`.
     """
     try:
         directory.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        check_directory(directory)
+        check_directory(directory, group)
         return
     except OSError as error:
         raise DirectoryUnsafe(
@@ -50,12 +51,12 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
     grant(directory, 0o750 if socket_mode & 0o070 else 0o700, group)
 
 
-def check_directory(directory: Path) -> None:
+def check_directory(directory: Path, group: str) -> None:
     """Make sure that nobody else can put a socket in the place of ours there.
 
     Raises:
         DirectoryUnsafe: it is no directory, is another user's, or others may write to it (and it
-            is not sticky as /tmp is).
+            is not sticky as /tmp is), but those of `group`, which is empty where none is let in.
     """
     try:
         found = directory.stat()
@@ -68,10 +69,25 @@ def check_directory(directory: Path) -> None:
             f"the runtime directory {directory} belongs to user {found.st_uid}, not to root or "
             f"{os.getuid()}: choose another --address"
         )
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if found.st_mode & stat.S_ISVTX:
+        return
+    if found.st_mode & stat.S_IWOTH:
         raise DirectoryUnsafe(
             f"anyone may write to the runtime directory {directory}: run chmod o-w {directory}"
         )
+    if found.st_mode & stat.S_IWGRP and found.st_gid != _group_id(group):
+        raise DirectoryUnsafe(
+            f"group {found.st_gid} may write to the runtime directory {directory}, and so put "
+            f"another socket in the place of ours: run chmod g-w {directory}, or name that group "
+            "as socket_group"
+        )
+
+
+def _group_id(name: str) -> int | None:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
 
 
 def grant(path: Path, mode: int, group: str) -> None:

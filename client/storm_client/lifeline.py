@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import select
 import socket
+from pathlib import Path
 
 from storm_client.errors import DaemonUnavailable
 from storm_client.living import Living
+from stormd.protocol import distrust, peer_uid
 
 __all__ = ["MAX_DESCRIPTORS", "Lifeline"]
 
@@ -33,18 +35,24 @@ class Lifeline:
     def attach(cls, path: str, token: bytes, timeout: float) -> tuple[Lifeline, list[int]]:
         """Connect to `path` with the session's `token`; return it and the descriptors sent.
 
-        The descriptors are the caller's to close.
+        The descriptors are the caller's to close. The token, which opens the session, is said to
+        no process but one of those users whose daemons are spoken to.
 
         Raises:
-            DaemonUnavailable: nobody answered within `timeout` seconds, or refused the token.
+            DaemonUnavailable: nobody answered within `timeout` seconds, or refused the token; or
+                who listens there is not to be told it.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         lifeline = cls(connection)  # now, for a thread may fork before the daemon has answered
         try:
             connection.settimeout(timeout)
             connection.connect(path)
+            _check_peer(connection, path)
             connection.sendall(token)
             data, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+        except DaemonUnavailable:
+            lifeline.close()
+            raise
         except OSError as error:
             lifeline.close()
             raise DaemonUnavailable(
@@ -71,6 +79,12 @@ class Lifeline:
     def close(self) -> None:
         """End the session as far as the daemon is concerned. Calling it twice is fine."""
         self._socket.close()
+
+
+def _check_peer(connection: socket.socket, path: str) -> None:
+    trouble = distrust(Path(path), peer_uid(connection))
+    if trouble is not None:
+        raise DaemonUnavailable(f"{trouble}: {trouble.advice}")
 
 
 _LIFELINES: Living[Lifeline] = Living()

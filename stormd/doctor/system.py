@@ -119,14 +119,11 @@ def check_runtime_directory(config: Config) -> Finding:
     mode = stat.S_IMODE(facts.st_mode)
     detail = f"{directory}, mode 0{mode:o}, owner {facts.st_uid}"
     try:
-        check_directory(directory)
+        check_directory(directory, config.socket_group)
     except DirectoryUnsafe as error:
         return Finding(name, "fail", detail, str(error))
     if not os.access(directory, os.W_OK | os.X_OK):
         return Finding(name, "fail", detail, "choose a directory this user may write, --address")
-    if mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
-        advice = f"chmod g-w {directory}: its group could put another socket in place of ours"
-        return Finding(name, "warn", detail, advice)
     return Finding(name, "ok", detail)
 
 

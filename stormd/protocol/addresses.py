@@ -10,6 +10,7 @@ import os
 import pwd
 import socket
 import stat
+import struct
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,12 +19,15 @@ from pathlib import Path
 from stormd.protocol.errors import ProtocolError
 
 __all__ = [
+    "DAEMON_UIDS_VARIABLE",
     "SYSTEM_DIRECTORY",
     "SocketTrouble",
     "accepts_connections",
     "default_addresses",
+    "distrust",
     "lifeline_path",
     "parse_address",
+    "peer_uid",
     "socket_trouble",
     "temporary_directory",
     "user_directory",
@@ -32,6 +36,13 @@ __all__ = [
 SYSTEM_DIRECTORY = Path("/run/stormd")
 SOCKET_NAME = "stormd.sock"
 CONNECT_SECONDS = 1.0
+
+DAEMON_UIDS_VARIABLE = "STORMD_DAEMON_UIDS"
+"""Further users whose daemons are spoken to: numbers, with commas between them."""
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_CREDENTIALS = struct.Struct("iII")
+"""Of SO_PEERCRED: process, user, group."""
 
 _SHORT = "/tmp"  # noqa: S108 - what a daemon uses there is 0700 and its own user's
 """Where sockets go whose usual directory has too long a name."""
@@ -81,18 +92,19 @@ class SocketTrouble:
         return self.reason
 
 
-def socket_trouble(path: Path) -> SocketTrouble | None:
-    """Return why nobody accepts connections at a socket's path, None where somebody does.
+def socket_trouble(path: Path, environ: Mapping[str, str] = os.environ) -> SocketTrouble | None:
+    """Return why nobody is to be spoken to at a socket's path, None where a daemon is.
 
-    Nothing is said to whoever listens.
+    Nothing is said to whoever listens, and it must be somebody who may: see `distrust`.
     """
     start = f"start one with `stormd serve --address ipc://{path}`"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(CONNECT_SECONDS)
         try:
             probe.connect(str(path))
+            return distrust(path, peer_uid(probe), environ)
         except BlockingIOError:
-            return None  # more callers wait than the kernel lets: a daemon with a crowd before it
+            return _distrust_crowded(path, environ)
         except PermissionError:
             return _denial(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +114,51 @@ def socket_trouble(path: Path) -> SocketTrouble | None:
             return SocketTrouble(reason, start)
         except OSError as error:
             return SocketTrouble(f"{path}: {error.strerror or error}", "choose another address")
+
+
+def _distrust_crowded(path: Path, environ: Mapping[str, str]) -> SocketTrouble | None:
+    """Judge by the file whom more callers wait for than the kernel lets: nobody can ask him."""
+    try:
+        return distrust(path, path.lstat().st_uid, environ)
+    except OSError as error:
+        return SocketTrouble(f"{path}: {error.strerror}", "try again")
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return whose process listened at the other end of a Unix socket, as the kernel says."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(found)[1])
+
+
+def distrust(path: Path, uid: int, environ: Mapping[str, str] = os.environ) -> SocketTrouble | None:
+    """Return why a daemon of this user at a socket's path is not spoken to, None where it is.
+
+    It may be root's, this process's user's, of a user named in STORMD_DAEMON_UIDS, or of the owner
+    of the socket's directory, where nobody else could have put that directory there. So whoever
+    makes a directory with a daemon's name in /tmp hears nothing of anybody.
+    """
+    if uid in (0, os.geteuid()) or uid == _owner(path.parent):
         return None
+    named = environ.get(DAEMON_UIDS_VARIABLE, "")
+    if str(uid) in (text.strip() for text in named.split(",")):
+        return None
+    return SocketTrouble(
+        f"who listens at {path} is user {_user(uid)}, neither root nor user {_user(os.geteuid())}, "
+        "in a directory that others could have made",
+        f"if that daemon is meant, set {DAEMON_UIDS_VARIABLE}={uid}, else choose another address",
+    )
+
+
+def _owner(directory: Path) -> int | None:
+    """Return who owns a directory which nobody but this user and root can have put there."""
+    try:
+        place = directory.resolve(strict=True)
+        owner = place.stat().st_uid
+        above = [parent.stat() for parent in place.parents]
+    except OSError:
+        return None
+    safe = all(one.st_uid in (0, owner) and not one.st_mode & _OTHERS_WRITE for one in above)
+    return owner if safe else None
 
 
 def accepts_connections(path: Path) -> bool:

@@ -48,7 +48,7 @@ SETTINGS: Final = (
 """The daemon's settings, each of which a variable may set; clients and commands read the address.
 What they are is defined in stormd.config."""
 
-CLIENT_SETTINGS: Final = ("budget",)
+CLIENT_SETTINGS: Final = ("budget", "daemon_uids")
 """What a variable may set for training scripts; a daemon that inherits one passes over it."""
 
 _NAMES: Final = SETTINGS + CLIENT_SETTINGS

@@ -7,6 +7,7 @@ import pytest
 import storm_client as storm
 from storm_client.handshake import is_listening, socket_path
 from support.daemon_process import DaemonProcess
+from support.other_user import ANOTHER_UID, impostor_in, root_only
 
 
 def test_the_path_of_an_address() -> None:
@@ -39,3 +40,13 @@ def test_another_version(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("storm_client.handshake.PROTOCOL_VERSION", 99)
     with pytest.raises(storm.ProtocolMismatch, match="99"):
         storm.connect(daemon.address, timeout=30)
+
+
+@root_only
+def test_another_users_daemon_where_anybody_could_have_put_it_is_told_nothing(
+    tmp_path: Path,
+) -> None:
+    with impostor_in(tmp_path) as (path, heard):
+        with pytest.raises(storm.DaemonUnavailable, match=f"user {ANOTHER_UID} .*STORMD_DAEMON_U"):
+            storm.connect(f"ipc://{path}", embedded="never")
+        assert heard() == "b''"

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import storm_client as storm
 from storm_client.lifeline import Lifeline
 from support.daemon_process import DaemonProcess
+from support.other_user import impostor_in, root_only
 from support.waiting import wait_until
 
 
@@ -75,3 +77,11 @@ def test_a_wrong_token(daemon: DaemonProcess) -> None:
     path = daemon.address.removeprefix("ipc://") + ".lifeline"
     with pytest.raises(storm.DaemonUnavailable, match="closed the lifeline"):
         Lifeline.attach(path, b"t" * 16, 30.0)
+
+
+@root_only
+def test_the_token_is_not_told_to_another_user(tmp_path: Path) -> None:
+    with impostor_in(tmp_path) as (path, heard):
+        with pytest.raises(storm.DaemonUnavailable, match=f"who listens at {path} is user"):
+            Lifeline.attach(str(path), b"0123456789abcdef", 30.0)
+        assert heard() == "b''"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import socket
 import stat
@@ -45,6 +46,22 @@ def test_a_directory_that_anyone_may_write_to_is_refused(tmp_path: Path) -> None
     with pytest.raises(DirectoryUnsafe, match="chmod o-w"):
         prepare_directory(tmp_path, socket_mode=0o600, group="")
     tmp_path.chmod(0o1777)
+    prepare_directory(tmp_path, socket_mode=0o600, group="")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another group")
+def test_a_directory_that_a_group_may_write_to_is_refused_unless_it_is_let_in(
+    tmp_path: Path,
+) -> None:
+    """Its members could remove our socket and put one of theirs there."""
+    nogroup, other = (grp.getgrnam(name) for name in ("nogroup", "daemon"))
+    os.chown(tmp_path, 0, nogroup.gr_gid)
+    tmp_path.chmod(0o775)
+    for group in ("", other.gr_name, "no-such-group"):
+        with pytest.raises(DirectoryUnsafe, match=rf"group {nogroup.gr_gid} may write.*chmod g-w"):
+            prepare_directory(tmp_path, socket_mode=0o600, group=group)
+    prepare_directory(tmp_path, socket_mode=0o600, group=nogroup.gr_name)
+    tmp_path.chmod(0o1775)
     prepare_directory(tmp_path, socket_mode=0o600, group="")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,46 @@ def let_pass(path: Path) -> None:
         if directory.stat().st_mode & 0o111 != 0o111:
             directory.chmod(directory.stat().st_mode | 0o111)
         directory = directory.parent
+
+
+IMPOSTOR = """
+import os, socket, sys
+BECOME
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o666)
+listener.listen(0)
+print("listening", flush=True)
+sys.stdin.readline()
+listener.setblocking(False)
+heard = b""
+while True:
+    try:
+        caller = listener.accept()[0]
+    except BlockingIOError:
+        break
+    caller.settimeout(10.0)
+    heard += caller.recv(4096)
+print(heard, flush=True)
+"""
+
+
+@contextmanager
+def impostor_in(directory: Path) -> Iterator[tuple[Path, Callable[[], str]]]:
+    """Have another user listen at a socket in a directory where anybody may put one, as in /tmp.
+
+    Yields its path, and what returns all that was said to that user by those who have hung up.
+    """
+    path = directory / "impostor"
+    directory.chmod(0o1777)
+    let_pass(directory)
+    directory.chmod(0o1777)
+    with as_another_user(IMPOSTOR, str(path)) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "listening\n"
+
+        def heard() -> str:
+            return process.communicate("\n", timeout=60)[0].strip()
+
+        yield path, heard

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.other_user import ANOTHER_UID, impostor_in, root_only
 
 from stormd.protocol import ProtocolError, default_addresses, lifeline_path, parse_address
 from stormd.protocol.addresses import (
+    DAEMON_UIDS_VARIABLE,
     SYSTEM_DIRECTORY,
+    distrust,
+    peer_uid,
     socket_trouble,
     temporary_directory,
     user_directory,
@@ -119,3 +125,57 @@ def test_what_is_left_of_a_daemon_and_what_is_not_there_are_told_apart(tmp_path:
         assert trouble.reason == f"{path} {reason}"
         assert f"stormd serve --address ipc://{path}" in trouble.advice
         assert not trouble.denies
+
+
+# --- whose it must be -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def impostor(tmp_path: Path) -> Iterator[Path]:
+    with impostor_in(tmp_path) as (path, _):
+        yield path
+
+
+@root_only
+def test_another_users_socket_where_anybody_may_put_one_is_not_spoken_to(impostor: Path) -> None:
+    trouble = socket_trouble(impostor, {})
+    assert trouble is not None
+    assert f"user {ANOTHER_UID} " in trouble.reason
+    assert f"set {DAEMON_UIDS_VARIABLE}={ANOTHER_UID}" in trouble.advice
+    assert socket_trouble(impostor, {DAEMON_UIDS_VARIABLE: f"7, {ANOTHER_UID}"}) is None
+    assert socket_trouble(impostor, {DAEMON_UIDS_VARIABLE: "7"}) is not None
+    with ExitStack() as crowd:  # which nobody takes, so that nobody can be asked
+        for _ in range(3):
+            caller = crowd.enter_context(socket.socket(socket.AF_UNIX))
+            caller.setblocking(False)
+            with suppress(BlockingIOError):
+                caller.connect(str(impostor))
+        assert socket_trouble(impostor, {}) is not None
+
+
+@root_only
+def test_a_directory_that_only_root_can_have_given_away_speaks_for_its_owner() -> None:
+    """As the system's does: /run/stormd, of user stormd. What lies in /tmp could be anybody's."""
+    with tempfile.TemporaryDirectory(dir="/run", prefix="stormd-test-") as name:
+        directory = Path(name)
+        os.chown(directory, ANOTHER_UID, ANOTHER_UID)
+        path = directory / "s"
+        assert distrust(path, ANOTHER_UID, {}) is None
+        assert distrust(path, ANOTHER_UID - 1, {}) is not None
+        below = directory / "below"
+        below.mkdir()
+        os.chown(below, ANOTHER_UID - 1, ANOTHER_UID)
+        assert distrust(below / "s", ANOTHER_UID - 1, {}) is not None, "its owner's may move it"
+        os.chown(below, ANOTHER_UID, ANOTHER_UID)
+        assert distrust(below / "s", ANOTHER_UID, {}) is None
+        directory.chmod(0o770)
+        assert distrust(below / "s", ANOTHER_UID, {}) is not None
+    assert distrust(Path("/no/such/s"), ANOTHER_UID, {}) is not None
+
+
+def test_a_daemon_of_this_user_or_of_root_is_spoken_to(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(path))
+        assert peer_uid(caller) == os.geteuid()
+    for uid in (0, os.geteuid()):
+        assert distrust(path, uid, {}) is None
