@@ -24,7 +24,6 @@ from storm_client.errors import UsageError
 
 __all__ = [
     "Blocks",
-    "Ended",
     "Entered",
     "Leaving",
     "Stacks",
@@ -95,8 +94,8 @@ def have_modes(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
-class Ended(Protocol):
-    """What is told of a block's end."""
+class Entered(Protocol):
+    """What a block is for."""
 
     def end(self) -> None:
         """Note that the block has ended, and by no exception."""
@@ -105,10 +104,6 @@ class Ended(Protocol):
     def abandon(self) -> None:
         """Note that an exception has ended the block."""
         ...
-
-
-class Entered(Ended, Protocol):
-    """What a block is for."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return what autograd is to hold instead of a tensor."""
@@ -143,7 +138,7 @@ class _Block:
 
     __slots__ = ("entered", "guard", "mode", "mode_guard", "pops")
 
-    def __init__(self, entered: Ended, *pops: Callable[[], object]) -> None:
+    def __init__(self, entered: Entered, *pops: Callable[[], object]) -> None:
         self.entered = entered
         self.guard: _Guard | None = None
         self.mode: TorchFunctionMode | None = None
@@ -191,12 +186,6 @@ class Blocks(threading.local):
             if top is not None and top[0] is hooks[0]:
                 _pop_hooks()
             raise
-
-    def enter_without_hooks(self, entered: Ended) -> None:
-        """Put nothing on, and tell `entered` of the block's end."""
-        leave = None if self._leaving is None else self._leaving()
-        self._leaving = None
-        (self._unguarded if leave is None else leave.args[1]).append(_Block(entered))
 
     def leave(self, blocks: list[_Block], kind: type[BaseException] | None) -> None:
         """Take the hooks of the block off, and tell it unless an exception has ended it.

@@ -102,13 +102,7 @@ class Offload:
             DaemonLost: the client is without its daemon.
         """
         supply = self._found()
-        unwatched = None if self._layers.modules else self._planning.unwatched()
-        # The daemon is not asked whether it lives where nothing goes there.
-        sessions = supply.current(asks=unwatched is None)
-        if unwatched is not None:
-            self.blocks.enter_without_hooks(unwatched)
-            unwatched.begin()
-            return self
+        sessions = supply.current()
         if self._first_steps.is_due():
             self._look_back()
         line = self._summary.step_begins(
@@ -168,7 +162,7 @@ class Offload:
         return Report(
             stats=stats,
             layers=self._recorder.layers(),
-            steps=self._summary.begun + self._planning.unwatched_steps,
+            steps=self._summary.begun,
             plan=self.plan,
             timeline=self._traces.timeline(),
         )

@@ -53,18 +53,14 @@ class Sessions:
             self.control = self._sessions[CPU] = Session(address, CpuLane(), timeout)
         self.control.connection.end_with(self)
 
-    def check(self, *, asks: bool = True) -> None:
-        """Raise what keeps the sessions from being used: closed, forked, daemon lost.
-
-        By now, if it `asks` the system for that; else as far as a listener has noticed.
-        """
+    def check(self) -> None:
+        """Raise what keeps the sessions from being used by now: closed, forked, daemon lost."""
         if self._closed:
             raise UsageError("the client is closed; call storm_client.connect() for another")
-        check = Connection.check_now if asks else Connection.check
-        check(self.control.connection)
+        self.control.connection.check_now()
         for session in self._open_sessions():
             if session is not self.control:
-                check(session.connection)
+                session.connection.check_now()
 
     @property
     def lost(self) -> bool:

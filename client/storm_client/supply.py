@@ -46,10 +46,8 @@ class Supply:
         """The sessions in use, also when their daemon is lost."""
         return self._sessions
 
-    def current(self, *, asks: bool = True) -> Sessions:
+    def current(self) -> Sessions:
         """Return the sessions for what begins now; with `keeps` their daemon may be lost.
-
-        It `asks` whether the daemon lives, or goes by what the listener has noticed so far.
 
         Raises:
             UsageError: the client is closed, or this is a forked child.
@@ -58,7 +56,7 @@ class Supply:
         self._take_found()
         sessions = self._sessions
         try:
-            sessions.check(asks=asks)
+            sessions.check()
         except DaemonLost as loss:
             if not self.keeps:
                 raise lost_in_forward(loss) from loss

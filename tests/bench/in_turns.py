@@ -32,7 +32,7 @@ from stormd.machine import describe, package_versions
 GIB = 1 << 30
 
 WARM_UPS = 45
-"""Steps by which a plan is learned, layers are tried, and what needs no hooks has none."""
+"""Steps by which a plan is learned and followed."""
 
 
 def turn(one: Callable[[], float], steps: int, device: torch.device) -> dict[str, float]:

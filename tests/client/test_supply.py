@@ -158,7 +158,7 @@ class FakeSessions:
         self.lost = False
         self.seen: Callable[[], None] = lambda: None
 
-    def check(self, *, asks: bool = True) -> None:
+    def check(self) -> None:
         if self.lost:
             self.seen()
             raise storm.DaemonLost("the daemon ended")

@@ -35,7 +35,6 @@ from storm_client.plan.recorder import Mark, Recorder, Span, mark
 from storm_client.plan.recording import Recording
 from storm_client.plan.table import Plan
 from storm_client.plan.window import (
-    allocated_bytes,
     device_bytes,
     free_bytes,
     give_back_unused,
@@ -69,21 +68,9 @@ class PlanOptions:
 LITTLE: Final = 1 / 128
 """Of a device's memory: to free less is not worth a step that the thread makes longer."""
 
-ALIKE: Final = 8
-"""So many watched steps of one kind in a row, of which all stays, and the next have no hooks."""
-
-UNWATCHED: Final = 15
-"""Of them so many in a row."""
-
-GROWN: Final = 4
-"""So many times what such a step saves, and the one behind it is watched."""
-
-
 _SWITCHED_OFF: Final = "replay=False was passed"
 _COMPILED: Final = "the step runs compiled code, whose operations are not seen"
 """Why nothing is recomputed."""
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Planning:
@@ -101,14 +88,6 @@ class Planning:
         """Whether one of its blocks has, or lies in some. Its functions are watched no more."""
         self._ratio = ratio
         self._kinds = Kinds()
-        self._unwatched = 0
-        """Steps since the last that was watched."""
-        self._row: UnwatchedRow | None = None
-        """Those steps, where there are any."""
-        self.unwatched_steps = 0
-        """All so far."""
-        self._alike: tuple[Kind | None, int] = (None, 0)
-        """The kind of the last ones that were, and how many in a row were of that."""
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
 
@@ -161,29 +140,6 @@ class Planning:
         """Note that a block has run compiled code, which is run with nobody watching."""
         self._runs_compiled_code = True
 
-    def unwatched(self) -> UnwatchedRow | None:
-        """Begin the next step if it needs no hooks: all that the last ones saved stays anyway.
-
-        It does where others are on PyTorch's stack, which would be handed all instead.
-        """
-        kind, count = self._alike
-        if kind is None or kind.is_outdated or count < ALIKE or _top_hooks(True) is not None:
-            return None
-        if not kind.is_not_worth_it:
-            return None
-        if self._unwatched >= UNWATCHED:
-            self._unwatched = 0
-            return None
-        if not self._unwatched or self._row is None:
-            self._row = UnwatchedRow(self, kind.saved_bytes)
-        self._unwatched += 1
-        self.unwatched_steps += 1
-        return self._row
-
-    def watch_next(self) -> None:
-        """Have the next steps be watched."""
-        self._alike, self._row = (None, 0), None
-
     def ended(
         self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
     ) -> Kind | None:
@@ -193,8 +149,6 @@ class Planning:
         """
         followed = step.kind
         kind = self._kinds.ended(step)
-        before, count = self._alike
-        self._alike = kind, count + 1 if kind is before else 1
         if kind is None or kind is not followed or kind.decisions is None or is_trial:
             return None
         kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)), host)
@@ -254,7 +208,7 @@ class Planning:
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(kind, choice), None
         if kind.has_functions and not kind.has_replays:
-            self._go_on_unwatched(kind)
+            self._go_on_without_functions(kind)
 
     def _impossible(self, kind: Kind) -> dict[int, str]:
         """Return what of a kind cannot be recomputed, and why as far as that is known.
@@ -267,11 +221,11 @@ class Planning:
         reason = _COMPILED if self._runs_compiled_code else switched_off
         return dict.fromkeys(range(len(kind.values)), reason) | kind.rejected
 
-    def _go_on_unwatched(self, kind: Kind) -> None:
+    def _go_on_without_functions(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
-        unwatched = kind.without_functions()
-        if self._kinds.add(unwatched):
-            self._make(unwatched)
+        other = kind.without_functions()
+        if self._kinds.add(other):
+            self._make(other)
 
     def _free_pins(self) -> None:
         """Free what steps have known storages by, of whose results nothing is left."""
@@ -282,31 +236,6 @@ class Planning:
                 continue
             while storages:
                 storages.pop().free()
-
-
-class UnwatchedRow:
-    """Steps in a row of which nothing is seen but how much memory they take.
-
-    All that is done for one is done by code that no cache holds, after a step's other work: it is
-    to be little. So memory is asked for at the end of each, and once before the first.
-    """
-
-    def __init__(self, planning: Planning, nbytes: int) -> None:
-        """Expect that a block saves `nbytes`."""
-        self._planning = planning
-        self._most = allocated_bytes() + GROWN * nbytes
-
-    def begin(self) -> None:
-        """Note that a block has begun."""
-
-    def end(self) -> None:
-        """Have the next steps be watched if one has ended with more than was expected."""
-        if allocated_bytes() > self._most:
-            self._planning.watch_next()
-
-    def abandon(self) -> None:
-        """Have the next steps be watched: why this one failed is not known."""
-        self._planning.watch_next()
 
 
 class PlannedStep:

@@ -6,7 +6,6 @@ import torch
 
 __all__ = [
     "DeviceWindow",
-    "allocated_bytes",
     "device_bytes",
     "free_bytes",
     "give_back_unused",
@@ -103,15 +102,6 @@ def last_bytes(saved: int) -> int:
 def device_bytes() -> int:
     """Return how much memory the current device has in all."""
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-
-
-def allocated_bytes() -> int:
-    """Return how much of the current GPU's memory PyTorch's tensors take; 0 before there is one."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it so
-        return 0
-    # Without the flat table of all figures, which takes ten times as long as this one.
-    figures = torch.cuda.memory_stats_as_nested_dict(torch.cuda.current_device())
-    return int(figures["allocated_bytes"]["all"]["current"])
 
 
 def free_bytes() -> int:
