@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,11 +21,11 @@ from typing import IO, Final, cast
 
 import uvloop
 
+from stormd import open_files
 from stormd.config import Config
 from stormd.errors import StartStopped
 from stormd.log_queue import LogQueue
 from stormd.notify import Notifier, watchdog_seconds
-from stormd.open_files import raise_limit
 from stormd.operation import StartReport, operated, reload_settings
 from stormd.server import Server
 
@@ -49,7 +50,9 @@ def run_daemon(
         StormdError: the daemon could not be opened, or not go on; nothing of it is left. Signals
             mean again what they mean to a process that does not handle them.
     """
-    raise_limit()
+    limit, wanted = open_files.raise_limit(), open_files.wanted(config.max_sessions)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        log.warning("%d open files, the limit, are too few for max_sessions: %d", limit, wanted)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(config, read, terminal))

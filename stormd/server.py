@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from stormd import __version__
+from stormd import __version__, open_files
 from stormd.arena import Space, slack_of
 from stormd.cache.items import Cache
 from stormd.config import Config, reloaded
@@ -278,6 +278,7 @@ class Server:
         self._cleanup.callback(self._lifelines.close)
         for path in self._paths:
             grant(path, config.socket_mode, config.socket_group)
+        open_files.check_room()
         self._gateway.start(self._lifelines)
 
     def _serve_on(self, control: ControlSocket) -> None:

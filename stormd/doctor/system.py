@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from stormd import open_files
 from stormd.config import Config
 from stormd.doctor.finding import Finding
 from stormd.errors import DirectoryUnsafe
@@ -32,8 +33,6 @@ __all__ = [
 
 _CAP_IPC_LOCK: Final = 14
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_DESCRIPTORS_PER_SESSION: Final = 4
-_DESCRIPTORS_OF_DAEMON: Final = 64
 
 
 def check_memory(config: Config) -> Finding:
@@ -97,7 +96,7 @@ def check_descriptors(config: Config) -> Finding:
     It ends new connections while half of them are open.
     """
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * (_DESCRIPTORS_OF_DAEMON + _DESCRIPTORS_PER_SESSION * config.max_sessions)
+    wanted = open_files.wanted(config.max_sessions)
     detail = f"limit {hard}, {wanted} wanted for {config.max_sessions} sessions"
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         return Finding("file descriptors", "ok", detail)

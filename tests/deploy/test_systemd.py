@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from stormd.commands.output import EXIT_USAGE
 from stormd.config import Config, load_config
 from stormd.health import STUCK_SECONDS
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
 
 UNITS = ("stormd.service", "nvidia-mps.service")
-MOST_EXPOSURE = 4.0
+MOST_EXPOSURE = 3.0
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None,
@@ -78,8 +79,9 @@ def test_verify_would_notice_a_missing_program(installed: Path) -> None:
 
 
 @needs_systemd
-def test_exposure_is_low(deploy: Path) -> None:
-    unit = deploy / "systemd" / "stormd.service"
+@pytest.mark.parametrize("name", UNITS)
+def test_exposure_is_low(deploy: Path, name: str) -> None:
+    unit = deploy / "systemd" / name
     threshold = f"--threshold={round(MOST_EXPOSURE * 10)}"
     outcome = analyze("security", "--offline=true", "--no-pager", threshold, str(unit))
     assert outcome.returncode == 0, outcome.stdout
@@ -148,6 +150,12 @@ def test_timeouts_leave_the_daemon_its_own(deploy: Path) -> None:
     assert float(unit["WatchdogSec"][0]) > STUCK_SECONDS
     assert unit["Type"] == ["notify"]
     assert unit["LimitMEMLOCK"] == ["infinity"]
+
+
+def test_a_setting_that_cannot_be_used_is_not_tried_for_ever(deploy: Path) -> None:
+    unit = settings(deploy / "systemd" / "stormd.service")
+    assert unit["Restart"] == ["on-failure"]
+    assert unit["RestartPreventExitStatus"] == [str(EXIT_USAGE)]
 
 
 def test_daemon_and_mps_use_one_pipe_directory(deploy: Path) -> None:

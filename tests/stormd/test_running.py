@@ -298,7 +298,6 @@ def test_a_signal_gives_up_the_start(
     monkeypatch.setattr(Server, "stop", server_stop)
     monkeypatch.setattr(StartReport, "__call__", come)
     monkeypatch.setattr("stormd.host_pool.MAX_TOUCHERS", 1)
-    monkeypatch.setattr("stormd.running.raise_limit", lambda: None)
     try:
         run_daemon(make_config(pool_bytes=256 << 20))
         assert [signal.getsignal(number) for number in ENDING] == [signal.SIG_IGN] * 3
@@ -307,6 +306,29 @@ def test_a_signal_gives_up_the_start(
             signal.signal(number, handler)
     assert chunks == [CHUNK_BYTES]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [16, 24, 32, 40, 48, 63, 64, 96, 128])
+def test_a_limit_of_open_files_under_which_nobody_is_served_is_refused(
+    tmp_path: Path, limit: int
+) -> None:
+    """Whatever it is, the start fails by its name, or clients are served."""
+    line = shlex.join([sys.executable, "-m", "stormd.cli", "serve", *plain(tmp_path)])
+    command = ["bash", "-c", f"ulimit -n {limit}; exec {line}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr)
+        while not (line := next(lines)).startswith("stormd: "):
+            if json.loads(line)["event"] == "ready":
+                with RawClient(f"ipc://{tmp_path}/run/s.sock") as client:
+                    client.open().stored(b"served")
+                process.terminate()
+                assert process.wait(SECONDS) == 0
+                assert limit >= 64
+                return
+        assert f"the limit of open files is {limit}, and " in line
+        assert process.wait(SECONDS) == 2
+    assert not list(tmp_path.glob("run/*"))
 
 
 def test_a_taken_metrics_port_ends_the_start(tmp_path: Path) -> None:
