@@ -14,6 +14,7 @@ import warnings
 import torch
 
 from storm_client.cache_session import CacheSession
+from storm_client.devices import with_number
 from storm_client.errors import CorruptBlob, DaemonUnavailable, ProtocolMismatch, UsageError
 from storm_client.sessions import lane_for
 from stormd.protocol import (
@@ -187,9 +188,7 @@ def _target(device: torch.device | str) -> torch.device:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device is {device!r}: {error}") from error
-    if target.type == "cuda" and target.index is None and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return target
+    return with_number(target) if torch.cuda.is_available() else target
 
 
 def _about(kind: type[CacheGet | CacheFind | CacheDelete], name: str) -> Message:

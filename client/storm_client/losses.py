@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn._reduction import legacy_get_string
 
+from storm_client.devices import is_capturing
 from storm_client.errors import UsageError
 from storm_client.sole_holder import is_held_by_graph_alone
 
@@ -258,7 +259,7 @@ def _may_weigh(weight: Tensor, logits: Tensor, computed: torch.dtype, reduction:
         return False  # autocast may give nll_loss another type
     if reduction == "none":
         return True
-    if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+    if logits.is_cuda and is_capturing(logits.device):
         return False  # the proof waits for the device
     return _weighs_products(logits.device, computed, logits.dim())
 

@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class _Owner(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
     def give_back_memory(self) -> None: ...
 
 
@@ -31,7 +34,7 @@ _OWNERS: Living[_Owner] = Living()
 
 
 def watch(owner: _Owner) -> None:
-    """Call the owner's `give_back_memory` whenever a device's memory runs out."""
+    """Call the owner's `give_back_memory` whenever its device's memory runs out."""
     _OWNERS.add(owner)
     _observe()
 
@@ -48,4 +51,5 @@ def _observe() -> None:
 
 def _give_back(device: int, wanted: int, allocated: int, free: int) -> None:  # noqa: ARG001 - PyTorch's signature
     for owner in _OWNERS:
-        owner.give_back_memory()
+        if owner.device.index == device:
+            owner.give_back_memory()

@@ -18,11 +18,12 @@ from storm_client import ranges
 from storm_client.blocks import untraced
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.compiled import HANDLED
+from storm_client.devices import is_capturing
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
 from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.plan.planning import Planning
 from storm_client.plan.recipes import Replayed, Result, Trial, checksum, compare, same_bits
-from storm_client.plan.recorder import Mark, Span, mark
+from storm_client.plan.recorder import Mark
 from storm_client.policy import NO_ACTIVATIONS, Policy
 from storm_client.saved import Handle, RangePhase, StoredRange
 from storm_client.stats import StatsRecorder
@@ -112,7 +113,7 @@ class StepHooks:
                 if record.phase is RangePhase.IN_USE:
                     record.session.send(record)
             if followed is not None:
-                self._turn = followed, mark(is_on_gpu=followed.is_on_gpu)
+                self._turn = followed, Mark(followed.clock)
         except DaemonLost as loss:
             if not self._keeps:
                 raise lost_in_forward(loss) from loss
@@ -168,7 +169,7 @@ class StepHooks:
             DaemonLost: the daemon is gone, and was meant to have it.
         """
         decision = self._policy.decide(tensor)
-        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        if tensor.is_cuda and is_capturing(tensor.device):
             decision = Keep("capture")  # already opening a session would spoil the graph
         if isinstance(decision, Keep):
             return self._skip(tensor, decision.reason)
@@ -219,7 +220,7 @@ class StepHooks:
         turn, self._turn = self._turn, None
         if turn is not None:
             kind, ended = turn
-            turned = Span(ended, mark(is_on_gpu=kind.is_on_gpu))
+            turned = ended.until_now()
             kind.turned(turned, device_waits=turned.has_begun)
         version.check()
         return version.replaced()

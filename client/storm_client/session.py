@@ -70,6 +70,7 @@ class Session(Listener):
             StormError: as Connection, and what the lane raises; nothing stays open then.
         """
         self.lane = lane
+        self.device = lane.device
         self.saved = SavedStorages()
         self._shared: dict[int, weakref.ref[StoredRange]] = {}
         """Records that stay as long as somebody else holds their storage, the oldest first."""

@@ -10,7 +10,8 @@ from storm_client import memory_pressure
 
 
 class Owner:
-    def __init__(self) -> None:
+    def __init__(self, ordinal: int = 0) -> None:
+        self.device = torch.device("cuda", ordinal)
         self.gave_back = 0
 
     def give_back_memory(self) -> None:
@@ -39,6 +40,20 @@ def test_one_observer_serves_every_owner_that_lives(
     (observer,) = attached
     observer(0, 1, 2, 3)
     assert (one.gave_back, other.gave_back) == (1, 1)
+
+
+def test_a_device_that_has_memory_is_left_alone(
+    observe: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached: list[Callable[[int, int, int, int], None]] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", attached.append, raising=False
+    )
+    one, other = Owner(0), Owner(1)
+    for owner in (one, other):
+        memory_pressure.watch(owner)
+    attached[0](1, 1, 2, 3)
+    assert (one.gave_back, other.gave_back) == (0, 1)
 
 
 def test_an_allocator_without_observers_is_no_error(

@@ -307,11 +307,11 @@ class Stream(_Owned):
         self.put(run)
 
     def synchronize(self) -> None:
-        _called("cuStreamSynchronize")
+        _called("cuStreamSynchronize", self.handle)
         done = threading.Event()
         self.put(done.set)
         done.wait()
-        _called("cuStreamSynchronize")
+        _called("cuStreamSynchronize", self.handle)
 
     def close(self) -> None:
         if self.handle in _streams:

@@ -1,7 +1,12 @@
-"""What the client's cuda lane uses of PyTorch, on the fake devices.
+"""What the client uses of PyTorch's CUDA, on the fake devices.
 
 What stays true: the current device is that of the context which the calling thread has entered, as
-in CUDA's runtime, and asking for the one that is current already enters nothing.
+in CUDA's runtime, and asking for the one that is current already enters nothing. An event is of the
+device on whose stream it is recorded first.
+
+What PyTorch allows is an error here where it takes a thread's current device for granted: questions
+about a device's memory that do not name it, and what would make a context on a device that nothing
+lies on.
 """
 
 from __future__ import annotations
@@ -9,11 +14,54 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from storm_kernels.errors import CudaDriverError
 from support import fake_cuda
+
+
+def ordinal_of(device: torch.device | int) -> int:
+    return device if isinstance(device, int) else device.index
+
+
+class FakeEvent:
+    """`torch.cuda.Event`: made on the device that it is recorded on."""
+
+    def __init__(self, torch: FakeTorch, *, enable_timing: bool = False) -> None:
+        self._torch = torch
+        self._timed = enable_timing
+        self.event: fake_cuda.Event | None = None
+
+    @property
+    def _made(self) -> fake_cuda.Event:
+        assert self.event is not None, "was never recorded"
+        return self.event
+
+    def record(self, stream: SimpleNamespace | None = None) -> None:
+        chosen = self._torch.current_stream() if stream is None else stream
+        with fake_cuda.entered(chosen.device):
+            if self.event is None:
+                self.event = fake_cuda.Event(timed=self._timed)
+                self._torch.owns(self.event)
+            self.event.record(chosen.cuda_stream)
+
+    def query(self) -> bool:
+        with fake_cuda.entered(self._made.device):
+            return self._made.done()
+
+    def synchronize(self) -> None:
+        with fake_cuda.entered(self._made.device):
+            self._made.synchronize()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        if self._made.device != end._made.device:
+            name, code = "cudaEventElapsedTime", "CUDA_ERROR_INVALID_HANDLE"
+            raise CudaDriverError(name, code, "invalid resource handle")
+        with fake_cuda.entered(self._made.device):
+            return fake_cuda.elapsed_seconds(self._made, end._made) * 1e3
 
 
 class FakeTensor:
@@ -58,17 +106,34 @@ class FakeTorch:
     def __init__(self) -> None:
         self.cuda = self
         self._C = SimpleNamespace(
-            _cuda_getCurrentRawStream=self._raw_stream, _cuda_getDevice=self.current_device
+            _cuda_getCurrentRawStream=self._raw_stream,
+            _cuda_getDevice=self.current_device,
+            _cuda_hasPrimaryContext=lambda ordinal: ordinal in self.contexts,
         )
         self._chosen = threading.local()
-        self._made: list[FakeTensor] = []
+        self._made: list[FakeTensor | fake_cuda.Event] = []
+        self.contexts: set[int] = set()
+        """Devices that something lies on."""
+        self.capturing: set[int] = set()
+        self.memory: dict[int, dict[str, int]] = {}
+        """What a device tells of itself, by the names of PyTorch's functions."""
+        self.given_back = 0
 
     def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> Any:
         return self.tensor(nbytes, device.index) if nbytes else _View()
 
     def tensor(self, nbytes: int, device: int = 0) -> FakeTensor:
-        self._made.append(FakeTensor(nbytes, device))
-        return self._made[-1]
+        made = FakeTensor(nbytes, device)
+        self._made.append(made)
+        self.contexts.add(device)
+        return made
+
+    def owns(self, event: fake_cuda.Event) -> None:
+        """Close it at the end."""
+        self._made.append(event)
+
+    def Event(self, *, enable_timing: bool = False) -> FakeEvent:
+        return FakeEvent(self, enable_timing=enable_timing)
 
     def init(self) -> None:
         pass
@@ -76,15 +141,40 @@ class FakeTorch:
     def current_device(self) -> int:
         return fake_cuda.current_device() or 0
 
-    def get_device_properties(self, ordinal: int) -> SimpleNamespace:
-        return SimpleNamespace(total_memory=1 << 30)
+    def get_device_properties(self, device: torch.device | int) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1 << (30 + ordinal_of(device)))
+
+    def is_initialized(self) -> bool:
+        return bool(self.contexts)
+
+    def device_count(self) -> int:
+        return len(fake_cuda.UUIDS)
 
     def is_current_stream_capturing(self) -> bool:
-        return False
+        device = self.current_device()
+        assert device in self.contexts, f"makes a context on device {device}"
+        return device in self.capturing
+
+    def mem_get_info(self, device: torch.device | int) -> tuple[int, int]:
+        return self.memory[ordinal_of(device)]["free"], 1 << 30
+
+    def memory_reserved(self, device: torch.device | int) -> int:
+        return self.memory[ordinal_of(device)]["reserved"]
+
+    def max_memory_allocated(self, device: torch.device | int) -> int:
+        return self.memory[ordinal_of(device)]["most"]
+
+    def memory_stats_as_nested_dict(self, device: torch.device | int) -> dict[str, Any]:
+        found = self.memory[ordinal_of(device)]
+        figures = {"current": found["allocated"], "peak": found["most"]}
+        return {"allocated_bytes": {"all": figures}}
+
+    def empty_cache(self) -> None:
+        self.given_back += 1
 
     @contextmanager
-    def in_device(self, ordinal: int) -> Iterator[None]:
-        before = self.current_device()
+    def in_device(self, device: torch.device | int) -> Iterator[None]:
+        before, ordinal = self.current_device(), ordinal_of(device)
         if before != ordinal:
             fake_cuda.enter(ordinal)
         yield
@@ -97,11 +187,13 @@ class FakeTorch:
         yield
         del self._chosen.stream
 
-    def current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(cuda_stream=self._raw_stream(self.current_device()))
+    def current_stream(self, device: torch.device | int | None = None) -> SimpleNamespace:
+        ordinal = self.current_device() if device is None else ordinal_of(device)
+        return SimpleNamespace(cuda_stream=self._raw_stream(ordinal), device=ordinal)
 
     def _raw_stream(self, ordinal: int) -> int:
-        return self._chosen.stream.handle if hasattr(self._chosen, "stream") else 0
+        chosen = getattr(self._chosen, "stream", None)
+        return chosen.handle if chosen is not None and chosen.device == ordinal else 0
 
     def stream_of(self, ordinal: int) -> fake_cuda.Stream:
         """Return the stream that is current in this thread."""
@@ -109,7 +201,8 @@ class FakeTorch:
 
     def close(self) -> None:
         for owned in self._made:
-            owned.close()
+            with fake_cuda.entered(ordinal_of(owned.device)):
+                owned.close()
 
 
 class FakeTorchCuda:
@@ -126,4 +219,12 @@ class FakeTorchCuda:
 def fake_torch() -> FakeTorch:
     made = FakeTorch()
     made.cuda = FakeTorchCuda(made)
+    return made
+
+
+def faked(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> FakeTorch:
+    """Have modules find the fake devices for PyTorch; close it where anything was made."""
+    made = fake_torch()
+    for module in modules:
+        monkeypatch.setattr(module, "torch", made)
     return made

@@ -65,8 +65,9 @@ class Feeder:
         if type(ahead) is not int or ahead < 1:
             raise UsageError(f"ahead is {ahead!r}; it must be a number of items, at least 1")
         try:
-            self.device = torch.device(device if device is not None else _default_device())
-            torch.empty(0, device=self.device)
+            named = torch.device(device if device is not None else _default_device())
+            # With its number: in the thread that copies another device is the current one.
+            self.device = torch.empty(0, device=named).device
         except (RuntimeError, AssertionError, TypeError) as error:
             raise UsageError(f"device is {device!r}, which cannot be used: {error}") from error
         self._iterable = iterable

@@ -25,7 +25,7 @@ __all__ = ["Receiver"]
 class _Sent(NamedTuple):
     values: tuple[Any, ...]
     named: dict[str, Any]
-    copied: torch.Event | None
+    copied: list[torch.Event]
 
 
 class Receiver:
@@ -163,28 +163,25 @@ class Receiver:
             if has_failed:
                 continue  # what waits is dropped, so that nobody blocks
             try:
-                if sent.copied is not None:
-                    sent.copied.synchronize()
+                for one in sent.copied:
+                    one.synchronize()
                 self._callback(*sent.values, **sent.named)
             except BaseException as error:  # noqa: BLE001 - it is raised in the caller's thread
                 self._error = error
                 has_failed = True
 
 
-def _taken(values: Any) -> tuple[Any, torch.Event | None]:
-    """Return copies on the host, and what says that they are made; None if they are."""
-    device: torch.device | None = None
+def _taken(values: Any) -> tuple[Any, list[torch.Event]]:
+    """Return copies on the host, and what says for each device that they are made."""
+    devices: set[torch.device] = set()
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal device
         tensor = tensor.detach()
         if tensor.device.type == "cpu":
             return tensor.clone()
-        device = tensor.device
+        devices.add(tensor.device)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
     copied = pytree.tree_map_only(torch.Tensor, take, values)
-    if device is None:
-        return copied, None
-    return copied, torch.accelerator.current_stream(device).record_event()
+    return copied, [torch.accelerator.current_stream(one).record_event() for one in devices]

@@ -13,8 +13,7 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import torch
-
+from storm_client.devices import devices_in_use
 from storm_client.plan.window import free_bytes
 from stormd.protocol import Budget
 
@@ -110,7 +109,8 @@ class Room:
         if type(self._budget) is int:
             limit = self._budget
         else:
-            limit = kept + free_bytes() if torch.cuda.is_available() else 0
+            devices = devices_in_use()
+            limit = kept + free_bytes(devices) if devices else 0
         leasts = [one.least for one in self._living()]
         least = max(leasts, default=0)
         if planned is None:

@@ -24,6 +24,7 @@ import torch
 from storm_client.compile.room import Room, room_for
 from storm_client.compile.tokens import TOKENS, Held, Lent, Stored, Unversioned, version_of
 from storm_client.compiled import HANDLED
+from storm_client.devices import is_capturing
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_forward
 from storm_client.plan.decisions import Keep
 from storm_client.policy import Policy
@@ -417,7 +418,7 @@ def _pack(call: Call, value: torch.Tensor, number: int, *, lent: bool) -> Held |
     target = call.target
     if call.keeps(number, value.nbytes):
         return target.keep(value)
-    if value.is_cuda and torch.cuda.is_current_stream_capturing():
+    if value.is_cuda and is_capturing(value.device):
         return _skip(target, value, "capture")
     policy = target.policy
     decision = policy.decide(value) if lent else policy.decide_storage(value.untyped_storage())

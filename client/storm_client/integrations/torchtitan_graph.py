@@ -227,7 +227,7 @@ def _value(node: Node, number: int, inputs: tuple[int, ...]) -> Value:
         nbytes=sum(val.nbytes for val in vals),
         dtype=vals[0].dtype,
         shape=vals[0].shape,
-        is_on_gpu=vals[0].is_cuda,
+        device=vals[0].device,
         operation=name if can_replay else "",
         is_dear=name in _DEAR,
         inputs=inputs,

@@ -17,6 +17,7 @@ from typing import cast
 import torch
 from storm_kernels.errors import KernelsError
 
+from storm_client.devices import is_capturing, with_number
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
@@ -72,8 +73,8 @@ class CudaLane:
     def __init__(self, device: torch.device) -> None:
         """Describe the lane; attach gives it its memory."""
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        ordinal = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", ordinal)
+        self.device = with_number(device)
+        ordinal = self.device.index
         try:
             self._context = PrimaryContext(ordinal)
         except KernelsError as error:
@@ -180,7 +181,7 @@ class CudaLane:
 
     def is_capturing(self) -> bool:
         """Tell whether the current stream's work is being captured into a CUDA graph."""
-        return torch.cuda.is_current_stream_capturing()
+        return is_capturing(self.device)
 
     def use(self, restored: torch.UntypedStorage) -> None:
         """Order the current stream behind all copies so far, where others may have made them."""

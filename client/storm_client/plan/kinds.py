@@ -21,11 +21,11 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -70,6 +70,9 @@ MOST_EVENTS = 20_000
 """A step that goes on and on, as a block around a loop does, is not watched any further."""
 
 
+_HOST: Final = torch.device("cpu")
+
+
 class Duration(Protocol):
     """How long something took."""
 
@@ -103,7 +106,7 @@ class Value:
     nbytes: int
     dtype: torch.dtype
     shape: torch.Size
-    is_on_gpu: bool = False
+    device: torch.device = _HOST
     is_result: bool = True
     """Whether an operation made it that autograd knows of: then its changes are counted."""
     operation: str = ""
@@ -187,8 +190,8 @@ class Kind:
         self.events = events
         self.values = values
         self.functions = functions
-        self.is_on_gpu = any(value.is_on_gpu for value in values)
-        """Whether its values lie in a GPU's memory."""
+        self.devices = _gpus(values)
+        """On which its values lie, that with the most bytes first."""
         self.has_functions = any(event[0] is not SAVED for event in events)
         """Whether what its steps ran was recorded, beside what they saved."""
         self.decisions: list[Decision] | None = None
@@ -232,6 +235,16 @@ class Kind:
         """Whether all of it stays, since it is little and the thread has no time."""
         self._waits: list[bool] = []
         """Whether the device had done the latest forward passes when something was asked for."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether its values lie in a GPU's memory."""
+        return bool(self.devices)
+
+    @property
+    def clock(self) -> torch.device | None:
+        """The GPU that its passes are timed on; None for the host."""
+        return self.devices[0] if self.devices else None
 
     @cached_property
     def saved_bytes(self) -> int:
@@ -353,6 +366,14 @@ class Kind:
         """Note that a value cannot be had again by its operation."""
         self.rejected.setdefault(number, reason)
         self.is_outdated = True
+
+
+def _gpus(values: Iterable[Value]) -> tuple[torch.device, ...]:
+    nbytes: Counter[torch.device] = Counter()
+    for value in values:
+        if value.device.type == "cuda":
+            nbytes[value.device] += value.nbytes
+    return tuple(device for device, _ in nbytes.most_common())
 
 
 class StepRecord:

@@ -31,7 +31,7 @@ from storm_client.plan.kinds import HostPass, Kind, Kinds, StepRecord
 from storm_client.plan.operations import REPLAYABLE, Function
 from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, choose
 from storm_client.plan.recipes import Trial
-from storm_client.plan.recorder import Mark, Recorder, Span, mark
+from storm_client.plan.recorder import Mark, Recorder
 from storm_client.plan.recording import Recording
 from storm_client.plan.table import Plan
 from storm_client.plan.window import (
@@ -110,7 +110,7 @@ class Planning:
             self._make(one)
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
-            give_back_unused()
+            give_back_unused(kind.devices)
         has_replays = kind is None or kind.has_replays
         watches = self.options.replays and has_replays and not self._may_run_compiled_code()
         walks = kind is not None and kind.has_functions == watches
@@ -128,7 +128,7 @@ class Planning:
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
         times = kind is not None and kind.times_the_host
         mode = Recorder(recording, measures=kind is None, times=times) if watches else None
-        begun = mark(is_on_gpu=kind is not None and kind.is_on_gpu)
+        begun = Mark(None if kind is None else kind.clock)
         return PlannedStep(self, recording, mode, begun, times=times)
 
     def _may_run_compiled_code(self) -> bool:
@@ -151,7 +151,7 @@ class Planning:
         kind = self._kinds.ended(step)
         if kind is None or kind is not followed or kind.decisions is None or is_trial:
             return None
-        kind.observe(Span(begun, mark(is_on_gpu=kind.is_on_gpu)), host)
+        kind.observe(begun.until_now(), host)
         return kind
 
     def plan(self) -> Plan | None:
@@ -321,7 +321,7 @@ def _pack_input(
 
 def _little_bytes(kind: Kind) -> float:
     """Return what is not worth a longer step; 0 where the device has no memory of its own."""
-    return LITTLE * device_bytes() if kind.is_on_gpu else 0.0
+    return LITTLE * device_bytes(kind.devices)
 
 
 def _look_for_host(kind: Kind, forward_seconds: float | None) -> None:
@@ -336,5 +336,5 @@ def _room(budget: Budget, saved: int, kind: Kind) -> int:
     if budget == "least":
         return 0
     if budget == "fit":
-        return free_bytes() if kind.is_on_gpu else 0
+        return free_bytes(kind.devices)
     return int(budget * saved) if isinstance(budget, float) else budget

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -18,12 +18,9 @@ from storm_client.plan.operations import Function, is_bound
 from storm_client.plan.recording import Recording
 from storm_client.watching import Watching, are_altered
 
-__all__ = ["Mark", "Recorder", "Span", "mark"]
+__all__ = ["Mark", "Recorder", "Span"]
 
 _len_dispatch_stack = torch._C._len_torch_dispatch_stack
-
-Mark: TypeAlias = float | torch.cuda.Event
-"""A moment, on the host or on a stream."""
 
 
 class Recorder(Watching):
@@ -63,15 +60,50 @@ class Recorder(Watching):
         ):
             return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()
-        begin = mark(is_on_gpu=True) if self._measures and _is_on_gpu(args) else None
+        begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
         made = function(*args, **kwargs) if kwargs else function(*args)
         began = time.thread_time() if self._times else 0.0
         if not recording.goes_on(function, args, made):
-            timing = None if begin is None else Span(begin, mark(is_on_gpu=True))
+            timing = None if begin is None else begin.until_now()
             recording.ran(function, args, kwargs or {}, made, timing)
         if self._times:
             recording.seconds += time.thread_time() - began
         return made
+
+
+class Mark:
+    """A moment: when a GPU comes to it on this thread's stream there; or without one, now.
+
+    Only moments of one device can be compared, so the later one is made of the earlier.
+    """
+
+    __slots__ = ("_at", "_device")
+
+    def __init__(self, device: torch.device | None) -> None:
+        """Mark the present on `device`; of the host, None."""
+        self._device = device
+        self._at: torch.cuda.Event | float = time.perf_counter()
+        if device is not None:
+            self._at = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._at.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has come so far."""
+        return isinstance(self._at, float) or bool(self._at.query())  # type: ignore[no-untyped-call]
+
+    def until_now(self) -> Span:
+        """Return the time from then until the present of the same device."""
+        return Span(self, Mark(self._device))
+
+    def seconds_until(self, later: Mark) -> float:
+        """Return what lies between, waiting for the device to come to the later one."""
+        if isinstance(self._at, float):
+            assert isinstance(later._at, float)
+            return later._at - self._at
+        assert not isinstance(later._at, float)
+        later._at.synchronize()
+        return float(self._at.elapsed_time(later._at)) / 1e3
 
 
 class Span:
@@ -80,39 +112,23 @@ class Span:
     __slots__ = ("_begin", "_end")
 
     def __init__(self, begin: Mark, end: Mark) -> None:
+        """Be between two marks of one device; see `Mark.until_now`."""
         self._begin = begin
         self._end = end
 
     @property
     def is_known(self) -> bool:
         """Whether the second mark has been reached."""
-        return _is_reached(self._end)
+        return self._end.is_reached
 
     @property
     def has_begun(self) -> bool:
         """Whether the first mark has been reached."""
-        return _is_reached(self._begin)
+        return self._begin.is_reached
 
     def __call__(self) -> float:
-        if isinstance(self._begin, torch.cuda.Event) and isinstance(self._end, torch.cuda.Event):
-            self._end.synchronize()
-            return float(self._begin.elapsed_time(self._end)) / 1e3
-        assert isinstance(self._begin, float)
-        assert isinstance(self._end, float)
-        return self._end - self._begin
-
-
-def mark(*, is_on_gpu: bool) -> Mark:
-    """Return the present: of this thread, or of the current stream."""
-    if not is_on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _is_reached(one: Mark) -> bool:
-    return isinstance(one, float) or bool(one.query())  # type: ignore[no-untyped-call]
+        """Return the seconds."""
+        return self._begin.seconds_until(self._end)
 
 
 def _is_on_gpu(arguments: Sequence[Any]) -> bool:

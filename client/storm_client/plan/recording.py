@@ -508,7 +508,7 @@ class Recording:
             nbytes=storage.nbytes(),
             dtype=tensor.dtype,
             shape=tensor.shape,
-            is_on_gpu=tensor.is_cuda,
+            device=tensor.device,
             is_result=is_result(tensor),
             layer=self._layer(number),
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from storm_client.devices import is_capturing
 
 __all__ = [
     "DeviceWindow",
@@ -99,23 +103,30 @@ def last_bytes(saved: int) -> int:
     return min(LAST_BYTES, int(LAST_SHARE * saved))
 
 
-def device_bytes() -> int:
-    """Return how much memory the current device has in all."""
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+def device_bytes(devices: Iterable[torch.device]) -> int:
+    """Return how much memory some GPUs have in all."""
+    return sum(int(torch.cuda.get_device_properties(device).total_memory) for device in devices)
 
 
-def free_bytes() -> int:
-    """Return what the current GPU had free at its fullest, less what is left for what varies."""
-    free, _ = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+def free_bytes(devices: Iterable[torch.device]) -> int:
+    """Return what each of some GPUs had free at its fullest, less what is left for what varies.
+
+    0 where there is none.
+    """
+    return min(map(_free_bytes, devices), default=0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     return int(FIT_SHARE * max(0, free + unused))
 
 
-def give_back_unused() -> None:
-    """Have PyTorch give back the device memory that it keeps and does not use.
+def give_back_unused(devices: Iterable[torch.device]) -> None:
+    """Have PyTorch give back what it keeps of GPUs' memory and does not use.
 
-    Steps that learn need other memory than those that follow, in other sizes: what they leave
-    behind would not fit, and stay until the process ends.
+    Not while one captures a graph. Steps that learn need other memory than those that follow, in
+    other sizes: what they leave behind would not fit, and stay until the process ends.
     """
-    if not torch.cuda.is_current_stream_capturing():
+    if not any(map(is_capturing, devices)):
         torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ import weakref
 from typing import Any, cast
 
 import pytest
+import torch
 from storm_client.compile import room as room_module
 from storm_client.compile.room import Room, room_for
 
@@ -99,8 +100,8 @@ def test_one_that_is_compiled_again_has_its_part_again() -> None:
 
 
 def test_what_is_free_is_shared_in_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(room_module, "free_bytes", lambda: 700)
+    monkeypatch.setattr(room_module, "devices_in_use", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(room_module, "free_bytes", lambda _: 700)
     room, one, other = Room("fit"), Graphs(100), Graphs(100)
     room.share(one)
     room.share(other)
@@ -119,15 +120,15 @@ def test_what_is_kept_counts_until_it_dies() -> None:
 
 
 def test_without_a_gpu_nothing_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(room_module, "devices_in_use", list)
     room = Room("fit")
     room.goes_back()
     assert room.left() == 0
 
 
 def test_what_a_gpu_has_free_is_there_besides_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(room_module, "free_bytes", lambda: 500)
+    monkeypatch.setattr(room_module, "devices_in_use", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(room_module, "free_bytes", lambda _: 500)
     room, held = Room("fit"), Held()
     room.goes_back()
     room.keep(held, 300)

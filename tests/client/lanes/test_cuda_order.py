@@ -76,7 +76,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
         driver = sys.modules["storm_kernels.cuda_driver"]
         monkeypatch.setattr(storm_kernels, "cuda_driver", driver, raising=False)
         made = fake_torch()
-        for name in OF_TORCH:
+        for name in (*OF_TORCH, "storm_client.devices"):
             monkeypatch.setattr(import_module(name), "torch", made)
         yield made
         made.close()
@@ -133,7 +133,11 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lambda: lane.in_place.produced(1),
             lambda: lane.in_place.overtake(0, tensor),
             lambda: lane.stage(tensor, 0, Slot(0, PART)),
+            lambda: lane.unstage(Slot(0, PART), tensor, 0),
             lambda: lane.use(tensor),
+            lane.is_capturing,
+            lane.current_stream,
+            lambda: lane.on(None).__enter__(),
         ):
             call()
             seen.append(fake.current_device())
@@ -143,7 +147,34 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
     thread = threading.Thread(target=use)  # in which no context has been entered
     thread.start()
     thread.join()
-    assert seen == [0] * 15
+    assert seen == [0] * 23
+
+
+def test_what_captures_is_the_lanes_own_device(
+    fake: FakeTorch, bench: Callable[..., Bench]
+) -> None:
+    first, second = bench(0).lane, bench(1).lane
+    fake.capturing.add(1)
+    assert (first.is_capturing(), second.is_capturing()) == (False, True)
+    with fake.in_device(1):
+        assert (first.is_capturing(), second.is_capturing()) == (False, True)
+
+
+def test_a_stream_of_another_device_is_none_of_the_lanes(
+    fake: FakeTorch, bench: Callable[..., Bench], side: fake_cuda.Stream
+) -> None:
+    """It is current in the thread, and not there."""
+    client = bench(1)
+    lane, tensor, busy = client.lane, fake.tensor(PART, device=1), threading.Event()
+    with fake.in_stream(side):
+        side.put(busy.wait)
+        assert lane.current_stream() is None
+        tensor.fill(7)
+        lane.stage(tensor, 0, Slot(0, PART))
+        client.published(lane.publish())
+        assert client.area(Slot(0, PART)) == tensor.read()
+        assert tensor.recorded == [0]
+    busy.set()
 
 
 def test_a_device_that_is_current_is_not_entered_again(

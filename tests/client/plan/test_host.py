@@ -163,7 +163,7 @@ def test_what_is_measured_is_never_all_ours() -> None:
 def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
     """Return a kind whose one value has left in such forward passes of a second."""
     one = value(0)
-    one.is_on_gpu = True
+    one.device = torch.device("cuda", 0)
     made = Kind(((SAVED, 0, 100, None, ()),), [one])
     assert not made.times_the_host
     made.follow([OFFLOAD])

@@ -23,7 +23,8 @@ class Passed:
 
 
 def kind(*, is_on_gpu: bool = True) -> Kind:
-    value = Value(0, 100, torch.float32, torch.Size((25,)), is_on_gpu=is_on_gpu)
+    device = torch.device("cuda", 1) if is_on_gpu else torch.device("cpu")
+    value = Value(0, 100, torch.float32, torch.Size((25,)), device)
     made = Kind(((SAVED, 0, 100, None, ()),), [value])
     made.is_outdated = False
     return made

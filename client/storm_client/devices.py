@@ -1,0 +1,35 @@
+"""CUDA calls that name the device they are about.
+
+A thread's current device may be another than the one that a tensor lies on, and may have no context
+yet: a question about it would be about the wrong device, and make a context there that takes some
+hundred MiB of its memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["devices_in_use", "is_capturing", "with_number"]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether this thread's work on a GPU is being captured into a CUDA graph."""
+    if torch._C._cuda_getDevice() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the GPUs on which this process has a context."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it so
+        return []
+    has_context = torch._C._cuda_hasPrimaryContext  # type: ignore[attr-defined]  # torch's gap
+    return [torch.device("cuda", n) for n in range(torch.cuda.device_count()) if has_context(n)]
+
+
+def with_number(device: torch.device) -> torch.device:
+    """Return the device with its number, which is that of the present thread where it has none."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
