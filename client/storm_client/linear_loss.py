@@ -132,7 +132,7 @@ class _HeadLogProbabilities(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, bias, index, weight, largest, log_total)
         if smoothing:
             sums = sums - (largest + log_total) * _weight_of_all(head, weight)
-        return (picked - largest - log_total).unsqueeze(1), sums if smoothing else None
+        return picked - largest - log_total, sums if smoothing else None
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -140,7 +140,7 @@ class _HeadLogProbabilities(torch.autograd.Function):
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad_picked.device.type, enabled=False):
-            return (*_head_gradients(ctx, grad_picked.squeeze(1), grad_sums), None, None, None)
+            return (*_head_gradients(ctx, grad_picked, grad_sums), None, None, None)
 
 
 def _head_gradients(

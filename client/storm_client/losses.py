@@ -17,12 +17,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
+from storm_kernels.loss import cuda
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn._reduction import legacy_get_string
 
 from storm_client.devices import is_capturing
 from storm_client.errors import UsageError
+from storm_client.loss_kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
 from storm_client.sole_holder import is_held_by_graph_alone
 
 __all__ = [
@@ -35,8 +37,8 @@ __all__ = [
     "of_pytorch",
 ]
 
-TILE_BYTES: Final = 32 << 20
-"""What the log-probabilities of one tile take. Smaller logits are PyTorch's to compute."""
+TILE_BYTES: Final = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""What the log-probabilities of one tile take: what a cache holds. Smaller logits are PyTorch's."""
 
 TILE_ROWS: Final = 8
 """Tiles begin at multiples of it, so that on a GPU rows lie in the same place of a 16-byte vector
@@ -67,7 +69,10 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     With `dtype` it is that of `input.to(dtype)`, the upcast of half-precision logits that models
     write, whose copy is never made as a whole. Beside the logits the forward pass takes two tiles
     and a few numbers a row, the backward pass up to four tiles and the gradient. A tile takes
-    32 MiB, or what 8 rows do; with label smoothing on a GPU what fills it, some 500 rows.
+    32 MiB on a GPU and 4 MiB on a CPU, or what 8 rows do; with label smoothing on a GPU as many
+    rows as fill it, some 500. Of bfloat16, float16 or float32 with more than 2048 classes on a GPU
+    kernels need no tiles, where `stormd[cuda]` is installed and they were seen to have PyTorch's
+    bits: the first call for each number of classes compiles and compares them.
 
     The gradient takes the logits' own memory where nobody else holds it (no variable, view or other
     operation, and the graph is not retained): drop the logits before `backward()`. What another
@@ -142,14 +147,18 @@ class _Tiles(NamedTuple):
     """What would be a last tile of fewer rows belongs to the one before."""
     dtype: torch.dtype
     smoothing: bool
+    kernels: Kernels = NO_KERNELS
+    """What of the work kernels do instead, on all rows at once."""
 
     @classmethod
     def of(cls, logits: Tensor, dtype: torch.dtype, smoothing: bool) -> _Tiles:
-        rows = max(1, TILE_BYTES // (logits[0].numel() * dtype.itemsize))
+        rows = max(1, TILE_BYTES[logits.device.type] // (logits[0].numel() * dtype.itemsize))
         if logits.dim() > 2:
             return cls(rows, 1, dtype, smoothing)
         least = _rows_that_fill(logits.device) if smoothing and logits.is_cuda else TILE_ROWS
-        return cls(max(least, rows // TILE_ROWS * TILE_ROWS), least, dtype, smoothing)
+        rows = max(least, rows // TILE_ROWS * TILE_ROWS)
+        kernels = NO_KERNELS if smoothing else kernels_for(logits, dtype)
+        return cls(rows, least, dtype, smoothing, kernels)
 
     def spans(self, rows: int) -> Iterator[tuple[int, int]]:
         """Yield where tiles begin and end.
@@ -212,10 +221,11 @@ def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dt
         return False
     if target.shape != logits.shape[:1] + logits.shape[2:] or target.device != logits.device:
         return False
-    if logits.device.type not in {"cpu", "cuda"} or logits.layout != torch.strided:
+    if logits.device.type not in TILE_BYTES or logits.layout != torch.strided:
         return False
     computed = logits.dtype if dtype is None else dtype
-    if computed not in FLOATING or logits.numel() * computed.itemsize <= TILE_BYTES:
+    most = TILE_BYTES[logits.device.type]
+    if computed not in FLOATING or logits.numel() * computed.itemsize <= most:
         return False
     return not options.label_smoothing or _has_smooth_tiles(logits, options.label_smoothing)
 
@@ -273,7 +283,7 @@ def _weighs_products(device: torch.device, dtype: torch.dtype, dims: int) -> boo
     weight = torch.rand(3, generator=random).to(device, dtype)
     target = torch.randint(3, shape[:1] + shape[2:], generator=random).to(device)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        picked = values.gather(1, target.unsqueeze(1))
+        picked = values.gather(1, target.unsqueeze(1)).squeeze(1)
         rows = Targets.of(target, 3, IGNORED)
         return all(
             torch.equal(
@@ -314,7 +324,7 @@ def loss_of(
     options: Options,
     classes: int,
 ) -> Tensor:
-    """Return the loss from the targets' log-probabilities (N, 1, ...) and each row's sums (N).
+    """Return the loss from the targets' log-probabilities (N, ...) and each row's sums (N).
 
     What PyTorch's function does behind log_softmax, in its order.
     """
@@ -337,37 +347,34 @@ def _counted(rows: Targets, weight: Tensor | None) -> Tensor:
 
 
 def _nll(picked: Tensor, rows: Targets, weight: Tensor | None, reduction: str) -> Tensor:
-    """Return the negative log-likelihood of the targets' log-probabilities (N, 1, ...)."""
+    """Return the negative log-likelihood of the targets' log-probabilities (N, ...)."""
     if weight is None:
-        return F.nll_loss(picked, rows.column, ignore_index=IGNORED, reduction=reduction)
+        return _nll_of_column(picked, rows, reduction)
     # A weight of what is ignored may be infinite, and its gradient is 0 all the same.
-    weights = weight[rows.classes].masked_fill_(rows.ignored, 1).unsqueeze(1)
-    inner = "sum" if reduction == "mean" else reduction
-    loss = F.nll_loss(picked * weights, rows.column, ignore_index=IGNORED, reduction=inner)
+    weights = weight[rows.classes].masked_fill_(rows.ignored, 1)
     if reduction != "mean":
-        return loss
-    return loss / F.nll_loss(-weights, rows.column, ignore_index=IGNORED, reduction="sum")
+        return _nll_of_column(picked * weights, rows, reduction)
+    total = _nll_of_column(-weights, rows, "sum")
+    return _nll_of_column(picked * weights, rows, "sum") / total
+
+
+def _nll_of_column(numbers: Tensor, rows: Targets, reduction: str) -> Tensor:
+    column = numbers.unsqueeze(1)
+    return F.nll_loss(column, rows.column, ignore_index=IGNORED, reduction=reduction)
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """The log-probabilities of the targets (N, 1, ...), and each row's sum of them all (N)."""
+    """The log-probabilities of the targets (N, ...), and each row's sum of all (N)."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, index: Tensor, weight: Tensor | None, tiles: _Tiles
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(logits, index, weight)
+        forward = _forward_by_kernel if tiles.kernels.forward else _forward_by_tiles
+        picked, sums, statistics = forward(logits, index, weight, tiles)
+        ctx.save_for_backward(logits, index, weight, *statistics)
         ctx.tiles = tiles
-        index = index.unsqueeze(1)
-        picked = logits.new_empty(index.shape, dtype=tiles.dtype)
-        sums = []
-        for begin, end in tiles.spans(len(logits)):
-            log_probs = _log_softmax(logits[begin:end], tiles.dtype)
-            picked[begin:end] = log_probs.gather(1, index[begin:end])
-            if tiles.smoothing:
-                sums.append((log_probs if weight is None else log_probs * weight).sum(1))
-            del log_probs  # before there are the next
-        return picked, torch.cat(sums) if tiles.smoothing else None
+        return picked, sums
 
     @staticmethod
     def backward(
@@ -375,19 +382,57 @@ class _LogProbabilities(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, None]:
         saved = list(ctx.saved_tensors)
         own = is_held_by_graph_alone(saved)
-        logits, index, weight = saved
-        tiles, spread = ctx.tiles, _Spread(index.unsqueeze(1), grad_picked, grad_sums, weight)
+        logits, index, weight, *statistics = saved
+        tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
         if torch.is_grad_enabled():  # of a gradient that has a graph all is kept
             return _softmax_gradient(logits, spread, tiles.dtype), None, None, None
         found = logits.detach() if own else torch.empty_like(logits, memory_format=_CONTIGUOUS)
+        if tiles.kernels.backward:
+            gradient, known = grad_picked.contiguous(), cuda.Statistics(*statistics)
+            cuda.backward(logits, index, gradient, known, found)
+            torch.autograd.graph.increment_version(found)
+            return found, None, None, None
         for begin, end in tiles.spans(len(logits)):
             part = spread.part(begin, end)
             found[begin:end] = _softmax_gradient(logits[begin:end], part, tiles.dtype)
         return found, None, None, None
 
 
+_Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
+"""The targets' log-probabilities, all rows' sums of them, and what the backward kernel needs."""
+
+
+def _forward_by_tiles(
+    logits: Tensor, index: Tensor, weight: Tensor | None, tiles: _Tiles
+) -> _Found:
+    index = index.unsqueeze(1)
+    picked, sums, statistics = [], [], []
+    for begin, end in tiles.spans(len(logits)):
+        log_probs = _log_softmax(logits[begin:end], tiles.dtype)
+        picked.append(log_probs.gather(1, index[begin:end]).squeeze(1))
+        if tiles.smoothing:
+            sums.append((log_probs if weight is None else log_probs * weight).sum(1))
+        if tiles.kernels.backward:
+            statistics.append(statistics_of(logits[begin:end], log_probs))
+        del log_probs  # before there are the next
+    found = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
+    return torch.cat(picked), torch.cat(sums) if sums else None, found
+
+
+def _forward_by_kernel(
+    logits: Tensor,
+    index: Tensor,
+    weight: Tensor | None,  # noqa: ARG001 - of sums, which it has none of
+    tiles: _Tiles,
+) -> _Found:
+    picked, *others = (logits.new_empty(len(logits), dtype=tiles.dtype) for _ in range(3))
+    statistics = cuda.Statistics(*others)
+    cuda.forward(logits, index, picked, statistics)
+    return picked, None, statistics
+
+
 class _Spread(NamedTuple):
-    """The gradient of log-probabilities: one of each row's target, and one of all of a row."""
+    """The gradient of log-probabilities: of each target's (N, ...), and of all of a row (N)."""
 
     classes: Tensor
     picked: Tensor
@@ -401,7 +446,8 @@ class _Spread(NamedTuple):
 
     def over(self, log_probs: Tensor) -> Tensor:
         """Return it as a tensor of the log-probabilities' shape and type."""
-        spread = torch.zeros_like(log_probs).scatter_(1, self.classes, self.picked)
+        spread = torch.zeros_like(log_probs)
+        spread.scatter_(1, self.classes.unsqueeze(1), self.picked.unsqueeze(1))
         if self.sums is None:
             return spread
         sums = self.sums.unsqueeze(1)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storm_client import losses
 from storm_client.errors import UsageError
 from support.peak_memory import peak_bytes
+from support.same_bits import compare, same, set_tiles
 from torch import Tensor
 
 SMALL_TILE = 4096
@@ -38,34 +38,7 @@ TYPES = [
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "TILE_BYTES", SMALL_TILE)
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors have the same bits, whichever NaN stands where one does."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    nan = one.isnan()
-    signs = one.signbit() | nan
-    return torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0)) and (
-        torch.equal(nan, other.isnan()) and torch.equal(signs, other.signbit() | nan)
-    )
-
-
-def compare(
-    logits: Tensor, target: Tensor, *, dtype: torch.dtype | None = None, **options: Any
-) -> None:
-    """Check loss and gradient against PyTorch's, bit for bit."""
-    logits = logits.requires_grad_()
-    upcast = logits if dtype is None else logits.to(dtype)
-    expected = F.cross_entropy(upcast, target, **options)
-    outer = torch.rand_like(expected)
-    (gradient,) = torch.autograd.grad(expected, logits, outer)
-    del upcast
-    found = storm.cross_entropy(logits, target, dtype=dtype, **options)
-    assert same(found, expected), (found, expected)
-    (ours,) = torch.autograd.grad(found, logits, outer)
-    assert same(ours, gradient)
+    set_tiles(monkeypatch, SMALL_TILE)
 
 
 def make(
@@ -186,7 +159,7 @@ def test_any_shape_and_option_has_pytorchs_bits(
     target[torch.rand(rows) < data.draw(st.sampled_from([0.0, 0.3, 1.0]))] = ignore_index
     weight = torch.rand(classes).to(upcast or dtype) if weighted else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(losses, "TILE_BYTES", tile_bytes)
+        set_tiles(patch, tile_bytes)
         compare(
             logits,
             target,
@@ -327,7 +300,7 @@ def test_probabilities_and_bytes_are_left_to_pytorch(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_derivatives_are_right(monkeypatch: pytest.MonkeyPatch, smoothing: float) -> None:
     """Second ones too: the backward pass is one of PyTorch's operations where it has a graph."""
-    monkeypatch.setattr(losses, "TILE_BYTES", 64)
+    set_tiles(monkeypatch, 64)
     logits, target = make(11, 6, torch.float64)
     logits.requires_grad_()
     weight = torch.rand(6, dtype=torch.float64)
@@ -363,7 +336,7 @@ def test_a_loss_takes_tiles_and_no_copy_of_the_logits(
 ) -> None:
     rows, classes, tile_rows = 1000, 2000, 16
     tile = tile_rows * classes * torch.float32.itemsize
-    monkeypatch.setattr(losses, "TILE_BYTES", tile)
+    set_tiles(monkeypatch, tile)
     leaf = torch.randn(rows, classes, dtype=torch.bfloat16, requires_grad=True)
     logits, target = leaf.clone(), torch.randint(classes, (rows,))
     whole, few = logits.numel() * logits.itemsize, 64 * rows
@@ -486,7 +459,7 @@ def test_it_opens_nothing() -> None:
     """Neither a daemon nor a socket nor a thread that stays."""
     code = (
         "import psutil, threading, torch, storm_client as storm; from storm_client import losses;"
-        "losses.TILE_BYTES = 4096; before = psutil.Process().num_fds();"
+        "losses.TILE_BYTES = {'cpu': 4096, 'cuda': 4096}; before = psutil.Process().num_fds();"
         "x = torch.randn(40, 300, requires_grad=True); y = torch.arange(40);"
         "storm.cross_entropy(x * 2, y).backward();"
         "storm.linear_cross_entropy(x, torch.randn(50, 300), y).backward();"

@@ -11,13 +11,13 @@ import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
-from storm_client import losses
+from support.same_bits import set_tiles
 from torch import Tensor
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "TILE_BYTES", 4096)
+    set_tiles(monkeypatch, 4096)
 
 
 TARGET = torch.arange(40)
