@@ -7,6 +7,7 @@ that they take as they are is arithmetic.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import runpy
@@ -73,6 +74,16 @@ def test_the_compiled_example_offloads_inside_its_graph(
     lines = _losses(examples / "compiled_gpt.py", "least", "eager", STORMD_ADDRESS=daemon.address)
     assert [line.split(":")[0] for line in lines[:5]] == [f"step {n}" for n in range(5)]
     assert any(line.startswith("offload ") for line in lines)
+    assert daemon.status()["throughput"]["store"]["operations"] > 0
+
+
+@pytest.mark.parametrize("name", ["compiled_gpt.py", "step_gpt.py"])
+def test_examples_with_generated_code_run_as_they_are_started(
+    name: str, examples: Path, daemon: ChildDaemon
+) -> None:
+    lines = _losses(examples / name, STORMD_ADDRESS=daemon.address)
+    assert [line.split(":")[0] for line in lines[:5]] == [f"step {n}" for n in range(5)]
+    assert all(math.isfinite(float(line.split()[-1])) for line in lines[:5])
     assert daemon.status()["throughput"]["store"]["operations"] > 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +20,14 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config, ir, lowering
 from torch._inductor.codegen.wrapper import FreeLine, PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    get_hash_for_files,
+)
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import exact_in_generated_code
@@ -397,16 +403,53 @@ def generate_inference(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
     What is in the list is so let go of after its last use. Layouts are those of the graph: chosen
     ones would differ between what is stored and what is handed over, and rounding with them.
+    PyTorch's own kernels draw random numbers in the order of the graph.
     """
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-        patches = {"memory_planning": False, "layout_optimization": False}
+        patches = {
+            "memory_planning": False,
+            "layout_optimization": False,
+            "reorder_for_locality": False,
+            "post_grad_custom_post_pass": config.post_grad_custom_post_pass or _DrawnInOrder(),
+        }
         compiled = compile_fx(module, examples, config_patches=patches)
     boxed = _taking_a_list(compiled)
     if boxed is not None:
         return boxed
     function: Callable[..., Any] = compiled  # type: ignore[assignment]  # it is for such inputs
     return lambda given: function(*_emptied(given))
+
+
+class _DrawnInOrder(CustomGraphPass):
+    """Has kernels that draw from PyTorch's generators run in the order in which they stand.
+
+    Inductor orders by data alone, so a store would have others get each other's numbers.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Have each such kernel wait for the one before it."""
+        drawing = list(filter(_draws, graph.nodes))
+        behind = {later: OrderedSet([one]) for one, later in pairwise(drawing)}
+        if behind:
+            from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+
+            preserve_node_ordering(graph, behind)
+
+    def uuid(self) -> Any:
+        """Return which pass this is."""
+        return get_hash_for_files((__file__,))
+
+
+def _draws(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket is aten.bernoulli:
+        return False  # Inductor draws in place, and what reads that would not wait for it
+    return target in _SEEDS or torch.Tag.nondeterministic_seeded in target.tags
+
+
+_SEEDS = {torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default}
+"""They draw what generated code makes its own random numbers of."""
 
 
 def _emptied(given: list[Any]) -> list[Any]:

@@ -31,6 +31,7 @@ from storm_client.compile.step.left import Objects
 from storm_client.compile.step.loops import CAPTURING
 from storm_client.compile.step.program import Program, program_of
 from storm_client.compile.step.state import State, described
+from storm_client.compile.step.strides import with_recorded_strides
 from storm_client.errors import UsageError
 from storm_client.plan.table import Plan
 from storm_client.stats import OffloadStats
@@ -272,7 +273,7 @@ def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
 def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
     from storm_client.compile.inductor import generate_inference
 
-    return generate_inference(module)
+    return generate_inference(with_recorded_strides(module))
 
 
 _GENERATORS = {

@@ -1,0 +1,116 @@
+"""Has generated code lay results out as the operations did that were recorded.
+
+A compiler replaces operations that write in place, and decomposes others, and what it has in their
+stead may give results other strides: dropout of a transposed tensor does. Later operations were
+recorded for the strides of PyTorch's own kernels: views are legal for those alone, and the next
+graph is compiled for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.functional_tensor import FunctionalTensor, disable_functional_mode
+
+__all__ = ["with_recorded_strides"]
+
+
+def with_recorded_strides(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph to be traced by AOTAutograd such that each result has its recorded strides."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        if target._schema.is_mutable:
+            copy.args, copy.target = (target, *copy.args), _written
+        elif all(one.alias_info is None for one in target._schema.returns):
+            strides = _strides_of(node.meta.get("val"))
+            copy.args, copy.target = (target, strides, *copy.args), _made
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _strides_of(value: object) -> Any:
+    """Return a tensor's strides, or those of several; None where no layout can be asked for."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_strides_of, value))
+    if not isinstance(value, torch.Tensor) or not is_non_overlapping_and_dense_or_false(value):
+        return None
+    return value.stride()
+
+
+# --- what AOTAutograd traces ----------------------------------------------------------------------
+
+
+def _made(operation: Any, strides: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Run an operation, and return what it makes in such strides."""
+    return _in_strides(operation(*arguments, **options), strides)
+
+
+def _in_strides(value: Any, strides: Any) -> Any:
+    if strides is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_in_strides, value, strides))
+    return value if _has(value, strides) else _laid_out(value, strides)
+
+
+def _written(operation: Any, /, *arguments: Any, **options: Any) -> Any:
+    """Run an operation that writes in place, such that what it writes to keeps its strides.
+
+    Instead of writing AOTAutograd puts another tensor behind the one that is written to.
+    """
+    if operation is _BERNOULLI and arguments[0].is_cpu and len(arguments) == 2 and not options:
+        return _drawn(*arguments)
+    made = operation(*arguments, **options)
+    for one in _written_to(operation, arguments, options):
+        if isinstance(one, FunctionalTensor) and is_non_overlapping_and_dense_or_false(one):
+            _keep_strides(one)
+    return made
+
+
+_BERNOULLI = torch.ops.aten.bernoulli_.float
+
+
+def _drawn(tensor: torch.Tensor, chance: float) -> torch.Tensor:
+    """Draw as generated code does by itself, on a CPU too.
+
+    Inductor would have PyTorch's kernel draw there, in an order of kernels that it chooses by the
+    data, and a store would have two dropouts get each other's numbers.
+    """
+    return tensor.copy_(torch.rand_like(tensor, dtype=torch.float32) < chance)
+
+
+def _keep_strides(tensor: FunctionalTensor) -> None:
+    with disable_functional_mode():
+        behind, strides = tensor.from_functional(), tensor.stride()
+        if not _has(behind, strides):
+            tensor.replace_(_laid_out(behind, strides))
+            tensor.commit_update()
+            tensor.sync()
+
+
+def _written_to(operation: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Iterator[Any]:
+    for place, described in enumerate(operation._schema.arguments):
+        if described.alias_info is not None and described.alias_info.is_write:
+            given = arguments[place] if place < len(arguments) else options.get(described.name)
+            yield from given if isinstance(given, (tuple, list)) else (given,)
+
+
+def _has(value: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Tell whether a tensor has such strides; along a single element any stride will do."""
+    found = zip(value.shape, value.stride(), strides, strict=True)
+    return value.numel() == 0 or all(size == 1 or one == other for size, one, other in found)
+
+
+def _laid_out(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return a copy of a tensor in strides without gaps, which a compiler fuses with others."""
+    order = sorted(range(value.dim()), key=lambda at: -strides[at])
+    back = sorted(range(value.dim()), key=order.__getitem__)
+    return value.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
