@@ -100,7 +100,7 @@ def run(steps: int, device: str) -> dict[str, Any]:
         ChildDaemon(flags=[*FLAGS, f"--device={device}"], start_seconds=120.0) as daemon,
         storm.connect(daemon.address, embedded="never", timeout=30.0) as client,
     ):
-        # With the least budget a GPU would keep what is so little, and put no hooks on most steps.
+        # With the least budget a GPU would keep what is so little.
         offload = client.offload(model.net, min_bytes=LEAST_BYTES, budget=0.0)
         wait_until(lambda: _is_quiet(daemon.pid), START_SECONDS)
         for number in range(steps):

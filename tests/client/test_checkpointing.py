@@ -667,6 +667,34 @@ def test_what_is_compiled(client: storm.Client, net: Model, way: str) -> None:
     assert saved[0] == saved[1] if way == "model" else saved[0] < saved[1]
 
 
+def test_single_operations_are_recomputed_beside_named_layers(client: storm.Client) -> None:
+    net = nn.Sequential(Layer(), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 1))
+    plain = step(net, nullcontext, torch.ones(32 * ROWS, WIDTH))
+    offload = client.offload(net, min_bytes=1 << 10, layers=Layer)
+    for _ in range(2 * STEPS):
+        assert_identical(step(net, lambda: offload, torch.ones(32 * ROWS, WIDTH)), plain)
+    assert offload.plan is not None
+    assert "gelu" in {row.operation for row in offload.plan.rows if row.decision == "replay"}
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_both_passes_in_a_block(client: storm.Client, net: Model) -> None:
+    offload = client.offload(net, min_bytes=1, layers=net.blocks)
+
+    def train(context: Context) -> list[Tensor]:
+        torch.manual_seed(1)
+        net.zero_grad()
+        with context():
+            net(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        return [gradient.clone() for gradient in gradients(net)]
+
+    plain = train(nullcontext)
+    for _ in range(2 * STEPS):
+        calls(net)
+        assert_identical(train(lambda: offload), plain)
+        assert calls(net) == [2] * LAYERS
+
+
 def test_a_warning_of_little_saved_is_not_about_what_was_named(client: storm.Client) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

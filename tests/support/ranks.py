@@ -177,13 +177,18 @@ def identical(one: Tensor, other: Tensor) -> bool:
 
 def compared(make: Callable[[], nn.Module], client: storm.Client) -> dict[str, Any]:
     plain = train(make(), nullcontext())
-    net = make()
-    offload = client.offload(net, min_bytes=1024)
-    for index, (one, other) in enumerate(zip(train(net, offload), plain, strict=True)):
-        if not identical(one, other):
-            return {"differs": index}
-    stats = offload.stats()
+    saved = []
+    for layers in (Block, ()):  # named, each is called again in the backward pass
+        net = make()
+        offload = client.offload(net, min_bytes=1024, layers=layers)
+        for index, (one, other) in enumerate(zip(train(net, offload), plain, strict=True)):
+            if not identical(one, other):
+                return {"differs": index}
+        stats = offload.stats()
+        saved.append(stats.saved_bytes)
     return {
+        "named_saved_bytes": saved[0],
+        "saved_bytes": saved[1],
         "offloaded_bytes": stats.offloaded_bytes,
         "skipped": dict(stats.skipped),
         "kept": dict(stats.kept),

@@ -65,6 +65,9 @@ def test_losses_and_gradients_are_identical_on_each_rank(name: str, results: lis
         assert "differs" not in result, f"value {result['differs']}"
         assert result["offloaded_bytes"] > 0
         assert not result["kept"]
+        spared = result["saved_bytes"] - result["named_saved_bytes"]
+        is_recomputed = name in ("data_parallel_static", "sharded_and_recomputed")  # without names
+        assert (spared == 0) if is_recomputed else (spared > 0)
 
 
 @pytest.mark.parametrize(
