@@ -115,7 +115,8 @@ class TestOnDevice:
         compare(logits, target, dtype=torch.float32)
 
     @pytest.mark.parametrize(
-        ("rows", "classes"), [(600, 32_000), (1200, 32_000), (2500, 50_257), (4400, 128_256)]
+        ("rows", "classes"),
+        [(600, 32_000), (1200, 32_000), (2500, 50_257), (1200, 151_936), (4400, 128_256)],
     )
     def test_smoothed_losses_have_pytorchs_bits(self, rows: int, classes: int) -> None:
         """Sums of rows: by one block each in a tile as in all, which may be cut at 2 GiB."""
