@@ -7,6 +7,9 @@ promised bytes never exceed the free ones. A promise that was given can therefor
 A block's size is known only after encoding, and reserving the worst case would leave a hole
 behind every block. So admission promises bytes, as a number, and placement takes the exact size,
 from several extents where no single one is large enough.
+
+A space may begin with a part of its memory and be given the rest as it fills. What is not there yet
+is neither free nor promised.
 """
 
 from __future__ import annotations
@@ -55,13 +58,23 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class SpaceUse:
-    """How full a space is, in bytes. `promised` is not yet placed and not part of `used`."""
+    """How full a space is, in bytes. `promised` is not yet placed and not part of `used`.
+
+    `ready` is how much may be used and promised together now, `capacity` how much once the rest of
+    the memory has come, or the same where it cannot be had.
+    """
 
     capacity: int
     used: int
     promised: int
     peak_used: int
     largest_free: int
+    ready: int
+
+    @property
+    def taken(self) -> int:
+        """What is used or promised."""
+        return self.used + self.promised
 
 
 def granules(nbytes: int) -> int:
@@ -82,31 +95,86 @@ class Space:
     """`capacity` bytes to be promised, placed and released, in whole granules.
 
     They lie in `capacity` + `slack` bytes of the pool, from `base` on. `capacity` is rounded down
-    to granules, the other two must be whole ones.
+    to granules, the others must be whole ones. The first `committed` bytes are there from the
+    start, without a number all are; `grow` adds to them.
 
     Thread-safe: lanes place blocks from their workers, all else comes from the event loop.
     """
 
-    def __init__(self, capacity: int, base: int = 0, slack: int = 0) -> None:
+    def __init__(
+        self, capacity: int, base: int = 0, slack: int = 0, *, committed: int | None = None
+    ) -> None:
         assert base % GRANULE == slack % GRANULE == 0, f"{base} or {slack} bytes cut a granule"
         self.base: Final = base
         self.capacity: Final = capacity // GRANULE * GRANULE
         self.end: Final = base + self.capacity + slack
         self._lock = threading.Lock()  # protects all below
+        self._committed = 0
+        self._ready = 0
+        self._wanted = 0
+        self._may_grow = True
         self._promised = 0
         self._used = 0
         self._peak = 0
         self._by_start: dict[int, int] = {}  # free extents: start -> bytes
         self._by_end: dict[int, int] = {}  # the same: end -> start
         self._by_size: list[tuple[int, int]] = []  # the same, sorted: (bytes, start)
-        if self.capacity:
-            self._add_free(base, self.capacity + slack)
+        self.grow(self.end - base if committed is None else committed)
+
+    # --- the memory there is ----------------------------------------------------------------
+
+    @property
+    def committed(self) -> int:
+        """Bytes of memory there are, from `base` on."""
+        return self._committed
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether there is more room to come."""
+        return self._may_grow and self._ready < self.capacity
+
+    @property
+    def wanted(self) -> int:
+        """The bytes that somebody waits for to be `ready`; 0 where nobody does."""
+        return self._wanted
+
+    def grow(self, nbytes: int) -> None:
+        """Take in the next `nbytes` of memory, which are there from now on."""
+        assert nbytes % GRANULE == 0, f"{nbytes} bytes cut a granule"
+        assert self.base + self._committed + nbytes <= self.end, (
+            "more memory than there is room for"
+        )
+        with self._lock:
+            if self.capacity and nbytes:
+                self._free(self.base + self._committed, nbytes)
+            self._committed += nbytes
+            share = self._committed * self.capacity // max(1, self.end - self.base)
+            self._ready = share // GRANULE * GRANULE
+            self._wanted = 0 if self._wanted <= self._ready else self._wanted
+
+    def allow_growth(self, *, allowed: bool) -> None:
+        """Say whether more memory can be had; while it cannot, nobody waits for it."""
+        with self._lock:
+            self._may_grow = allowed
+            self._wanted = self._wanted if allowed else 0
+
+    def lacks(self, nbytes: int) -> bool:
+        """Tell whether room for `nbytes`, or for what of that there can be, has yet to come."""
+        with self._lock:
+            return self._taken_with(nbytes) > self._ready and self._may_grow
+
+    def want(self, nbytes: int) -> None:
+        """Note that somebody waits for room for `nbytes`, which the space lacks."""
+        with self._lock:
+            self._wanted = max(self._wanted, self._taken_with(nbytes))
+
+    # --- promises and blocks ----------------------------------------------------------------
 
     def promise(self, nbytes: int) -> bool:
         """Set room for a block of up to `nbytes` aside; False, and no change, if there is none."""
         wanted = granules(nbytes)
         with self._lock:
-            if self._used + self._promised + wanted > self.capacity:
+            if self._used + self._promised + wanted > self._ready:
                 return False
             self._promised += wanted
             return True
@@ -152,7 +220,8 @@ class Space:
         """Return how full the space is."""
         with self._lock:
             largest = self._by_size[-1][0] if self._by_size else 0
-            return SpaceUse(self.capacity, self._used, self._promised, self._peak, largest)
+            capacity = self.capacity if self._may_grow else self._ready
+            return SpaceUse(capacity, self._used, self._promised, self._peak, largest, self._ready)
 
     def assert_invariants(self) -> None:
         """Raise AssertionError where the space contradicts itself: for tests."""
@@ -160,18 +229,23 @@ class Space:
             free = sorted(self._by_start.items())
             assert sorted((size, start) for start, size in free) == self._by_size
             assert {start + size: start for start, size in free} == self._by_end
-            assert sum(size for _, size in free) == self.end - self.base - self._used
-            assert 0 <= self._promised <= self.capacity - self._used
-            assert 0 <= self._used <= self._peak <= self.capacity
+            assert sum(size for _, size in free) == self._committed - self._used
+            assert 0 <= self._promised <= self._ready - self._used
+            assert 0 <= self._used <= self._peak <= self._ready <= self.capacity
+            assert self._wanted == 0 or self._ready < self._wanted <= self.capacity
             for start, size in free:
                 assert start % GRANULE == 0 < size
                 assert size % GRANULE == 0
             ends = [self.base, *(start + size for start, size in free)]
             for end, (start, _) in zip(ends[1:], free[1:], strict=False):
                 assert end < start, "free extents touch or overlap"
-            assert ends[-1] <= self.end
+            assert ends[-1] <= self.base + self._committed <= self.end
 
     # --- called with the lock held ----------------------------------------------------------
+
+    def _taken_with(self, nbytes: int) -> int:
+        """Return what would be taken with `nbytes` more, as far as they fit at all."""
+        return min(self._used + self._promised + granules(nbytes), self.capacity)
 
     def _unpromise(self, promised: int) -> None:
         self._promised -= granules(promised)

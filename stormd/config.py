@@ -8,6 +8,7 @@ fields below. Nothing else in the daemon reads the environment or a file for a s
 
 from __future__ import annotations
 
+import mmap
 import os
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, cast
 
-from stormd.arena import slack_of
+from stormd.arena import GRANULE, slack_of
 from stormd.errors import ConfigError
 from stormd.host_port import parse_host_port
 from stormd.options import Kind, Option, check_value, read_value
@@ -107,14 +108,22 @@ class Config:
     pool_bytes: int = _option(
         "size",
         "pool",
-        "host memory for stored activations, pinned at start together with a 32nd part more",
+        "host memory for stored activations; a 32nd part more is taken with it",
         default=4 * GIB,
         least=1 * MIB,
+    )
+    pool_commit: str = _option(
+        "text",
+        "pool",
+        "when the memory of pool and cache is taken and pinned: all of it at start, as suits a "
+        "node's service, or as it is used, as far as the machine or container has it",
+        default="start",
+        choices=("start", "use"),
     )
     cache_bytes: int = _option(
         "size",
         "pool",
-        "further host memory for the shared cache of named tensors, pinned too; 0 for no cache",
+        "further host memory for the shared cache of named tensors; 0 for no cache",
         default=256 * MIB,
         least=0,
     )
@@ -287,10 +296,15 @@ class Config:
         return max(1, self.max_sessions // 2) if len(self.allowed_uids) > 1 else self.max_sessions
 
     @property
+    def cache_offset(self) -> int:
+        """Where the cache's memory begins, behind the pool's: at a whole page."""
+        end = self.pool_bytes // GRANULE * GRANULE + slack_of(self.pool_bytes)
+        return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
     def host_bytes(self) -> int:
-        """All host memory that is pinned: the pool, the cache, and the slack of both."""
-        parts = (self.pool_bytes, self.cache_bytes)
-        return sum(nbytes + slack_of(nbytes) for nbytes in parts)
+        """All host memory that there may be: the pool, the cache, and the slack of both."""
+        return self.cache_offset + self.cache_bytes + slack_of(self.cache_bytes)
 
     def __post_init__(self) -> None:
         """Check every value, then what only holds between values."""

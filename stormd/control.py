@@ -75,9 +75,9 @@ class Connection:
     """
 
     __slots__ = (
-        "_line", "credentials", "descriptor", "has_session", "held_bytes", "is_paused",
-        "is_queued", "is_reachable", "output", "reader", "silent_ticks", "unsent", "work",
-        "work_bytes",
+        "_line", "credentials", "descriptor", "has_session", "held_bytes", "is_parked",
+        "is_paused", "is_queued", "is_reachable", "output", "reader", "silent_ticks", "unsent",
+        "work", "work_bytes",
     )  # fmt: skip
 
     def __init__(self, line: socket.socket, credentials: Credentials) -> None:
@@ -88,6 +88,7 @@ class Connection:
         self.has_session = False
         self.is_reachable = True
         self.is_queued = False  # among those whose turn comes
+        self.is_parked = False  # its work goes on when it is told to
         self.is_paused = False  # not read from until what has come is done
         self.silent_ticks = 0
         self.output: deque[memoryview] = deque()
@@ -183,6 +184,7 @@ class ControlSocket:
         self._unwelcome: Strangers[Connection] = Strangers(MAX_UNWELCOME, MAX_UNWELCOME)
         self._queue: deque[Connection] = deque()  # those that have said something, in rotation
         self._scheduled: asyncio.Handle | None = None
+        self._parked: list[Connection] = []  # those whose turn does not come before they are told
         self._relief: asyncio.Handle | None = None
         self._buffer = bytearray(READ_BYTES)
         self._view = memoryview(self._buffer)
@@ -240,6 +242,19 @@ class ControlSocket:
         """Send a frame, now or as soon as the kernel takes it; to nobody where nobody is there."""
         if connection.is_reachable:
             self._send_as_it_is(connection, framed(frame))
+
+    def park(self, connection: Connection) -> None:
+        """Go on with a connection's work, which asks for it, only once all that are parked do."""
+        connection.is_parked = True
+
+    def unpark(self) -> None:
+        """Go on with all connections that are parked."""
+        parked, self._parked = self._parked, []
+        for connection in parked:
+            connection.is_parked = False
+            if connection.is_open:
+                self._queue.append(connection)
+                self._schedule()
 
     def close_connection(self, connection: Connection) -> None:
         """End a connection, with all that waits of it. Twice is fine."""
@@ -397,7 +412,7 @@ class ControlSocket:
         if not connection.is_open:
             return
         if not is_done:
-            self._queue.append(connection)
+            (self._parked if connection.is_parked else self._queue).append(connection)
             return
         connection.is_queued = False
         if connection.is_paused:
@@ -413,7 +428,7 @@ class ControlSocket:
                     return True
                 self._begin(connection, found)
             for _ in connection.work or ():
-                if time.monotonic() > end:
+                if connection.is_parked or time.monotonic() > end:
                     return not connection.is_open
             connection.work, connection.work_bytes = None, 0
             if not connection.has_session or time.monotonic() > end:

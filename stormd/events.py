@@ -35,6 +35,7 @@ __all__ = [
     "StoreFailed",
     "StoreJob",
     "Unmap",
+    "Wait",
 ]
 
 # --- jobs for lanes -------------------------------------------------------------------------
@@ -207,6 +208,16 @@ class Unmap:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask the ledger for the same again once the pool has grown, before what the session says next.
+
+    It stands alone. Nothing was changed, but that the space knows that more memory is wanted.
+    """
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """Find out whether the silent session's client can still be reached; end it if not."""
 
@@ -228,4 +239,4 @@ class Ended:
     cause: str
 
 
-Instruction = Reply | Jobs | Skip | Map | Unmap | Probe | Detach | Ended
+Instruction = Reply | Jobs | Skip | Map | Unmap | Wait | Probe | Detach | Ended

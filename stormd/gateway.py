@@ -39,6 +39,7 @@ from stormd.events import (
     Result,
     Skip,
     Unmap,
+    Wait,
 )
 from stormd.lanes import Attachment, Lane
 from stormd.ledger import Ledger
@@ -110,6 +111,9 @@ _session_of = attrgetter("session")
 
 Handler = Callable[["Peer", int, Any], Iterator[None] | None]
 """Carries a request out; one that may take long returns its steps."""
+
+Ask = Callable[[float], list[Instruction]]
+"""Asks the ledger for something, at a time."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -297,6 +301,11 @@ class Gateway:
         self._control.tick()
         self._perform(self._ledger.tick(time.monotonic()))
         self._go_on_freeing()
+        self.flush()
+
+    def go_on(self) -> None:
+        """Take up what waits for memory: there is more of it, or none is to be had."""
+        self._control.unpark()
         self.flush()
 
     def end(self, session: int, cause: str) -> None:
@@ -546,17 +555,38 @@ class Gateway:
     def _store(self, peer: Peer, request: int, message: Store) -> Iterator[None] | None:
         if self._ledger.is_of_cache(peer.session):
             return self._store_in_cache(peer, request, message)
-        self._perform(self._ledger.store(peer.session, request, message, time.monotonic()))
         if message.nbytes >= LARGE_BYTES:
             self._unsent[peer] = None
+        return self._ask(peer, partial(self._ledger.store, peer.session, request, message))
+
+    def _ask(self, peer: Peer, ask: Ask) -> Iterator[None] | None:
+        """Do what the ledger says, or return the steps where that waits for memory."""
+        answer = ask(time.monotonic())
+        if isinstance(answer[0], Wait):
+            return self._ask_again(peer, ask)
+        self._perform(answer)
         return None
+
+    def _ask_again(self, peer: Peer, ask: Ask) -> Iterator[None]:
+        """Ask each time the pool has grown; nothing that the client has sent since comes between.
+
+        It is asked for the last time where the pool does not grow any more.
+        """
+        answer: list[Instruction] = [Wait(peer.session)]
+        while isinstance(answer[0], Wait):
+            self._control.park(peer.connection)
+            yield
+            answer = ask(time.monotonic())
+        self._perform(answer)
+        self._unsent[peer] = None
 
     def _store_in_cache(self, peer: Peer, request: int, message: Store) -> Iterator[None]:
         """Store once what is there has made room, which may take long."""
         now = time.monotonic()
         while self._ledger.make_cache_room(peer.session, message, now):
             yield
-        self._perform(self._ledger.store(peer.session, request, message, now))
+        ask = partial(self._ledger.store, peer.session, request, message)
+        yield from self._ask(peer, ask) or ()
 
     def _restore(self, peer: Peer, request: int, message: Restore) -> None:
         self._perform(self._ledger.restore(peer.session, request, message, time.monotonic()))
@@ -585,7 +615,8 @@ class Gateway:
         now = time.monotonic()
         while self._ledger.tidy_cache(now):
             yield
-        self._perform(self._ledger.cached(peer.session, request, message, now))
+        ask = partial(self._ledger.cached, peer.session, request, message)
+        yield from self._ask(peer, ask) or ()
         self._go_on_freeing()
 
     def _plan_learned(self, peer: Peer, request: int, message: PlanLearned) -> None:

@@ -1,4 +1,7 @@
-"""The pool's memory: one mapping, made resident at start and locked where that is allowed.
+"""The pool's memory: one mapping, made resident and locked where that is allowed.
+
+All of it is made resident at start, or a first part, and more by `commit`. What is not resident
+must not be used: the machine may not have it.
 
 The mapping belongs to this process alone. No session ever maps it or is handed a part of it, so a
 freed block is readable by nobody, and it does not move until `close`.
@@ -36,8 +39,10 @@ MAX_TOUCHERS: Final = 8
 BYTES_A_TABLE_BYTE: Final = 512
 """The kernel's table of a process's pages takes eight bytes for each page of 4 KiB."""
 
+MAP_NORESERVE: Final = 0x4000
+MADV_DONTNEED: Final = 4
 MADV_POPULATE_WRITE: Final = 23
-"""Linux 5.14; the mmap module does not name it yet."""
+"""Numbers of Linux that the mmap module does not name in every version; the last is of 5.14."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -46,12 +51,13 @@ _libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class HostPool:
-    """`nbytes` of host memory at `address`, resident from construction on.
+    """`nbytes` of address space at `address`, the first `first` bytes resident, all without it.
 
     `on_progress(done, total)` is called from several threads, one call at a time, in bytes.
     `is_stopped` is asked between chunks, from any of them: a large pool takes a minute to touch,
     and whoever is to end must not wait for it. `beside` are the bytes that the process needs
-    besides. `locked` says whether the kernel agreed never to swap it.
+    besides. `locked` says whether the kernel agreed never to swap what is resident, `ranges` what
+    is, as offsets and bytes.
 
     Raises:
         PoolUnavailable: the machine does not have or does not give that much memory.
@@ -62,34 +68,48 @@ class HostPool:
         self,
         nbytes: int,
         *,
+        first: int | None = None,
         beside: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
         is_stopped: Callable[[], bool] | None = None,
     ) -> None:
         self.nbytes: Final = nbytes
+        self.ranges: tuple[tuple[int, int], ...] = ()
+        self.locked = True
         self._kept = False
         self._is_stopped = is_stopped or _never
-        _check_size(nbytes, beside)
-        try:
-            self._mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise PoolUnavailable(_refusal(nbytes, error)) from error
+        first = nbytes if first is None else first
+        _check_size(first, beside)
+        self._mapping = _reserved(nbytes, is_partial=first < nbytes)
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         try:
             self._advise()
-            self._touch(on_progress or _no_progress)
-            self.locked: Final = self._lock()
+            self._take(0, first, on_progress or _no_progress)
         except BaseException:
             self._mapping.close()
             raise
 
-    def pieces(self, limit: int) -> Iterator[tuple[int, int]]:
-        """Yield (address, bytes) ranges of at most `limit` bytes that make up the pool.
+    def commit(self, offset: int, nbytes: int, *, beside: int) -> None:
+        """Make a further range resident, from the start of a page on. May take seconds.
 
-        For what takes long with each: a driver takes no arbitrarily large range at once.
+        `beside` are bytes of the machine's memory that must be left. One call at a time.
+
+        Raises:
+            PoolUnavailable: there is not that much memory; the range is as it was.
+            StartStopped: the daemon is to end; the range is as it was.
         """
-        for offset in range(0, self.nbytes, limit):
-            yield self.address + offset, min(limit, self.nbytes - offset)
+        _check_growth(nbytes, beside)
+        try:
+            self._take(offset, nbytes, _no_progress)
+        except BaseException:
+            self.give_back(offset, nbytes)
+            raise
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Have a range be no memory any more, which nobody uses."""
+        self.ranges = tuple(one for one in self.ranges if one != (offset, nbytes))
+        _libc.munlock(self.address + offset, nbytes)
+        _libc.madvise(self.address + offset, nbytes, MADV_DONTNEED)
 
     def check_stopped(self) -> None:
         """Give the start up where the daemon is to end: for between two pieces of it.
@@ -114,31 +134,43 @@ class HostPool:
         self._mapping.madvise(mmap.MADV_DONTFORK)  # a child would double it page by page
         self._mapping.madvise(mmap.MADV_DONTDUMP)  # other people's tensors, in a core file
 
-    def _touch(self, on_progress: Callable[[int, int], None]) -> None:
+    def _take(self, offset: int, nbytes: int, on_progress: Callable[[int, int], None]) -> None:
+        """Make a range resident, and lock it."""
+        chunks = list(_chunks(self.address + offset, nbytes))
+        self._touch(chunks, nbytes, on_progress)
+        self._lock(chunks)
+        self.ranges += ((offset, nbytes),)
+
+    def _touch(
+        self, chunks: list[tuple[int, int]], total: int, on_progress: Callable[[int, int], None]
+    ) -> None:
         lock = threading.Lock()  # protects `done` and serialises on_progress
         done = 0
 
-        def touch(piece: tuple[int, int]) -> None:
+        def touch(chunk: tuple[int, int]) -> None:
             nonlocal done
             self.check_stopped()
-            _populate(*piece)
+            _populate(*chunk)
             with lock:
-                done += piece[1]
-                on_progress(done, self.nbytes)
+                done += chunk[1]
+                on_progress(done, total)
 
         threads = min(MAX_TOUCHERS, len(os.sched_getaffinity(0)))
         with ThreadPoolExecutor(threads, thread_name_prefix="stormd-touch") as executor:
-            for _ in executor.map(touch, self.pieces(CHUNK_BYTES)):
+            for _ in executor.map(touch, chunks):
                 pass
 
-    def _lock(self) -> bool:
-        """Lock all of it, or nothing: what is locked counts against the limit of others."""
-        for piece in self.pieces(CHUNK_BYTES):
+    def _lock(self, chunks: list[tuple[int, int]]) -> None:
+        """Lock these as well, or nothing: what is locked counts against the limit of others."""
+        if not self.locked:
+            return
+        for chunk in chunks:
             self.check_stopped()
-            if _libc.mlock(*piece) != 0:
+            if _libc.mlock(*chunk) != 0:
                 break
         else:
-            return True
+            return
+        self.locked = False
         reason = os.strerror(ctypes.get_errno())
         _libc.munlock(self.address, self.nbytes)
         log.warning(
@@ -147,7 +179,21 @@ class HostPool:
             format_size(self.nbytes),
             reason,
         )
-        return False
+
+
+def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
+    """Return a mapping; of one that is to be resident in part the kernel sets nothing aside."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if is_partial else 0)
+    try:
+        return mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise PoolUnavailable(_refusal(nbytes, error)) from error
+
+
+def _chunks(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of the parts that are touched and locked one by one."""
+    for offset in range(0, nbytes, CHUNK_BYTES):
+        yield address + offset, min(CHUNK_BYTES, nbytes - offset)
 
 
 def _no_progress(done: int, total: int) -> None:
@@ -167,6 +213,16 @@ def _check_size(nbytes: int, beside: int) -> None:
             f"pool_bytes and cache_bytes are {format_size(nbytes)} together, and the daemon needs "
             f"{format_size(beside)} beside them; this machine or container has "
             f"{format_size(available)} of memory available: set --pool-bytes lower, or free memory"
+        )
+
+
+def _check_growth(nbytes: int, beside: int) -> None:
+    available = memory_available()
+    if nbytes + nbytes // BYTES_A_TABLE_BYTE + beside > available:
+        raise PoolUnavailable(
+            f"the pool cannot grow by {format_size(nbytes)}: this machine or container has "
+            f"{format_size(available)} of memory available, and {format_size(beside)} are left to "
+            "others"
         )
 
 

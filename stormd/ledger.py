@@ -7,6 +7,7 @@ exactly once. Nothing is freed while a lane uses it. A session that has ended ho
 Entries:   Store -> encoding -> stored -> (restores read it) -> freed
            Release or the session's end while a lane uses the entry frees it when the lane is done.
 Sessions:  opened -> attached -> ending -> gone; `Detached` of the lane is what ends the last step.
+Memory:    what the pool has no room for yet, and will have once it has grown, is answered by Wait.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ from stormd.events import (
     StoreFailed,
     StoreJob,
     Unmap,
+    Wait,
 )
 from stormd.parts import Part, blob_bound
 from stormd.places import Places
 from stormd.protocol import (
     RESTORE_FIELDS,
     Admitted,
+    CachePut,
     Failed,
     Mapped,
     MapSegment,
@@ -297,6 +300,8 @@ class Ledger:
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
         problem = self._store_problem(record, message, part)
+        if problem is not None and problem[0] == "pool_full" and self._waits(record, part.charge):
+            return [Wait(session)]
         if problem is not None:
             return self._rejected(record, request, message, *problem)
         space = self._space if record.cache is None else self._cache_of(record).space
@@ -392,6 +397,8 @@ class Ledger:
             answer = Refused(
                 "UsageError", "this session's Hello did not say that it is for the cache"
             )
+        elif isinstance(message, CachePut) and self._waits(record, self._cache_of(record).size):
+            return [Wait(session)]
         else:
             answer = self._cache_of(record).answer(
                 record, self._holdings, message, now, self._limits
@@ -621,10 +628,21 @@ class Ledger:
         if shortage is not None or self._space.promise(nbytes):
             return shortage
         use = self._space.use()
-        return (
-            f"{format_size(use.used + use.promised)} of {format_size(use.capacity)} are taken and "
-            f"{format_size(nbytes)} more are asked for: raise pool_bytes"
-        )
+        taken = f"{format_size(use.taken)} of {format_size(use.capacity)} are taken and "
+        if use.capacity < capacity:
+            return (
+                f"{taken}{format_size(nbytes)} more are asked for, and this machine or container "
+                f"has no memory left for more of pool_bytes={format_size(capacity)}: free some"
+            )
+        return f"{taken}{format_size(nbytes)} more are asked for: raise pool_bytes"
+
+    def _waits(self, record: Session, nbytes: int) -> bool:
+        """Tell whether room for so much has yet to come, and note that it is wanted."""
+        space = self._space if record.cache is None else self._cache_of(record).space
+        if not space.lacks(nbytes):
+            return False
+        space.want(nbytes)
+        return True
 
     def _store_problem(self, record: Session, message: Store, part: Part) -> tuple[str, str] | None:
         """Return why an entry is not admitted; None, and its room is promised now."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -38,9 +39,12 @@ _FIRST: Final = _Controller(
 
 
 def memory_limit() -> int:
-    """Return the bytes of memory this process may use: the machine's, or its cgroups' if less."""
+    """Return the bytes of memory this process may use: the machine's, or less where limits say so.
+
+    Those of its cgroups, and of its address space and data (`ulimit -v` and `-d`).
+    """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *(limit for limit, _ in _cgroup_limits())])
+    return min([physical, *(limit for limit, _ in _cgroup_limits()), *_resource_limits()])
 
 
 def memory_available() -> int:
@@ -66,6 +70,13 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": package_versions(),
     }
+
+
+def _resource_limits() -> Iterator[int]:
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            yield soft
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:

@@ -48,7 +48,8 @@ FAMILIES: Final = {
     family.name: family
     for family in (
         Family("stormd_build_info", "gauge", "Always 1; the labels say what runs.", ("version",)),
-        Family("stormd_pool_bytes", "gauge", "Size of the pinned pool."),
+        Family("stormd_pool_bytes", "gauge", "Size of the pool."),
+        Family("stormd_pool_committed_bytes", "gauge", "Memory taken for the pool so far."),
         Family("stormd_pool_used_bytes", "gauge", "Bytes of the pool that hold blobs."),
         Family(
             "stormd_pool_promised_bytes",
@@ -231,6 +232,7 @@ def _gauges(status: Mapping[str, Any]) -> Values:
     pool, sessions = status["pool"], status["sessions"]
     yield "stormd_build_info", (status["version"],), 1
     yield "stormd_pool_bytes", (), pool["capacity_bytes"]
+    yield "stormd_pool_committed_bytes", (), pool["committed_bytes"]
     yield "stormd_pool_used_bytes", (), pool["used_bytes"]
     yield "stormd_pool_promised_bytes", (), pool["promised_bytes"]
     yield "stormd_pool_peak_used_bytes", (), pool["peak_used_bytes"]

@@ -25,6 +25,7 @@ from stormd.errors import DirectoryUnsafe
 from stormd.events import Result
 from stormd.gateway import Gateway, Terms
 from stormd.gpu_gauge import GpuGauge
+from stormd.growth import FIRST_BYTES, PoolGrowth
 from stormd.health import stuck_workers
 from stormd.host_pool import HostPool
 from stormd.lanes import Lane
@@ -79,6 +80,8 @@ class Server:
         self._stopping: asyncio.Event
         self._progress: asyncio.Event
         self._pool: HostPool
+        self._spaces: list[Space]
+        self._growth: PoolGrowth
         self._space: Space
         self._cache: Cache | None = None
         self._ledger: Ledger
@@ -155,7 +158,7 @@ class Server:
         2. Let clients fetch what they have stored, until nothing is held or time is short.
         3. End the sessions: lanes finish what runs, skip what waits, and let their memory go.
         4. Close the lifelines and the control socket, remove their files.
-        5. End the lanes' workers, then unmap the pool, and give the address up.
+        5. Grow the pool no more, end the lanes' workers, unmap the pool, and give the address up.
         """
         if not self._is_open:
             return
@@ -183,7 +186,8 @@ class Server:
             "uptime_seconds": time.monotonic() - self._opened_at,
             "lanes": list(self._lanes),
             "pool": {
-                "capacity_bytes": use.capacity,
+                "capacity_bytes": self._space.capacity,
+                "committed_bytes": self._space.committed,
                 "used_bytes": use.used,
                 "promised_bytes": use.promised,
                 "peak_used_bytes": use.peak_used,
@@ -236,19 +240,28 @@ class Server:
         )
 
     async def _make_pool(self) -> None:
+        config = self._config
+        pool, cache = config.pool_bytes, config.cache_bytes
+        self._space = Space(pool, slack=slack_of(pool), committed=0)
+        spaces = [self._space]
+        if cache:
+            space = Space(cache, base=config.cache_offset, slack=slack_of(cache), committed=0)
+            self._cache = Cache(space, self.counters.cache)
+            spaces.append(space)
+        grows = config.pool_commit == "use"
+        first = min(FIRST_BYTES, self._space.end) if grows else config.host_bytes
         self._pool = await asyncio.to_thread(
             HostPool,
-            self._config.host_bytes,
-            beside=_beside_pool(self._config),
+            config.host_bytes,
+            first=first,
+            beside=_beside_pool(config),
             on_progress=self._on_progress,
             is_stopped=self._stopping.is_set,
         )
         self._cleanup.callback(self._pool.close)
-        pool, cache = self._config.pool_bytes, self._config.cache_bytes
-        self._space = Space(pool, slack=slack_of(pool))
-        if cache:
-            space = Space(cache, base=self._space.end, slack=slack_of(cache))
-            self._cache = Cache(space, self.counters.cache)
+        for space in spaces:
+            space.grow(max(0, min(first, space.end) - space.base))
+        self._spaces = spaces
 
     async def _open_lanes(self) -> None:
         self._mailbox = Mailbox(self._loop, self._take_results)
@@ -257,6 +270,10 @@ class Server:
             open_lanes, self._config, self._pool, self._mailbox.post
         )
         self._cleanup.callback(self._close_lanes)
+        self._growth = PoolGrowth(
+            self._pool, self._spaces, self._lanes.values(), self._loop, self._grown
+        )
+        self._cleanup.callback(self._growth.close)
         uuids = [link.uuid for lane in self._lanes.values() for link in lane.links]
         self._gauge = await asyncio.to_thread(GpuGauge, uuids)
         self._cleanup.callback(self._gauge.close)
@@ -295,7 +312,7 @@ class Server:
                 lease_seconds=config.lease_seconds,
             ),
             status=self.status,
-            on_progress=self._progress.set,
+            on_progress=self._progressed,
             later=self._loop.call_later,
         )
 
@@ -322,6 +339,14 @@ class Server:
                     socket.bind()
                 grant(path, self._config.socket_mode, self._config.socket_group)
         log.warning("files of the address were removed: bound again")
+
+    def _progressed(self) -> None:
+        self._progress.set()
+        self._growth.look()
+
+    def _grown(self) -> None:
+        """Have those go on that wait for memory, if it has come or none comes, and take more."""
+        self._gateway.go_on()
 
     def _is_deserted(self) -> bool:
         if self._ledger.sessions:

@@ -15,14 +15,16 @@ from torch._library.custom_ops import CustomOpDef
 from storm_client.errors import UsageError
 from storm_client.plan.planning import PlanOptions
 from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
+from stormd.protocol.sizes import parse_size
 
 __all__ = [
     "Modules",
+    "check_codec",
     "check_options",
-    "check_storing",
     "layers_of",
     "modules_of",
     "plan_options",
+    "size_of",
 ]
 
 Modules = torch.nn.Module | Iterable[torch.nn.Module] | None
@@ -73,14 +75,28 @@ def check_options(given: Iterable[str]) -> None:
         raise UsageError(f"offload() has no option {name!r}: {hint}nown are {', '.join(known)}")
 
 
-def check_storing(min_bytes: int, codec: str) -> None:
-    """Check from how many bytes on tensors leave, and how they are encoded.
+def size_of(value: int | str, name: str) -> int:
+    """Return the bytes of a size that was passed as `name`: a whole number, or a text as "1MiB".
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if type(value) is int and value >= 0:
+        return value
+    if isinstance(value, str):
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}") from error
+    raise UsageError(f"{name} is {value!r}; pass a number of bytes, or a size as '1MiB'")
+
+
+def check_codec(codec: str) -> None:
+    """Check how tensors are to be encoded.
 
     Raises:
         UsageError: a value that cannot be.
     """
-    if type(min_bytes) is not int or min_bytes < 0:
-        raise UsageError(f"min_bytes is {min_bytes!r}; it must be a number of bytes, at least 0")
     if codec not in CODECS:
         raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
 

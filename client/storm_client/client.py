@@ -12,11 +12,12 @@ from typing import Any, Never
 from storm_client.arguments import (
     Layer,
     Modules,
+    check_codec,
     check_options,
-    check_storing,
     layers_of,
     modules_of,
     plan_options,
+    size_of,
 )
 from storm_client.cache import Cache
 from storm_client.embedded import EmbeddedDaemon
@@ -54,7 +55,7 @@ class Client:
         self,
         model: Modules = None,
         *,
-        min_bytes: int = 1 << 20,
+        min_bytes: int | str = 1 << 20,
         codec: str = "ancf",
         budget: str | float | None = None,
         verify: str = "learn",
@@ -65,7 +66,8 @@ class Client:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
 
         `model` is a module or several, whose parameters and buffers stay where they are, as do
-        tensors of less than `min_bytes`. `codec` is "ancf" (lossless) or "raw".
+        tensors of less than `min_bytes`, in bytes or as "1MiB". `codec` is "ancf" (lossless) or
+        "raw".
 
         `budget` says how much of what a step saves may stay on the device: "least", "fit" (what
         the device has free), bytes, a size as "12GiB", or a fraction of what is saved as a float;
@@ -87,14 +89,15 @@ class Client:
         """
         sessions = self._supply.current()
         check_options(unknown)
-        check_storing(min_bytes, codec)
+        least = size_of(min_bytes, "min_bytes")
+        check_codec(codec)
         modules = modules_of(model)
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
         options = plan_options(budget, verify, replay)
         named = layers_of(layers, modules)
-        return Offload.of(self._supply, Policy(modules, min_bytes), codec, options, named)
+        return Offload.of(self._supply, Policy(modules, least), codec, options, named)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

@@ -12,13 +12,15 @@ import threading
 import warnings
 from typing import Any, Literal, get_args
 
-from storm_client.arguments import Modules, check_options, modules_of
+from storm_client.arguments import Modules, check_options, modules_of, size_of
 from storm_client.client import Client
-from storm_client.embedded import EmbeddedDaemon
+from storm_client.embedded import EmbeddedDaemon, shared_daemon
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.handshake import is_listening, socket_path
 from storm_client.hooks import Offload
 from storm_client.sessions import Sessions
+from storm_client.sizes import format_size
+from storm_client.summary import say
 from storm_client.supply import Supply
 from stormd.protocol import default_addresses, socket_trouble, unknown_variables
 
@@ -35,7 +37,7 @@ OnDaemonLoss = Literal["raise", "keep"]
 def connect(
     address: str | None = None,
     embedded: Embedded = "auto",
-    pool_bytes: int | None = None,
+    pool_bytes: int | str | None = None,
     timeout: float = 5.0,
     on_daemon_loss: OnDaemonLoss = "raise",
 ) -> Client:
@@ -43,8 +45,11 @@ def connect(
 
     Without `address`, it is the one named by STORMD_ADDRESS, else the system's, else the user's.
     `embedded` says whether a private daemon is started: "auto" when none answers, "never", or
-    "always"; `pool_bytes` is the size of its pool. An address that was named, here or in the
-    environment, is never replaced by another daemon. `timeout` is in seconds.
+    "always". With "auto" all clients of the process share one, unless they ask for pools of other
+    sizes. `pool_bytes` is how large its pool may grow, in bytes or as "8GiB"; without it, what
+    STORMD_POOL_BYTES says, or 4 GiB, less where the machine or container has less. It takes memory
+    as it is used. An address that was named, here or in the environment, is never replaced by
+    another daemon. `timeout` is in seconds.
 
     `on_daemon_loss` is for what is saved after the daemon was lost; what it held raises in any
     case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
@@ -55,7 +60,8 @@ def connect(
         DaemonUnavailable: no daemon answers, or none may be started.
         ProtocolMismatch: the daemon speaks another version.
     """
-    _check(embedded, pool_bytes, timeout)
+    _check(embedded, timeout)
+    pool = _pool_size(pool_bytes)
     if on_daemon_loss not in get_args(OnDaemonLoss):
         known = ", ".join(get_args(OnDaemonLoss))
         raise UsageError(f"on_daemon_loss is {on_daemon_loss!r}; choose {known}")
@@ -65,7 +71,7 @@ def connect(
     if named is not None:
         socket_path(named)
     if embedded == "always":
-        return _connect_embedded(pool_bytes, timeout, keeps)
+        return _connect_embedded(EmbeddedDaemon(pool), timeout, keeps)
     found = named or _running()
     if found is not None:
         return Client(_supply(found, timeout, keeps), None, timeout)
@@ -74,7 +80,7 @@ def connect(
             f"no daemon that this user can use listens at {_looked()}; start one with "
             "`stormd serve`, pass its address, or allow one of your own with embedded='auto'"
         )
-    return _connect_embedded(pool_bytes, timeout, keeps)
+    return _connect_embedded(shared_daemon(pool), timeout, keeps)
 
 
 def offload(model: Modules = None, **options: Any) -> Offload:
@@ -120,13 +126,35 @@ _SHARED = _SharedClient()
 os.register_at_fork(after_in_child=_SHARED.forked)
 
 
-def _connect_embedded(pool_bytes: int | None, timeout: float, keeps: bool) -> Client:
-    daemon = EmbeddedDaemon(pool_bytes)
+def _connect_embedded(daemon: EmbeddedDaemon, timeout: float, keeps: bool) -> Client:
     try:
-        return Client(_supply(daemon.address, timeout, keeps), daemon, timeout)
+        client = Client(_supply(daemon.address, timeout, keeps), daemon, timeout)
+        _tell_once(client, daemon)
     except BaseException:
-        daemon.kill()
+        if daemon.users > 1:
+            daemon.close()
+        else:
+            daemon.kill()
         raise
+    return client
+
+
+_told: set[str] = set()
+"""Whether the process was told of a private daemon: it holds one text at most."""
+
+
+def _tell_once(client: Client, daemon: EmbeddedDaemon) -> None:
+    """Say what a private daemon takes, and how to change it: nobody has asked for it by name."""
+    if _told:
+        return
+    _told.add(daemon.address)
+    most = client.status().pool.capacity_bytes
+    say(
+        f"stormd: started a private daemon (process {daemon.pid}), which takes "
+        f"{format_size(daemon.resident_bytes())} of host memory now, and up to "
+        f"{format_size(most)} more as it is used; connect(pool_bytes=) or STORMD_POOL_BYTES sets "
+        "that, and `stormd serve` runs one daemon for all"
+    )
 
 
 def _supply(address: str, timeout: float, keeps: bool) -> Supply:
@@ -153,13 +181,21 @@ def _warn_of_unknown_variables() -> None:
         warnings.warn(f"{text}; it has no effect", stacklevel=3)
 
 
-def _check(embedded: str, pool_bytes: int | None, timeout: float) -> None:
+def _check(embedded: str, timeout: float) -> None:
     if embedded not in get_args(Embedded):
         raise UsageError(f"embedded is {embedded!r}; choose {', '.join(get_args(Embedded))}")
-    if pool_bytes is not None and (type(pool_bytes) is not int or pool_bytes < LEAST_POOL_BYTES):
-        raise UsageError(
-            f"pool_bytes is {pool_bytes!r}; it must be a number of bytes, at least "
-            f"{LEAST_POOL_BYTES}, or None for the daemon's default"
-        )
     if not isinstance(timeout, (int, float)) or not 0 < timeout < 86400:
         raise UsageError(f"timeout is {timeout!r}; it must be seconds above 0 and below a day")
+
+
+def _pool_size(pool_bytes: int | str | None) -> int | None:
+    """Return the size in bytes, None for the default."""
+    if pool_bytes is None:
+        return None
+    size = size_of(pool_bytes, "pool_bytes")
+    if size < LEAST_POOL_BYTES:
+        raise UsageError(
+            f"pool_bytes is {pool_bytes!r}; it must be at least {LEAST_POOL_BYTES}, or None for "
+            "the daemon's default"
+        )
+    return size

@@ -271,7 +271,8 @@ class Cache:
         """Return the cache as `stormd status` shows it."""
         use = self.space.use()
         return {
-            "capacity_bytes": use.capacity,
+            "capacity_bytes": self.space.capacity,
+            "committed_bytes": self.space.committed,
             "used_bytes": use.used,
             "promised_bytes": use.promised,
             "items": len(self._items),

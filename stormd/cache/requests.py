@@ -52,6 +52,11 @@ class CacheRequests:
         """Where the cache's blobs lie."""
         return self._cache.space
 
+    @property
+    def size(self) -> int:
+        """Bytes of the cache, all of which the first put waits for where the memory is to come."""
+        return self._cache.space.capacity
+
     def answer(
         self, record: Session, holdings: Holdings, message: Message, now: float, limits: Limits
     ) -> Message:

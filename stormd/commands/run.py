@@ -12,11 +12,16 @@ import os
 from collections.abc import Mapping
 from typing import get_args
 
-from stormd.commands.serve import check_pool
+from stormd.commands.serve import fitted
 from stormd.config import Config, load_config
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
-from stormd.protocol import BUDGET_VARIABLE, default_addresses, parse_budget
+from stormd.protocol import (
+    BUDGET_VARIABLE,
+    default_addresses,
+    parse_budget,
+    private_pool_commit,
+)
 from stormd.query import ADDRESS_VARIABLE
 from stormd.supervise.request import MpsMode, Request, find_program
 
@@ -79,8 +84,8 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not command:
         raise ConfigError("there is no command to run: stormd run -- python train.py")
-    config = load_config(flags={"pool_bytes": args.pool_bytes}, environ=environ)
-    check_pool(config, memory_limit())
+    flags = {"pool_bytes": args.pool_bytes, "pool_commit": private_pool_commit(environ)}
+    config = fitted(load_config(flags=flags, environ=environ), memory_limit())
     _check_budget(args.budget, environ)
     find_program(command[0], environ)
     named = environ.get(ADDRESS_VARIABLE, "")

@@ -9,8 +9,9 @@ import argparse
 import functools
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from stormd.commands.output import EXIT_OK, write_line
 from stormd.config import Config, Option, config_options, default_of, load_config
@@ -20,11 +21,14 @@ from stormd.logs import logging_process
 from stormd.machine import memory_limit
 from stormd.sizes import format_size
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "check_pool", "fitted", "run"]
 
 HELP = "run the daemon in the foreground until SIGTERM or SIGINT"
 
 _LOGGER: Final = logging.getLogger("stormd.serve")
+
+_MIB: Final = 1 << 20
+_POOL: Final = next(option for option in config_options() if option.name == "pool_bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
         write_line(render_example().rstrip())
         return EXIT_OK
     flags = {option.name: getattr(args, option.name) for option in config_options()}
-    read = functools.partial(load_config, flags=flags, path=args.config)
+    read = functools.partial(_read, flags, args.config)
     config = read()
-    check_pool(config, memory_limit())
     with logging_process(config.log_format, config.log_level, sys.stderr.fileno()) as terminal:
         _tell_of_missing_library()
         # The daemon's modules load here, so that no other command waits for them.
@@ -55,6 +58,29 @@ def run(args: argparse.Namespace) -> int:
 
         run_daemon(config, read if args.config is not None else None, terminal)
     return EXIT_OK
+
+
+def _read(flags: dict[str, Any], path: Path | None) -> Config:
+    return fitted(load_config(flags=flags, path=path), memory_limit())
+
+
+def fitted(config: Config, limit: int) -> Config:
+    """Return the settings, of a pool that fits into the memory that the process may use.
+
+    One that is taken as it is used, and whose size nobody has chosen, is made to fit: three
+    quarters are for it and the cache.
+
+    Raises:
+        ConfigError: pool and cache are larger than the memory.
+    """
+    most = limit // 4 * 3
+    is_chosen = config.pool_bytes != default_of(_POOL)
+    if config.pool_commit == "use" and not is_chosen and config.host_bytes > most:
+        left = most - (config.host_bytes - config.cache_offset)
+        pool = left // 33 * 32 // _MIB * _MIB
+        config = replace(config, pool_bytes=max(_MIB, pool))
+    check_pool(config, limit)
+    return config
 
 
 def check_pool(config: Config, limit: int) -> None:

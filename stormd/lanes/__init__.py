@@ -47,7 +47,10 @@ Post = Callable[[*tuple[Result, ...]], None]
 
 
 class Lane(Protocol):
-    """One device's data path. All methods are called on the event loop and never block it."""
+    """One device's data path. All methods are called on the event loop and never block it.
+
+    But for `extend`, which is called on a thread of its own, and may.
+    """
 
     @property
     def device(self) -> str:
@@ -64,6 +67,13 @@ class Lane(Protocol):
     @property
     def links(self) -> tuple[LinkMeter, ...]:
         """What is known of the links to its devices, one a device; none where there is no link."""
+
+    def extend(self, offset: int, nbytes: int) -> None:
+        """Take in a further range of the pool, which is resident.
+
+        Raises:
+            LaneUnavailable: a device cannot reach it; nothing of it is kept.
+        """
 
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Set a session's shared memory up.

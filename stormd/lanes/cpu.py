@@ -159,6 +159,9 @@ class CpuLane:
 
     # --- called on the event loop -----------------------------------------------------------
 
+    def extend(self, offset: int, nbytes: int) -> None:
+        """Do nothing: what is resident is reached."""
+
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Make the timeline page and the staging area, of the size asked for or less."""
         if not self._working:

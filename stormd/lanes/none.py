@@ -26,6 +26,9 @@ class NoLane:
     def __init__(self, post: Post) -> None:
         self._post = post
 
+    def extend(self, offset: int, nbytes: int) -> None:
+        """Do nothing: no session stores."""
+
     def attach(self, session: int, hello: Hello) -> Attachment:  # noqa: ARG002 - nothing is shared
         """Share nothing."""
         return Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)

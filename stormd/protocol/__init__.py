@@ -74,7 +74,7 @@ from stormd.protocol.messages import (
     pack,
     unpack,
 )
-from stormd.protocol.variables import unknown_variables
+from stormd.protocol.variables import private_pool_commit, unknown_variables
 
 __all__ = [
     "BUDGET_VARIABLE",
@@ -141,6 +141,7 @@ __all__ = [
     "parse_budget",
     "part_count",
     "peer_uid",
+    "private_pool_commit",
     "socket_trouble",
     "temporary_directory",
     "unknown_variables",

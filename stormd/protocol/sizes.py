@@ -34,7 +34,9 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size: write a number and KiB, MiB or GiB, as in 4GiB")
     number, unit = match.groups()
     if unit not in _UNITS:
-        raise ValueError(f"{text!r} has the unit {unit!r}: use one of KiB, MiB, GiB, TiB")
+        meant = next((known for known in _UNITS if known[:1] == unit[:1].upper()), "")
+        near = f", as in {number}{meant}" if meant else ""
+        raise ValueError(f"{text!r} has the unit {unit!r}: use one of KiB, MiB, GiB, TiB{near}")
     whole, _, fraction = number.partition(".")
     size, rest = divmod(int(whole + fraction) * _UNITS[unit], int("1" + "0" * len(fraction)))
     if rest:

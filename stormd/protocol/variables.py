@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Final
 
-__all__ = ["CLIENT_SETTINGS", "PREFIX", "SETTINGS", "unknown_variables"]
+__all__ = [
+    "CLIENT_SETTINGS",
+    "PREFIX",
+    "SETTINGS",
+    "private_pool_commit",
+    "unknown_variables",
+]
 
 PREFIX: Final = "STORMD_"
 
@@ -23,6 +29,7 @@ SETTINGS: Final = (
     "allowed_uids",
     "metrics_address",
     "pool_bytes",
+    "pool_commit",
     "cache_bytes",
     "message_bytes",
     "device",
@@ -58,6 +65,14 @@ _SERVICE_LINK: Final = re.compile(
     r"STORMD_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_[A-Z]+(_(PROTO|PORT|ADDR))?)?)"
 )
 """What Kubernetes sets in every pod beside a Service that is called stormd, or stormd-something."""
+
+
+def private_pool_commit(environ: Mapping[str, str]) -> str | None:
+    """Return the `pool_commit` to start a private daemon with, None where a variable says it.
+
+    It is beside whatever else its user runs, and takes memory as it is used.
+    """
+    return None if f"{PREFIX}POOL_COMMIT" in environ else "use"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,12 @@ from typing import Any, Final, NoReturn
 
 from stormd.commands.output import EXIT_FAILED
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
-from stormd.protocol import BUDGET_VARIABLE, accepts_connections, parse_address
+from stormd.protocol import (
+    BUDGET_VARIABLE,
+    accepts_connections,
+    parse_address,
+    private_pool_commit,
+)
 from stormd.query import ADDRESS_VARIABLE, StatusQuery
 from stormd.saying import say
 from stormd.supervise import mps
@@ -213,6 +218,9 @@ class _Keeper:
         pool_bytes = self._request.pool_bytes
         if pool_bytes is not None:
             command += ["--pool-bytes", str(pool_bytes)]
+        pool_commit = private_pool_commit(self._environ)
+        if pool_commit is not None:
+            command += ["--pool-commit", pool_commit]
         left_out = set(_NOT_FOR_DAEMONS)
         environ = {name: text for name, text in self._environ.items() if name not in left_out}
         with log.open("wb") as output:

@@ -53,7 +53,9 @@ def test_a_named_address_is_never_replaced_by_another_daemon(tmp_path: Path) -> 
     [
         ({"embedded": "maybe"}, "maybe.*auto, never, always"),
         ({"pool_bytes": 0}, "pool_bytes is 0.*1048576"),
-        ({"pool_bytes": "4GiB"}, "pool_bytes is '4GiB'.*number of bytes"),
+        ({"pool_bytes": "4GB"}, "pool_bytes: '4GB' has the unit 'GB'.*as in 4GiB"),
+        ({"pool_bytes": "1KiB"}, "pool_bytes is '1KiB'.*1048576"),
+        ({"pool_bytes": 1.5}, "pool_bytes is 1.5; pass a number of bytes, or a size"),
         ({"pool_bytes": True}, "pool_bytes is True"),
         ({"timeout": 0}, "timeout is 0.*above 0"),
         ({"timeout": "soon"}, "timeout is 'soon'"),

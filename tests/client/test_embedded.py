@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -127,3 +129,105 @@ def test_a_directory_into_which_no_socket_fits_is_passed_over(
     assert looked == "looked"
     assert address.startswith("ipc:///tmp/")
     assert not list(long.iterdir())
+
+
+# --- what it takes --------------------------------------------------------------------------
+
+
+def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as a user would who has set nothing up, on a machine without a daemon."""
+    plain = {name: text for name, text in os.environ.items() if not name.startswith("STORMD_")}
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+        return subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            env={**plain, "XDG_RUNTIME_DIR": runtime, **environ},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=110,
+        )
+
+
+def test_a_script_of_two_lines_takes_little_and_is_told_of_it_once() -> None:
+    done = run("""
+        import torch, storm_client as storm
+        offload = storm.offload(torch.nn.Linear(4, 4))
+        storm.offload(torch.nn.Linear(4, 4))
+        with storm.connect() as client:
+            status = client.status()
+            pages = open(f"/proc/{status.details['pid']}/statm").read().split()[1]
+            committed = status.details["pool"]["committed_bytes"]
+            print(int(pages) * 4096, committed, len(status.sessions))
+    """)
+    assert done.returncode == 0, done.stderr
+    resident, committed, sessions = map(int, done.stdout.split())
+    assert committed == 64 << 20
+    assert resident < 400 << 20
+    assert sessions == 2, "the second client has another daemon"
+    [line] = [line for line in done.stderr.splitlines() if "private daemon" in line]
+    assert re.search(r"takes \d+\.\d MiB of host memory now, and up to \d\.\d GiB more", line)
+    assert "connect(pool_bytes=) or STORMD_POOL_BYTES" in line
+
+
+def test_the_pool_holds_whatever_is_stored_however_small_it_began() -> None:
+    """More than it begins with, in one step that nothing holds back, bit for bit."""
+    done = run("""
+        import torch, storm_client as storm
+        offload = storm.offload(replay=False, codec="raw")
+        x = [torch.randn(4 << 20, requires_grad=True) for _ in range(12)]
+        def total():
+            return sum((one.sin() * one.cos()).sum() for one in x)
+        total().backward()
+        wanted = [one.grad for one in x]
+        for one in x:
+            one.grad = None
+        with offload:
+            loss = total()
+        loss.backward()
+        assert all(torch.equal(one.grad, grad) for one, grad in zip(x, wanted))
+        print(offload.stats().offloaded_bytes >> 20, offload.stats().kept_bytes)
+    """)
+    assert done.returncode == 0, done.stderr
+    offloaded, kept = map(int, done.stdout.split())
+    assert offloaded >= 12 * 32
+    assert kept == 0, "a tensor was kept while the pool grew"
+
+
+def test_clients_share_one_unless_they_ask_for_another() -> None:
+    done = run("""
+        import storm_client as storm
+        one, two = storm.connect(pool_bytes="16MiB"), storm.connect()
+        other, own = storm.connect(pool_bytes=17 << 20), storm.connect(embedded="always")
+        print(one.address == two.address, len({c.address for c in (one, other, own)}))
+        one.close()
+        print(len(two.status().sessions))
+        two.close()
+        three = storm.connect()
+        print(three.address in (one.address, two.address), three.address == other.address)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "3", "1", "False", "True"]
+
+
+def test_a_pool_that_cannot_be_had_names_what_its_user_can_set() -> None:
+    done = run("import storm_client as storm; storm.connect(pool_bytes='100TiB')")
+    assert done.returncode == 1
+    assert "DaemonUnavailable" in done.stderr
+    assert "connect(pool_bytes=) and STORMD_POOL_BYTES" in done.stderr
+
+
+def test_a_little_memory_is_enough_for_a_pool_of_its_default_size() -> None:
+    """As in a small container: less than the default size may be had in all."""
+    done = run("""
+        import resource, storm_client as storm
+        from storm_client import embedded
+        start = embedded.subprocess.Popen
+        def limited(*args, **options):
+            limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+            return start(*args, preexec_fn=limit, **options)
+        embedded.subprocess.Popen = limited
+        with storm.connect() as client:
+            print(client.status().pool.capacity_bytes)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert 1 << 30 < int(done.stdout) < 3 << 30

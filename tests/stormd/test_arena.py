@@ -182,6 +182,44 @@ def test_a_contiguous_block_says_where_it_is() -> None:
     assert Block((Extent(512, 256), Extent(0, 256)), 300).offset is None
 
 
+def test_what_is_not_there_yet_is_neither_free_nor_promised() -> None:
+    space = Space(33 * GRANULE, base=GRANULE, slack=11 * GRANULE, committed=0)
+    assert not space.promise(1)
+    assert space.lacks(1)
+    assert space.is_growing
+    space.grow(4 * GRANULE)  # a quarter of which is slack, as of the whole
+    assert space.use().ready == 3 * GRANULE
+    assert space.use().capacity == 33 * GRANULE
+    assert placed(space, 3 * GRANULE).offset == GRANULE
+    assert space.lacks(1)
+    assert not space.promise(1)
+    space.grow(40 * GRANULE)
+    assert not space.is_growing
+    assert not space.lacks(1 << 40), "what cannot be had at all is waited for by nobody"
+    assert placed(space, 30 * GRANULE).offset == 4 * GRANULE
+    space.assert_invariants()
+
+
+def test_who_waits_for_more_is_known_until_it_has_come_or_cannot_be_had() -> None:
+    space = Space(8 * GRANULE, committed=2 * GRANULE)
+    space.want(5 * GRANULE)
+    space.want(3 * GRANULE)
+    assert space.wanted == 5 * GRANULE
+    space.grow(2 * GRANULE)
+    assert space.wanted == 5 * GRANULE
+    space.grow(2 * GRANULE)
+    assert space.wanted == 0
+    space.want(1 << 40)
+    assert space.wanted == 8 * GRANULE
+    space.allow_growth(allowed=False)
+    assert space.wanted == 0
+    assert not space.lacks(8 * GRANULE)
+    assert space.use().capacity == space.use().ready == 6 * GRANULE
+    space.allow_growth(allowed=True)
+    assert space.lacks(8 * GRANULE)
+    space.assert_invariants()
+
+
 def test_slack_keeps_blocks_of_a_full_space_whole() -> None:
     whole, splintered = _extents_a_block(slack_of(64 << 20)), _extents_a_block(0)
     assert whole < 2.5 < splintered

@@ -86,11 +86,54 @@ def test_older_kernels_write_to_every_page(monkeypatch: pytest.MonkeyPatch) -> N
     pool.close()
 
 
-def test_pieces_cover_the_pool_without_overlap() -> None:
-    pool = HostPool(10 * MIB)
-    pieces = list(pool.pieces(4 * MIB))
-    assert [address - pool.address for address, _ in pieces] == [0, 4 * MIB, 8 * MIB]
-    assert [nbytes for _, nbytes in pieces] == [4 * MIB, 4 * MIB, 2 * MIB]
+def test_a_pool_may_begin_with_a_part_of_its_memory_and_take_more() -> None:
+    before = resident_bytes()
+    pool = HostPool(1 << 40, first=64 * MIB)
+    assert pool.ranges == ((0, 64 * MIB),)
+    assert 60 * MIB < resident_bytes() - before < 80 * MIB
+    pool.commit(128 * MIB, 96 * MIB, beside=0)
+    assert pool.ranges == ((0, 64 * MIB), (128 * MIB, 96 * MIB))
+    assert resident_bytes() - before > 150 * MIB
+    ctypes.memset(pool.address + 128 * MIB, 7, 96 * MIB)
+    pool.give_back(128 * MIB, 96 * MIB)
+    assert resident_bytes() - before < 80 * MIB
+    pool.close()
+
+
+def test_a_pool_grows_no_further_than_the_memory_that_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = HostPool(64 * MIB, first=MIB)
+    monkeypatch.setattr(host_pool, "memory_available", lambda: 40 * MIB)
+    with pytest.raises(PoolUnavailable, match=r"grow by 8\.0 MiB.*40\.0 MiB.*32\.0 MiB are left"):
+        pool.commit(MIB, 8 * MIB, beside=32 * MIB)
+    pool.commit(MIB, 7 * MIB, beside=32 * MIB)
+    pool.close()
+
+
+@pytest.mark.parametrize("failure", ["madvise", "stopped"])
+def test_what_could_not_be_taken_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    stopped: list[bool] = []
+    pool = HostPool(1 << 30, first=MIB, is_stopped=lambda: bool(stopped))
+    before = resident_bytes()
+    touch, touched = host_pool._populate, []
+
+    def populate(address: int, nbytes: int) -> None:
+        touch(address, nbytes)
+        touched.append(address)
+        if failure == "stopped":
+            stopped.append(True)
+        else:
+            raise PoolUnavailable("Cannot allocate memory")
+
+    monkeypatch.setattr(host_pool, "_populate", populate)
+    with pytest.raises((PoolUnavailable, StartStopped)):
+        pool.commit(MIB, 512 * MIB, beside=0)
+    assert touched
+    assert resident_bytes() - before < 20 * MIB
+    assert pool.ranges == ((0, MIB),)
     pool.close()
 
 

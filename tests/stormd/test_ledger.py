@@ -8,8 +8,10 @@ import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd import ledger
-from stormd.events import Detach, Probe, Skip, Unmap
+from stormd.arena import granules
+from stormd.events import Detach, Probe, Skip, Unmap, Wait
 from stormd.ledger import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
+from stormd.parts import blob_bound
 from stormd.protocol import (
     NO_LANE,
     Admitted,
@@ -201,6 +203,36 @@ def test_a_full_pool_rejects_until_there_is_room(made: LedgerBench) -> None:
     made.store(5, 8 * KIB, session=2)
     assert isinstance(made.lane.last(), Admitted)
     made.ledger.assert_invariants()
+
+
+# --- a pool that grows ----------------------------------------------------------------------
+
+
+def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
+    made = LedgerBench(committed=2 * KIB)
+    made.open()
+    store = Store(
+        entry=1, segment=0, offset=0, nbytes=4 * KIB, dtype="uint8", codec="raw", sequence=0
+    )
+    assert made.ledger.store(1, 7, store, 0.0) == [Wait(1)]
+    assert made.space.wanted == granules(blob_bound(4 * KIB))
+    assert (made.ledger.entries, made.promised, made.counters.rejected["pool_full"]) == (0, 0, 0)
+    made.space.grow(4 * KIB)
+    made.store(1, 4 * KIB)
+    assert made.lane.last() == Admitted(1)
+    made.ledger.assert_invariants()
+
+
+def test_where_no_more_memory_can_be_had_a_full_pool_is_told_of_as_it_is() -> None:
+    made = LedgerBench(committed=2 * KIB)
+    made.open()
+    made.space.allow_growth(allowed=False)
+    made.store(1, 4 * KIB)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == "pool_full"
+    assert "0 B of 2.0 KiB are taken" in answer.detail
+    assert "no memory left for more of pool_bytes=64.0 KiB: free some" in answer.detail
 
 
 # --- sessions -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,15 +20,24 @@ class LedgerMachine(RuleBasedStateMachine):
     """Three sessions that do anything in any order, over a lane that answers at any time."""
 
     limits = LIMITS
+    committed: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = LedgerBench(self.limits)
+        self.made = LedgerBench(self.limits, committed=self.committed)
+        self.made.on_wait = self.come
         self.next_session = 1
         self.next_entry = 1
         self.next_ticket = 1
         self.freed_a_turn = ledger.FREED_A_TURN
         ledger.FREED_A_TURN = 2  # so that sessions end while others go on
+
+    def come(self) -> None:
+        """Let some memory come that somebody waits for."""
+        space = self.made.space
+        assert space.use().ready < space.wanted <= CAPACITY
+        space.grow(min(4 * KIB, CAPACITY - space.committed))
+        self.made.ledger.assert_invariants()
 
     @property
     def living(self) -> list[int]:
@@ -161,6 +171,36 @@ class ShareMachine(LedgerMachine):
         assert shares.common_bytes <= CAPACITY - 3 * SHARE
 
 
+class GrowingMachine(LedgerMachine):
+    """The same over a pool that begins with nothing, and sometimes cannot have more for a while."""
+
+    committed = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = Random(5)
+
+    def come(self) -> None:
+        if self.random.random() < 0.2:
+            self.made.space.allow_growth(allowed=False)
+        else:
+            super().come()
+
+    @rule()
+    def have_more(self) -> None:
+        self.made.space.allow_growth(allowed=True)
+
+
+class GrowingShareMachine(ShareMachine):
+    """The same with shares, over a pool that begins with nothing and always gets more."""
+
+    committed = 0
+
+
+TestGrowingMachine = GrowingMachine.TestCase
+TestGrowingMachine.settings = settings(max_examples=120, stateful_step_count=60)
+TestGrowingShareMachine = GrowingShareMachine.TestCase
+TestGrowingShareMachine.settings = settings(max_examples=60, stateful_step_count=60)
 TestShareMachine = ShareMachine.TestCase
 TestShareMachine.settings = settings(max_examples=80, stateful_step_count=60)
 TestLedgerMachine = LedgerMachine.TestCase

@@ -20,6 +20,7 @@ STATUS: dict[str, Any] = {
     "version": "1.2.3",
     "pool": {
         "capacity_bytes": 4096,
+        "committed_bytes": 2048,
         "used_bytes": 1000,
         "promised_bytes": 200,
         "peak_used_bytes": 1500,
@@ -71,6 +72,7 @@ def registry() -> CollectorRegistry:
     [
         ("stormd_build_info", {"version": "1.2.3"}, 1),
         ("stormd_pool_bytes", {}, 4096),
+        ("stormd_pool_committed_bytes", {}, 2048),
         ("stormd_pool_used_bytes", {}, 1000),
         ("stormd_entries_raw_bytes", {}, 1440),
         ("stormd_sessions", {"device": "cpu"}, 2),

@@ -37,9 +37,9 @@ class FakeServer:
         self.taken: Config | None = None
 
     def status(self) -> dict[str, Any]:
-        names = ("capacity", "used", "promised", "planned", "peak_used", "largest_free")
+        names = ("capacity", "committed", "used", "promised", "peak_used", "largest_free")
         pool = {f"{name}_bytes": 0 for name in names}
-        return {"version": "1", "pool": pool, **EMPTY}
+        return {"version": "1", "pool": pool, "log": {"dropped_lines": 0}, **EMPTY}
 
     def stuck(self) -> list[str]:
         return self.hanging

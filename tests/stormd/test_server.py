@@ -11,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import storm_client as storm
+import torch
 import uvloop
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
+from stormd import host_pool
 from stormd.config import Config
 from stormd.errors import AddressInUse, LaneUnavailable, PoolUnavailable
 from stormd.protocol import (
@@ -23,6 +26,7 @@ from stormd.protocol import (
     Refused,
     Rejected,
     StatusRequest,
+    Stored,
 )
 from stormd.server import Server
 
@@ -45,6 +49,65 @@ def test_status_says_who_holds_what(daemon: DaemonThread, client: RawClient) -> 
     assert state["throughput"]["store"]["raw_bytes"] == 1000
     assert state["version"]
     assert state["uptime_seconds"] >= 0
+
+
+# --- a pool that is taken as it is used -----------------------------------------------------
+
+
+@pytest.mark.parametrize("pool_commit", ["start", "use"])
+def test_memory_is_taken_at_start_or_as_it_is_used(
+    make_daemon: MakeDaemon, connect: Connect, pool_commit: str
+) -> None:
+    daemon = make_daemon(pool_bytes=160 * MIB, pool_commit=pool_commit)
+    pool = daemon.status()["pool"]
+    assert pool["capacity_bytes"] == 160 * MIB
+    assert pool["committed_bytes"] == (165 * MIB if pool_commit == "start" else 64 * MIB)
+    client = connect(daemon).open()
+    stored = [os.urandom(MIB) for _ in range(150)]
+    entries = [client.stored(data) for data in stored]
+    assert daemon.status()["pool"]["committed_bytes"] > 150 * MIB
+    for entry, data in zip(entries, stored, strict=True):
+        assert client.restored(entry, MIB) == data
+    assert daemon.status()["counters"]["rejected"]["pool_full"] == 0
+    daemon.check()
+    wait_until(lambda: daemon.status()["pool"]["committed_bytes"] == 165 * MIB)
+
+
+def test_nothing_is_lost_where_the_machine_has_no_more_memory(
+    make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores are refused, with the tensor kept by the client, until there is some again."""
+    daemon = make_daemon(pool_bytes=160 * MIB, pool_commit="use")
+    client = connect(daemon).open()
+    monkeypatch.setattr(host_pool, "memory_available", lambda: 0)
+    stored = {}
+    while True:
+        data = os.urandom(MIB)
+        entry = client.store(data)
+        answer = client.wait(lambda found: isinstance(found.message, Stored | Rejected)).message
+        if isinstance(answer, Rejected):
+            break
+        stored[entry] = data
+    assert answer.reason == "pool_full"
+    assert "no memory left for more of pool_bytes=160.0 MiB" in answer.detail
+    assert len(stored) > 50
+    monkeypatch.undo()
+    wait_until(lambda: client.ask(StatusRequest()).state["pool"]["committed_bytes"] > 64 * MIB)
+    stored[client.stored(data)] = data
+    for entry, data in stored.items():
+        assert client.restored(entry, MIB) == data
+
+
+def test_the_cache_takes_its_memory_with_the_first_put(
+    make_daemon: MakeDaemon, tmp_path: Path
+) -> None:
+    daemon = make_daemon(pool_bytes=MIB, cache_bytes=96 * MIB, pool_commit="use")
+    assert daemon.status()["cache"]["committed_bytes"] == 0
+    with storm.connect(daemon.address, timeout=30) as client:
+        tensor = torch.arange(1 << 20)
+        client.cache.put("a", tensor)
+        assert daemon.status()["cache"]["committed_bytes"] == 99 * MIB
+        assert torch.equal(client.cache.get("a"), tensor)
 
 
 def test_a_living_daemon_keeps_its_address(

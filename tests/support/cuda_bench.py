@@ -133,11 +133,14 @@ class Bench:
         self._page.close()
 
 
-def lanes_on_fake_devices() -> Iterator[Callable[[list[int]], Bench]]:
+def lanes_on_fake_devices(first: int = 4 * MIB) -> Iterator[Callable[[list[int]], Bench]]:
+    """Yield what makes a bench on devices of these ordinals, over a pool that begins with `first`
+    of its 4 MiB.
+    """
     from stormd.lanes.cuda.lane import CudaLane
 
-    pool = HostPool(4 * MIB)
-    space, results = Space(pool.nbytes), []
+    pool = HostPool(4 * MIB, first=first)
+    space, results = Space(pool.nbytes, committed=first), []
     benches = []
 
     def lane_on(ordinals: list[int]) -> Bench:

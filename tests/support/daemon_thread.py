@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import uvloop
 from support.waiting import wait_until
 
-from stormd.arena import slack_of
 from stormd.config import Config
 from stormd.errors import StormdError
 from stormd.server import Server
@@ -66,8 +65,7 @@ class DaemonThread:
         self.check()
         pool = self.status()["pool"]
         assert (pool["used_bytes"], pool["promised_bytes"]) == (0, 0)
-        capacity = pool["capacity_bytes"]
-        assert pool["largest_free_bytes"] == capacity + slack_of(capacity)
+        assert pool["largest_free_bytes"] == pool["committed_bytes"]
 
     @property
     def is_alive(self) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from support.fake_lane import FakeLane
 
 from stormd.arena import Space
 from stormd.counters import Counters
+from stormd.events import Wait
 from stormd.ledger import Ledger
 from stormd.protocol import (
     NO_LANE,
@@ -27,13 +30,19 @@ LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_secon
 
 
 class LedgerBench:
-    """A ledger with a fake lane, and counters beside it."""
+    """A ledger with a fake lane, and counters beside it.
 
-    def __init__(self, limits: Limits = LIMITS, capacity: int = CAPACITY) -> None:
-        self.space = Space(capacity)
+    A store that has to wait for memory is asked for again after a call of `on_wait`.
+    """
+
+    def __init__(
+        self, limits: Limits = LIMITS, capacity: int = CAPACITY, committed: int | None = None
+    ) -> None:
+        self.space = Space(capacity, committed=committed)
         self.counters = Counters()
         self.ledger = Ledger(self.space, limits, self.counters)
         self.lane = FakeLane(self.ledger)
+        self.on_wait: Callable[[], None] | None = None
 
     def open(self, session: int = 1, *, attach: bool = True, device: str = "cpu") -> int:
         info = SessionInfo(
@@ -55,7 +64,10 @@ class LedgerBench:
             codec="raw",
             sequence=sequence,
         )
-        self.lane.take(self.ledger.store(session, 7, message, 0.0))
+        while isinstance((answer := self.ledger.store(session, 7, message, 0.0))[0], Wait):
+            assert self.on_wait is not None, "a wait for memory that is there"
+            self.on_wait()
+        self.lane.take(answer)
 
     def restore(
         self,

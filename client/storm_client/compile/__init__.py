@@ -27,7 +27,7 @@ def compile(  # noqa: A001 - torch.compile's name
     budget: str | float | None = None,
     client: Client | None = None,
     codec: str = "ancf",
-    min_bytes: int = 1 << 20,
+    min_bytes: int | str = 1 << 20,
     codegen: str = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -89,7 +89,7 @@ def compile_step(
     budget: str | float | None = None,
     client: Client | None = None,
     codec: str = "ancf",
-    min_bytes: int = 1 << 20,
+    min_bytes: int | str = 1 << 20,
     codegen: str = "inductor",
     captures: int = 8,
 ) -> CompiledStep:

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
 
-from storm_client.arguments import check_storing, plan_options
+from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import partition
@@ -60,8 +60,9 @@ class _Asked:
         """
         rest = dict(options)
         budget = plan_options(rest.pop("budget", None), "learn", replay=False).budget
-        codec, min_bytes = rest.pop("codec", "ancf"), rest.pop("min_bytes", MIN_BYTES)
-        check_storing(min_bytes, codec)
+        codec = rest.pop("codec", "ancf")
+        min_bytes = size_of(rest.pop("min_bytes", MIN_BYTES), "min_bytes")
+        check_codec(codec)
         codegen = rest.pop("codegen", "inductor")
         if codegen not in _GENERATORS:
             raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from operator import attrgetter
+from typing import NamedTuple
 
 from storm_kernels.ancf.cuda_launches import KIND_BYTES, BlobKind, blob_kind
 from storm_kernels.ancf.prepared import PreparedCodec
@@ -32,10 +35,19 @@ __all__ = ["CudaDevice", "DevicePool"]
 log = logging.getLogger(__name__)
 
 
-class DevicePool:
-    """The host's pool, registered for all devices of these ordinals. Needs `close`.
+class _Registered(NamedTuple):
+    """A range of the pool from offset `begin` to `end`, as the driver knows it."""
 
-    The driver takes a range once, for all contexts there are. So theirs are made before, and kept.
+    begin: int
+    end: int
+    memory: RegisteredHost
+
+
+class DevicePool:
+    """The host's pool, as far as it is resident, registered for all devices of these ordinals.
+
+    Needs `close`. The driver takes a range once, for all contexts there are. So theirs are made
+    before, and kept.
 
     Raises:
         BackendUnavailable, CudaDriverError: there is no such device, or it cannot reach the pool.
@@ -44,19 +56,43 @@ class DevicePool:
 
     def __init__(self, ordinals: list[int], pool: HostPool) -> None:
         self.address = pool.address
+        self._pool = pool
+        # In order; replaced as a whole, so that copies go on while a range is added.
+        self._ranges: tuple[_Registered, ...] = ()
         with ExitStack() as made:
             contexts = [made.enter_context(closing(PrimaryContext(n))) for n in ordinals]
             self._context = contexts[0]
-            self._context.make_current()
-            self._registered = made.enter_context(
-                closing(RegisteredHost(pool.address, pool.nbytes, before_piece=pool.check_stopped))
-            )
+            self._made = made
+            for offset, nbytes in pool.ranges:
+                self.extend(offset, nbytes)
             self._made = made.pop_all()
+
+    def extend(self, offset: int, nbytes: int) -> None:
+        """Register a further range; copies may be under way elsewhere. May take a second.
+
+        Raises:
+            CudaDriverError: the driver does not take it; nothing of it is registered.
+            StartStopped: the daemon is to end; the same.
+        """
+        self._context.make_current()
+        memory = RegisteredHost(
+            self.address + offset, nbytes, before_piece=self._pool.check_stopped
+        )
+        self._made.enter_context(closing(memory))
+        added = _Registered(offset, offset + nbytes, memory)
+        self._ranges = tuple(sorted((*self._ranges, added)))
 
     def pieces(self, block: Block) -> Iterator[tuple[int, int]]:
         """Yield a block's ranges as (address, bytes), each of which one copy can cover."""
+        ranges = self._ranges
         for offset, nbytes in block.pieces():
-            yield from self._registered.pieces(offset, nbytes)
+            begin, end = offset, offset + nbytes
+            index = bisect_right(ranges, begin, key=attrgetter("begin")) - 1
+            while begin < end:
+                known = ranges[index]
+                size = min(end, known.end) - begin
+                yield from known.memory.pieces(begin - known.begin, size)
+                begin, index = begin + size, index + 1
 
     def write(self, block: Block, header: bytes) -> None:
         """Write a blob's header, which no extent cuts in two, to its block from the CPU."""

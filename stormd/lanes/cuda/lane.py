@@ -58,7 +58,7 @@ class CudaLane:
         self._part_bytes = part_bytes
         self._direct_bytes = direct_bytes
         self._opened = ExitStack()
-        self._devices = _devices(ordinals, pool, self._opened)
+        self._pool, self._devices = _devices(ordinals, pool, self._opened)
         self.links = tuple(device.link for device in self._devices.values())
         # Changed on the loop alone.
         self._sessions: dict[int, CudaSession] = {}
@@ -72,6 +72,13 @@ class CudaLane:
         devices = (device.heartbeat for device in self._devices.values())
         sessions = [*self._sessions.values(), *self._ending]
         return (*devices, *(heartbeat for session in sessions for heartbeat in session.heartbeats))
+
+    def extend(self, offset: int, nbytes: int) -> None:
+        """Register a further range of the pool."""
+        try:
+            self._pool.extend(offset, nbytes)
+        except KernelsError as error:
+            raise LaneUnavailable(f"the pool cannot be registered further: {error}") from error
 
     def attach(self, session: int, hello: Hello) -> Attachment:
         """Make the timeline page; the client makes the staging area and maps it as segment 0."""
@@ -143,8 +150,10 @@ class CudaLane:
         return not self._sessions
 
 
-def _devices(ordinals: list[int], pool: HostPool, opened: ExitStack) -> dict[str, CudaDevice]:
-    """Open the devices, all or none, to be closed by `opened`; the result is by UUID."""
+def _devices(
+    ordinals: list[int], pool: HostPool, opened: ExitStack
+) -> tuple[DevicePool, dict[str, CudaDevice]]:
+    """Open the pool and the devices, by UUID, all or none, to be closed by `opened`."""
     try:
         with ExitStack() as made:
             shared = made.enter_context(closing(DevicePool(ordinals, pool)))
@@ -152,4 +161,4 @@ def _devices(ordinals: list[int], pool: HostPool, opened: ExitStack) -> dict[str
             opened.push(made.pop_all())
     except KernelsError as error:
         raise LaneUnavailable(f"CUDA cannot be used: {error}") from error
-    return {device.uuid: device for device in devices}
+    return shared, {device.uuid: device for device in devices}

@@ -15,7 +15,7 @@ from storm_kernels.backends import BackendInfo
 from support.cgroup import limited_memory
 
 from stormd import cli
-from stormd.commands.serve import check_pool
+from stormd.commands.serve import check_pool, fitted
 from stormd.config import Config
 from stormd.errors import ConfigError
 from stormd.query import StatusQuery
@@ -92,6 +92,19 @@ def test_prints_the_example_settings() -> None:
     done = _run("--example-config")
     assert done.returncode == 0
     assert "# pool_bytes = " in done.stdout
+
+
+def test_a_pool_that_grows_is_of_a_size_that_fits_where_nobody_has_chosen_one() -> None:
+    grows = Config(pool_commit="use")
+    assert fitted(grows, 16 << 30) == grows
+    fit = fitted(grows, 3 << 30)
+    assert 1 << 30 < fit.host_bytes <= 9 << 28
+    with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
+        fitted(Config(pool_commit="start"), 3 << 30)
+    with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
+        fitted(Config(pool_commit="use", pool_bytes=5 << 30), 3 << 30)
+    with pytest.raises(ConfigError, match="set a smaller --pool-bytes"):
+        fitted(grows, 128 << 20)
 
 
 def test_a_pool_beyond_the_memory_is_refused() -> None:

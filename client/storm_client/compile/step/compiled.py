@@ -19,7 +19,7 @@ from torch import fx
 from torch._dynamo.backends.debugging import boxed_nop
 from torch.utils import _pytree as pytree
 
-from storm_client.arguments import check_storing, plan_options
+from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.backend import supply_of
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
@@ -47,7 +47,7 @@ def compiled_step(
     budget: str | float | None,
     client: Client | None,
     codec: str,
-    min_bytes: int,
+    min_bytes: int | str,
     codegen: str,
     captures: int,
 ) -> CompiledStep:
@@ -57,10 +57,11 @@ def compiled_step(
     if type(captures) is not int or captures < 1:
         raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
     asked = plan_options(budget, "learn", replay=False).budget
-    check_storing(min_bytes, codec)
+    least = size_of(min_bytes, "min_bytes")
+    check_codec(codec)
     if codegen not in _GENERATORS:
         raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
-    target = Target(supply_of(client), asked, codec, min_bytes)
+    target = Target(supply_of(client), asked, codec, least)
     return CompiledStep(step, target, codegen, captures)
 
 

@@ -5,16 +5,27 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 from storm_kernels import ancf
 from support import fake_cuda
-from support.cuda_bench import PART, SESSION, Bench, fill, held_back, hello, offer
+from support.cuda_bench import (
+    LANE_MODULES,
+    PART,
+    SESSION,
+    Bench,
+    fill,
+    held_back,
+    hello,
+    lanes_on_fake_devices,
+    offer,
+)
 from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
@@ -438,3 +449,55 @@ def test_each_device_serves_its_own_sessions(lanes: Callable[[list[int]], Bench]
     assert [link.device for link in first.lane.links] == ["cuda:0", "cuda:1"]
     assert all(link.as_status()["store"]["bytes"] for link in first.lane.links)
     second.end()
+
+
+# --- a pool that grows ----------------------------------------------------------------------
+
+BORDER = 1 << 20
+
+
+@pytest.fixture
+def growing_bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """A lane over a pool of which the first MiB is there and taken, but for half a part."""
+    lanes = contextmanager(lanes_on_fake_devices)
+    with fake_cuda.standing_in(monkeypatch, LANE_MODULES), lanes(BORDER) as lane_on:
+        bench = lane_on([0])
+        assert bench.space.promise(BORDER - PART // 2)
+        taken = bench.space.place(BORDER - PART // 2, BORDER - PART // 2)
+        yield bench
+        bench.space.release(taken)
+
+
+@pytest.mark.parametrize("codec", ["ancf", "raw"])
+def test_a_blob_across_what_the_pool_began_with_and_what_came_later_comes_back(
+    growing_bench: Bench, codec: str
+) -> None:
+    bench = growing_bench
+    bench.map()
+    before = fill(bench)
+    bench.pool.commit(BORDER, BORDER, beside=0)
+    grower = threading.Thread(target=bench.lane.extend, args=(BORDER, BORDER))
+    grower.start()
+    grower.join()
+    bench.space.grow(BORDER)
+    bench.store(1, 0, PART, codec)
+    bench.publish(1)
+    block = bench.expect(StoreDone).block
+    assert block.offset is not None
+    assert block.offset < BORDER < block.offset + block.nbytes
+    bench.memory[:] = 0xA5
+    bench.restore(2, block, 0, PART)
+    bench.publish(2)
+    bench.expect(RestoreDone)
+    assert np.array_equal(bench.memory[:PART], before[:PART])
+    bench.space.release(block)
+
+
+def test_a_range_that_the_driver_does_not_take_is_told_of_and_not_used(
+    growing_bench: Bench,
+) -> None:
+    bench = growing_bench
+    with pytest.raises(LaneUnavailable, match=r"registered further.*ALREADY_REGISTERED"):
+        bench.lane.extend(0, BORDER)
+    bench.pool.commit(BORDER, BORDER, beside=0)
+    bench.lane.extend(BORDER, BORDER)
