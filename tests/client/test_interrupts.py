@@ -137,6 +137,49 @@ def interrupt_often(seed: int, client: storm.Client) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("seed", some_and_all(1, 8))
+def test_layers_that_are_named_are_right_behind_interrupts(
+    seed: int, daemon: DaemonProcess
+) -> None:
+    """PyTorch's own checkpoint may lose one, in a weak reference's callback, or leave hooks on."""
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        interrupt_named_layers(seed, client)
+
+
+def interrupt_named_layers(seed: int, client: storm.Client) -> None:
+    torch.manual_seed(0)
+    blocks = [torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.Tanh()) for _ in range(4)]
+    net = torch.nn.Sequential(*[m for block in blocks for m in (block, torch.nn.Linear(96, 48))])
+    x = seeded("cpu", 32, 48)
+    offload = client.offload(net, min_bytes=1, layers=[*blocks])
+
+    def step() -> list[torch.Tensor]:
+        net.zero_grad()
+        return trained(net, x, lambda: offload)
+
+    expected = [value.clone() for value in trained(net, x, nullcontext)]
+    step()
+    began = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - began
+    chance, fired = random.Random(seed), []
+    try:
+        for _ in range(IN_ONE_TEST // 4):
+            with (
+                suppress(KeyboardInterrupt),
+                interrupted_after(chance.random() * seconds, fired),
+            ):
+                until_interrupted(step, fired)
+            assert_identical(step(), expected)
+    finally:
+        while hooks_are_on():
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    gc.collect()
+    step()
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_an_interrupted_close_is_finished_by_the_next(daemon: DaemonProcess) -> None:
     chance, fired = random.Random(3), []
     for number in range(60):
