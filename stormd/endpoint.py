@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final
 
-from stormd.errors import AddressInUse
+from stormd.errors import AddressInUse, remedy
 from stormd.host_port import parse_host_port
 
 __all__ = ["Endpoint", "Reply", "Route"]
@@ -72,8 +72,8 @@ class Endpoint:
             )
         except OSError as error:
             raise AddressInUse(
-                f"metrics_address {self._host}:{self._port} cannot be listened on "
-                f"({error.strerror or error}): stop what uses it or set another"
+                f"metrics_address {self._host}:{self._port} cannot be listened on: "
+                f"{remedy(error, 'stop what uses it or set another')}"
             ) from error
 
     @property

@@ -28,17 +28,17 @@ _REMEDIES: Final = {
     errno.EMFILE: "raise the limit of open files (ulimit -n, LimitNOFILE=), or end a session",
     errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
     errno.ENOMEM: "free memory, or raise the limit of address space (ulimit -v) or of the cgroup",
-    errno.ENOSPC: "free memory, or raise the size of shared memory",
-    errno.EACCES: "give this user the right to it",
-    errno.EPERM: "give this process the right to it",
+    errno.ENOSPC: "free room there",
 }
+"""For what is short, whatever it was wanted for."""
 
 
-def remedy(error: OSError) -> str:
-    """Return what the kernel refused, and what to do about it, as one sentence."""
-    reason = error.strerror or str(error)
-    advice = _REMEDIES.get(error.errno or 0)
-    return reason if advice is None else f"{reason}: {advice}"
+def remedy(error: OSError, otherwise: str) -> str:
+    """Return what the kernel says and what to do: `otherwise` where it is not that there is none.
+
+    As one sentence, so that no want of memory is told as one of descriptors.
+    """
+    return f"{error.strerror or error}: {_REMEDIES.get(error.errno or 0, otherwise)}"
 
 
 class StormdError(Exception):

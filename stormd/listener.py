@@ -123,7 +123,7 @@ class Listener:
 
     def _pause(self, error: OSError) -> None:
         """Let the loop rest: the connection stays in the backlog, and its event with it."""
-        log.warning("a connection was not accepted: %s", remedy(error))
+        log.warning("a connection was not accepted: %s", remedy(error, "it is tried again"))
         self._loop.remove_reader(self._socket.fileno())
         self._on_lack()
         self._loop.call_later(RETRY_SECONDS, self._resume)

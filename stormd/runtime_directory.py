@@ -19,7 +19,7 @@ import socket
 import stat
 from pathlib import Path
 
-from stormd.errors import AddressInUse, DirectoryUnsafe
+from stormd.errors import AddressInUse, DirectoryUnsafe, remedy
 
 __all__ = [
     "AddressLock",
@@ -45,8 +45,8 @@ def prepare_directory(directory: Path, *, socket_mode: int, group: str) -> None:
         return
     except OSError as error:
         raise DirectoryUnsafe(
-            f"the runtime directory {directory} cannot be made ({error.strerror}): make it, or "
-            "choose another --address"
+            f"the runtime directory {directory} cannot be made: "
+            f"{remedy(error, 'make it, or choose another --address')}"
         ) from error
     grant(directory, 0o750 if socket_mode & 0o070 else 0o700, group)
 
@@ -223,9 +223,9 @@ def _locked(path: Path, address: Path) -> int:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
+        advice = "remove it if no daemon of another user needs it, or choose another --address"
         raise DirectoryUnsafe(
-            f"the lock {path} cannot be opened ({error.strerror}): remove it if no daemon of "
-            "another user needs it, or choose another --address"
+            f"the lock {path} cannot be opened: {remedy(error, advice)}"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ from stormd.cache.items import Cache
 from stormd.config import Config, reloaded
 from stormd.control import ControlSocket
 from stormd.counters import Counters
-from stormd.errors import DirectoryUnsafe
+from stormd.errors import DirectoryUnsafe, remedy
 from stormd.events import Result
 from stormd.gateway import Gateway, Terms
 from stormd.gpu_gauge import GpuGauge
@@ -392,7 +392,9 @@ def _binding(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DirectoryUnsafe(f"{path} cannot be bound: {error.strerror or error}") from error
+        raise DirectoryUnsafe(
+            f"{path} cannot be bound: {remedy(error, 'choose another --address')}"
+        ) from error
 
 
 def _beside_pool(config: Config) -> int:

@@ -6,16 +6,18 @@ A setting that cannot be used is refused before anything is opened.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from stormd.commands.output import EXIT_OK, write_line
 from stormd.config import Config, Option, config_options, default_of, load_config
-from stormd.errors import ConfigError
+from stormd.errors import ConfigError, PoolUnavailable
 from stormd.example_config import render_example, render_value
 from stormd.logs import logging_process
 from stormd.machine import memory_limit
@@ -51,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
     flags = {option.name: getattr(args, option.name) for option in config_options()}
     read = functools.partial(_read, flags, args.config)
     config = read()
-    with logging_process(config.log_format, config.log_level, sys.stderr.fileno()) as terminal:
+    with (
+        _named_want(),
+        logging_process(config.log_format, config.log_level, sys.stderr.fileno()) as terminal,
+    ):
         _tell_of_missing_library()
         # The daemon's modules load here, so that no other command waits for them.
         from stormd.running import run_daemon
@@ -91,6 +96,21 @@ def check_pool(config: Config, limit: int) -> None:
             f"{format_size(config.cache_bytes)}, which take {format_size(config.host_bytes)}; this "
             f"machine or container has {format_size(limit)} of memory: set a smaller --pool-bytes"
         )
+
+
+@contextlib.contextmanager
+def _named_want() -> Iterator[None]:
+    """Tell of what Python says for want of memory or threads, whatever they were wanted for."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "start new thread" not in str(error):
+            raise
+        raise PoolUnavailable(
+            f"the daemon has no memory or no threads left ({error or 'MemoryError'}): raise the "
+            "limits of address space (ulimit -v) and of processes (ulimit -u), or lower "
+            "encode_threads and --pool-bytes"
+        ) from error
 
 
 def _tell_of_missing_library() -> None:

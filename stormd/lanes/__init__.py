@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from stormd.events import RestoreJob, Result, StoreJob
 from stormd.health import Heartbeat
@@ -21,6 +21,7 @@ from stormd.link_meter import LinkMeter
 from stormd.protocol import Hello, MapSegment
 
 __all__ = [
+    "SEE_LOG",
     "Attachment",
     "Lane",
     "Post",
@@ -41,6 +42,8 @@ class Attachment:
     part_bytes: int
     segment_bytes: int
 
+
+SEE_LOG: Final = "see the daemon's log"
 
 Post = Callable[[*tuple[Result, ...]], None]
 """Takes results, several at once where they arise together; from any thread."""

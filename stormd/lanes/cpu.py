@@ -31,7 +31,7 @@ from stormd.events import (
 )
 from stormd.health import Heartbeat
 from stormd.host_pool import HostPool
-from stormd.lanes import Attachment, Post
+from stormd.lanes import SEE_LOG, Attachment, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
 from stormd.parts import blob_bound
@@ -172,7 +172,8 @@ class CpuLane:
             memory = _shared(session, staging)
         except OSError as error:
             raise LaneUnavailable(
-                f"no shared memory of {format_size(staging)} for a session: {remedy(error)}"
+                f"no shared memory of {format_size(staging)} for a session: "
+                f"{remedy(error, SEE_LOG)}"
             ) from error
         self._memories[session] = memory
         return Attachment(

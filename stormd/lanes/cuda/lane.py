@@ -18,7 +18,7 @@ from stormd.errors import LaneUnavailable, remedy
 from stormd.events import RestoreJob, StoreJob
 from stormd.health import Heartbeat
 from stormd.host_pool import HostPool
-from stormd.lanes import Attachment, Post
+from stormd.lanes import SEE_LOG, Attachment, Post
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
 from stormd.lanes.cuda.session import CudaSession
@@ -91,7 +91,9 @@ class CudaLane:
         try:
             page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
         except OSError as error:
-            raise LaneUnavailable(f"no shared page for a session: {remedy(error)}") from error
+            raise LaneUnavailable(
+                f"no shared page for a session: {remedy(error, SEE_LOG)}"
+            ) from error
         staging = min(hello.staging_bytes or self._staging_bytes, self._staging_bytes)
         part = max(1, min(self._part_bytes, staging // 2))
         client = CudaClient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 from storm_kernels.backends import BackendInfo
 from support.cgroup import limited_memory
+from support.raw_client import RawClient
 
 from stormd import cli
 from stormd.commands.serve import check_pool, fitted
 from stormd.config import Config
 from stormd.errors import ConfigError
+from stormd.protocol import Refused, Welcome
 from stormd.query import StatusQuery
 
 SERVE = [sys.executable, "-m", "stormd.cli", "serve", "--device=cpu"]
@@ -126,6 +129,39 @@ def test_a_pool_that_only_just_fits_into_its_cgroup_is_refused(tmp_path: Path) -
             _read_until(process, "ready")
             process.terminate()
             assert process.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_a_want_of_memory_or_threads_is_told_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def wanting(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("stormd.running.run_daemon", wanting)
+    monkeypatch.setattr("stormd.commands.serve.logging_process", lambda *_: nullcontext())
+    assert cli.main(["serve", "--pool-bytes=1MiB"]) == 1
+    assert "ulimit -v" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("mib", [420, 520])
+def test_under_a_limit_of_address_space_it_is_refused_or_serves(tmp_path: Path, mib: int) -> None:
+    flags = [f"--address=ipc://{tmp_path}/run/s.sock", "--pool-bytes=64MiB", "--log-format=json"]
+    command = ["bash", "-c", f"ulimit -v {mib << 10}; exec {shlex.join([*SERVE, *flags])}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            if '"ready"' in line:
+                with RawClient(f"ipc://{tmp_path}/run/s.sock") as client:
+                    answer = client.hello()
+                    assert isinstance(answer, Welcome | Refused)
+                    assert isinstance(answer, Welcome) or "address space" in answer.detail
+                process.terminate()
+        status = process.wait(SECONDS)
+    assert not any("Traceback" in line for line in said), said
+    assert status == 0 if any('"ready"' in line for line in said) else status == 1, said
 
 
 def test_a_missing_c_library_is_told(

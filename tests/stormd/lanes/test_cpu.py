@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import queue
@@ -344,13 +345,23 @@ def test_segments_are_refused(bench: Bench) -> None:
     end(bench, 1)
 
 
-def test_a_session_without_memory_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (errno.EMFILE, "Too many open files: raise the limit of open files"),
+        (errno.ENOMEM, "Cannot allocate memory: free memory, or raise"),
+        (errno.EPERM, "Operation not permitted: see the daemon's log"),
+    ],
+)
+def test_a_session_without_memory_is_refused_with_what_is_short(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, number: int, told: str
+) -> None:
     def no_memory(*_: object) -> int:
-        raise OSError(24, "Too many open files")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "memfd_create", no_memory)
     hello = hello_of("test")
-    with pytest.raises(LaneUnavailable, match="Too many open files"):
+    with pytest.raises(LaneUnavailable, match=told):
         bench.lane.attach(1, hello)
 
 
