@@ -168,6 +168,11 @@ class Offload:
         )
 
     @property
+    def address(self) -> str:
+        """The address of the daemon in use, for `stormd status --address`."""
+        return self._found().sessions.address
+
+    @property
     def plan(self) -> Plan | None:
         """What becomes of the saved tensors of the latest kind of step; None until learned.
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from stormd.protocol.sizes import format_size
+from stormd.protocol.sizes import format_apart, format_size
 
-__all__ = ["format_size"]
+__all__ = ["format_apart", "format_size"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["exact_size", "format_size", "parse_size"]
+__all__ = ["exact_size", "format_apart", "format_size", "parse_size"]
 
 _UNITS: Final = {
     "": 1,
@@ -58,3 +58,9 @@ def format_size(nbytes: float) -> str:
         if abs(nbytes) >= _UNITS[unit]:
             return f"{nbytes / _UNITS[unit]:.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def format_apart(less: int, more: int) -> tuple[str, str]:
+    """Return two different sizes as people read them, in bytes where they would look alike."""
+    texts = format_size(less), format_size(more)
+    return texts if texts[0] != texts[1] else (f"{less} bytes", f"{more} bytes")

@@ -26,6 +26,7 @@ def test_an_offload_is_reusable(client: storm.Client) -> None:
         with offload as entered:
             loss = x.exp().sum()
         assert entered is offload
+        assert offload.address == client.address
         loss.backward()
     assert offload.stats().offloaded_bytes == 3 * x.nbytes
 

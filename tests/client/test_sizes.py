@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from storm_client.sizes import format_size
+from storm_client.sizes import format_apart, format_size
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,8 @@ from storm_client.sizes import format_size
 )
 def test_sizes_are_shown_in_the_largest_unit(nbytes: float, text: str) -> None:
     assert format_size(nbytes) == text
+
+
+def test_two_sizes_that_would_look_alike_are_shown_in_bytes() -> None:
+    assert format_apart(1 << 20, 1 << 21) == ("1.0 MiB", "2.0 MiB")
+    assert format_apart(32 << 20, (32 << 20) + 4) == ("33554432 bytes", "33554436 bytes")

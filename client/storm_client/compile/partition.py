@@ -47,7 +47,7 @@ from storm_client.errors import UsageError
 from storm_client.plan.decisions import Decision, Keep, Offload, Replay
 from storm_client.plan.table import Plan, Row
 from storm_client.plan.window import last_bytes
-from storm_client.sizes import format_size
+from storm_client.sizes import format_apart
 from stormd.protocol import Budget
 
 __all__ = ["NUMBER", "divided", "partition"]
@@ -255,10 +255,11 @@ class _Pair:
         saved = [value.saved for value in values]
         chosen = schedule(saved, seconds, self.machine.costs, window, latency=self.machine.latency)
         if type(budget) is int and budget < chosen.least:
+            given, needed = format_apart(budget, chosen.least)
             raise UsageError(
-                f"budget is {format_size(budget)}, but a compiled graph needs "
-                f"{format_size(chosen.least)} ({chosen.least} bytes) of saved tensors on the "
-                "device at once, which is the least possible; raise it, or pass budget='least'"
+                f"budget is {given}, but a compiled graph needs {needed} ({chosen.least} bytes) "
+                "of saved tensors on the device at once, which is the least possible; raise it, "
+                "or pass budget='least'"
             )
         in_runs = type(budget) is int or budget == "fit"
         count = self._count(budget, chosen, saved, part)

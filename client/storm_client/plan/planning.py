@@ -40,7 +40,7 @@ from storm_client.plan.window import (
     give_back_unused,
     last_bytes,
 )
-from storm_client.sizes import format_size
+from storm_client.sizes import format_apart
 from storm_client.watching import is_in_compiled_code
 from stormd.protocol import Budget
 
@@ -174,10 +174,10 @@ class Planning:
         largest = max((value.nbytes for value in kind.values if value.is_saved), default=0)
         budget = self.options.budget
         if type(budget) is int and budget < largest:
+            given, needed = format_apart(budget, largest)
             raise UsageError(
-                f"budget is {format_size(budget)}, and the largest tensor of a step has "
-                f"{format_size(largest)}, which is the least possible; raise it, or pass "
-                "budget='least'"
+                f"budget is {given}, and the largest tensor of a step has {needed}, which is the "
+                "least possible; raise it, or pass budget='least'"
             )
         room = _room(budget, kind.saved_bytes, kind)
         forward_seconds = kind.measure()
