@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -42,3 +45,20 @@ def test_a_script_is_served_and_its_status_and_savings_are_told(place: Path) -> 
         err,
     )
     run.assert_nothing_is_left()
+
+
+def test_a_run_whose_standard_error_nobody_reads_comes_to_its_end(place: Path) -> None:
+    """What it has to say of savings is lost."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    environ = {**os.environ, "TMPDIR": str(place), "STORMD_DEVICE": "cpu"}
+    environ.pop("STORMD_ADDRESS", None)
+    command = [sys.executable, "-m", "stormd", "run", "--mps", "off", "--", "sh", "-c", "exit 5"]
+    done = subprocess.run(command, stderr=writing, env=environ, timeout=60, check=False)
+    assert done.returncode == 5
+    for end in (reading, writing):
+        os.close(end)
