@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from storm_client.layers import Layers
@@ -53,6 +54,10 @@ _next_number = torch._C._autograd._get_sequence_nr
 
 _CONSTANT = -1
 """Stands for an input that stays: a parameter, or something small."""
+
+ALIGNMENT_BYTES = 64
+"""At a multiple of which PyTorch's own memory begins, on a GPU of more. What lies otherwise, as
+NumPy's may, has its first elements added by themselves."""
 
 LARGE_BYTES = 16 << 20
 """What leaves as it was made has as many. A smaller one is on the link for less than the device
@@ -132,6 +137,10 @@ class _Call:
             if self.options:
                 self._tensors += _tensors(self.options.values())
         return self._tensors
+
+    def is_fixed(self) -> bool:
+        """Tell whether all of its arguments that are no tensors are values, which never change."""
+        return _are_values(self.arguments) and _are_values(self.options.values())
 
     def recipe_of(self, sources: list[Source], device: str) -> Recipe:
         """Return how to run it again, with `sources` for its tensors."""
@@ -275,7 +284,7 @@ class Recording:
         if not large and not self._casts:
             return
         self._explain_casts(call.tensors())
-        inputs = self._inputs(call.tensors())
+        inputs = self._inputs_of(call)
         for index in large:
             output = outputs[index]
             storage = output.untyped_storage()
@@ -403,7 +412,7 @@ class Recording:
         if not isinstance(expected.decision, Replay):
             return self._look_up(expected, output, storage) is not None
         inputs = self._meet(call.tensors(), expected.inputs)
-        if inputs is None or _lies_in(storage, call):
+        if inputs is None or not call.is_fixed() or _lies_in(storage, call):
             return False
         seen = self._look_up(expected, output, storage)
         if seen is None:
@@ -458,7 +467,8 @@ class Recording:
 
     def _could_make_again(self, storage: torch.UntypedStorage, call: _Call) -> bool:
         """Tell whether a call has made memory of its own, of what changes are counted of."""
-        return all(map(self._is_sound, call.tensors())) and not _lies_in(storage, call)
+        is_sound = call.is_fixed() and all(map(self._is_sound, call.tensors()))
+        return is_sound and not _lies_in(storage, call)
 
     def _look_up(
         self, expected: Expected, tensor: torch.Tensor, storage: torch.UntypedStorage
@@ -521,6 +531,10 @@ class Recording:
             return kind.values[number].layer
         return self._layers.current()
 
+    def _inputs_of(self, call: _Call) -> _Inputs | None:
+        """Return what a call's inputs are; None where one of its arguments could change unseen."""
+        return self._inputs(call.tensors()) if call.is_fixed() else None
+
     def _inputs(self, tensors: Sequence[torch.Tensor]) -> _Inputs | None:
         """Return what the inputs of a recipe are; None where one could change uncounted."""
         found: _Inputs = []
@@ -534,9 +548,12 @@ class Recording:
 
     def _is_sound(self, tensor: torch.Tensor) -> bool:
         """Tell whether a recipe may rest on a tensor: its changes are counted, or it is copied."""
-        return _is_plain(tensor) and (
-            is_result(tensor) or self._is_constant(tensor, tensor.untyped_storage())
-        )
+        if not _is_plain(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        is_constant = self._is_constant(tensor, storage)
+        # What is copied or restored lies in memory of PyTorch's own, and kernels go by that.
+        return (is_result(tensor) or is_constant) and not storage.data_ptr() % ALIGNMENT_BYTES
 
     def _is_constant(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         return storage.nbytes() < self._least or isinstance(base_of(tensor), torch.nn.Parameter)
@@ -555,6 +572,23 @@ class Recording:
             version = SavedVersion.of(tensor, seen.pin.address)
             return Made(seen.result, View.of(tensor), version)
         return Saved(self._pack(tensor, seen.number), self._unpack)
+
+
+_VALUES = (
+    type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+"""Types of arguments that nobody can change."""
+
+
+def _are_values(arguments: Iterable[Any]) -> bool:
+    """Tell whether no argument but tensors can change; lists are copied when a recipe is made."""
+    for argument in arguments:
+        if type(argument) in _VALUES or isinstance(argument, (torch.Tensor, np.generic)):
+            continue
+        if not (isinstance(argument, (list, tuple)) and _are_values(argument)):
+            return False
+    return True
 
 
 def _outputs(made: Any) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import storm_client as storm
 import torch
@@ -24,7 +25,7 @@ from support.random_programs import run
 from support.thread_counts import omp_threads, one_thread, one_thread_more
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, leaky_relu, scaled_dot_product_attention, silu
+from torch.nn.functional import conv2d, layer_norm, leaky_relu, scaled_dot_product_attention, silu
 from torch.overrides import _get_current_function_mode
 
 WIDTH = 64
@@ -558,6 +559,51 @@ def test_parts_of_pytorch_that_a_script_replaces_later(
 
     assert_later_steps_are_identical(train, offload)
     assert offload.stats().replayed_bytes > 0
+
+
+def test_lists_among_arguments_are_those_of_the_forward_pass(client: storm.Client) -> None:
+    weight, shape = nn.Parameter(seeded("cpu", 32, WIDTH)), [WIDTH]
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, is_changed: bool) -> list[Tensor]:
+        weight.grad, shape[:] = None, [WIDTH]
+        with context():
+            loss = layer_norm((weight * np.float64(0.5)).sin(), shape).sin().square().sum()
+        if is_changed:
+            shape[:] = [1]
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    plan = offload.plan
+    assert plan is not None
+    assert {"mul", "layer_norm"} <= {row.operation for row in plan.rows if row.decision == "replay"}
+
+
+def test_what_lies_otherwise_than_pytorchs_own_memory_is_not_recorded(
+    client: storm.Client,
+) -> None:
+    weight = nn.Parameter(seeded("cpu", 32, WIDTH))
+    memory = np.zeros(32 * WIDTH * 4 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64 + 4
+    x = torch.from_numpy(memory[begin : begin + 32 * WIDTH * 4].view(np.float32))
+    x = x.view(32, WIDTH).copy_(seeded("cpu", 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context) -> list[Tensor]:
+        weight.grad = None
+        with context():
+            loss = (x * weight).sin().square().sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_steps_are_identical(train, offload)
+    plan = offload.plan
+    assert plan is not None
+    decisions = {row.operation: row.decision for row in plan.rows}
+    assert decisions.get("mul") != "replay"
 
 
 @pytest.mark.parametrize("kind", ["around a block", "below autograd", "in the backward pass"])
