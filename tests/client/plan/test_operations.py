@@ -140,3 +140,12 @@ def test_what_reads_more_than_its_arguments_is_not_bound() -> None:
     assert not is_bound(torch.einsum, (x, [0, 1], x, [1, 2]), {})
     assert not is_bound(functional.pad, (x, (1, 1), "replicate"), {})
     assert not is_bound(functional.pad, (x, (1, 1)), {"mode": "replicate"})
+
+
+def test_no_function_draws() -> None:
+    """PyTorch tags those that do; attention is looked at in each call."""
+    attention = functional.scaled_dot_product_attention
+    for function in REPLAYABLE - {attention}:
+        packet = getattr(torch.ops.aten, function.__name__.strip("_"), None)
+        overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+        assert not any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
