@@ -182,7 +182,8 @@ class ControlSocket:
         self._connections: dict[Connection, None] = {}
         self._strangers: Strangers[Connection] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
         self._unwelcome: Strangers[Connection] = Strangers(MAX_UNWELCOME, MAX_UNWELCOME)
-        self._queue: deque[Connection] = deque()  # those that have said something, in rotation
+        self._fresh: deque[Connection] = deque()  # those that have said something
+        self._busy: deque[Connection] = deque()  # those that have had their slice and ask for more
         self._scheduled: asyncio.Handle | None = None
         self._parked: list[Connection] = []  # those whose turn does not come before they are told
         self._relief: asyncio.Handle | None = None
@@ -253,7 +254,7 @@ class ControlSocket:
         for connection in parked:
             connection.is_parked = False
             if connection.is_open:
-                self._queue.append(connection)
+                self._busy.append(connection)
                 self._schedule()
 
     def close_connection(self, connection: Connection) -> None:
@@ -331,7 +332,7 @@ class ControlSocket:
         self._count(connection)
         if not connection.is_queued:
             connection.is_queued = True
-            self._queue.append(connection)
+            self._fresh.append(connection)
         elif connection.reader.held_bytes >= READ_BYTES:
             connection.is_paused = True
             self._loop.remove_reader(connection.descriptor)
@@ -386,19 +387,24 @@ class ControlSocket:
             self._scheduled = self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Serve connections in rotation, each for a slice of time, until the turn is over."""
+        """Serve connections, each for a slice of time, until the turn is over.
+
+        Who has just said something and who asks for much have every other slice, so that a word is
+        answered soon, however many ask for much, and these get on, however many say something.
+        """
         self._scheduled = None
-        queue = self._queue
+        first, second = self._fresh, self._busy
         now = time.monotonic()
         deadline = now + TURN_SECONDS
-        while queue and now < deadline:
-            connection = queue.popleft()
+        while (first or second) and now < deadline:
+            connection = (first or second).popleft()
             if connection.is_open:
                 self._serve(connection, now + SLICE_SECONDS)
                 self._count(connection)
             now = time.monotonic()
+            first, second = second, first
         self._on_batch()
-        if queue:
+        if first or second:
             self._schedule()
 
     def _serve(self, connection: Connection, end: float) -> None:
@@ -412,7 +418,7 @@ class ControlSocket:
         if not connection.is_open:
             return
         if not is_done:
-            (self._parked if connection.is_parked else self._queue).append(connection)
+            (self._parked if connection.is_parked else self._busy).append(connection)
             return
         connection.is_queued = False
         if connection.is_paused:

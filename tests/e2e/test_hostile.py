@@ -7,26 +7,27 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import storm_client as storm
 import torch
+import zmq
 from bench.fuzz import fuzz
-from support.cgroup import limited_memory
 from support.checked_training import LEAST_BYTES, Training
-from support.daemon_process import start_daemon
+from support.daemon_process import resident_bytes, start_daemon
 from support.daemon_thread import DaemonThread
+from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.config import Config
 from stormd.protocol import (
+    Envelope,
     Failed,
     Goodbye,
     MapSegment,
@@ -38,40 +39,92 @@ from stormd.protocol import (
     Release,
     Restore,
     Restored,
+    StatusRequest,
     Store,
     Stored,
     UnmapSegment,
     Welcome,
+    encode,
 )
-from stormd.protocol.limits import FIRST_LEASED, MAX_ENTRY_BYTES, MAX_ID
+from stormd.protocol.limits import FIRST_LEASED, MAX_COSTLY, MAX_ENTRY_BYTES, MAX_ID
 
 FRAMES = 20_000
 MIB = 1 << 20
-ANOTHER_UID = 65534
-TESTS = Path(__file__).parents[1]
 
 STRANGER = """
-import json, os, sys
+import json, sys
 from support.raw_client import RawClient
 from support.waiting import wait_until
-os.setgroups([]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+BECOME
 client = RawClient(sys.argv[1])
-answer = client.hello()
+answer = client.hello(uid=65534)
 print(json.dumps([type(answer).__name__, getattr(answer, "detail", "")]))
 client.close()
 """
 
+HELLOS = """
+import json, sys
+from support.raw_client import RawClient
+BECOME
+clients = [RawClient(sys.argv[1]) for _ in range(12)]
+print(json.dumps([type(client.hello(uid=65534)).__name__ for client in clients]), flush=True)
+sys.stdin.readline()
+"""
+
+CROWD = """
+import socket, sys, zmq
+BECOME
+context, frame, clients, lines = zmq.Context(), b"\\xdc\\xff\\xff" + b"\\x90" * 1000000, [], []
+for _ in range(8):
+    clients.append(context.socket(zmq.DEALER))
+    clients[-1].setsockopt(zmq.LINGER, 0)
+    clients[-1].connect(sys.argv[1])
+    for _ in range(64):
+        clients[-1].send(frame)
+for _ in range(400):
+    lines.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    lines[-1].connect(sys.argv[1].removeprefix("ipc://"))
+print("sent", flush=True)
+sys.stdin.readline()
+"""
+
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonThread]:
+def make_config(tmp_path: Path) -> Callable[..., Config]:
+    """Return a maker of small configs with one address."""
     address = f"ipc://{tmp_path}/stormd.sock"
-    config = Config(
-        address=address, pool_bytes=16 * MIB, cache_bytes=MIB, device="cpu", encode_threads=2
-    )
-    daemon = DaemonThread(config)
-    yield daemon
-    daemon.wait_until_empty()
-    daemon.stop()
+
+    def make(**changes: Any) -> Config:
+        fields: dict[str, Any] = {
+            "address": address,
+            "pool_bytes": 16 * MIB,
+            "cache_bytes": MIB,
+            "device": "cpu",
+            "encode_threads": 2,
+        }
+        return Config(**{**fields, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_daemon(make_config: Callable[..., Config]) -> Iterator[Callable[..., DaemonThread]]:
+    """Return a maker of daemons, of which none holds anything at the end."""
+    daemons: list[DaemonThread] = []
+
+    def make(**changes: Any) -> DaemonThread:
+        daemons.append(DaemonThread(make_config(**changes)))
+        return daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.wait_until_empty()
+        daemon.stop()
+
+
+@pytest.fixture
+def daemon(make_daemon: Callable[..., DaemonThread]) -> DaemonThread:
+    return make_daemon()
 
 
 @pytest.fixture
@@ -338,81 +391,80 @@ def test_a_crowd_that_comes_while_the_daemon_is_busy_is_not_sent_away(
     process.stop()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_a_process_of_another_user_is_refused(daemon: DaemonThread, tmp_path: Path) -> None:
-    """Where the socket's mode lets it in, by what the kernel says of it.
-
-    It becomes another user after its imports: that one may not read the interpreter.
-    """
-    socket = Path(daemon.address.removeprefix("ipc://"))
-    _let_pass(socket.parent)
-    socket.parent.chmod(0o755)
-    socket.chmod(0o777)
-    done = subprocess.run(
-        [sys.executable, "-c", STRANGER, daemon.address, str(ANOTHER_UID)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    kind, detail = json.loads(done.stdout)
+@root_only
+def test_a_process_of_another_user_is_refused(daemon: DaemonThread) -> None:
+    """Where the socket's mode lets it in, by what the kernel says of it."""
+    let_pass(Path(daemon.address.removeprefix("ipc://")))
+    told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=60)
+    kind, detail = json.loads(told)
     assert kind == "Refused"
     assert f"user {ANOTHER_UID} may not connect" in detail
     assert not daemon.status()["sessions"]
 
 
-def _let_pass(directory: Path) -> None:
-    """Let anybody walk to a directory of pytest's."""
-    while directory.stat().st_uid == os.getuid() and directory != directory.parent:
-        if directory.stat().st_mode & 0o111 != 0o111:
-            directory.chmod(directory.stat().st_mode | 0o111)
-        directory = directory.parent
+@root_only
+def test_a_user_is_heard_from_when_the_settings_say_so(
+    daemon: DaemonThread, make_config: Callable[..., Config]
+) -> None:
+    let_pass(Path(daemon.address.removeprefix("ipc://")))
+    for allowed, answer in (((0, ANOTHER_UID), "Welcome"), ((0,), "Refused")):
+        daemon.on_loop(lambda uids=allowed: daemon.server.reload(make_config(allowed_uids=uids)))
+        told, _ = as_another_user(STRANGER, daemon.address).communicate(timeout=60)
+        assert json.loads(told)[0] == answer
 
 
-@pytest.mark.timeout(120)
-def test_memory_that_clients_keep_is_not_charged_to_the_daemon(tmp_path: Path) -> None:
-    """They keep what they shared with it, all of which it has written to, after their sessions."""
-    staging, part = 64 * MIB, 8 * MIB
-    address = f"ipc://{tmp_path}/d/s.sock"
-    command = [sys.executable, "-m", "stormd.cli", "serve", "--address", address, "--device=cpu"]
-    command += ["--pool-bytes=64MiB", "--cache-bytes=0", "--staging-bytes-cpu", str(staging)]
+@root_only
+def test_a_user_who_is_not_allowed_fills_nothing_and_keeps_nobody_out(tmp_path: Path) -> None:
+    """Neither by frames without end, nor by more connections that say nothing than there may be."""
+    process = start_daemon(tmp_path, "--pool-bytes=1MiB", "--cache-bytes=0", "--socket-mode=0666")
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (256, 256))
+    let_pass(Path(process.address.removeprefix("ipc://")))
+    with RawClient(process.address) as neighbour:
+        entry = neighbour.open().stored(b"data")
+        before = resident_bytes(process.pid)
+        crowd = as_another_user(CROWD, process.address)
+        assert crowd.stdout is not None
+        assert crowd.stdout.readline() == "sent\n"
+        for _ in range(20):
+            with RawClient(process.address) as newcomer:
+                assert newcomer.open().stored(b"served") == 1
+            assert isinstance(neighbour.ask(Ping()), Pong)
+        assert neighbour.restored(entry, 4) == b"data"
+        assert resident_bytes(process.pid) - before < 32 * MIB
+        crowd.communicate("\n", timeout=60)
+    process.stop()
+    assert process.process.returncode == 0
+
+
+@root_only
+def test_a_user_takes_no_more_than_its_own_places(
+    make_daemon: Callable[..., DaemonThread],
+) -> None:
+    """By as many sessions without a lifeline as it is told to stop at, and then some."""
+    daemon = make_daemon(allowed_uids=(0, ANOTHER_UID), max_sessions=8)
+    let_pass(Path(daemon.address.removeprefix("ipc://")))
+    greedy = as_another_user(HELLOS, daemon.address)
+    assert greedy.stdout is not None
+    assert json.loads(greedy.stdout.readline()) == ["Welcome"] * 4 + ["Refused"] * 8
     with ExitStack() as stack:
-        cgroup = stack.enter_context(limited_memory(700 * MIB))
-        daemon = stack.enter_context(subprocess.Popen(cgroup.running(command)))
-        stack.callback(daemon.kill)
-        wait_until((tmp_path / "d" / "s.sock.lifeline").exists)
-        for _ in range(12):
-            client = stack.enter_context(RawClient(address)).open()
-            entry = client.stored(b"x" * part)
-            for ticket, offset in enumerate(range(part, staging, part), start=1):
-                client.restored(entry, part, offset=offset, ticket=ticket)
-            client.send(Goodbye())
-            assert client.is_cut_off()
-            assert client.staging is not None
-        assert daemon.poll() is None
-        assert cgroup.used_bytes() < 400 * MIB
-        daemon.terminate()
-        assert daemon.wait(30) == 0
+        for _ in range(4):
+            stack.enter_context(RawClient(daemon.address)).open()
+    greedy.communicate("\n", timeout=60)
 
 
-@pytest.mark.timeout(120)
-def test_sessions_share_no_more_than_the_machine_has(tmp_path: Path) -> None:
-    """One that would have the kernel end the daemon is refused, and the others are served."""
-    address = f"ipc://{tmp_path}/d/s.sock"
-    command = [sys.executable, "-m", "stormd.cli", "serve", "--address", address, "--device=cpu"]
-    command += ["--pool-bytes=64MiB", "--cache-bytes=0"]
-    with ExitStack() as stack:
-        cgroup = stack.enter_context(limited_memory(400 * MIB))
-        daemon = stack.enter_context(subprocess.Popen(cgroup.running(command)))
-        stack.callback(daemon.kill)
-        wait_until((tmp_path / "d" / "s.sock.lifeline").exists)
-        first = stack.enter_context(RawClient(address)).open()
-        answers = [stack.enter_context(RawClient(address)).hello() for _ in range(6)]
-        refused = [answer for answer in answers if isinstance(answer, Refused)]
-        assert 0 < len(refused) < 6
-        assert "all_staging_bytes_cpu" in refused[0].detail
-        first.stored(b"served")
-        daemon.terminate()
-        assert daemon.wait(30) == 0
+def test_what_a_client_reads_not_is_given_up_with_its_connection(
+    make_daemon: Callable[..., DaemonThread],
+) -> None:
+    """While its socket stays open: nothing is kept for it, and what the kernel has is bounded."""
+    daemon = make_daemon(message_bytes=4 * MIB)
+    frame = encode([Envelope(n, StatusRequest()) for n in range(1, MAX_COSTLY + 1)])
+    with RawClient(daemon.address) as neighbour, RawClient(daemon.address, RCVHWM=1) as deaf:
+        neighbour.open()
+        deaf.open()
+        while not deaf.is_cut_off(0.001):
+            with suppress(zmq.Again):
+                deaf.socket.send(frame, zmq.NOBLOCK)
+            assert daemon.on_loop(lambda: daemon.server._control._held_bytes) < 5 * MIB
+        assert daemon.status()["counters"]["ended"]["unreachable"] == 1
+        wait_until(lambda: daemon.on_loop(lambda: daemon.server._control._held_bytes) < MIB)
+        assert isinstance(neighbour.ask(Ping()), Pong)

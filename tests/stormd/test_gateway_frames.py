@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, cast
 from unittest.mock import Mock
 
 from stormd.arena import Space
 from stormd.counters import Counters
 from stormd.events import StoreDone, StoreFailed, StoreJob
-from stormd.gateway import LARGE_BYTES, Gateway, Peer
+from stormd.gateway import LARGE_BYTES, RELEASED_AT_ONCE, SMALL_BYTES, Gateway, Peer
 from stormd.ledger import Ledger
 from stormd.listener import Credentials
-from stormd.protocol import Admitted, Message, Ping, Pong, Rejected, Store, Stored, decode, encode
+from stormd.protocol import (
+    Admitted,
+    Message,
+    Ping,
+    Pong,
+    Refused,
+    Rejected,
+    Release,
+    Store,
+    Stored,
+    decode,
+    encode,
+)
 from stormd.protocol.framing import Envelope
+from stormd.protocol.limits import MAX_BATCH
 from stormd.sessions import Limits, SessionInfo
 
 MIB = 1 << 20
@@ -35,7 +49,7 @@ class Core:
 
     device = "cuda"
 
-    def __init__(self, part_bytes: int = MIB) -> None:
+    def __init__(self, part_bytes: int = MIB, max_entries: int = 100) -> None:
         self.sent: list[list[Message]] = []
         self.timers: list[Timer] = []
         self.connections: dict[int, Any] = {}
@@ -44,7 +58,9 @@ class Core:
         self._part_bytes = part_bytes
         self._ledger = Ledger(
             self.space,
-            Limits(max_sessions=4, max_entries=100, quota_bytes=64 * MIB, lease_seconds=5.0),
+            Limits(
+                max_sessions=4, max_entries=max_entries, quota_bytes=64 * MIB, lease_seconds=5.0
+            ),
             counters,
         )
         self.gateway = Gateway(
@@ -182,3 +198,70 @@ def test_what_waits_for_a_session_that_ends_is_dropped() -> None:
     assert core.timers[0].is_cancelled
     core.gateway.flush()
     assert core.sent == []
+
+
+def steps(core: Core, *messages: Message) -> list[int]:
+    """Feed a frame of these; return how many entries there were after each step."""
+    frame = encode([Envelope(1, message) for message in messages])
+    left = [core._ledger.entries for _ in core.gateway.take_frame(core.connections[1], frame)]
+    core.gateway.flush()
+    return left
+
+
+def test_entries_are_released_a_few_at_a_time() -> None:
+    """Others are served in between, however many one message names."""
+    core = Core(max_entries=1000)
+    core.feed(*[a_store(number, 100) for number in range(1, 1001)])
+    core.gateway.take_results([core.done(job) for job in core.jobs])
+    left = [1000, *steps(core, Release(list(range(1, 1001))))]
+    assert left[-1] == 0
+    assert max(before - after for before, after in pairwise(left)) <= RELEASED_AT_ONCE
+
+
+def test_each_message_of_a_frame_is_a_step() -> None:
+    core = Core()
+    assert len(steps(core, *[a_store(0)] * MAX_BATCH)) >= MAX_BATCH
+    assert len(steps(core, *[Release([])] * 8)) >= 8
+    sent = [type(message) for frame in core.sent for message in frame]
+    assert sent == [Rejected] * MAX_BATCH
+
+
+def test_a_large_frame_is_read_in_steps_and_all_of_it_before_any_is_done() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    core.gateway.take_results([core.done(job) for job in core.jobs])
+    messages = [Release([1] * MAX_BATCH)] * 100
+    frame = encode([Envelope(1, message) for message in messages])
+    assert len(frame) > SMALL_BYTES
+    reading = core.gateway.take_frame(core.connections[1], frame)
+    for _ in range(100):
+        next(reading)
+        assert core._ledger.entries == 1, "none was carried out yet"
+    for _ in reading:
+        pass
+    assert core._ledger.entries == 0
+
+
+def test_of_a_large_frame_that_is_not_valid_nothing_is_done() -> None:
+    core = Core()
+    core.feed(a_store(1))
+    core.gateway.take_results([core.done(job) for job in core.jobs])
+    frame = encode([Envelope(1, Release([1] * MAX_BATCH))] * 10) + b"more"
+    for _ in core.gateway.take_frame(core.connections[1], frame):
+        pass
+    core.gateway.flush()
+    assert core._ledger.entries == 1
+    assert [type(message) for message in core.sent[-1]] == [Refused]
+
+
+def test_work_that_is_under_way_ends_with_its_session() -> None:
+    core = Core(max_entries=1000)
+    core.feed(*[a_store(number, 100) for number in range(1, 1001)])
+    core.gateway.take_results([core.done(job) for job in core.jobs])
+    frame = encode([Envelope(1, Release(list(range(1, 1001)))), Envelope(2, a_store(2000))])
+    work = core.gateway.take_frame(core.connections[1], frame)
+    next(work)
+    core.gateway.end(1, "died")
+    for _ in work:
+        pass
+    assert len(core.jobs) == 1000

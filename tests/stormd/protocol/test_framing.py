@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -30,7 +31,9 @@ from stormd.protocol import (
     Status,
     StatusRequest,
     decode,
+    decode_each,
     encode,
+    first_request,
     hello_version,
     message_types,
     pack,
@@ -128,11 +131,17 @@ def test_a_damaged_frame_is_a_batch_or_a_protocol_error(
 
 def check(frame: bytes) -> None:
     hello_version(frame)
+    request = first_request(frame)
     try:
         batch = decode(frame)
     except ProtocolError:
+        with pytest.raises(ProtocolError):
+            list(decode_each(frame))
         return
     assert batch
+    assert request == batch[0].request
+    if not any(isinstance(message, Status) for _, message in batch):
+        assert list(decode_each(frame)) == batch
     for request, message in batch:
         assert 0 <= request <= MAX_ID
         assert isinstance(message, Message)
@@ -161,9 +170,40 @@ def test_what_is_no_batch_is_refused(value: Any) -> None:
         decode(msgpack.packb(value))
 
 
-def test_a_deeply_nested_frame_is_refused() -> None:
+@pytest.mark.parametrize("read", [decode, lambda frame: list(decode_each(frame))])
+def test_a_deeply_nested_frame_is_refused(read: Callable[[bytes], Any]) -> None:
     with pytest.raises(ProtocolError):
-        decode(b"\x91" * 100_000)
+        read(b"\x91" * 100_000)
+
+
+def test_of_a_message_of_very_many_values_little_is_read() -> None:
+    """Whatever its frame holds, one message is read in a fraction of a millisecond."""
+    lists = msgpack.packb([[6, 1, [[]] * MAX_BATCH]] * 100)
+    numbers = msgpack.packb([[6, 1, [1] * (MAX_BATCH + 1)]])
+    maps = msgpack.packb([[6, 1, {}]])
+    for frame in (lists, numbers, maps):
+        with pytest.raises(ProtocolError):
+            next(decode_each(frame))
+
+
+def test_messages_are_returned_up_to_the_first_that_is_not_valid() -> None:
+    frame = msgpack.packb([[Ping.OP, 1], [Ping.OP, 2], [Ping.OP, -1], [Ping.OP, 3]])
+    reading = decode_each(frame)
+    assert [next(reading), next(reading)] == [Envelope(1, Ping()), Envelope(2, Ping())]
+    with pytest.raises(ProtocolError):
+        next(reading)
+
+
+def test_what_follows_a_batch_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="bytes after"):
+        list(decode_each(encode([Envelope(1, Ping())]) + b"x"))
+
+
+def test_the_first_request_is_read_of_any_frame() -> None:
+    assert first_request(encode([Envelope(7, Ping()), Envelope(8, Ping())])) == 7
+    for value in ([], {}, 3, [[1]], [[1, "x"]], [[1, -5]], [[1, True]], [[1, 1 << 63]]):
+        assert first_request(msgpack.packb(value)) == 0
+    assert first_request(b"\xc1") == first_request(b"") == 0
 
 
 def test_a_frame_that_claims_to_be_huge_is_refused() -> None:
