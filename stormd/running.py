@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -103,6 +104,7 @@ async def _opened(config: Config, notifier: Notifier, terminal: LogQueue | None)
         for number in (signal.SIGTERM, signal.SIGINT):
             _take(number, server.stop)
         await server.open()
+        gc.freeze()  # else it is looked through while somebody waits, for milliseconds at a time
     return server
 
 

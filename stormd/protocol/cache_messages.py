@@ -3,7 +3,7 @@
 They are declared as those in messages.py are. In such a session every Store belongs to the put that
 is open, which is at most one.
 
-    CachePut    -> CacheReady     room for the whole tensor is set aside
+    CachePut    -> CacheReady     the put is open, and room for it can be had
                 or Refused        nothing has changed
     then its Stores, in parts of `part_bytes`, the last of what is left
     CacheCommit -> CacheFound     the name now means these bytes, at once and for everybody
@@ -138,7 +138,10 @@ class CacheList(Message):
 
 @message(80)
 class CacheReady(Message):
-    """Room is set aside: no Store of this put will be rejected for want of it."""
+    """The put is open. Each Store makes room for itself; a put that gets none for long is closed.
+
+    So one may be rejected ("pool_full") where what is there has come to be read, or put, meanwhile.
+    """
 
 
 @message(81, kw_only=True)
