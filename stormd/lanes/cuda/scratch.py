@@ -293,10 +293,9 @@ class StoreScratch:
 
     def encoded(self, scratch: Scratch) -> None:
         """Note that a batch's blobs are there: the next encoder has its turn."""
-        if scratch in self._encoding:
-            self._encoding.remove(scratch)
-            self._blobs.append(scratch)
-            self._since = monotonic()
+        self._encoding.remove(scratch)
+        self._blobs.append(scratch)
+        self._since = monotonic()
 
     def give_back(self, scratch: Scratch | DirectScratch) -> None:
         """Take scratch back: no stream uses it any more."""
