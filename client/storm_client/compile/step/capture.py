@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from storm_client.compile.step.captured import Captured
+from storm_client.compile.step.draws import Draws
 from storm_client.compile.step.loops import CAPTURING, Loop
 from storm_client.compile.step.recording import Recorder, Recording, data_dependent, not_in_place
 from storm_client.compile.step.scalars import number_of
@@ -54,17 +55,20 @@ def capture(
     for number, tensor in enumerate(tensors):
         recording.see(tensor, number)
     with _ONE_AT_A_TIME, ExitStack() as stack:
-        tables = Tables(captured)
+        tables, draws = Tables(captured), Draws()
+        draws.see_function(step, leaves)
         stack.callback(tables.put_back)
         stack.enter_context(recording.generators)
         for generator in (*own(step, torch.Generator), *_generators(leaves)):
             recording.generators.see(generator)
-        stack.enter_context(_watching(captured, tables))
+        stack.enter_context(_watching(captured, tables, draws))
         for module in own(step, nn.Module):
             tables.see_module(module)
         for optimizer in own(step, Optimizer):
             tables.see_optimizer(optimizer)
-        returned = _returned(step, arguments, options)
+        with draws.watching():
+            returned = _returned(step, arguments, options)
+        draws.check()
         with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
             conclude(captured, tables, returned)
             check_arguments(captured, (arguments, options))
@@ -91,7 +95,7 @@ def _returned(step: Callable[..., Any], arguments: tuple[Any, ...], options: dic
 
 
 @contextmanager
-def _watching(captured: Captured, tables: Tables) -> Iterator[None]:
+def _watching(captured: Captured, tables: Tables, draws: Draws) -> Iterator[None]:
     """Record what is run inside, and note whose modules and optimizers run."""
     outer, CAPTURING.loop = CAPTURING.loop, captured.loop
     thread = threading.get_ident()
@@ -99,6 +103,7 @@ def _watching(captured: Captured, tables: Tables) -> Iterator[None]:
     def on_module(module: nn.Module, _: object) -> None:
         if threading.get_ident() == thread:
             tables.see_module(module)
+            draws.see_module(module)
 
     def on_buffer(module: nn.Module, name: str, _: object) -> None:
         if threading.get_ident() == thread and name in module._buffers:

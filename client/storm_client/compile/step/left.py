@@ -2,7 +2,7 @@
 
 A meter that sums losses up, a list deep in a table or a scheduler that counts would be changed by
 the capture alone, to what has no memory: that is refused, and all is as it was before. So are
-variables that count, and random generators besides PyTorch's.
+variables that count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from storm_client.compile.step.variables import (
     PLAIN,
     is_pytorchs,
     looked_at,
-    positions,
     variables,
 )
 from storm_client.errors import UsageError
@@ -40,14 +39,9 @@ class Objects:
     """A step's variables, and the lists, tables and objects that it reaches from them."""
 
     def __init__(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
-        """Note what they hold before the step is captured for some arguments.
-
-        Raises:
-            UsageError: one is an iterator, or a large array as an argument.
-        """
+        """Note what they hold before the step is captured for some arguments."""
         self._step, self._arguments = step, arguments
         self._variables = variables(step, arguments)
-        self._positions = positions(step, arguments)
         self._before = [
             (held, held.copy())
             for _, held in self._everything()
@@ -60,13 +54,6 @@ class Objects:
         Raises:
             UsageError: it has.
         """
-        after = positions(self._step, self._arguments)
-        moved = [name for name, at in after.items() if self._positions[name] != at]
-        if moved:
-            raise UsageError(
-                f"the step draws random numbers from {moved[0]!r}, which PyTorch does not draw, "
-                "and would only when it is captured; draw with torch, or pass what is drawn"
-            )
         now = variables(self._step, self._arguments)
         changed = [name for name in now if self._variables.get(name) != now[name]]
         if changed:

@@ -7,13 +7,20 @@ each run, and where it differs the step is captured anew.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.optim.optimizer import Optimizer
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from storm_client.compile.step.captured import LIFTED, Captured, is_lifted
 from storm_client.compile.step.recording import Outside
@@ -146,6 +153,7 @@ class State:
             if one.argument is not None
         ]
         self.step = step
+        self._accumulating = _accumulating(one for one, _ in captured.recording.leaves.values())
         self._looks: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
         """Of modules that have plain attributes alone, by number: what they were last."""
         self._places: list[tuple[int, int]] = []
@@ -173,6 +181,7 @@ class State:
         found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
         trained = self.captured.recording.leaves.values()
         found += [_hooks(leaf, _HOOKS_OF_LEAVES) for leaf, _ in trained]
+        found.append(_hooks_of_nodes(self._accumulating))
         for optimizer in self.captured.optimizers:
             for group in optimizer.param_groups:
                 found.append([_plain_setting(key, value) for key, value in group.items()])
@@ -285,8 +294,19 @@ def surroundings() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *deciding_settings(),
+        *map(_of_others, _HOOKS_OF_ALL),
     )
 
+
+_HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_backward_hooks,
+    modules._global_backward_pre_hooks,
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+"""Of all modules and all optimizers."""
 
 _HOOKS_OF_MODULES = (
     "_forward_hooks",
@@ -312,6 +332,27 @@ def _ids(table: Mapping[str, object]) -> list[int]:
 def _hooks(owner: object, tables: Sequence[str]) -> list[tuple[int, ...]]:
     """Return the numbers of a module's or tensor's hooks, which Python code may add and remove."""
     return [tuple(getattr(owner, name, None) or ()) for name in tables]
+
+
+def _of_others(table: Mapping[int, object]) -> tuple[int, ...]:
+    """Return the hooks of a table that are not ours, as while another step is captured."""
+    return tuple(
+        id(hook)
+        for hook in list(table.values())
+        if not str(getattr(hook, "__module__", "")).startswith("storm_client.")
+    )
+
+
+def _accumulating(leaves: Iterable[torch.Tensor]) -> list[object]:
+    """Return the nodes that add to gradients; who holds them has hooks be put on these."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return [get_gradient_edge(one).node for one in leaves if not one.is_inference()]
+
+
+def _hooks_of_nodes(nodes: Sequence[object]) -> list[tuple[Any, ...]]:
+    """Return the hooks of nodes of autograd's, which tell them to the garbage collector alone."""
+    tables = [one for one in gc.get_referents(*nodes) if isinstance(one, dict) and one]
+    return [tuple(map(id, table.values())) for table in tables]
 
 
 def _plain_setting(key: str, value: Any) -> Any:

@@ -7,7 +7,6 @@ kept for having been looked at, and another that takes its address later is anot
 from __future__ import annotations
 
 import io
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,11 +27,13 @@ __all__ = [
     "are_plain",
     "attributes",
     "identified",
+    "is_iterator",
     "is_pytorchs",
     "is_value",
     "looked_at",
     "of_optimizer",
     "own",
+    "position",
     "positions",
     "variables",
 ]
@@ -99,14 +100,14 @@ def variables(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
 
 
 def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dict[str, Any]:
-    """Return where random generators of Python's and NumPy's are, among a function's variables.
+    """Return where random generators of NumPy's are, among a function's variables.
 
     Raises:
         UsageError: one of the variables is an iterator, or an argument a large array.
     """
     found: dict[str, Any] = {}
     for name, value in looked_at(step, arguments):
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        if is_iterator(value):
             raise UsageError(
                 f"the step has an iterator as its variable {name!r}, and would take from it only "
                 "when it is captured; take what comes next outside, and pass it as an argument"
@@ -117,7 +118,7 @@ def positions(step: Callable[..., Any], arguments: Sequence[object] = ()) -> dic
                 f"the step gets an array of NumPy's of shape {value.shape}, which would be read "
                 "only when it is captured; pass torch.from_numpy(array)"
             )
-        state = _position(value)
+        state = position(value)
         if state is not None:
             found[name] = state
     return found
@@ -268,11 +269,14 @@ def is_pytorchs(value: object) -> bool:
     return name.split(".")[0] in ("torch", "builtins")
 
 
-def _position(value: object) -> Any:
-    """Return where a random generator is, also by one of its functions; None for all else."""
-    owner = getattr(value, "__self__", value) if isinstance(value, BuiltinFunctionType) else value
-    if owner is random or isinstance(owner, random.Random):
-        return owner.getstate()
+def is_iterator(value: object) -> bool:
+    """Tell whether something gives another thing each time that it is asked for the next."""
+    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, type))
+
+
+def position(value: object) -> Any:
+    """Return where a generator of NumPy's is, also by one of its methods; None for all else."""
+    owner = getattr(value, "__self__", value) if callable(value) else value
     if owner is np or owner is np.random:
         owner = np.random.mtrand._rand
     if isinstance(owner, np.random.RandomState):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,10 @@ from support.training import assert_identical, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 """Of PyTorch's own, where it compiles."""
@@ -229,9 +235,9 @@ def numbers() -> Iterator[Tensor]:
 BATCHES, OWN, ARRAYS = numbers(), random.Random(0), np.random.default_rng(0)
 TAKEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
     "an iterator": (lambda x: x * next(BATCHES), "iterator as its variable 'BATCHES'"),
-    "random": (lambda x: x * random.random(), "from 'random'"),
-    "a generator of Python's": (lambda x: x * OWN.random(), "from 'OWN'"),
-    "numpy.random": (lambda x: x * float(np.random.rand()), "from 'np'"),
+    "random": (lambda x: x * random.random(), r"Python's \(.*test_surroundings.py:\d+\)"),
+    "a generator of Python's": (lambda x: x * OWN.gauss(), r"Python's \(.*test_surroundings.py"),
+    "numpy.random": (lambda x: x * float(np.random.rand()), "from 'numpy.random'"),
     "a generator of NumPy's": (lambda x: x * float(ARRAYS.random()), "from 'ARRAYS'"),
 }
 
@@ -243,6 +249,160 @@ def test_a_step_that_takes_what_comes_next_is_refused(
     step, named = TAKEN[name]
     with pytest.raises(UsageError, match=named):
         wrap(step)(torch.ones(4))
+
+
+def shuffled() -> float:
+    order = [1.0, 2.0, 3.0]
+    random.shuffle(order)
+    return order[0]
+
+
+class Taking(nn.Module):
+    """A layer whose forward pass takes from somewhere."""
+
+    def __init__(self, take: Callable[[Taking], float], held: object = None) -> None:
+        super().__init__()
+        self.take, self.held = take, held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.take(self)
+
+
+class TakingFromBatches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * next(BATCHES)
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(ARRAYS.random())
+
+
+TAKEN_BY_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "random, by a function": (lambda: Taking(lambda _: shuffled()), "test_surroundings.py"),
+    "numpy": (lambda: Taking(lambda _: np.random.randn()), "from 'numpy.random'"),
+    "an iterator": (
+        lambda: Taking(lambda own: next(own.held), iter([1.0, 2.0, 3.0])),
+        "module Taking has an iterator as its attribute 'held'",
+    ),
+    "its own of NumPy's": (
+        lambda: Taking(lambda own: own.held.random(), np.random.default_rng(0)),
+        "from 'Taking.held'",
+    ),
+    "a global iterator": (TakingFromBatches, "iterator as its variable 'BATCHES'"),
+    "a global of NumPy's": (Drawing, "from 'ARRAYS'"),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN_BY_MODULES)
+def test_a_module_that_takes_what_comes_next_is_refused(
+    name: str, wrap: Callable[..., CompiledStep]
+) -> None:
+    make, named = TAKEN_BY_MODULES[name]
+    net = nn.Sequential(make())
+    with pytest.raises(UsageError, match=named):
+        wrap(lambda x: net(x).sum())(torch.ones(4))
+
+
+def test_a_draw_is_told_of_though_the_step_goes_on(wrap: Callable[..., CompiledStep]) -> None:
+    def step(x: Tensor) -> Tensor:
+        try:
+            return x * random.random()
+        except Exception:  # noqa: BLE001 - what a careless script does
+            return x
+
+    with pytest.raises(UsageError, match="draws random numbers"):
+        wrap(step)(torch.ones(4))
+
+
+def test_draws_of_other_threads_and_of_iterators_made_inside_are_no_concern(
+    wrap: Callable[..., CompiledStep],
+) -> None:
+    net = nn.Linear(4, 4)
+
+    def step(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=random.random)
+        thread.start()
+        thread.join()
+        return net(x) * next(net.parameters()).sum()
+
+    x = seeded("cpu", 2, 4)
+    assert_identical([wrap(step)(x)], [step(x)])
+
+
+# --- hooks that are put on later -----------------------------------------------------------------
+
+
+def accumulating(trainer: Trainer) -> torch.autograd.graph.Node:
+    """Return the node that adds to a gradient; its hooks last as long as somebody holds it."""
+    trainer.node = torch.autograd.graph.get_gradient_edge(trainer.net[0].weight).node
+    return trainer.node
+
+
+def halve(gradient: Tensor) -> None:
+    gradient.mul_(0.5)
+
+
+def halved(gradients: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
+    return tuple(one * 0.5 for one in gradients)
+
+
+def halve_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.grad.mul_(0.5)
+
+
+HOOKS: dict[str, Callable[[Trainer], Any]] = {
+    "all modules, before": lambda _: nn.modules.module.register_module_forward_pre_hook(
+        lambda _, given: tuple(one * 0.5 for one in given)
+    ),
+    "all modules, after": lambda _: nn.modules.module.register_module_forward_hook(
+        lambda _, __, made: made * 0.5
+    ),
+    "all modules, backward": lambda _: nn.modules.module.register_module_full_backward_hook(
+        lambda _, given, __: tuple(None if one is None else one * 0.5 for one in given)
+    ),
+    "all modules, before backward": (
+        lambda _: nn.modules.module.register_module_full_backward_pre_hook(
+            lambda _, made: tuple(one * 0.5 for one in made)
+        )
+    ),
+    "all optimizers, before": lambda _: register_optimizer_step_pre_hook(halve_gradients),
+    "all optimizers, after": lambda _: register_optimizer_step_post_hook(halve_gradients),
+    "a submodule, backward": lambda trainer: trainer.net[0].register_full_backward_hook(
+        lambda _, given, __: tuple(None if one is None else one * 0.5 for one in given)
+    ),
+    "a parameter": lambda trainer: trainer.net[0].weight.register_hook(lambda one: one * 0.5),
+    "a gradient added": (
+        lambda trainer: trainer.net[0].weight.register_post_accumulate_grad_hook(
+            lambda one: None if one.grad is None else halve(one.grad)
+        )
+    ),
+    "a node, before": lambda trainer: accumulating(trainer).register_prehook(halved),
+    "several parameters": lambda trainer: torch.autograd.graph.register_multi_grad_hook(
+        list(trainer.net.parameters()),
+        lambda found: [one.mul_(0.5) for one in found if one is not None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_that_are_put_on_after_a_capture_take_effect(
+    name: str, wrap: Callable[..., CompiledStep]
+) -> None:
+    def train(compile_: Callable[..., Callable[..., Tensor]]) -> list[Tensor]:
+        trainer = Trainer()
+        call, found, hook = compile_(trainer.step), [], None
+        for number in range(6):
+            found.append(call(seeded("cpu", 8, 8, seed=number)).detach())
+            if number == 2:
+                hook = HOOKS[name](trainer)
+            elif number == 4:
+                hook.remove()
+        return [*found, *everything(trainer.net, trainer.optimizer, "cpu")]
+
+    assert_identical(train(wrap), train(lambda step: step))
 
 
 def test_a_generator_that_a_step_does_not_draw_from_may_be_its_variable(
