@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -45,6 +45,9 @@ class Watching(TorchFunctionMode):
 
     meets_compiled_code = False
     """Whether its thread has entered compiled code; the mode is on no stack since."""
+
+    is_for_compiled_code = False
+    """Whether it stays on there all the same, as while a step is captured, code and all."""
 
     def __init__(self) -> None:
         """Be unnoticed from here on."""
@@ -148,12 +151,16 @@ def _enters(callback: Any) -> Any:
     """Do as Dynamo does, with no mode that watches on this thread's stack from then on."""
     if callback is not None:
         modes = function_modes()
-        watching = [mode for mode in modes if isinstance(mode, Watching)]
+        watching = [mode for mode in modes if _keeps_out(mode)]
         if watching:
-            have_modes([mode for mode in modes if not isinstance(mode, Watching)])
+            have_modes([mode for mode in modes if not _keeps_out(mode)])
             for mode in watching:
                 mode.meets_compiled_code = True
     return _entry(callback)
+
+
+def _keeps_out(mode: object) -> TypeGuard[Watching]:
+    return isinstance(mode, Watching) and not mode.is_for_compiled_code
 
 
 _LOCK = threading.Lock()

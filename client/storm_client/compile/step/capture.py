@@ -141,6 +141,8 @@ def _check_parameter(captured: Captured, module: nn.Module, name: str, given: ob
 class _Watcher(Watching):
     """Sees what does not arrive below autograd: gradients taken, and numbers for fused updates."""
 
+    is_for_compiled_code = True
+
     def __init__(self, captured: Captured) -> None:
         super().__init__()
         self.captured = captured
