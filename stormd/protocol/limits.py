@@ -25,7 +25,7 @@ __all__ = [
 PROTOCOL_VERSION = 7
 
 MAX_FRAME_BYTES = 1 << 20
-"""Bytes of one ZeroMQ frame; a larger one is dropped by the socket itself."""
+"""Bytes of one ZeroMQ frame; a larger one ends its connection."""
 
 MAX_BATCH = 4096
 """Messages in one frame, and parts of those that have several."""
