@@ -12,6 +12,8 @@ from itertools import chain
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from storm_client.blocks import Blocks, Leaving, untraced
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.compiled import CompiledModels
@@ -21,7 +23,7 @@ from storm_client.little_saved import FirstSteps, advice
 from storm_client.packing import StepHooks
 from storm_client.plan import OrderHistory
 from storm_client.plan.planning import Planning, PlanOptions
-from storm_client.policy import Policy
+from storm_client.policy import NO_ACTIVATIONS, Policy
 from storm_client.report import Report
 from storm_client.stats import OffloadStats, StatsRecorder
 from storm_client.summary import Summary, say
@@ -109,7 +111,7 @@ class Offload:
             perf_counter(),
             self._recorder,
             self._policy.small_owned_bytes,
-            lambda: self._planning.is_on_gpu,
+            self._device_peak,
         )
         if line is not None:
             say(line)
@@ -126,6 +128,7 @@ class Offload:
             keeps=supply.keeps,
             traces=self._traces,
             layers=self._layers,
+            compiled=self._compiled if self._first_steps.are_looked_at else None,
         )
         self.blocks.enter(step)
         step.begin()
@@ -217,8 +220,17 @@ class Offload:
         outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
         parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
         text = advice(staying, steps, self._policy.min_bytes, parameters)
+        activations = staying.saved_bytes - sum(
+            staying.skipped_bytes.get(reason, 0) for reason in NO_ACTIVATIONS
+        )
+        text = self._compiled.advice(activations // steps) or text
         if text is not None:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _device_peak(self) -> int | None:
+        """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""
+        peaks = map(torch.cuda.max_memory_allocated, self._planning.devices)
+        return max(peaks, default=None)
 
     def _found(self) -> Supply:
         """Return where the sessions come from: for one that was unpickled, the shared client."""

@@ -41,6 +41,11 @@ class FirstSteps:
         self.begun = 0
         self._due = SEEN_STEPS + 1
 
+    @property
+    def are_looked_at(self) -> bool:
+        """Whether it has not looked back yet."""
+        return self.begun < self._due
+
     def is_due(self) -> bool:
         """Note that a step begins; tell whether it is to look back."""
         self.begun += 1

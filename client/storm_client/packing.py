@@ -17,7 +17,7 @@ import torch
 from storm_client import ranges
 from storm_client.blocks import untraced
 from storm_client.checkpointing import CheckpointedLayers
-from storm_client.compiled import HANDLED
+from storm_client.compiled import HANDLED, CompiledModels
 from storm_client.devices import is_capturing
 from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
 from storm_client.plan import Decision, Keep, OrderHistory, Replay, Step
@@ -60,7 +60,10 @@ class StepHooks:
         keeps: bool,
         traces: Traces,
         layers: CheckpointedLayers,
+        compiled: CompiledModels | None,
     ) -> None:
+        self._compiled = compiled
+        """Counts what graphs save, in the first steps."""
         self._traces = traces
         self._layers = layers
         self._trace = traces.begin(recorder)
@@ -169,6 +172,8 @@ class StepHooks:
             DaemonLost: the daemon is gone, and was meant to have it.
         """
         decision = self._policy.decide(tensor)
+        if self._compiled is not None and not _is_no_activation(decision):
+            self._compiled.saves(_nbytes(tensor))
         if tensor.is_cuda and is_capturing(tensor.device):
             decision = Keep("capture")  # already opening a session would spoil the graph
         if isinstance(decision, Keep):
@@ -417,6 +422,10 @@ class StepHooks:
         self._trace.paused("store", began)
         self._trace.saved(id(record), "offloaded", nbytes)
         return record
+
+
+def _is_no_activation(decision: object) -> bool:
+    return isinstance(decision, Keep) and decision.reason in NO_ACTIVATIONS
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

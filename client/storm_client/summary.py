@@ -49,11 +49,12 @@ class Summary:
         seconds: float,
         recorder: StatsRecorder,
         small_owned: Callable[[], int],
-        is_on_gpu: Callable[[], bool],
+        device_peak: Callable[[], int | None],
     ) -> str | None:
         """Note that a step begins at this time; return the line if it is due.
 
-        `small_owned` tells how many bytes of the model's parameters count as small tensors.
+        `small_owned` tells how many bytes of the model's parameters count as small tensors,
+        `device_peak` how many bytes a GPU has had allocated at most, None where there is none.
         """
         self.begun += 1
         if self.begun != self._due:
@@ -62,7 +63,7 @@ class Summary:
         before = self._before
         if before is not None and now.staying.saved_bytes > before.staying.saved_bytes:
             self._due, self._before = 0, None
-            return _line(before, now, small_owned(), is_on_gpu=is_on_gpu())
+            return _line(before, now, small_owned(), device_peak())
         # None of them saved anything, as in a validation: look at the next.
         self._before, self._due = now, self.begun + COUNTED_STEPS
         return None
@@ -77,7 +78,7 @@ def say(text: str) -> None:
         logging.StreamHandler().handle(record)
 
 
-def _line(before: _Begin, now: _Begin, small_owned: int, *, is_on_gpu: bool) -> str | None:
+def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> str | None:
     """Return what the steps between the two did; None where that is not worth a line."""
     steps = now.step - before.step
     small = (_skipped(now, "small") - _skipped(before, "small")) // steps
@@ -87,15 +88,19 @@ def _line(before: _Begin, now: _Begin, small_owned: int, *, is_on_gpu: bool) -> 
     stored = (now.stats.stored_bytes - before.stats.stored_bytes) // steps
     if offloaded + replayed + stayed < LEAST_BYTES:
         return None
-    ratio = f" (ratio {offloaded / stored:.2f})" if stored else ""
+    held = ""
+    if stored:
+        held = f" ({format_size(stored)} of host memory, ratio {offloaded / stored:.2f})"
     spent = (_spent(now.stats) - _spent(before.stats)) / steps
     lasted = (now.seconds - before.seconds) / steps
-    place = "on the GPU" if is_on_gpu else "in memory"
-    work = "starting replays (what the GPU does beside is not in it)" if is_on_gpu else "replaying"
+    measured = "" if peak is None else f"; the GPU's peak so far is {format_size(peak)}"
+    work = "replaying"
+    if peak is not None:
+        work = "starting replays (what the GPU does beside is not in it)"
     return (
-        f"stormd: activations {format_size(offloaded + replayed + stayed)} -> "
-        f"{format_size(stayed)} {place} a step: {format_size(offloaded)} offloaded{ratio}, "
-        f"{format_size(replayed)} replayed; training threads spent {spent:.2g} s of a step's "
+        f"stormd: of {format_size(offloaded + replayed + stayed)} of activations a step "
+        f"{format_size(offloaded)} were offloaded{held}, {format_size(replayed)} replayed, "
+        f"{format_size(stayed)} stayed{measured}; training threads spent {spent:.2g} s of a step's "
         f"{lasted:.2g} s ({spent / lasted:.0%}) on handing over, waiting and {work}"
     )
 

@@ -186,6 +186,47 @@ def test_a_model_compiled_as_a_whole_is_warned_of_once(
             pass
 
 
+def steps(call: Callable[[Tensor], Tensor], offload: storm.Offload, x: Tensor) -> list[str]:
+    """Make some steps; return what was warned of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(6):
+            with offload:
+                loss = call(x).square().sum()
+            loss.backward()
+    return [str(one.message) for one in found if "peak" in str(one.message)]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("of", ["module", "function"])
+def test_a_model_that_is_compiled_after_it_was_given_is_warned_of_once(
+    of: str, replay: bool, device: str, client: storm.Client
+) -> None:
+    net = perceptron(device)
+    offload = client.offload(net, min_bytes=1, replay=replay)
+    call = torch.compile(net if of == "module" else lambda x: net(x) * 1)
+    (text,) = steps(call, offload, seeded(device, 16, 32))
+    assert text.startswith("one compiled graph saves ")
+    assert "storm_client.compile(model)" in text
+
+
+def test_compiled_blocks_of_a_model_are_not_warned_of_by_what_they_save(
+    device: str, client: storm.Client
+) -> None:
+    net = nn.Sequential(*(perceptron(device) for _ in range(4)))
+    offload = client.offload(net, min_bytes=1)
+    for block in net:
+        block.compile()
+    assert steps(net, offload, seeded(device, 16, 32)) == []
+
+
+def test_what_the_backend_handles_is_not_warned_of(device: str, client: storm.Client) -> None:
+    net = perceptron(device)
+    offload = client.offload(net, min_bytes=1)
+    call = storm.compile(net, client=client, min_bytes=1)
+    assert steps(call, offload, seeded(device, 16, 32)) == []
+
+
 def test_compiled_blocks_are_not_warned_of(client: storm.Client) -> None:
     net = perceptron("cpu")
     net[0].compile()

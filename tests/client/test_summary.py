@@ -25,19 +25,19 @@ def logger() -> Iterator[logging.Logger]:
 class Steps:
     """Steps that last 2 s each, of which so much becomes of what they save."""
 
-    def __init__(self, *, is_on_gpu: bool = False, small_owned: int = 0) -> None:
+    def __init__(self, *, device_peak: int | None = None, small_owned: int = 0) -> None:
         self.recorder = StatsRecorder()
         self.lines: list[str] = []
         self._summary = Summary()
         self._clock = 100.0
-        self._is_on_gpu = is_on_gpu
+        self._device_peak = device_peak
         self._small_owned = small_owned
 
     def step(
         self, *, offloaded: int = 0, replayed: int = 0, small: int = 0, budget: int = 0
     ) -> None:
         line = self._summary.step_begins(
-            self._clock, self.recorder, lambda: self._small_owned, lambda: self._is_on_gpu
+            self._clock, self.recorder, lambda: self._small_owned, lambda: self._device_peak
         )
         self.lines += [] if line is None else [line]
         self._clock += 2.0
@@ -55,16 +55,17 @@ class Steps:
 
 
 def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
-    steps = Steps(is_on_gpu=True)
+    steps = Steps(device_peak=1200 * MIB)
     for _ in range(2):
         steps.step(offloaded=100 * MIB)
     for _ in range(6):
         steps.step(offloaded=40 * MIB, replayed=20 * MIB, small=2 * MIB, budget=8 * MIB)
     (line,) = steps.lines
     assert line == (
-        "stormd: activations 70.0 MiB -> 10.0 MiB on the GPU a step: 40.0 MiB offloaded (ratio "
-        "2.00), 20.0 MiB replayed; training threads spent 0.5 s of a step's 2 s (25%) on handing "
-        "over, waiting and starting replays (what the GPU does beside is not in it)"
+        "stormd: of 70.0 MiB of activations a step 40.0 MiB were offloaded (20.0 MiB of host "
+        "memory, ratio 2.00), 20.0 MiB replayed, 10.0 MiB stayed; the GPU's peak so far is 1.2 "
+        "GiB; training threads spent 0.5 s of a step's 2 s (25%) on handing over, waiting and "
+        "starting replays (what the GPU does beside is not in it)"
     )
 
 
@@ -73,7 +74,8 @@ def test_small_parameters_are_no_activations() -> None:
     for _ in range(6):
         steps.step(offloaded=40 * MIB, small=3 * MIB)
     (line,) = steps.lines
-    assert "activations 41.0 MiB -> 1.0 MiB in memory a step" in line
+    assert "of 41.0 MiB of activations a step 40.0 MiB were offloaded" in line
+    assert "1.0 MiB stayed; training threads" in line, "no peak is told of that nobody measures"
 
 
 def test_nothing_is_said_of_little() -> None:
@@ -86,7 +88,7 @@ def test_nothing_is_said_of_little() -> None:
 def test_steps_that_save_nothing_put_it_off() -> None:
     summary, recorder, said = Summary(), StatsRecorder(), []
     for step in range(12):
-        said.append(summary.step_begins(float(step), recorder, lambda: 0, lambda: False))
+        said.append(summary.step_begins(float(step), recorder, lambda: 0, lambda: None))
         if step >= 6:
             recorder.skipped(8 * MIB, "budget")
     assert [step for step, line in enumerate(said) if line] == [8]
@@ -133,4 +135,4 @@ def test_a_training_run_says_what_it_saves(
             loss = net(torch.ones(4096, 64)).square().sum()
         loss.backward()
     (message,) = caplog.messages
-    assert message.startswith("stormd: activations 9.0 MiB -> 0 B in memory a step: 9.0 MiB offl")
+    assert message.startswith("stormd: of 9.0 MiB of activations a step 9.0 MiB were offloaded (")

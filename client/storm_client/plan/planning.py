@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import thread_time
@@ -164,10 +164,10 @@ class Planning:
         return kind.plan
 
     @property
-    def is_on_gpu(self) -> bool:
-        """Whether the latest kind of step has its values in a GPU's memory."""
+    def devices(self) -> Sequence[torch.device]:
+        """The GPUs that values of the latest kind of step lie on."""
         kind = self._kinds.latest
-        return kind is not None and kind.is_on_gpu
+        return () if kind is None else kind.devices
 
     def _make(self, kind: Kind) -> None:
         costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
