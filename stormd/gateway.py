@@ -25,10 +25,9 @@ from typing import Any, Final
 from stormd import __version__
 from stormd.cache.items import Caller
 from stormd.cache.requests import CACHE_REQUESTS
-from stormd.control import Connection, ControlSocket
-from stormd.counters import Counters
 from stormd.errors import LaneUnavailable
-from stormd.events import (
+from stormd.lanes import Attachment, Lane
+from stormd.ledger.events import (
     Detach,
     Ended,
     Instruction,
@@ -41,10 +40,8 @@ from stormd.events import (
     Unmap,
     Wait,
 )
-from stormd.lanes import Attachment, Lane
-from stormd.ledger import Ledger
-from stormd.lifeline import LifelineListener
-from stormd.listener import Credentials
+from stormd.ledger.ledger import Ledger
+from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,
@@ -77,6 +74,9 @@ from stormd.protocol import (
 )
 from stormd.protocol.limits import TOKEN_BYTES
 from stormd.sessions import SessionInfo, session_name
+from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.lifeline import LifelineListener
+from stormd.transport.listener import Credentials
 
 __all__ = ["Gateway", "Peer", "Peers", "Terms"]
 

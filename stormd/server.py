@@ -16,29 +16,29 @@ from pathlib import Path
 from typing import Any, Final
 
 from stormd import __version__, open_files
-from stormd.arena import Space, slack_of
 from stormd.cache.items import Cache
 from stormd.config import Config, reloaded
-from stormd.control import ControlSocket
-from stormd.counters import Counters
 from stormd.errors import DirectoryUnsafe, remedy
-from stormd.events import Result
 from stormd.gateway import Gateway, Terms
-from stormd.gpu_gauge import GpuGauge
-from stormd.growth import FIRST_BYTES, PoolGrowth
-from stormd.health import stuck_workers
-from stormd.host_pool import HostPool
 from stormd.lanes import Lane
 from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
-from stormd.ledger import Ledger
-from stormd.lifeline import LifelineListener
-from stormd.logs import dropped_lines
-from stormd.mailbox import Mailbox
-from stormd.parts import blob_bound
+from stormd.ledger.arena import Space, slack_of
+from stormd.ledger.events import Result
+from stormd.ledger.ledger import Ledger
+from stormd.ledger.parts import blob_bound
+from stormd.memory.growth import FIRST_BYTES, PoolGrowth
+from stormd.memory.host_pool import HostPool
+from stormd.monitoring.counters import Counters
+from stormd.monitoring.gpu_gauge import GpuGauge
+from stormd.monitoring.health import stuck_workers
+from stormd.monitoring.logs import dropped_lines
 from stormd.protocol import NO_LANE, lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
 from stormd.sessions import Limits
+from stormd.transport.control import ControlSocket
+from stormd.transport.lifeline import LifelineListener
+from stormd.transport.mailbox import Mailbox
 
 __all__ = ["Server"]
 

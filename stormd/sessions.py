@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from stormd.arena import Block, Space
 from stormd.cache.items import Caller, Loan
+from stormd.ledger.arena import Block, Space
 from stormd.protocol import NO_LANE, CachePut, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
 

@@ -14,7 +14,7 @@ Losses and gradients are bit for bit those of the script without offload, or an 
 """
 
 from storm_client import errors
-from storm_client.cache import Cache
+from storm_client.cache.names import Cache
 from storm_client.client import Client
 from storm_client.compile import (
     compile,  # noqa: A004 - torch.compile's name
@@ -22,9 +22,6 @@ from storm_client.compile import (
     compiled_plans,
     compiled_stats,
 )
-from storm_client.compile.feeder import Feeder
-from storm_client.compile.receiver import Receiver
-from storm_client.compile.step.loops import micro_batches
 from storm_client.connect import connect, offload
 from storm_client.errors import (
     ActivationLost,
@@ -36,12 +33,15 @@ from storm_client.errors import (
     StormError,
     UsageError,
 )
-from storm_client.hooks import Offload
-from storm_client.linear_loss import linear_cross_entropy
-from storm_client.losses import cross_entropy
-from storm_client.report import Report
-from storm_client.stats import OffloadStats
-from storm_client.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
+from storm_client.losses.cross_entropy import cross_entropy
+from storm_client.losses.linear import linear_cross_entropy
+from storm_client.monitoring.report import Report
+from storm_client.monitoring.stats import OffloadStats
+from storm_client.monitoring.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
+from storm_client.offloading import Offload
+from storm_client.step.feeder import Feeder
+from storm_client.step.loops import micro_batches
+from storm_client.step.receiver import Receiver
 from stormd.protocol.version import __version__
 
 __all__ = [

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 
+from storm_client.eager.controller import PlanOptions
 from storm_client.errors import UsageError
-from storm_client.plan.planning import PlanOptions
 from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
 from stormd.protocol.sizes import parse_size
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils import checkpoint as pytorch
 
-from storm_client.blocks import Stacks
+from storm_client.hook_stack import Stacks
 
 __all__ = ["CheckpointedLayers"]
 

@@ -19,13 +19,13 @@ from storm_client.arguments import (
     plan_options,
     size_of,
 )
-from storm_client.cache import Cache
+from storm_client.cache.names import Cache
 from storm_client.embedded import EmbeddedDaemon
 from storm_client.errors import ProtocolMismatch
-from storm_client.hooks import Offload
+from storm_client.monitoring.status import DaemonStatus
+from storm_client.offloading import Offload
 from storm_client.policy import Policy
-from storm_client.status import DaemonStatus
-from storm_client.supply import Supply
+from storm_client.transport.supply import Supply
 from stormd.protocol import Status, StatusRequest
 
 __all__ = ["Client"]

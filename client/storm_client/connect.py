@@ -16,12 +16,12 @@ from storm_client.arguments import Modules, check_options, modules_of, size_of
 from storm_client.client import Client
 from storm_client.embedded import EmbeddedDaemon, shared_daemon
 from storm_client.errors import DaemonUnavailable, UsageError
-from storm_client.handshake import is_listening, socket_path
-from storm_client.hooks import Offload
-from storm_client.sessions import Sessions
+from storm_client.monitoring.summary import say
+from storm_client.offloading import Offload
 from storm_client.sizes import format_size
-from storm_client.summary import say
-from storm_client.supply import Supply
+from storm_client.transport.handshake import is_listening, socket_path
+from storm_client.transport.sessions import Sessions
+from storm_client.transport.supply import Supply
 from stormd.protocol import default_addresses, socket_trouble, unknown_variables
 
 __all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload", "shared_supply"]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from storm_client.errors import DaemonUnavailable
-from storm_client.handshake import is_listening
+from storm_client.transport.handshake import is_listening
 from stormd.protocol import private_pool_commit, temporary_directory, unknown_variables
 
 __all__ = ["EmbeddedDaemon", "shared_daemon"]

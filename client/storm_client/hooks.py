@@ -1,241 +1,433 @@
-"""What a script holds of offloading: an Offload, each of whose `with` blocks is a step.
+"""The saved-tensor hooks of one step: what autograd calls when it saves a tensor and wants it back.
 
-An Offload may be entered in several threads at once and inside itself: every block is a step of
-its own, with its pair of hooks (`packing.py`), and PyTorch applies the innermost of the thread.
+Unpack returns what PyTorch's own saved tensor would be at that moment, in bits, shape, strides and
+dtype, or raises. A tensor that is not offloaded stays, and gets the version check that PyTorch
+leaves out for hooked tensors.
 """
 
 from __future__ import annotations
 
-import warnings
-from copy import deepcopy
-from itertools import chain
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+import threading
+import weakref
+from time import perf_counter, thread_time
+from typing import TYPE_CHECKING
 
 import torch
 
-from storm_client.blocks import Blocks, Leaving, untraced
 from storm_client.checkpointing import CheckpointedLayers
-from storm_client.compiled import CompiledModels
-from storm_client.errors import UsageError
-from storm_client.layers import Layers, parts_of
-from storm_client.little_saved import FirstSteps, advice
-from storm_client.packing import StepHooks
-from storm_client.plan import OrderHistory
-from storm_client.plan.planning import Planning, PlanOptions
+from storm_client.devices import is_capturing
+from storm_client.eager.controller import Planning
+from storm_client.eager.recompute import Replayed, Result, Trial, checksum, compare, same_bits
+from storm_client.eager.recorder import Mark
+from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_in_forward
+from storm_client.hook_stack import untraced
+from storm_client.monitoring import profiler_ranges as ranges
+from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.monitoring.trace import Traces
+from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
 from storm_client.policy import NO_ACTIVATIONS, Policy
-from storm_client.report import Report
-from storm_client.stats import OffloadStats, StatsRecorder
-from storm_client.summary import Summary, say
-from storm_client.trace import Traces
+from storm_client.saved.ranges import Handle, RangePhase, StoredRange
+from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
+from storm_client.saved.versions import KeptTensor, SavedVersion, View
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    from collections.abc import Callable
 
-    import torch
+    from torch.overrides import TorchFunctionMode
 
-    from storm_client.plan.table import Plan
-    from storm_client.supply import Supply
+    from storm_client.eager.signature import Kind, Value
+    from storm_client.transport.session import Session
+    from storm_client.transport.sessions import Sessions
 
-__all__ = ["Offload"]
+__all__ = ["StepHooks"]
 
-SETTLE_SECONDS = 1.0
-"""How long stats() waits for the daemon to have encoded what was stored last."""
+Packed = Handle | KeptTensor | Replayed
 
 
-class Offload:
-    """Offloads what autograd saves inside its `with` blocks; made by Client.offload."""
+class StepHooks:
+    """Pack and unpack of one step. The graph keeps it alive for as long as it has handles."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        """Offloads are made by `storm_client.offload` and Client.offload.
-
-        Raises:
-            UsageError: always.
-        """
-        raise UsageError(
-            "an Offload is made by storm_client.offload(model), or by connect() and "
-            "client.offload(model), which take a module or a list of modules, min_bytes and codec"
-        )
-
-    @classmethod
-    def of(
-        cls,
-        supply: Supply,
-        policy: Policy,
-        codec: str,
-        options: PlanOptions,
-        layers: tuple[torch.nn.Module, ...] = (),
-    ) -> Offload:
-        """Return one that uses the sessions of a client, whose life is not its business.
-
-        Calls of `layers` are checkpointed in its blocks.
-        """
-        offload = cls.__new__(cls)
-        offload._begin(supply, policy, codec, options, layers)
-        return offload
-
-    def _begin(
+    def __init__(
         self,
-        supply: Supply | None,
+        sessions: Sessions,
         policy: Policy,
         codec: str,
-        options: PlanOptions,
-        layers: tuple[torch.nn.Module, ...],
+        recorder: StatsRecorder,
+        history: OrderHistory,
+        *,
+        planning: Planning,
+        keeps: bool,
+        traces: Traces,
+        layers: CheckpointedLayers,
+        compiled: CompiledModels | None,
     ) -> None:
-        self._supply = supply
+        self._compiled = compiled
+        """Counts what graphs save, in the first steps."""
+        self._traces = traces
+        self._layers = layers
+        self._trace = traces.begin(recorder)
+        self._sessions = sessions
+        self._keeps = keeps
         self._policy = policy
         self._codec = codec
-        self._recorder = StatsRecorder()
-        self._history = OrderHistory()
-        self._first_steps = FirstSteps()
-        self._summary = Summary()
-        self._traces = Traces()
-        self._compiled = CompiledModels()
-        self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
-        self._layers = CheckpointedLayers(layers)
-        self.blocks = Blocks()
+        self._recorder = recorder
+        self._step = Step(history)
+        self._results: list[weakref.ref[StoredRange]] = []
+        """Records of results, which leave at the end at the latest."""
+        self._planned = planning.begin(
+            policy.min_bytes,
+            pack=self._pack_input,
+            unpack=self._bring,
+            publish=self._publish_ready,
+            is_ready=self._leave_when_ready,
+        )
+        self._replaying = threading.RLock()  # protects all results of the step, and what follows
+        self._session: Session | None = None
+        """That of the first tensor, which the daemon is told of the plan by."""
+        self._turn: tuple[Kind, Mark] | None = None
+        """The kind that the forward pass has followed, and when it had handed over all; None once
+        the backward pass has asked for something."""
+        self._brought = 0.0
+        """Seconds spent on bringing inputs of replays, which count as waiting."""
+
+    @property
+    def mode(self) -> TorchFunctionMode | None:
+        """What has to see PyTorch's functions in the block."""
+        return self._planned.mode
+
+    def begin(self) -> None:
+        """Note that the hooks are on PyTorch's stack."""
+        self._layers.begin(self)
+
+    def end(self) -> None:
+        """Send what the block has saved and may leave: nothing is saved in it any more.
+
+        Results leave now though somebody still holds them: their changes are counted.
+        """
+        self._layers.end(self)
+        self._tell()
+        followed = self._planned.end()
+        results = [record for reference in self._results if (record := reference()) is not None]
+        self._results.clear()
+        try:
+            self._sessions.send_unshared()
+            for record in results:
+                if record.phase is RangePhase.IN_USE:
+                    record.session.send(record)
+            if followed is not None:
+                self._turn = followed, Mark(followed.clock)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+
+    def _tell(self) -> None:
+        """Tell the daemon of the plan that the block has followed, unless it knows it."""
+        if self._session is not None:
+            plan = self._planned.news_for(self._session)
+            if plan is not None:
+                self._session.tell(plan, self._planned.budget)
+
+    def abandon(self) -> None:
+        """Let go of what was noted of a block that an exception has ended."""
+        self._layers.end(self)
+        self._planned.abandon()
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor], Packed]:
+        """What returns for a tensor what autograd is to hold instead."""
+        return self._pack_timed if self._planned.times else self._pack
 
     @untraced
-    def __enter__(self) -> Offload:
-        """Begin a step in this thread.
+    def _pack_timed(self, tensor: torch.Tensor) -> Packed:
+        """Note how long a tensor takes the thread."""
+        began = thread_time()
+        packed = self._pack(tensor)
+        recording = self._planned.recording
+        if recording is not None:
+            recording.seconds += thread_time() - began
+        return packed
+
+    @untraced
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        """Return what autograd is to hold instead of `tensor`."""
+        if HANDLED.depth:
+            return self._skip(tensor, "compiled")
+        recording = self._planned.recording
+        if recording is not None and self._session is not None and self._policy.layers is None:
+            expected = recording.staying(tensor)
+            if expected is not None:
+                return self._stay(tensor, tensor.nbytes, expected.stays, expected.value.layer)
+        try:
+            return self._consider(tensor)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return self._keep(tensor)
+
+    def _consider(self, tensor: torch.Tensor) -> Packed:
+        """Do what becomes of a tensor that no script expects to stay.
 
         Raises:
-            UsageError: the client is closed or forked, or the budget cannot be kept.
-            DaemonLost: the client is without its daemon.
+            DaemonLost: the daemon is gone, and was meant to have it.
         """
-        supply = self._found()
-        sessions = supply.current()
-        if self._first_steps.is_due():
-            self._look_back()
-        line = self._summary.step_begins(
-            perf_counter(),
-            self._recorder,
-            self._policy.small_owned_bytes,
-            self._device_peak,
-        )
-        if line is not None:
-            say(line)
-        sessions.sweep()
-        self._policy.refresh()
-        self._compiled.look(self._policy.modules)
-        step = StepHooks(
-            sessions,
-            self._policy,
-            self._codec,
-            self._recorder,
-            self._history,
-            planning=self._planning,
-            keeps=supply.keeps,
-            traces=self._traces,
-            layers=self._layers,
-            compiled=self._compiled if self._first_steps.are_looked_at else None,
-        )
-        self.blocks.enter(step)
-        step.begin()
-        return self
+        decision = self._policy.decide(tensor)
+        if self._compiled is not None and not _is_no_activation(decision):
+            self._compiled.saves(_nbytes(tensor))
+        if tensor.is_cuda and is_capturing(tensor.device):
+            decision = Keep("capture")  # already opening a session would spoil the graph
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason)
+        session = self._sessions.of(tensor.device)
+        if session is None:
+            return self._skip(tensor, "device")
+        if self._session is None:
+            self._session = session
+        storage, recording = tensor.untyped_storage(), self._planned.recording
+        saved = None if recording is None else recording.saved(tensor, storage)
+        if saved is None:  # by a backward pass after the block, or in a block without end
+            return self._offload(tensor, storage, session)
+        value, decision, result = saved
+        if isinstance(decision, Keep):
+            return self._skip(tensor, decision.reason, value.layer)
+        if isinstance(decision, Replay) and result is not None:
+            return self._give_up(tensor, storage, value, result, session)
+        return self._offload(tensor, storage, session, value.layer)
 
-    if TYPE_CHECKING:
-
-        def __exit__(
-            self,
-            kind: type[BaseException] | None,
-            error: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None:
-            """End the step; what it saved lives as long as the graph that needs it."""
-    else:
-        __exit__ = Leaving()
-
-    def stats(self) -> OffloadStats:
-        """Return what was done so far, waiting up to a second for stores under way to end."""
-        if self._supply is not None:
-            self._supply.sessions.settle(SETTLE_SECONDS)
-        return self._recorder.snapshot()
-
-    def report(self) -> Report:
-        """Return what was done so far, by layer, with the plan and the latest step in time.
-
-        Printed it is a table, in a notebook also a picture; `draw(path)` writes the picture. It
-        waits as `stats` does.
+    @untraced
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        """Return the tensor that was packed.
 
         Raises:
-            UsageError: the budget cannot be kept.
+            RuntimeError: it was changed in place since.
+            CorruptBlob, ActivationLost, DaemonLost: its bytes cannot be had again.
         """
-        stats = self.stats()
-        return Report(
-            stats=stats,
-            layers=self._recorder.layers(),
-            steps=self._summary.begun,
-            plan=self.plan,
-            timeline=self._traces.timeline(),
-        )
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # PyTorch will set the version of what is returned
+                return self.unpack(packed)
+        if isinstance(packed, Handle):
+            return self._load(packed)
+        replaced = self._asked(packed if isinstance(packed, KeptTensor) else packed.version)
+        if replaced is not None:
+            return replaced
+        if isinstance(packed, Replayed):
+            return self._replay(packed)
+        self._traces.used(self._trace)
+        self._trace.used(id(packed))
+        return packed.token
 
-    @property
-    def address(self) -> str:
-        """The address of the daemon in use, for `stormd status --address`."""
-        return self._found().sessions.address
-
-    @property
-    def plan(self) -> Plan | None:
-        """What becomes of the saved tensors of the latest kind of step; None until learned.
+    def _asked(self, version: SavedVersion) -> torch.Tensor | None:
+        """Note that what was saved at `version` is needed; return what PyTorch uses in its stead.
 
         Raises:
-            UsageError: the budget cannot be kept.
+            RuntimeError: it was changed in place since.
         """
-        return self._planning.plan()
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            kind, ended = turn
+            turned = ended.until_now()
+            kind.turned(turned, device_waits=turned.has_begun)
+        version.check()
+        return version.replaced()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
-        """Return one of the same client for the copied modules, with statistics of its own."""
-        copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
-        modules = deepcopy(self._policy.modules, memo)
-        policy = Policy(modules, self._policy.min_bytes)
-        layers = deepcopy(self._layers.modules, memo)
-        copied._begin(self._supply, policy, self._codec, self._planning.options, layers)
-        return copied
+    def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
+        """Return what was saved, or what has been given other data since; an input as it was saved.
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what was asked for: all else belongs to this process."""
-        policy = self._policy
-        return {
-            "modules": policy.modules,
-            "min_bytes": policy.min_bytes,
-            "codec": self._codec,
-            "options": self._planning.options,
-            "layers": self._layers.modules,
-        }
+        Raises:
+            RuntimeError, CorruptBlob, ActivationLost, DaemonLost: as `unpack`.
+        """
+        if is_input:
+            handle.version.check()
+        elif (replaced := self._asked(handle.version)) is not None:
+            return replaced
+        is_first = self._step.unpacked(handle)
+        record = handle.record
+        began = perf_counter()
+        with ranges.span("unpack", record.nbytes, record.key):
+            try:
+                located = record.session.load(handle, is_first=is_first)
+            except DaemonLost as loss:
+                raise lost_in_backward(loss, keeps=self._keeps) from loss
+        ready = record.ready
+        if ready is not None and ready.trial is not None:
+            record.ready = None
+            ready.trial.compare(located.storage)
+        self._traces.used(self._trace)
+        self._trace.used(id(record))
+        if not located.is_original:
+            self._recorder.restored(self._trace.paused("wait", began))
+        return handle.version.alias(handle.view.rebuild(located.storage))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin anew; the first block finds a daemon."""
-        policy = Policy(state["modules"], state["min_bytes"])
-        self._begin(None, policy, state["codec"], state["options"], state["layers"])
+    def _skip(self, tensor: torch.Tensor, reason: str, layer: str = "") -> KeptTensor:
+        return self._stay(tensor, _nbytes(tensor), reason, layer)
 
-    def _look_back(self) -> None:
-        """Warn where the first steps had little saved; called by `__enter__`."""
-        staying, steps = self._recorder.staying(), self._first_steps.begun - 1
-        if not staying.saved_bytes:
-            self._first_steps.look_later()
-            return
-        # What is saved of the parameters of a checkpointed layer nobody hands over.
-        named = set(map(id, parts_of(self._layers.modules)))
-        outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
-        parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
-        text = advice(staying, steps, self._policy.min_bytes, parameters)
-        activations = staying.saved_bytes - sum(
-            staying.skipped_bytes.get(reason, 0) for reason in NO_ACTIVATIONS
+    def _stay(self, tensor: torch.Tensor, nbytes: int, reason: str, layer: str) -> KeptTensor:
+        self._recorder.of_layer(layer).skipped(nbytes, reason)
+        kept = KeptTensor.keeping(tensor)
+        if nbytes and reason not in NO_ACTIVATIONS:
+            self._trace.saved(id(kept), "stays", nbytes)
+        return kept
+
+    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
+        """Leave to memory what was meant for a daemon that is lost."""
+        self._recorder.saved(tensor.nbytes, 0.0)
+        self._recorder.kept(tensor.nbytes, "daemon_lost")
+        kept = KeptTensor.keeping(tensor)
+        self._trace.saved(id(kept), "stays", tensor.nbytes)
+        return kept
+
+    def _give_up(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        value: Value,
+        result: Result,
+        session: Session,
+    ) -> Replayed:
+        """Have a tensor made again; hand it over, too, until its recipe has proved itself."""
+        trial = self._planned.trial(value.number)
+        if trial is not None:
+            packed = self._offload(tensor, storage, session, value.layer)
+            trial = trial._replace(packed=packed)
+        else:
+            self._recorder.of_layer(value.layer).gives_up(tensor.nbytes)
+            self._trace.saved(id(result), "replayed", tensor.nbytes)
+        return Replayed(
+            result,
+            View.of(tensor),
+            SavedVersion.of(tensor, storage._cdata),
+            trial=trial,
+            checksum=checksum(storage) if self._planned.verifies else None,
         )
-        text = self._compiled.advice(activations // steps) or text
-        if text is not None:
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
-    def _device_peak(self) -> int | None:
-        """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""
-        peaks = map(torch.cuda.max_memory_allocated, self._planning.devices)
-        return max(peaks, default=None)
+    def _pack_input(self, tensor: torch.Tensor, decision: Decision, layer: str) -> Packed:
+        """Hand over what others are to be made from; called where an operation has run."""
+        try:
+            session = self._sessions.of(tensor.device)
+            stays = isinstance(decision, Keep) or isinstance(self._policy.decide(tensor), Keep)
+            if session is None or stays:
+                return KeptTensor.keeping(tensor)
+            storage = tensor.untyped_storage()
+            return self._offload(tensor, storage, session, layer)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+            return KeptTensor.keeping(tensor)
 
-    def _found(self) -> Supply:
-        """Return where the sessions come from: for one that was unpickled, the shared client."""
-        if self._supply is None:
-            from storm_client.connect import shared_supply  # makes Offloads
+    def _publish_ready(self, tensor: torch.Tensor) -> int:
+        """Return a number that tells when `tensor` has been made; 0 where nobody asks for that."""
+        try:
+            session = self._sessions.of(tensor.device)
+            return 0 if session is None else session.publish_ready()
+        except DaemonLost:
+            return 0
 
-            self._supply = shared_supply()
-        return self._supply
+    def _leave_when_ready(self, tensor: torch.Tensor, ready: Ready) -> None:
+        """Have a result leave as it was made, if the function that made it has saved it."""
+        try:
+            session = self._sessions.of(tensor.device)
+            if session is not None:
+                session.saved_before_ready(tensor.untyped_storage(), ready)
+        except DaemonLost as loss:
+            if not self._keeps:
+                raise lost_in_forward(loss) from loss
+
+    def _bring(self, packed: Handle | KeptTensor) -> torch.Tensor:
+        """Return an input as it was when it was handed over."""
+        if isinstance(packed, KeptTensor):
+            packed.check()
+            return packed.token
+        began = perf_counter()
+        tensor = self._load(packed, is_input=True)
+        self._brought += perf_counter() - began
+        return tensor
+
+    def _replay(self, replayed: Replayed) -> torch.Tensor:
+        """Return a tensor that is made again, or, the first times, the tensor itself."""
+        with self._replaying:
+            if replayed.trial is not None:
+                return self._try(replayed, replayed.trial)
+            began, brought = perf_counter(), self._brought
+            with ranges.span("replay", replayed.result.nbytes):
+                tensor = replayed.result.viewed(replayed.view)
+            replayed.result.given(replayed.version)
+            waited = self._brought - brought
+        if replayed.checksum is not None:
+            compare(replayed.checksum, tensor.untyped_storage())
+        self._traces.used(self._trace)
+        self._trace.used(id(replayed.result))
+        self._recorder.replayed(self._trace.paused("replay", began) - waited)
+        return replayed.version.alias(tensor)
+
+    def _try(self, replayed: Replayed, trial: Trial) -> torch.Tensor:
+        """Return the tensor that was handed over, and note whether its recipe makes the same."""
+        tensor = self._bring(trial.packed)
+        try:
+            if self._planned.has_parted and not replayed.result.has_recipe:
+                pass  # what made it ran when another kind of step was expected
+            elif same_bits(replayed.result.made().untyped_storage(), tensor.untyped_storage()):
+                trial.verified.add(trial.number)
+            else:
+                trial.kind.reject(trial.number, "made again it had other bits")
+        except DaemonLost:
+            raise
+        except (RuntimeError, StormError) as error:
+            trial.kind.reject(trial.number, f"could not be made again: {error}")
+        return tensor if isinstance(trial.packed, Handle) else replayed.version.alias(tensor)
+
+    def _offload(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        session: Session,
+        layer: str = "",
+    ) -> Handle:
+        """Have a tensor leave."""
+        recorder = self._recorder.of_layer(layer)
+        record = session.find(storage, tensor)
+        if record is not None:
+            recorder.deduplicated(tensor.nbytes)
+        else:
+            record = self._hold(tensor, storage, session, recorder)
+        if tensor.grad_fn is None and not tensor._is_view():  # a view would hold its base
+            record.leaves[id(tensor)] = tensor
+        version = SavedVersion.of(tensor, storage._cdata)
+        handle = self._step.handle(record, View.of(tensor), version)
+        session.saved.add_handle(handle)
+        return handle
+
+    def _hold(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        session: Session,
+        recorder: StatsRecorder,
+    ) -> StoredRange:
+        """Make the record of a storage that has none, and send others that may leave now."""
+        began, nbytes, recording = perf_counter(), storage.nbytes(), self._planned.recording
+        with ranges.span("pack", nbytes):
+            ready = None if recording is None else recording.ready.get(storage._cdata)
+            record = session.hold(
+                storage,
+                tensor.dtype,
+                self._codec,
+                recorder,
+                soon=session.has_in_place and self._step.needed_at_once(nbytes),
+                proof=SnapshotProof(tensor) if is_result(tensor) else None,
+                ready=ready if ready is not None and ready.holds_for(tensor) else None,
+            )
+            if record.proof is not None:
+                self._results.append(weakref.ref(record))
+        recorder.saved(tensor.nbytes, perf_counter() - began)
+        self._trace.paused("store", began)
+        self._trace.saved(id(record), "offloaded", nbytes)
+        return record
+
+
+def _is_no_activation(decision: object) -> bool:
+    return isinstance(decision, Keep) and decision.reason in NO_ACTIVATIONS
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return a tensor's bytes as far as they are known: 0 for sparse and nested ones."""
+    return tensor.nbytes if tensor.layout is torch.strided and not tensor.is_nested else 0

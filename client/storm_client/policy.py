@@ -13,8 +13,8 @@ from typing import Final, Protocol
 
 import torch
 
-from storm_client.layers import parts_of
-from storm_client.plan import OFFLOAD, Decision, Keep
+from storm_client.monitoring.layers import parts_of
+from storm_client.planner import OFFLOAD, Decision, Keep
 
 __all__ = ["NO_ACTIVATIONS", "Inside", "Policy"]
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-from stormd.arena import Block, Space, granules
 from stormd.cache.names import NameIndex
-from stormd.counters import CacheCounts
+from stormd.ledger.arena import Block, Space, granules
+from stormd.monitoring.counters import CacheCounts
 from stormd.sizes import format_size
 
 __all__ = ["MAX_ITEMS", "Cache", "CachePart", "Caller", "Item", "Label", "Loan"]

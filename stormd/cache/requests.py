@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from stormd.accounting import Holdings, assert_space
-from stormd.arena import Space, granules
 from stormd.cache.items import Cache, CachePart, Caller, Label
-from stormd.parts import blob_bound
+from stormd.ledger.accounting import Holdings, assert_space
+from stormd.ledger.arena import Space, granules
+from stormd.ledger.parts import blob_bound
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheCancel,

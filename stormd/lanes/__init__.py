@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from stormd.events import RestoreJob, Result, StoreJob
-from stormd.health import Heartbeat
-from stormd.link_meter import LinkMeter
+from stormd.ledger.events import RestoreJob, Result, StoreJob
+from stormd.monitoring.health import Heartbeat
+from stormd.monitoring.link_meter import LinkMeter
 from stormd.protocol import Hello, MapSegment
 
 __all__ = [

@@ -18,7 +18,10 @@ from typing import Final
 from storm_kernels.errors import CorruptBlob
 
 from stormd.errors import LaneUnavailable, remedy
-from stormd.events import (
+from stormd.lanes import SEE_LOG, Attachment, Post
+from stormd.lanes.fair_queue import FairQueue
+from stormd.lanes.host_codec import HostCodec
+from stormd.ledger.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -29,15 +32,12 @@ from stormd.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.health import Heartbeat
-from stormd.host_pool import HostPool
-from stormd.lanes import SEE_LOG, Attachment, Post
-from stormd.lanes.fair_queue import FairQueue
-from stormd.lanes.host_codec import HostCodec
-from stormd.parts import blob_bound
+from stormd.ledger.parts import blob_bound
+from stormd.memory.host_pool import HostPool
+from stormd.memory.shared_memory import SharedMemory
+from stormd.monitoring.health import Heartbeat
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines
-from stormd.shared_memory import SharedMemory
 from stormd.sizes import format_size
 
 __all__ = ["CpuLane"]

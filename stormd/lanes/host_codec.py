@@ -13,11 +13,11 @@ from typing import Final
 
 from storm_kernels import ancf
 
-from stormd.arena import Block
-from stormd.events import StoreJob
-from stormd.host_pool import HostPool
-from stormd.huge_pages import advise_huge_pages
-from stormd.parts import blob_bound
+from stormd.ledger.arena import Block
+from stormd.ledger.events import StoreJob
+from stormd.ledger.parts import blob_bound
+from stormd.memory.host_pool import HostPool
+from stormd.memory.huge_pages import advise_huge_pages
 
 __all__ = ["Buffer", "HostCodec"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from stormd.events import Detached, RestoreJob, SegmentRefused, StoreJob
 from stormd.lanes import Attachment, Post
+from stormd.ledger.events import Detached, RestoreJob, SegmentRefused, StoreJob
 from stormd.protocol import NO_LANE, Hello, MapSegment
 
 __all__ = ["NoLane"]

@@ -11,10 +11,10 @@ from storm_kernels.errors import BackendUnavailable
 
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
-from stormd.host_pool import HostPool
 from stormd.lanes import Lane, Post
 from stormd.lanes.cpu import CpuLane
 from stormd.machine import memory_available
+from stormd.memory.host_pool import HostPool
 
 __all__ = ["open_lanes"]
 

@@ -22,7 +22,7 @@ import storm_client as storm
 import torch
 from bench.lane_cost import MIB, WARM_UPS, TimedHooks, spread, timed_wait
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.connection import Connection
+from storm_client.transport.connection import Connection
 from torch import Tensor
 
 from stormd.machine import describe, package_versions

@@ -31,9 +31,9 @@ from storm_bench.child_daemon import ChildDaemon
 from support.trainers import Trainers
 from support.waiting import wait_until
 
-from stormd.arena import slack_of
+from stormd.ledger.arena import slack_of
 from stormd.machine import describe
-from stormd.nvml import open_nvml
+from stormd.monitoring.nvml import open_nvml
 
 NOTICED_SECONDS = 60.0
 """Longer is a hang; how long it takes is a figure, and no test's matter on a busy machine."""

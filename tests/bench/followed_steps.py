@@ -25,10 +25,11 @@ import storm_client as storm
 import torch
 from bench.lane_cost import TimedHooks, spread
 from storm_bench.child_daemon import ChildDaemon
-from storm_client.plan import planning, recorder
-from storm_client.plan.operations import REPLAYABLE
-from storm_client.plan.recipes import Replayed
-from storm_client.versions import KeptTensor
+from storm_client.eager import controller as planning
+from storm_client.eager import recorder
+from storm_client.eager.operations import REPLAYABLE
+from storm_client.eager.recompute import Replayed
+from storm_client.saved.versions import KeptTensor
 from support.planning import FREE_REPLAYS
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -27,9 +27,10 @@ import psutil
 import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
-from storm_client import blocks, hooks
-from storm_client.connection import Connection
-from storm_client.plan import window
+from storm_client import hook_stack as blocks
+from storm_client import offload as hooks
+from storm_client.planner import in_flight as window
+from storm_client.transport.connection import Connection
 from storm_kernels.ancf import DType
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks

@@ -29,9 +29,9 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_bench.train.gpt import Workload
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.workloads import WORKLOADS, make
-from storm_client.plan.decisions import Keep, Replay
-from storm_client.plan.kinds import Value
-from storm_client.plan.planner import (
+from storm_client.eager.signature import Value
+from storm_client.planner.decisions import Keep, Replay
+from storm_client.planner.solver import (
     CUDA_COSTS,
     DEEPEST,
     Choice,

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 
 import storm_client as storm
 import torch
+from storm_client.eager import controller as planning
 from storm_client.errors import UsageError
-from storm_client.plan import planning
 from support.planning import FREE_REPLAYS
 from support.training import bits
 from torch import Tensor, nn

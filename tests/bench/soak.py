@@ -28,8 +28,8 @@ import psutil
 from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 
-from stormd.arena import Block, Space
 from stormd.config import Config
+from stormd.ledger.arena import Block, Space
 from stormd.machine import describe
 from stormd.protocol import Rejected, Restore, Restored, Store, Stored
 

@@ -26,7 +26,7 @@ from support.waiting import wait_until
 from torch import Tensor, nn
 
 from stormd.machine import describe
-from stormd.nvml import open_nvml
+from stormd.monitoring.nvml import open_nvml
 
 MIB = 1 << 20
 ROWS = (192, 256, 128, 320, 224)

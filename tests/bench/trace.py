@@ -34,7 +34,7 @@ from storm_bench.train.gpt import attention
 from storm_bench.train.llama import Llama
 from storm_bench.train.methods import MIN_BYTES
 from storm_bench.train.workloads import WORKLOADS, Training, make
-from storm_client.handshake import is_listening
+from storm_client.transport.handshake import is_listening
 from support.waiting import wait_until
 from torch import nn
 from torch.profiler import ProfilerActivity, profile

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client import memory_pressure, sessions
+from storm_client.transport import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, start_daemon
 from support.daemon_thread import DaemonThread
 from support.devices import DEVICES

@@ -9,8 +9,9 @@ from contextlib import nullcontext
 
 import pytest
 import storm_client as storm
-from storm_client.outbound import Outbound
-from storm_client.plan import DeviceWindow, Step, window
+from storm_client.planner import DeviceWindow, Step
+from storm_client.planner import in_flight as window
+from storm_client.transport.store import Outbound
 from support.cuda_only import cuda_only
 from support.random_programs import run
 from support.training import assert_identical

@@ -6,7 +6,7 @@ from typing import NoReturn
 import pytest
 import torch
 from storm_client import policy as policy_module
-from storm_client.plan import OFFLOAD, Keep
+from storm_client.planner import OFFLOAD, Keep
 from storm_client.policy import LOOK_EVERY, Policy
 from torch import Tensor, nn
 

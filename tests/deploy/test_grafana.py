@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from stormd.metrics import FAMILIES
+from stormd.monitoring.metrics import FAMILIES
 
 METRIC = re.compile(r"\b(?:stormd|process)_\w+")
 PARTS = {"_bucket", "_sum", "_count"}

@@ -13,7 +13,7 @@ import pytest
 
 from stormd.commands.output import EXIT_USAGE
 from stormd.config import Config, load_config
-from stormd.health import STUCK_SECONDS
+from stormd.monitoring.health import STUCK_SECONDS
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
 

@@ -16,11 +16,11 @@ from support.daemon_thread import DaemonThread
 from support.waiting import wait_until
 from torch import Tensor
 
-from stormd.arena import Block
 from stormd.config import Config
-from stormd.events import StoreJob
 from stormd.lanes.cpu import CpuLane
 from stormd.lanes.host_codec import HostCodec
+from stormd.ledger.arena import Block
+from stormd.ledger.events import StoreJob
 
 KIB = 1 << 10
 WAIT_SECONDS = 60.0

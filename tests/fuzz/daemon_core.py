@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 from unittest.mock import Mock
 
-from stormd.arena import Space
 from stormd.cache.items import Cache
-from stormd.counters import Counters
-from stormd.events import (
+from stormd.gateway import Gateway, Terms
+from stormd.lanes import Attachment
+from stormd.ledger.arena import Space
+from stormd.ledger.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -26,10 +27,8 @@ from stormd.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.gateway import Gateway, Terms
-from stormd.lanes import Attachment
-from stormd.ledger import Ledger
-from stormd.listener import Credentials
+from stormd.ledger.ledger import Ledger
+from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     PROTOCOL_VERSION,
     Envelope,
@@ -41,6 +40,7 @@ from stormd.protocol import (
     encode,
 )
 from stormd.sessions import Limits
+from stormd.transport.listener import Credentials
 
 __all__ = ["DaemonCore"]
 

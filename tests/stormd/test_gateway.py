@@ -446,7 +446,7 @@ def test_a_killed_client_leaves_nothing_and_its_neighbours_go_on(
 def test_a_session_without_a_lifeline_ends(
     daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stormd.ledger.ATTACH_SECONDS", 0.0)
+    monkeypatch.setattr("stormd.ledger.ledger.ATTACH_SECONDS", 0.0)
     assert isinstance(connect(daemon).hello(), Welcome)
     wait_until(lambda: not daemon.status()["sessions"])
     assert daemon.status()["counters"]["ended"]["unattached"] == 1

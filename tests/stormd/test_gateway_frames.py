@@ -7,12 +7,11 @@ from itertools import pairwise
 from typing import Any, cast
 from unittest.mock import Mock
 
-from stormd.arena import Space
-from stormd.counters import Counters
-from stormd.events import StoreDone, StoreFailed, StoreJob
 from stormd.gateway import LARGE_BYTES, RELEASED_AT_ONCE, SMALL_BYTES, Gateway, Peer
-from stormd.ledger import Ledger
-from stormd.listener import Credentials
+from stormd.ledger.arena import Space
+from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
+from stormd.ledger.ledger import Ledger
+from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Admitted,
     Message,
@@ -29,6 +28,7 @@ from stormd.protocol import (
 from stormd.protocol.framing import Envelope
 from stormd.protocol.limits import MAX_BATCH
 from stormd.sessions import Limits, SessionInfo
+from stormd.transport.listener import Credentials
 
 MIB = 1 << 20
 

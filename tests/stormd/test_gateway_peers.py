@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
-from stormd.control import Connection
 from stormd.gateway import Peer, Peers
 from stormd.lanes import Lane
-from stormd.listener import Credentials
 from stormd.protocol import Envelope, Ping
+from stormd.transport.control import Connection
+from stormd.transport.listener import Credentials
 
 
 def peer(session: int) -> Peer:

@@ -23,8 +23,8 @@ from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.config import Config
-from stormd.host_pool import CHUNK_BYTES
-from stormd.operation import StartReport
+from stormd.ledger.operation import StartReport
+from stormd.memory.host_pool import CHUNK_BYTES
 from stormd.protocol import Goodbye, Refused, StatusRequest, Welcome
 from stormd.running import run_daemon
 from stormd.server import Server
@@ -297,7 +297,7 @@ def test_a_signal_gives_up_the_start(
     server_stop = lambda server: (stop(server), server._loop.call_soon(stopped.set))  # noqa: E731
     monkeypatch.setattr(Server, "stop", server_stop)
     monkeypatch.setattr(StartReport, "__call__", come)
-    monkeypatch.setattr("stormd.host_pool.MAX_TOUCHERS", 1)
+    monkeypatch.setattr("stormd.memory.host_pool.MAX_TOUCHERS", 1)
     try:
         run_daemon(make_config(pool_bytes=256 << 20))
         assert [signal.getsignal(number) for number in ENDING] == [signal.SIG_IGN] * 3

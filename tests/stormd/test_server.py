@@ -18,9 +18,9 @@ from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
-from stormd import host_pool
 from stormd.config import Config
 from stormd.errors import AddressInUse, LaneUnavailable, PoolUnavailable
+from stormd.memory import host_pool
 from stormd.protocol import (
     Goodbye,
     Refused,
@@ -247,7 +247,7 @@ def test_an_end_by_the_deadline_cuts_off_who_still_holds(
 def test_sessions_that_die_while_all_are_ended_end_once(
     make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stormd.ledger.FREED_A_TURN", 1)
+    monkeypatch.setattr("stormd.ledger.ledger.FREED_A_TURN", 1)
     daemon = make_daemon(shutdown_seconds=0.2)
     first, dying = connect(daemon).open(), connect(daemon).open()
     others = [connect(daemon).open() for _ in range(8)]

@@ -15,10 +15,10 @@ from storm_kernels import ancf
 from support import fake_cuda
 from support.waiting import wait_until
 
-from stormd.arena import Space
-from stormd.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
-from stormd.host_pool import HostPool
-from stormd.parts import Part
+from stormd.ledger.arena import Space
+from stormd.ledger.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
+from stormd.ledger.parts import Part
+from stormd.memory.host_pool import HostPool
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines
 

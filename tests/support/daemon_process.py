@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from storm_client.handshake import is_listening
+from storm_client.transport.handshake import is_listening
 from support.waiting import wait_until
 
 START_SECONDS = 60.0

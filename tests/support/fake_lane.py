@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormd.events import (
+from stormd.ledger.events import (
     Detach,
     Detached,
     Ended,
@@ -21,7 +21,7 @@ from stormd.events import (
     StoreJob,
     Unmap,
 )
-from stormd.ledger import Ledger
+from stormd.ledger.ledger import Ledger
 from stormd.protocol import Message
 
 

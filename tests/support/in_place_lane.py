@@ -22,7 +22,7 @@ import torch
 from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
-from storm_client.transfers import ALIGNMENT, StagingSpace
+from storm_client.transport.transfers import ALIGNMENT, StagingSpace
 
 from stormd.protocol import MapSegment, Welcome
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines

@@ -11,8 +11,8 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from stormd.events import RestoreJob, StoreJob
 from stormd.lanes.cpu import CpuLane
+from stormd.ledger.events import RestoreJob, StoreJob
 from stormd.protocol.timeline import PUBLISHED, Timelines
 
 LOOK_SECONDS = 0.001

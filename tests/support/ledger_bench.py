@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from support.fake_lane import FakeLane
 
-from stormd.arena import Space
-from stormd.counters import Counters
-from stormd.events import Wait
-from stormd.ledger import Ledger
+from stormd.ledger.arena import Space
+from stormd.ledger.events import Wait
+from stormd.ledger.ledger import Ledger
+from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     NO_LANE,
     MapSegment,

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from storm_client import hooks, outbound
+from storm_client import offload as hooks
+from storm_client.transport import store as outbound
 
 PATIENCE_SECONDS = 30.0
 

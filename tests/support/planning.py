@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from storm_client.plan import planning
-from storm_client.plan.kinds import Value
-from storm_client.plan.planner import Costs
+from storm_client.eager import controller as planning
+from storm_client.eager.signature import Value
+from storm_client.planner.solver import Costs
 
 __all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "value"]
 

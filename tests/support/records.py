@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from storm_client.saved import StoredRange
-from storm_client.stats import StatsRecorder
-from storm_client.versions import SavedVersion
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.saved.ranges import StoredRange
+from storm_client.saved.versions import SavedVersion
 from torch import Tensor
 
 __all__ = ["record_of", "version_of"]

@@ -8,7 +8,7 @@ import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
-from storm_client import losses
+from storm_client.losses import cross_entropy as losses
 from torch import Tensor
 
 

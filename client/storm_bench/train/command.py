@@ -31,7 +31,7 @@ from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
 from stormd.errors import ChildFailed
 from stormd.machine import memory_limit
-from stormd.nvml import Nvml, open_nvml
+from stormd.monitoring.nvml import Nvml, open_nvml
 from stormd.protocol import parse_budget
 from stormd.sizes import parse_size
 

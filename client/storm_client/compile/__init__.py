@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from storm_client.client import Client
-    from storm_client.compile.step.compiled import CompiledStep
-    from storm_client.plan.table import Plan
-    from storm_client.stats import OffloadStats
+    from storm_client.monitoring.stats import OffloadStats
+    from storm_client.planner.plan import Plan
+    from storm_client.step.compiled import CompiledStep
 
 __all__ = ["compile", "compile_step", "compiled_plans", "compiled_stats"]
 
@@ -131,7 +131,7 @@ def compile_step(
             tensor holds, or does something else that cannot be captured: the message names the
             line. Nothing has changed then.
     """
-    from storm_client.compile.step.compiled import compiled_step
+    from storm_client.step.compiled import compiled_step
 
     return compiled_step(
         step,

@@ -21,13 +21,13 @@ from storm_client.arguments import check_codec, plan_options, size_of
 from storm_client.client import Client
 from storm_client.compile.exactness import exact_in_eager
 from storm_client.compile.partition import partition
-from storm_client.compile.room import Part, room_for
 from storm_client.compile.runtime import Graph, Target, running, shared_target
+from storm_client.compile.shared_budget import Part, room_for
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
-from storm_client.plan.table import Plan
-from storm_client.stats import OffloadStats
-from storm_client.supply import Supply
+from storm_client.monitoring.stats import OffloadStats
+from storm_client.planner.plan import Plan
+from storm_client.transport.supply import Supply
 from stormd.protocol import Budget
 
 __all__ = ["compiled", "plans_of", "stats_of", "stormd", "supply_of"]

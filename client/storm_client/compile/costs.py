@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from storm_client.plan.planner import CPU_COSTS, CUDA_COSTS, Costs
+from storm_client.planner.solver import CPU_COSTS, CUDA_COSTS, Costs
 
 __all__ = ["Machine", "is_product", "machine_of", "nbytes_of", "ratio_of", "seconds_of"]
 

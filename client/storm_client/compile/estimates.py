@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Decision, Keep
-from storm_client.plan.planner import Costs
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
+from storm_client.planner.solver import Costs
 
 __all__ = ["Draft", "Problem", "Recipe", "Saved"]
 

@@ -33,8 +33,8 @@ from storm_client.compile.costs import PRODUCTS
 from storm_client.compile.exactness import exact_in_generated_code
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.partition import NUMBER, partition
-from storm_client.compile.room import Part
 from storm_client.compile.runtime import Graph
+from storm_client.compile.shared_budget import Part
 from storm_client.compile.views import is_view
 from storm_client.errors import UsageError
 from stormd.protocol import Budget

@@ -32,9 +32,9 @@ from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.handover import Handover, Rules, uses
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.recipes import Found, Recipes, turned_back
-from storm_client.compile.room import WHOLE, Part
 from storm_client.compile.runtime import Graph
 from storm_client.compile.schedule import Schedule, schedule
+from storm_client.compile.shared_budget import WHOLE, Part
 from storm_client.compile.symbols import computed
 from storm_client.compile.views import (
     drop_results,
@@ -44,9 +44,9 @@ from storm_client.compile.views import (
     memory_of,
 )
 from storm_client.errors import UsageError
-from storm_client.plan.decisions import Decision, Keep, Offload, Replay
-from storm_client.plan.table import Plan, Row
-from storm_client.plan.window import last_bytes
+from storm_client.planner.decisions import Decision, Keep, Offload, Replay
+from storm_client.planner.in_flight import last_bytes
+from storm_client.planner.plan import Plan, Row
 from storm_client.sizes import format_apart
 from stormd.protocol import Budget
 

@@ -21,28 +21,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from storm_client.compile.room import Room, room_for
+from storm_client.compile.shared_budget import Room, room_for
 from storm_client.compile.tokens import TOKENS, Held, Lent, Stored, Unversioned, version_of
-from storm_client.compiled import HANDLED
 from storm_client.devices import is_capturing
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_forward
-from storm_client.plan.decisions import Keep
+from storm_client.monitoring.compiled_models import HANDLED
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.planner.decisions import Keep
 from storm_client.policy import Policy
-from storm_client.saved import Handle, StoredRange
-from storm_client.stats import StatsRecorder
-from storm_client.storages import Unchanging
-from storm_client.versions import SavedVersion, View
+from storm_client.saved.ranges import Handle, StoredRange
+from storm_client.saved.snapshots import Unchanging
+from storm_client.saved.versions import SavedVersion, View
 from stormd.protocol import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from storm_client.compile.schedule import Schedule
-    from storm_client.plan.table import Plan
-    from storm_client.saved import Holder
-    from storm_client.session import Session
-    from storm_client.sessions import Sessions
-    from storm_client.supply import Supply
+    from storm_client.planner.plan import Plan
+    from storm_client.saved.ranges import Holder
+    from storm_client.transport.session import Session
+    from storm_client.transport.sessions import Sessions
+    from storm_client.transport.supply import Supply
 
 __all__ = ["Graph", "Target", "fetch", "hold", "running", "shared_target", "store", "wait"]
 

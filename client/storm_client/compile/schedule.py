@@ -25,7 +25,7 @@ from itertools import accumulate
 import numpy as np
 
 from storm_client.compile.estimates import Draft, Problem, Saved
-from storm_client.plan.planner import Costs
+from storm_client.planner.solver import Costs
 
 __all__ = ["Schedule", "schedule", "seconds_of_choice"]
 

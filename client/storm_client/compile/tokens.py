@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_backward
-from storm_client.saved import Handle
-from storm_client.versions import SavedVersion
+from storm_client.saved.ranges import Handle
+from storm_client.saved.versions import SavedVersion
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from storm_client.compile.runtime import Target, Trail
-    from storm_client.saved import Holder
-    from storm_client.session import Session
+    from storm_client.saved.ranges import Holder
+    from storm_client.transport.session import Session
 
 __all__ = ["TOKENS", "Held", "Lent", "Stored", "Unversioned", "version_of"]
 

@@ -29,7 +29,7 @@ from storm_client.integrations.forwards import offload_only
 if TYPE_CHECKING:
     import torch
 
-    from storm_client.hooks import Offload
+    from storm_client.offloading import Offload
 
 __all__ = ["accumulate", "auto_wrapped_layers", "offload_only"]
 

@@ -5,7 +5,7 @@ All are means of a step, so that they mean the same however often a framework lo
 
 from __future__ import annotations
 
-from storm_client.stats import OffloadStats
+from storm_client.monitoring.stats import OffloadStats
 
 __all__ = ["StepFigures", "figures_between"]
 

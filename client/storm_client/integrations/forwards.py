@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from storm_client.errors import UsageError
-from storm_client.hooks import Offload
+from storm_client.offloading import Offload
 
 __all__ = ["Forward", "enter_in_forward", "offload_only"]
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
 
     from storm_client.client import Client
-    from storm_client.hooks import Offload
+    from storm_client.offloading import Offload
 
 __all__ = ["OffloadCallback"]
 

@@ -9,7 +9,7 @@ from storm_client.arguments import Modules
 from storm_client.client import Client
 from storm_client.connect import offload
 from storm_client.errors import UsageError
-from storm_client.hooks import Offload
+from storm_client.offloading import Offload
 
 __all__ = ["make_offload"]
 

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from storm_client.eager.signature import Value
 from storm_client.errors import UsageError
-from storm_client.layers import MODEL, layer_name
-from storm_client.plan.decisions import Decision, Keep, Replay
-from storm_client.plan.kinds import Value
-from storm_client.plan.planner import CUDA_COSTS, choose
+from storm_client.monitoring.layers import MODEL, layer_name
+from storm_client.planner.decisions import Decision, Keep, Replay
+from storm_client.planner.solver import CUDA_COSTS, choose
 from stormd.protocol import Budget, parse_budget
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from storm_client.integrations.offloads import make_offload
 
 if TYPE_CHECKING:
     from storm_client.client import Client
-    from storm_client.hooks import Offload
+    from storm_client.offloading import Offload
 
 __all__ = ["OffloadMixin", "offload_trainer"]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from storm_client.client import Client
-    from storm_client.hooks import Offload
+    from storm_client.offloading import Offload
 
 __all__ = ["get_act_offloading_ctx_manager"]
 

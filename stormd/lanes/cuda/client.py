@@ -17,14 +17,14 @@ from storm_kernels.cuda_driver import IpcMapping, RegisteredHost, Stream, write_
 from storm_kernels.errors import CudaDriverError, KernelsError
 
 from stormd.errors import LaneUnavailable
-from stormd.events import RestoreJob, StoreJob
 from stormd.lanes import Post
 from stormd.lanes.cuda.checks import Checks
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.scratch import SessionScratch, session_parts
+from stormd.ledger.events import RestoreJob, StoreJob
+from stormd.memory.shared_memory import SharedMemory
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, STORED, Timelines
-from stormd.shared_memory import SharedMemory
 from stormd.sizes import format_size
 
 __all__ = ["SKIPPED", "UNWRITTEN", "CudaClient", "error_text"]

@@ -25,10 +25,10 @@ from storm_kernels.cuda_driver import (
 )
 from storm_kernels.errors import CudaDriverError
 
-from stormd.arena import Block
-from stormd.health import Heartbeat
-from stormd.host_pool import HostPool
-from stormd.link_meter import LinkMeter
+from stormd.ledger.arena import Block
+from stormd.memory.host_pool import HostPool
+from stormd.monitoring.health import Heartbeat
+from stormd.monitoring.link_meter import LinkMeter
 
 __all__ = ["CudaDevice", "DevicePool"]
 

@@ -15,16 +15,16 @@ from typing import Final
 from storm_kernels.errors import KernelsError
 
 from stormd.errors import LaneUnavailable, remedy
-from stormd.events import RestoreJob, StoreJob
-from stormd.health import Heartbeat
-from stormd.host_pool import HostPool
 from stormd.lanes import SEE_LOG, Attachment, Post
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
 from stormd.lanes.cuda.session import CudaSession
+from stormd.ledger.events import RestoreJob, StoreJob
+from stormd.memory.host_pool import HostPool
+from stormd.memory.shared_memory import SharedMemory
+from stormd.monitoring.health import Heartbeat
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES
-from stormd.shared_memory import SharedMemory
 
 __all__ = ["CudaLane"]
 

@@ -25,7 +25,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
-from stormd.health import Heartbeat
+from stormd.monitoring.health import Heartbeat
 
 __all__ = ["Pipeline", "ScratchSource", "Stages"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from storm_kernels.cuda_driver import wait_event
 from storm_kernels.errors import CorruptBlob
 
-from stormd.events import RestoreDone, RestoreFailed, RestoreJob, Result
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
-from stormd.nvtx import nvtx_range
+from stormd.ledger.events import RestoreDone, RestoreFailed, RestoreJob, Result
+from stormd.monitoring.nvtx import nvtx_range
 
 __all__ = ["Restores"]
 

@@ -18,13 +18,13 @@ from storm_kernels.ancf.cuda_launches import BlobKind
 from storm_kernels.cuda_driver import DeviceBuffer, Event, MappedHost, elapsed_seconds
 from storm_kernels.errors import CudaDriverError
 
-from stormd.arena import GRANULE, Block, granules
-from stormd.events import RestoreJob, StoreJob
 from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.direct import Outlook, goes_direct
 from stormd.lanes.cuda.ring import RingPair, Side
-from stormd.parts import blob_bound
+from stormd.ledger.arena import GRANULE, Block, granules
+from stormd.ledger.events import RestoreJob, StoreJob
+from stormd.ledger.parts import blob_bound
 
 __all__ = [
     "RESULT_WORDS",

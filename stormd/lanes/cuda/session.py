@@ -18,12 +18,12 @@ from typing import Final
 from storm_kernels.errors import KernelsError
 
 from stormd.errors import LaneUnavailable
-from stormd.events import Detached, RestoreJob, SegmentMapped, SegmentRefused, StoreJob
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.pipeline import Pipeline
 from stormd.lanes.cuda.restores import Restores
 from stormd.lanes.cuda.scratch import DirectScratch, Scratch
 from stormd.lanes.cuda.stores import Stores
+from stormd.ledger.events import Detached, RestoreJob, SegmentMapped, SegmentRefused, StoreJob
 from stormd.protocol import MapSegment
 
 __all__ = ["CudaSession"]

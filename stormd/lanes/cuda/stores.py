@@ -18,13 +18,13 @@ from storm_kernels.ancf.layout import HEADER_BYTES, Mode
 from storm_kernels.ancf.plan import Plan
 from storm_kernels.cuda_driver import write_value
 
-from stormd.arena import Block
-from stormd.events import StoreDone, StoreFailed, StoreJob
 from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
 from stormd.lanes.cuda.turns import Turns
-from stormd.nvtx import nvtx_range
+from stormd.ledger.arena import Block
+from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
+from stormd.monitoring.nvtx import nvtx_range
 from stormd.protocol.timeline import STORED
 
 __all__ = ["Stores"]

@@ -1,28 +1,5 @@
-"""What tests of compiled graphs need of a machine: a link that is full, or none."""
+"""What tests of compiled graphs need of a machine."""
 
-from __future__ import annotations
+from support.compile_fixtures import cpu_costs, full_link, kernels
 
-from dataclasses import replace
-
-import pytest
-from storm_client.compile import costs, partition
-from storm_client.plan.planner import CPU_COSTS
-
-
-@pytest.fixture(autouse=True)
-def kernels(nothing_is_measured: None) -> None:
-    """Have the same graph get the same kernels."""
-
-
-@pytest.fixture
-def full_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the link work beside what computes, and need longer than anything else."""
-    dear = replace(CPU_COSTS, link=1e-3, shipping=1e-15, ship_floor=0.0, replay_floor=0.0)
-    slow = replace(costs.CPU, costs=dear, hides=True)
-    monkeypatch.setattr(partition, "machine_of", lambda _: slow)
-
-
-@pytest.fixture
-def cpu_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have all devices plan as a CPU does: on a GPU a fetch of what is small begins at once."""
-    monkeypatch.setattr(partition, "machine_of", lambda _: costs.CPU)
+__all__ = ["cpu_costs", "full_link", "kernels"]

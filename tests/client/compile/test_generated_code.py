@@ -10,7 +10,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.compile import inductor
-from storm_client.plan.table import Plan
+from storm_client.planner.plan import Plan
 from support.compiled_programs import PROGRAMS, GatedMlp, perceptron
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn

@@ -8,8 +8,8 @@ import torch
 from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
 from storm_client.compile.operators import FETCH, STORE, WAIT
 from storm_client.compile.partition import partition
-from storm_client.plan.decisions import REPLAY
-from storm_client.plan.window import last_bytes
+from storm_client.planner.decisions import REPLAY
+from storm_client.planner.in_flight import last_bytes
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.nn.functional import scaled_dot_product_attention

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client import connection
 from storm_client.compile import operators, runtime, tokens
 from storm_client.compile.runtime import Graph, Target, running
 from storm_client.compile.schedule import Schedule
-from storm_client.compiled import HANDLED
+from storm_client.monitoring.compiled_models import HANDLED
+from storm_client.transport import connection
 from support.daemon_process import DaemonProcess
 from support.daemon_thread import DaemonThread
 from support.in_place_lane import InPlaceCpuLane

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.schedule import Schedule, schedule, seconds_of_choice
-from storm_client.plan.decisions import OFFLOAD, REPLAY, Keep
-from storm_client.plan.planner import Costs
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
+from storm_client.planner.solver import Costs
 
 COSTS = Costs(link=1.0, shipping=0.1, ship_floor=0.0, replay_floor=0.0, default=0.0)
 """A byte takes a second on the link."""

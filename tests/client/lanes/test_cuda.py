@@ -12,7 +12,7 @@ import pytest
 import storm_client as storm
 import torch
 from storm_client.lanes import Mapped
-from storm_client.plan import DeviceWindow
+from storm_client.planner import DeviceWindow
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
 from torch import Tensor, nn

@@ -22,9 +22,9 @@ from support import fake_cuda
 from support.fake_torch_cuda import FakeTorch, fake_torch
 from support.waiting import wait_until
 
+from stormd.memory.shared_memory import SharedMemory
 from stormd.protocol import MapSegment, Message
 from stormd.protocol.timeline import PAGE_BYTES, POISON, PUBLISHED, STORED, Timelines
-from stormd.shared_memory import SharedMemory
 
 OF_TORCH = tuple(f"storm_client.lanes.{name}" for name in ("cuda", "shared"))
 MODULES = ("storm_client.lanes.publishing", *OF_TORCH)

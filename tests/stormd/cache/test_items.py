@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from stormd.arena import GRANULE, Space
 from stormd.cache import items as cache_module
 from stormd.cache.items import FREED_AT_ONCE, Cache, CachePart, Caller, Item, Label, Loan
-from stormd.counters import CacheCounts
+from stormd.ledger.arena import GRANULE, Space
+from stormd.monitoring.counters import CacheCounts
 
 CAPACITY = 16 * GRANULE
 ANNA, BERT, MATE = Caller(1001, 100), Caller(1002, 200), Caller(1003, 100)

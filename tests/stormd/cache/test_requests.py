@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.fake_lane import FakeLane
 
-from stormd.arena import Space
 from stormd.cache.items import Cache, Caller
 from stormd.cache.requests import PUT_SECONDS
-from stormd.counters import Counters
-from stormd.ledger import Ledger
+from stormd.ledger.arena import Space
+from stormd.ledger.ledger import Ledger
+from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Admitted,
     CacheCancel,

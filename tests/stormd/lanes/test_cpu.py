@@ -12,9 +12,12 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import wait_until
 
-from stormd.arena import Block, Space
 from stormd.errors import LaneUnavailable
-from stormd.events import (
+from stormd.lanes import Attachment, cpu
+from stormd.lanes.cpu import CpuLane
+from stormd.lanes.host_codec import HostCodec
+from stormd.ledger.arena import Block, Space
+from stormd.ledger.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -25,11 +28,8 @@ from stormd.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.host_pool import HostPool
-from stormd.lanes import Attachment, cpu
-from stormd.lanes.cpu import CpuLane
-from stormd.lanes.host_codec import HostCodec
-from stormd.parts import Part
+from stormd.ledger.parts import Part
+from stormd.memory.host_pool import HostPool
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
 from stormd.protocol.timeline import POISON, STORED
 

@@ -11,11 +11,11 @@ import pytest
 from storm_kernels.ancf import DType, Mode, read_header
 from storm_kernels.errors import CorruptBlob
 
-from stormd.arena import GRANULE, Block, Space
-from stormd.events import StoreJob
-from stormd.host_pool import HostPool
 from stormd.lanes.host_codec import Buffer, HostCodec
-from stormd.parts import Part, blob_bound
+from stormd.ledger.arena import GRANULE, Block, Space
+from stormd.ledger.events import StoreJob
+from stormd.ledger.parts import Part, blob_bound
+from stormd.memory.host_pool import HostPool
 
 PART = 64 << 10
 POOL = 256 << 10

@@ -10,8 +10,8 @@ from support import fake_cuda
 
 from stormd.config import Config
 from stormd.errors import LaneUnavailable
-from stormd.host_pool import HostPool
 from stormd.lanes.opening import open_lanes
+from stormd.memory.host_pool import HostPool
 
 MIB = 1 << 20
 

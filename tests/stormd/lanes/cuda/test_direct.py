@@ -16,8 +16,9 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offer
 from support.waiting import wait_until
 
-from stormd.arena import GRANULE, Block
-from stormd.events import (
+from stormd.lanes.cuda.direct import LATE_SECONDS, MOST_COPIES, Outlook, goes_direct
+from stormd.ledger.arena import GRANULE, Block
+from stormd.ledger.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -25,8 +26,7 @@ from stormd.events import (
     StoreDone,
     StoreFailed,
 )
-from stormd.lanes.cuda.direct import LATE_SECONDS, MOST_COPIES, Outlook, goes_direct
-from stormd.parts import blob_bound
+from stormd.ledger.parts import blob_bound
 from stormd.protocol.timeline import STORED
 
 ROOM_PARTS = 3

@@ -10,7 +10,7 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill, offer
 from support.waiting import wait_until
 
-from stormd.events import (
+from stormd.ledger.events import (
     Detached,
     RestoreDone,
     RestoreFailed,
@@ -19,8 +19,8 @@ from stormd.events import (
     StoreDone,
     StoreFailed,
 )
-from stormd.health import stuck_workers
-from stormd.parts import blob_bound
+from stormd.ledger.parts import blob_bound
+from stormd.monitoring.health import stuck_workers
 from stormd.protocol import MapSegment
 
 

@@ -29,7 +29,7 @@ from support.cuda_bench import (
 from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
-from stormd.events import (
+from stormd.ledger.events import (
     RestoreDone,
     RestoreFailed,
     SegmentMapped,
@@ -38,7 +38,7 @@ from stormd.events import (
     StoreFailed,
     StoreJob,
 )
-from stormd.parts import blob_bound
+from stormd.ledger.parts import blob_bound
 from stormd.protocol import MapSegment
 from stormd.protocol.timeline import STORED
 

@@ -13,7 +13,7 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill
 from support.waiting import wait_until
 
-from stormd.events import RestoreDone, StoreDone
+from stormd.ledger.events import RestoreDone, StoreDone
 
 
 @pytest.fixture(autouse=True)

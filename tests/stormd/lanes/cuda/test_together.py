@@ -15,7 +15,7 @@ from support import fake_cuda
 from support.cuda_bench import PART, SESSION, Bench, fill
 from support.waiting import wait_until
 
-from stormd.events import RestoreDone, RestoreFailed, StoreDone
+from stormd.ledger.events import RestoreDone, RestoreFailed, StoreDone
 from stormd.protocol.timeline import STORED
 
 SMALL = tuple(PART // 8 - 2 * n for n in range(8))

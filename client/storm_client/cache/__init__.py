@@ -1,0 +1,1 @@
+"""Named tensors that processes of a node share through the daemon."""

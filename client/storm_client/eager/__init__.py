@@ -1,0 +1,1 @@
+"""Plans of eager steps: recorded, recognised by their signature, recomputed, and controlled."""

@@ -1,0 +1,340 @@
+"""Has the steps of an Offload follow a plan: learns their kinds, plans each, and tries replays.
+
+The first step of a kind offloads all, and is watched and timed. The next follows the plan that is
+made of it, but hands over, too, what it makes again, and compares: a value whose bits differ once
+is never made again. From then on nothing is handed over twice. What was learned in between makes
+the plan anew where the next step begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import thread_time
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from storm_client.eager.function_modes import is_in_compiled_code
+from storm_client.eager.operations import REPLAYABLE, Function
+from storm_client.eager.recompute import Trial
+from storm_client.eager.recorder import Mark, Recorder
+from storm_client.eager.recording import Recording
+from storm_client.eager.signature import HostPass, Kind, Kinds, StepRecord
+from storm_client.errors import UsageError
+from storm_client.monitoring.layers import Layers
+from storm_client.planner.decisions import Decision
+from storm_client.planner.host import (
+    choose_for_host,
+    host_bound,
+    load_of,
+    spare_seconds,
+)
+from storm_client.planner.in_flight import (
+    device_bytes,
+    free_bytes,
+    give_back_unused,
+    last_bytes,
+)
+from storm_client.planner.plan import Plan
+from storm_client.planner.solver import CPU_COSTS, CUDA_COSTS, choose
+from storm_client.sizes import format_apart
+from stormd.protocol import Budget
+
+if TYPE_CHECKING:
+    from storm_client.eager.recompute import Pins
+    from storm_client.saved.ranges import WeakStorage
+    from storm_client.saved.snapshots import Ready
+
+__all__ = ["PlanOptions", "PlannedStep", "Planning"]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the user asked for."""
+
+    budget: Budget = "least"
+    """As `stormd.protocol.parse_budget` returns it."""
+    verifies: bool = False
+    """Whether each tensor that is made again is compared with a checksum in every step."""
+    replays: bool = True
+    functions: frozenset[Function] = frozenset()
+    """The user's own that may be run again."""
+
+
+LITTLE: Final = 1 / 128
+"""Of a device's memory: to free less is not worth a step that the thread makes longer."""
+
+_SWITCHED_OFF: Final = "replay=False was passed"
+_COMPILED: Final = "the step runs compiled code, whose operations are not seen"
+"""Why nothing is recomputed."""
+
+
+class Planning:
+    """The kinds of steps of one Offload, and their plans. Threads may share it."""
+
+    def __init__(self, options: PlanOptions, ratio: Callable[[], float], layers: Layers) -> None:
+        """Start without experience; `ratio` tells how well tensors have been compressed so far.
+
+        `layers` tells in which layer a value is made.
+        """
+        self._layers = layers
+        self.options = options
+        self._functions = REPLAYABLE | options.functions
+        self._runs_compiled_code = False
+        """Whether one of its blocks has, or lies in some. Its functions are watched no more."""
+        self._ratio = ratio
+        self._kinds = Kinds()
+        self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
+        """What the steps know storages by, and what has to be freed when it has died."""
+
+    def begin(
+        self,
+        least: int,
+        *,
+        pack: Callable[[torch.Tensor, Decision, str], Any],
+        unpack: Callable[[Any], torch.Tensor],
+        publish: Callable[[torch.Tensor], int],
+        is_ready: Callable[[torch.Tensor, Ready], None],
+    ) -> PlannedStep:
+        """Begin a step, whose tensors of `least` bytes matter; see Recording for the callables.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        self._free_pins()
+        for one in self._kinds.outdated():
+            self._make(one)
+        kind = self._kinds.latest
+        if kind is not None and kind.is_on_gpu and kind.settles():
+            give_back_unused(kind.devices)
+        has_replays = kind is None or kind.has_replays
+        watches = self.options.replays and has_replays and not self._may_run_compiled_code()
+        walks = kind is not None and kind.has_functions == watches
+        step = StepRecord(self._kinds, kind, walks=walks)
+        recording = Recording(
+            step,
+            max(least, 1),
+            pack=partial(_pack_input, step, pack),
+            unpack=unpack,
+            publish=None if self.options.verifies else publish,
+            is_ready=is_ready,
+            functions=self._functions,
+            layers=self._layers,
+        )
+        self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
+        times = kind is not None and kind.times_the_host
+        mode = Recorder(recording, measures=kind is None, times=times) if watches else None
+        begun = Mark(None if kind is None else kind.clock)
+        return PlannedStep(self, recording, mode, begun, times=times)
+
+    def _may_run_compiled_code(self) -> bool:
+        if not self._runs_compiled_code:
+            self._runs_compiled_code = is_in_compiled_code()
+        return self._runs_compiled_code
+
+    def met_compiled_code(self) -> None:
+        """Note that a block has run compiled code, which is run with nobody watching."""
+        self._runs_compiled_code = True
+
+    def ended(
+        self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
+    ) -> Kind | None:
+        """Learn from a step that has ended; return its kind if it has followed that one's plan.
+
+        `host` is what its forward pass took the thread, where that was timed.
+        """
+        followed = step.kind
+        kind = self._kinds.ended(step)
+        if kind is None or kind is not followed or kind.decisions is None or is_trial:
+            return None
+        kind.observe(begun.until_now(), host)
+        return kind
+
+    def plan(self) -> Plan | None:
+        """Return the plan of the latest kind."""
+        kind = self._kinds.latest
+        if kind is None:
+            return None
+        if kind.is_outdated:
+            self._make(kind)
+        return kind.plan
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """The GPUs that values of the latest kind of step lie on."""
+        kind = self._kinds.latest
+        return () if kind is None else kind.devices
+
+    def _make(self, kind: Kind) -> None:
+        costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
+        largest = max((value.nbytes for value in kind.values if value.is_saved), default=0)
+        budget = self.options.budget
+        if type(budget) is int and budget < largest:
+            given, needed = format_apart(budget, largest)
+            raise UsageError(
+                f"budget is {given}, and the largest tensor of a step has {needed}, which is the "
+                "least possible; raise it, or pass budget='least'"
+            )
+        room = _room(budget, kind.saved_bytes, kind)
+        forward_seconds = kind.measure()
+        choice = choose(
+            kind.values,
+            self._impossible(kind),
+            costs,
+            room=room,
+            forward_seconds=forward_seconds,
+            in_flight=last_bytes(kind.saved_bytes) if kind.is_on_gpu else 0,
+            turn_seconds=kind.turn_seconds(),
+        )
+        _look_for_host(kind, forward_seconds)
+        kind.is_not_worth_it = (
+            kind.host is not None and budget == "least" and kind.saved_bytes <= _little_bytes(kind)
+        )
+        if kind.host is not None:
+            spare = 0.0 if kind.is_not_worth_it else spare_seconds(kind.host)
+            choice = choose_for_host(
+                choice,
+                kind.values,
+                kind.host,
+                link=costs.link,
+                functions=kind.functions,
+                room=None if budget == "least" else room,
+                spare=spare,
+            )
+        kind.follow(choice.decisions)
+        kind.plan, kind.told = Plan.of(kind, choice), None
+        if kind.has_functions and not kind.has_replays:
+            self._go_on_without_functions(kind)
+
+    def _impossible(self, kind: Kind) -> dict[int, str]:
+        """Return what of a kind cannot be recomputed, and why as far as that is known.
+
+        Nothing can where nobody watches its functions.
+        """
+        if kind.has_functions and not self._runs_compiled_code:
+            return kind.rejected
+        switched_off = "" if self.options.replays else _SWITCHED_OFF
+        reason = _COMPILED if self._runs_compiled_code else switched_off
+        return dict.fromkeys(range(len(kind.values)), reason) | kind.rejected
+
+    def _go_on_without_functions(self, kind: Kind) -> None:
+        """Have the next step be expected to be of a kind, whose functions nobody watches now."""
+        other = kind.without_functions()
+        if self._kinds.add(other):
+            self._make(other)
+
+    def _free_pins(self) -> None:
+        """Free what steps have known storages by, of whose results nothing is left."""
+        for _ in range(len(self._pinned)):
+            reference, storages = self._pinned.popleft()
+            if reference() is not None:
+                self._pinned.append((reference, storages))
+                continue
+            while storages:
+                storages.pop().free()
+
+
+class PlannedStep:
+    """One step, in the thread of its block."""
+
+    def __init__(
+        self,
+        planning: Planning,
+        recording: Recording,
+        mode: Recorder | None,
+        begun: Mark,
+        *,
+        times: bool,
+    ) -> None:
+        """Follow what `recording` says; if it `times`, what that takes the thread is counted."""
+        self._planning = planning
+        self._begun = begun
+        self.times = times
+        self._host_begun = thread_time() if times else 0.0
+        self._is_trial = False
+        self.recording: Recording | None = recording
+        """What says what becomes of a saved tensor; None once the block has ended."""
+        self._step = recording.step
+        self.mode = mode
+        self.verifies = planning.options.verifies
+        self.budget = planning.options.budget
+
+    def news_for(self, session: object) -> Plan | None:
+        """Return the plan that the step follows, unless it was asked for by this session before."""
+        kind = self._step.kind
+        if kind is None or kind.plan is None or (kind.told and kind.told() is session):
+            return None
+        kind.told = weakref.ref(session)
+        return kind.plan
+
+    def trial(self, number: int) -> Trial | None:
+        """Return what is to be noted of a value that has not proved itself; None if it has."""
+        kind = self._step.kind
+        if kind is None or number in kind.verified:
+            return None
+        self._is_trial |= kind.goes_on_trying(number)
+        return Trial(kind, number, kind.verified)
+
+    def end(self) -> Kind | None:
+        """Learn from the step; nothing runs or is saved in it any more.
+
+        Returns the kind whose plan the forward pass has followed to its end.
+        """
+        followed = None
+        if self.recording is not None:
+            is_trial = self._is_trial or self.recording.tries
+            host = None
+            if self.times:
+                host = HostPass(thread_time() - self._host_begun, self.recording.seconds)
+            followed = self._planning.ended(self._step, self._begun, host, is_trial=is_trial)
+        self.abandon()
+        return followed
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether the step did in its middle what was not expected of its kind."""
+        return self._step.has_parted
+
+    def abandon(self) -> None:
+        """Forget what the step has done so far; nothing runs or is saved in it any more."""
+        recording, self.recording = self.recording, None
+        if self.mode is not None:
+            self.mode.end()
+            if self.mode.meets_compiled_code:
+                self._planning.met_compiled_code()
+        if recording is not None:
+            recording.end()
+
+
+def _pack_input(
+    step: StepRecord,
+    pack: Callable[[torch.Tensor, Decision, str], Any],
+    tensor: torch.Tensor,
+    number: int,
+) -> Any:
+    return pack(tensor, step.decided(number), step.layer(number))
+
+
+def _little_bytes(kind: Kind) -> float:
+    """Return what is not worth a longer step; 0 where the device has no memory of its own."""
+    return LITTLE * device_bytes(kind.devices)
+
+
+def _look_for_host(kind: Kind, forward_seconds: float | None) -> None:
+    """Note of a kind whose forward pass has been timed whether it is bound by the host."""
+    if kind.host is None and kind.decisions is not None and forward_seconds and kind.device_waits:
+        expected = load_of(kind.values, kind.decisions, kind.functions).forward
+        kind.host = host_bound(kind.passes, forward_seconds, expected)
+
+
+def _room(budget: Budget, saved: int, kind: Kind) -> int:
+    """Return how many bytes may stay of a step that saves `saved`."""
+    if budget == "least":
+        return 0
+    if budget == "fit":
+        return free_bytes(kind.devices)
+    return int(budget * saved) if isinstance(budget, float) else budget

@@ -1,0 +1,528 @@
+"""How a value is made again: the operation that has made it, run on the same inputs.
+
+A recipe is made when the operation has just been run, so its inputs are at hand. Each of them is
+held in one of four ways: as what autograd would be handed for it (offloaded or kept), as the result
+of another recipe, as an alias (parameters, and small results whose version is watched), or as a
+copy (what is small and could change without being counted). A result holds its recipe and that its
+inputs: what autograd still holds can be made, and dies with it.
+
+What is made is held for as long as somebody is expected to ask for it once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from ctypes import CDLL, c_char, c_size_t, c_void_p, memmove
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from storm_client.eager.function_modes import are_altered, unaltered
+from storm_client.eager.operations import Function, bound, is_simple
+from storm_client.eager.settings import settings_of_kernels
+from storm_client.eager.signature import Kind
+from storm_client.errors import ActivationLost
+from storm_client.saved.ranges import WeakStorage
+from storm_client.saved.versions import SavedVersion, View
+
+__all__ = [
+    "Alias",
+    "Input",
+    "Made",
+    "Pins",
+    "Recipe",
+    "Replayed",
+    "Result",
+    "Saved",
+    "Source",
+    "Trial",
+    "checksum",
+    "compare",
+    "copied",
+    "same_bits",
+]
+
+CHECKSUM_COLUMNS = 4096
+
+_AS_IT_IS = nullcontext()
+_autocasts = torch.is_autocast_enabled
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Source(Protocol):
+    """An input of a recipe."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return it as it was.
+
+        Raises:
+            RuntimeError, StormError: it cannot be had.
+        """
+        ...
+
+
+class Alias(NamedTuple):
+    """A tensor that stays: a parameter, or something small."""
+
+    held: torch.Tensor
+    version: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Alias:
+        """Hold the tensor's memory and watch its version."""
+        held = tensor.detach()
+        return cls(held, held._version, held.untyped_storage().nbytes())
+
+    def tensor(self) -> torch.Tensor:
+        """Return it; ActivationLost if it has changed or its memory was given up."""
+        if self.held._version != self.version:
+            raise ActivationLost(
+                f"a tensor of shape {list(self.held.shape)} was changed in place (version "
+                f"{self.version}, now {self.held._version}), from which a saved tensor was to be "
+                "computed again; change a copy of it, or pass offload(..., replay=False)"
+            )
+        if self.held.untyped_storage().nbytes() != self.nbytes:
+            raise ActivationLost(
+                f"the memory of a parameter of shape {list(self.held.shape)} is not there, from "
+                "which a saved tensor was to be computed again; pass offload(..., replay=False)"
+            )
+        return self.held
+
+
+class Saved(NamedTuple):
+    """A tensor that was handed over as autograd hands tensors over."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+    def tensor(self) -> torch.Tensor:
+        """Bring it back."""
+        return self.unpack(self.packed)
+
+
+class Made(NamedTuple):
+    """A view of what another recipe makes, at a version."""
+
+    result: Result
+    view: View
+    version: SavedVersion
+
+    def tensor(self) -> torch.Tensor:
+        """Have it made, from its own inputs if it was changed in place since."""
+        if self.version.unchanged:
+            return self.result.viewed(self.view)
+        if not self.result.has_recipe:
+            self.version.check()
+        return self.result.viewed_anew(self.view)
+
+
+class Recipe:
+    """One operation that was run, with all that decides what it makes."""
+
+    __slots__ = (
+        "_arguments",
+        "_autocast",
+        "_device",
+        "_differentiates",
+        "_function",
+        "_options",
+        "_settings",
+    )
+
+    def __init__(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        device: str,
+    ) -> None:
+        """Hold a call whose tensors have been replaced by Sources, at most one list deep."""
+        self._function = function
+        self._arguments = arguments
+        self._options = options
+        self._device = device
+        self._autocast = torch.get_autocast_dtype(device) if _autocasts(device) else None
+        """To which dtype, where it was on."""
+        self._settings = self._present_settings()
+        self._differentiates = not is_simple(function) and torch.is_grad_enabled()
+        """Whether it may have chosen its kernels by what needs a gradient."""
+
+    def run(self) -> Any:
+        """Run the operation again, as no part of any graph.
+
+        Raises:
+            ActivationLost: it would make other bits now.
+        """
+        if self._settings != self._present_settings():
+            raise ActivationLost(
+                "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
+                "number of threads, small numbers as zero, overridden operators), or on a CPU the "
+                "thread itself, are others in the backward pass, in which a saved tensor was to be "
+                "computed again, than in the forward pass; have them be the same in both passes, "
+                "or pass offload(..., replay=False)"
+            )
+        arguments = [self._filled(argument) for argument in self._arguments]
+        options = {name: self._filled(value) for name, value in self._options.items()}
+        records = self._differentiates
+        # In a backward pass there is mostly nothing to change, and that takes longer than to look.
+        grad = _AS_IT_IS if torch.is_grad_enabled() is records else torch.set_grad_enabled(records)
+        hooks = _saving_nothing() if records and _top_hooks(True) is not None else _AS_IT_IS
+        modes = unaltered() if are_altered() else _AS_IT_IS
+        with modes, torch._C.DisableTorchFunction(), grad, hooks, self._autocast_as_then():
+            made = bound(self._function)(*arguments, **options)
+        return _detached(made) if records else made
+
+    def _present_settings(self) -> tuple[object, ...]:
+        return settings_of_kernels(self._device, is_simple=is_simple(self._function))
+
+    def _autocast_as_then(self) -> AbstractContextManager[object]:
+        if self._autocast is None and not _autocasts(self._device):
+            return _AS_IT_IS
+        return _casting(self._device, self._autocast)
+
+    def _filled(self, argument: Any) -> Any:
+        if isinstance(argument, Input):
+            tensor = argument.source.tensor()
+            if self._differentiates and argument.requires_grad:
+                return tensor.detach().requires_grad_()
+            return tensor
+        if type(argument) in (list, tuple):
+            return type(argument)(map(self._filled, argument))
+        return argument
+
+
+class Input(NamedTuple):
+    """A tensor among the arguments of a recipe."""
+
+    source: Source
+    requires_grad: bool
+
+
+@contextmanager
+def _casting(device: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Have operations of this thread cast what they are given to `dtype`, or not at all.
+
+    That is set, not entered: who leaves the outermost `torch.autocast` of a thread drops the casts
+    that autocast has kept for all threads, and a forward pass that goes on would make others.
+    """
+    was_on, kept = _autocasts(device), torch.is_autocast_cache_enabled()
+    before = torch.get_autocast_dtype(device)
+    try:
+        torch.set_autocast_cache_enabled(False)
+        torch.set_autocast_enabled(device, dtype is not None)
+        torch.set_autocast_dtype(device, before if dtype is None else dtype)
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
+        torch.set_autocast_enabled(device, was_on)
+        torch.set_autocast_cache_enabled(kept)
+
+
+@contextmanager
+def _saving_nothing() -> Iterator[None]:
+    """Have hooks that the thread is in see nothing of what is saved, and autograd neither."""
+    _push_hooks(_forget, _forget)
+    try:
+        yield
+    finally:
+        _pop_hooks()
+
+
+def _forget(_: Any) -> Any:
+    """Return nothing: nobody goes back through this graph."""
+
+
+def _detached(made: Any) -> Any:
+    if isinstance(made, torch.Tensor):
+        return made.detach()
+    return [one.detach() for one in made]
+
+
+class Pins:
+    """Storages that are known weakly for as long as somebody holds this.
+
+    Whoever drops it last may be any thread, where a signal may strike: they are freed by one who
+    finds it dead, from the list, which outlives it.
+    """
+
+    __slots__ = ("__weakref__", "storages")
+
+    def __init__(self) -> None:
+        self.storages: list[WeakStorage] = []
+
+    def add(self, storage: torch.UntypedStorage) -> WeakStorage:
+        """Know one more."""
+        pin = WeakStorage(storage)
+        self.storages.append(pin)
+        return pin
+
+
+class Result:
+    """One storage that a recipe makes. The lock of its step protects it."""
+
+    __slots__ = (
+        "_device",
+        "_given",
+        "_left",
+        "_memo",
+        "_origin",
+        "_pins",
+        "_recipe",
+        "_uses",
+        "_view",
+        "nbytes",
+        "original",
+    )
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int, origin: WeakStorage, pins: Pins) -> None:
+        """Stand for `tensor`, whose storage `origin` knows for as long as `pins` are held."""
+        self.original: torch.Tensor | None = None
+        """The tensor, held as long as its recipe is not known."""
+        self.nbytes = nbytes
+        self._origin = origin
+        self._pins = pins
+        self._view = View.of(tensor)
+        self._device = tensor.device
+        self._recipe: tuple[Recipe, int | None] | None = None
+        self._memo: tuple[torch.Tensor, int] | None = None
+        self._given: list[SavedVersion] = []
+        self._uses = 0
+        self._left = 0
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether it is known how to make it."""
+        return self._recipe is not None
+
+    def made_by(self, recipe: Recipe, index: int | None) -> None:
+        """Give the tensor up: it is the output `index` of `recipe`, or all of it."""
+        self._recipe = recipe, index
+        self.original = None
+
+    def expect_use(self) -> None:
+        """Note that somebody else will ask for it."""
+        self._uses += 1
+        self._left += 1
+
+    def viewed(self, view: View) -> torch.Tensor:
+        """Return a view of its memory: its own while somebody holds that, else what is made anew.
+
+        Its own is what PyTorch would read, whatever has been written to it.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
+        origin = self._origin.storage()
+        if origin is not None and origin.nbytes() == self.nbytes:
+            self._asked(None)
+            return view.rebuild(origin)
+        return self.viewed_anew(view)
+
+    def viewed_anew(self, view: View) -> torch.Tensor:
+        """Return a view of what its recipe makes, whatever has become of its memory.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
+        made = self.made()
+        return made if view == self._view else view.rebuild(made.untyped_storage())
+
+    def made(self) -> torch.Tensor:
+        """Return what the recipe has made, for this one or for one who has asked before.
+
+        Raises:
+            ActivationLost: an input has changed, or the operation makes something else.
+        """
+        if self._recipe is None:
+            raise ActivationLost(
+                "the memory of a tensor that had stayed is gone: its storage was resized after the "
+                "tensor was saved; pass offload(..., replay=False)"
+            )
+        stream = _stream(self._device)
+        tensor = self._remembered(stream)
+        if tensor is None:
+            tensor = self._run(*self._recipe)
+        self._asked((tensor, stream))
+        return tensor
+
+    def _asked(self, made: tuple[torch.Tensor, int] | None) -> None:
+        """Remember what was made for whoever else will ask; all of them may ask once more."""
+        self._left -= 1
+        if self._left > 0:
+            self._memo = made
+        else:
+            self._memo, self._left = None, self._uses
+            self._given.clear()
+
+    def given(self, version: SavedVersion) -> None:
+        """Note who has been handed the memory, and may change it under that version's counter."""
+        if self._memo is not None:
+            self._given.append(version)
+
+    def _remembered(self, stream: int) -> torch.Tensor | None:
+        """Return what was made before if it is as it was, and there for this stream."""
+        if self._memo is None or self._memo[1] != stream:
+            return None
+        return self._memo[0] if all(version.unchanged for version in self._given) else None
+
+    def _run(self, recipe: Recipe, index: int | None) -> torch.Tensor:
+        made = recipe.run()
+        tensor: torch.Tensor = made if index is None else made[index]
+        nbytes = tensor.untyped_storage().nbytes()
+        if not self._view.describes(tensor) or nbytes != self.nbytes:
+            raise ActivationLost(
+                f"computing a saved tensor again gave {View.of(tensor)} in {nbytes} "
+                f"bytes instead of {self._view} in {self.nbytes}; pass offload(..., replay=False)"
+            )
+        return tensor
+
+
+class Trial(NamedTuple):
+    """A tensor that is made again and handed over besides, so that both can be compared."""
+
+    kind: Kind
+    number: int
+    """The tensor's value in that kind of step."""
+    verified: set[int]
+    """Where its plan notes what has proved itself: a later plan does so anew."""
+    packed: Any = None
+
+
+class UnchangedTrial(NamedTuple):
+    """Finds out whether a value that leaves late has the bytes that were made."""
+
+    kind: Kind
+    number: int
+    """The value in that kind of step."""
+    made: torch.Tensor
+    """Its checksum behind the function that made it."""
+
+    def compare(self, storage: torch.UntypedStorage) -> None:
+        """Note whether what has left is the same; waits for the device."""
+        if torch.equal(self.made, checksum(storage)):
+            self.kind.unchanged.add(self.number)
+        else:
+            self.fail()
+
+    def fail(self) -> None:
+        """Note that it is not."""
+        self.kind.changed.add(self.number)
+
+
+class Replayed:
+    """What autograd holds for a tensor that is made again."""
+
+    __slots__ = ("checksum", "result", "trial", "version", "view")
+
+    def __init__(
+        self,
+        result: Result,
+        view: View,
+        version: SavedVersion,
+        *,
+        trial: Trial | None = None,
+        checksum: torch.Tensor | None = None,
+    ) -> None:
+        """Stand for a `view` of `result`; `checksum` is that of the tensor itself."""
+        self.result = result
+        self.view = view
+        self.version = version
+        self.trial = trial
+        self.checksum = checksum
+        result.expect_use()
+
+
+def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return sums over a storage, on its device, that differ if any of its words differs.
+
+    They weigh each word by its row and by its column, so that exchanged words are noticed, too.
+    """
+    if storage.device.type == "cpu":
+        return _checksum_on_host(storage)
+    words = _words(storage)
+    columns = min(len(words), CHECKSUM_COLUMNS)
+    whole = len(words) // columns * columns
+    table = words[:whole].view(-1, columns)
+    rows = table.sum(1, dtype=torch.int64)
+    across = table.sum(0, dtype=torch.int64)
+    rest = words[whole:].sum(dtype=torch.int64)
+    return torch.stack((_weighed(rows), _weighed(across), rows.sum(), rest))
+
+
+def _checksum_on_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the same sums, in this thread alone.
+
+    A function that PyTorch shares among threads gives the one that calls it the process's count,
+    by which a convolution behind it may have other bits than without this.
+    """
+    memory = memoryview((c_char * storage.nbytes()).from_address(storage.data_ptr()))
+    words = np.frombuffer(memory, np.int64 if storage.nbytes() % 8 == 0 else np.uint8)
+    columns = min(len(words), CHECKSUM_COLUMNS)
+    whole = len(words) // columns * columns
+    table = words[:whole].reshape(-1, columns)
+    sums = [table.sum(axis, dtype=np.int64) for axis in (1, 0)]
+    weighed = [(one * np.arange(1, len(one) + 1)).sum() for one in sums]
+    rest = words[whole:].sum(dtype=np.int64)
+    return torch.tensor([*map(int, weighed), int(sums[0].sum()), int(rest)])
+
+
+def compare(expected: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    """Compare a storage with the checksum of what it should hold; waits for the device.
+
+    Raises:
+        ActivationLost: they differ.
+    """
+    if not torch.equal(expected, checksum(storage)):
+        raise ActivationLost(
+            f"a saved tensor of {storage.nbytes()} bytes that was computed again has other bits "
+            "than before; something that it is made from was changed without being counted, or "
+            "its operation is not deterministic: pass offload(..., replay=False)"
+        )
+
+
+def _weighed(sums: torch.Tensor) -> torch.Tensor:
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+def same_bits(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Tell whether two storages hold the same bytes; waits for the device."""
+    if one.nbytes() != other.nbytes():
+        return False
+    if one.device.type == other.device.type == "cpu":
+        return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes())
+    return torch.equal(_words(one), _words(other))
+
+
+_memcmp: Final = CDLL(None).memcmp
+_memcmp.argtypes = (c_void_p, c_void_p, c_size_t)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides in a storage of its own, at the same offset.
+
+    How a tensor lies in memory may decide in which order a function adds its elements.
+    """
+    storage = tensor.untyped_storage()
+    if storage.device.type == "cpu":  # in this thread alone, as `_checksum_on_host`
+        copy = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+        memmove(copy.data_ptr(), storage.data_ptr(), storage.nbytes())
+    else:
+        nothing = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        copy = nothing.set_(storage).clone().untyped_storage()
+    return View.of(tensor).rebuild(copy)
+
+
+def _words(storage: torch.UntypedStorage) -> torch.Tensor:
+    nbytes = storage.nbytes()
+    dtype = torch.int64 if nbytes % 8 == 0 and storage.data_ptr() % 8 == 0 else torch.uint8
+    words = torch.empty(0, dtype=dtype, device=storage.device)
+    return words.set_(storage, 0, (nbytes // dtype.itemsize,), (1,))
+
+
+def _stream(device: torch.device) -> int:
+    return 0 if device.index is None else torch._C._cuda_getCurrentRawStream(device.index)

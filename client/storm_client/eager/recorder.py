@@ -1,0 +1,135 @@
+"""Watches PyTorch's functions while a block runs, and times them.
+
+While a block with a plan to learn or with something to replay runs, each of PyTorch's functions
+passes through a Recorder. It costs the host some microseconds a call, so a plan without replays
+runs without.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from storm_client.eager.function_modes import Watching, are_altered
+from storm_client.eager.operations import Function, is_bound
+from storm_client.eager.recording import Recording
+from storm_client.hook_stack import untraced
+
+__all__ = ["Mark", "Recorder", "Span"]
+
+_len_dispatch_stack = torch._C._len_torch_dispatch_stack
+
+
+class Recorder(Watching):
+    """Hands what functions of the table make to a Recording."""
+
+    def __init__(self, recording: Recording, *, measures: bool, times: bool = False) -> None:
+        """Report to `recording`; how long each takes on a GPU is measured if `measures`.
+
+        On a CPU it is not: what else runs there decides that. What reporting takes this thread is
+        counted if that `times`.
+        """
+        super().__init__()
+        self._recording: Recording | None = None if are_altered() else recording
+        self._measures = measures
+        self._times = times
+
+    def end(self) -> None:
+        """Pass everything through from now on."""
+        self._recording = None
+        super().end()
+
+    @untraced
+    def __torch_function__(
+        self,
+        function: Function,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `function` and note what it made, unless a mode of the script may have altered it."""
+        recording = self._recording
+        if (
+            recording is None
+            or function not in recording.functions
+            or _len_dispatch_stack()
+            or not is_bound(function, args, kwargs or {})
+        ):
+            return function(*args, **kwargs) if kwargs else function(*args)
+        recording.begins()
+        begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
+        made = function(*args, **kwargs) if kwargs else function(*args)
+        began = time.thread_time() if self._times else 0.0
+        if not recording.goes_on(function, args, made):
+            timing = None if begin is None else begin.until_now()
+            recording.ran(function, args, kwargs or {}, made, timing)
+        if self._times:
+            recording.seconds += time.thread_time() - began
+        return made
+
+
+class Mark:
+    """A moment: when a GPU comes to it on this thread's stream there; or without one, now.
+
+    Only moments of one device can be compared, so the later one is made of the earlier.
+    """
+
+    __slots__ = ("_at", "_device")
+
+    def __init__(self, device: torch.device | None) -> None:
+        """Mark the present on `device`; of the host, None."""
+        self._device = device
+        self._at: torch.cuda.Event | float = time.perf_counter()
+        if device is not None:
+            self._at = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._at.record(torch.cuda.current_stream(device))
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has come so far."""
+        return isinstance(self._at, float) or bool(self._at.query())  # type: ignore[no-untyped-call]
+
+    def until_now(self) -> Span:
+        """Return the time from then until the present of the same device."""
+        return Span(self, Mark(self._device))
+
+    def seconds_until(self, later: Mark) -> float:
+        """Return what lies between, waiting for the device to come to the later one."""
+        if isinstance(self._at, float):
+            assert isinstance(later._at, float)
+            return later._at - self._at
+        assert not isinstance(later._at, float)
+        later._at.synchronize()
+        return float(self._at.elapsed_time(later._at)) / 1e3
+
+
+class Span:
+    """The time between two marks, as a function of no arguments that waits for the second."""
+
+    __slots__ = ("_begin", "_end")
+
+    def __init__(self, begin: Mark, end: Mark) -> None:
+        """Be between two marks of one device; see `Mark.until_now`."""
+        self._begin = begin
+        self._end = end
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the second mark has been reached."""
+        return self._end.is_reached
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first mark has been reached."""
+        return self._begin.is_reached
+
+    def __call__(self) -> float:
+        """Return the seconds."""
+        return self._begin.seconds_until(self._end)
+
+
+def _is_on_gpu(arguments: Sequence[Any]) -> bool:
+    return bool(arguments) and isinstance(arguments[0], torch.Tensor) and arguments[0].is_cuda

@@ -1,0 +1,605 @@
+"""What the steps of an Offload did, one record for each kind of step.
+
+Two steps are of one kind if they made and saved the same values in the same order: the same
+functions on the same inputs, sizes and dtypes. A value is one storage at one version. While a step
+goes on it is compared with a kind that is known; where they part, another kind that begins so far
+alike is followed, or none, and what comes then is offloaded. At the end the step is a kind of its
+own if it was like none.
+
+A step that follows a plan walks along its kind's script: each event is compared by its function,
+size and dtype alone, and only of what something is made again from is it looked up which value it
+is. A step that leaves the script in the middle cannot be learned, since it did not look at all of
+its values; its kind is watched closely from then on, without a script.
+
+Nothing here decides what is returned: that a value can be made again is shown by what the step at
+hand has run, never by what another did.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
+
+if TYPE_CHECKING:
+    from storm_client.planner.plan import Plan
+
+__all__ = [
+    "CAST",
+    "KNOWN_KINDS",
+    "SAVED",
+    "Event",
+    "Expected",
+    "HostBound",
+    "HostPass",
+    "Kind",
+    "Kinds",
+    "StepRecord",
+    "Value",
+]
+
+KNOWN_KINDS = 8
+"""Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
+
+OBSERVED = 2
+"""Forward passes that are timed before the plan is made anew."""
+
+SETTLED = 12
+"""After so many steps that followed plans the next ones take as long as all that are to come: the
+first ones still allocate, and wait for what is tried."""
+
+SHORTER = 0.75
+"""Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
+The first were longer than the step needs where another process used the device or the link."""
+
+MOST_TRIES = 16
+"""Of a value by one plan. So many forward passes may be under way before the first backward pass; a
+value that none has asked for by then is one that none will ask for."""
+
+MOST_EVENTS = 20_000
+"""A step that goes on and on, as a block around a loop does, is not watched any further."""
+
+
+_HOST: Final = torch.device("cpu")
+
+
+class Duration(Protocol):
+    """How long something took."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has come so far that the next call does not wait for it."""
+        ...
+
+    def __call__(self) -> float:
+        """Return the seconds, waiting until they are known."""
+        ...
+
+
+Event: TypeAlias = tuple[Any, int, int, torch.dtype | None, tuple[int, ...]]
+"""SAVED, CAST or the function that was run; the value's number, bytes and dtype; its inputs.
+
+Of what is saved neither dtype nor inputs are told."""
+
+SAVED, CAST = "saved", "cast"
+"""Autograd saves a value; autocast has made a value that was saved."""
+
+
+@dataclass(slots=True)
+class Value:
+    """A storage at one version: what an operation made, or what autograd saved of unknown origin.
+
+    `nbytes` is that of the whole storage, `seconds` what making it took.
+    """
+
+    number: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device = _HOST
+    is_result: bool = True
+    """Whether an operation made it that autograd knows of: then its changes are counted."""
+    operation: str = ""
+    """The function's name; empty where it is not known, or cannot be run again."""
+    is_dear: bool = False
+    inputs: tuple[int, ...] = ()
+    """Numbers of the large values among its arguments."""
+    uses: int = 0
+    """How often it was saved."""
+    layer: str = ""
+    """In which layer of the model, empty where that is not known."""
+    seconds: float = 0.0
+    timing: Callable[[], float] | None = None
+    """Tells `seconds` once the device has come that far."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether autograd has saved it."""
+        return self.uses > 0
+
+    def timed(self) -> float:
+        """Return how long it took to make, as far as that is known."""
+        if self.timing is not None:
+            self.seconds, self.timing = self.timing(), None
+        return self.seconds
+
+
+class HostPass(NamedTuple):
+    """What a forward pass took the thread that trains, in seconds of its processor."""
+
+    seconds: float
+    ours: float
+    """Of them, in what is done for the offload of single values."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBound:
+    """What is known of a step for which the device waits for the thread that trains."""
+
+    forward_seconds: float
+    """Of the thread, for the forward pass without offload."""
+    slower: float = 1.0
+    """How many times as long an event takes here as on the machine of host.py's constants."""
+
+
+class Expected(NamedTuple):
+    """An event of a step that follows a plan."""
+
+    what: Any
+    """As an event begins."""
+    value: Value
+    decision: Decision
+    matters: bool
+    """Whether the value is made again, or another one from it."""
+    is_new: bool
+    """Whether no event before is of this value."""
+    inputs: tuple[int, ...]
+    """The numbers of what it is made from; none of what is saved."""
+    leaves: bool
+    """Whether the value is offloaded, saved or for what is made from it."""
+    stays: str
+    """Of a result that is saved, if it stays and nothing else is made from it: the reason."""
+
+
+_NOTHING = Expected(
+    None, Value(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, ""
+)
+"""Like which no event is: comes behind a script's last, and where there is none."""
+
+
+class Kind:
+    """One kind of step: its values, what was decided for each, and what was seen of replays."""
+
+    _followed_any = 0
+    """Steps that followed any of its plans, and tried nothing."""
+    _was_settled = False
+    """Whether its plan was made anew once steps had settled."""
+
+    def __init__(self, events: tuple[Event, ...], values: list[Value], functions: int = 0) -> None:
+        """Describe a step that made and saved `values`, and ran `functions` of the table."""
+        self.events = events
+        self.values = values
+        self.functions = functions
+        self.devices = _gpus(values)
+        """On which its values lie, that with the most bytes first."""
+        self.has_functions = any(event[0] is not SAVED for event in events)
+        """Whether what its steps ran was recorded, beside what they saved."""
+        self.decisions: list[Decision] | None = None
+        """One a value; None until there is a plan."""
+        self.has_replays = True
+        """Whether something is made again, or nobody knows yet."""
+        self.plan: Plan | None = None
+        """The same for people."""
+        self.told: weakref.ref[Any] | None = None
+        """The session whose daemon knows the present plan, which hooks tell it of."""
+        self.verified: set[int] = set()
+        """Values that were made again by the present plan and found to be the same."""
+        self.rejected: dict[int, str] = {}
+        """Values that were not, with the reason."""
+        self._tries: Counter[int] = Counter()
+        """How often a value has been tried by the present decisions."""
+        self.unchanged: set[int] = set()
+        """Values that were found to leave as they were made, however late that was."""
+        self.changed: set[int] = set()
+        """Values that were not."""
+        self.is_outdated = True
+        """Whether something was learned that the plan does not know."""
+        self.script: list[Expected] | None = None
+        """What a step that follows the plan does, and nothing behind that; None where it has to be
+        watched closely."""
+        self.is_ambiguous = False
+        """Whether a step was like this one and then did something else."""
+        self.followed = 0
+        """Steps that followed the present decisions, and tried nothing."""
+        self.window: float | None = None
+        """Seconds of the shortest forward pass that followed the plan; None until seen."""
+        self._forwards: list[Duration] = []
+        """The latest that `window` does not know."""
+        self._turns: list[Duration] = []
+        """From the end of the latest forward passes until something was asked for."""
+        self.host: HostBound | None = None
+        """What is known of the thread, once its steps were found to be bound by that."""
+        self.passes: list[HostPass] = []
+        """The latest that were timed on the thread, too."""
+        self.is_not_worth_it = False
+        """Whether all of it stays, since it is little and the thread has no time."""
+        self._waits: list[bool] = []
+        """Whether the device had done the latest forward passes when something was asked for."""
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether its values lie in a GPU's memory."""
+        return bool(self.devices)
+
+    @property
+    def clock(self) -> torch.device | None:
+        """The GPU that its passes are timed on; None for the host."""
+        return self.devices[0] if self.devices else None
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """What one of its steps saves."""
+        return sum(value.nbytes for value in self.values if value.is_saved)
+
+    def follow(self, decisions: list[Decision]) -> None:
+        """Follow these from now on. Where they are new, every replay has to prove itself anew.
+
+        What a value is made from may be another now, and what is the same by one way may not be by
+        another, where something writes to memory without being counted.
+        """
+        self.is_outdated = False
+        if decisions != self.decisions:
+            self.verified, self.followed = set(), 0
+            self._tries.clear()
+        self.decisions = decisions
+        self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
+        self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
+
+    def watch_closely(self) -> None:
+        """Have no step walk along the script any more."""
+        self.is_ambiguous, self.script = True, None
+
+    def goes_on_trying(self, number: int) -> bool:
+        """Tell whether the backward passes may yet show what a value's trials are to show.
+
+        Not of what they never ask for.
+        """
+        self._tries[number] += 1
+        return self._tries[number] <= MOST_TRIES
+
+    def settles(self) -> bool:
+        """Tell, once, whether steps have got used to the present decisions."""
+        if self.followed != OBSERVED:
+            return False
+        self.followed += 1
+        return True
+
+    @property
+    def times_the_host(self) -> bool:
+        """Whether it is to be found out what the next step takes the thread that trains."""
+        return self.is_on_gpu and self.decisions is not None and self.window is None
+
+    def observe(self, forward: Duration, host: HostPass | None = None) -> None:
+        """Note a forward pass that followed the plan; two of them make it anew.
+
+        Later two do so, on a GPU, if both were much shorter than the window, or once steps that are
+        bound by the thread have settled. `host` is what it took the thread.
+        """
+        self.followed += 1
+        self._followed_any += 1
+        if host is not None:
+            self.passes = [*self.passes, host][-OBSERVED:]
+        self._forwards = [*self._forwards, forward][-OBSERVED:]
+        if len(self._forwards) == OBSERVED and (
+            self.window is None or self._is_shorter() or self._settles_bound()
+        ):
+            self.window, self.is_outdated = None, True
+
+    def turned(self, turn: Duration, *, device_waits: bool = False) -> None:
+        """Note how long after the end of a forward pass the backward pass asked for something.
+
+        `device_waits` tells whether the device had done the forward pass by then.
+        """
+        self._turns = [*self._turns, turn][-OBSERVED:]
+        self._waits = [*self._waits, device_waits][-OBSERVED:]
+
+    @property
+    def device_waits(self) -> bool:
+        """Whether the device was seen to wait for the thread."""
+        return len(self._waits) == OBSERVED and all(self._waits)
+
+    def without_functions(self) -> Kind:
+        """Return the kind of the same step where nobody watches its functions."""
+        saved = [event for event in self.events if event[0] is SAVED]
+        numbers = {old: new for new, old in enumerate(dict.fromkeys(event[1] for event in saved))}
+        values = [replace(self.values[old], number=new, inputs=()) for old, new in numbers.items()]
+        events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
+        kind = Kind(events, values)
+        kind.rejected = {numbers[old]: why for old, why in self.rejected.items() if old in numbers}
+        kind.window, kind.host = self.window, self.host
+        kind._turns, kind._waits = self._turns, self._waits
+        return kind
+
+    def turn_seconds(self) -> float:
+        """Return the longest of the latest of these times; infinity where that is not known."""
+        if len(self._turns) < OBSERVED or not all(turn.is_known for turn in self._turns):
+            return math.inf
+        return max(turn() for turn in self._turns)
+
+    def measure(self) -> float | None:
+        """Return the window, waiting until the device has come that far."""
+        if self.window is None and len(self._forwards) == OBSERVED:
+            self.window = min(forward() for forward in self._forwards)
+            self._forwards.clear()
+        return self.window
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether so many steps have followed its plans that the window is one of settled steps."""
+        return self._followed_any >= SETTLED
+
+    def _settles_bound(self) -> bool:
+        """Tell, once, whether the window is to be measured anew, of a step bound by the thread."""
+        if self.host is None or self._was_settled or not self.has_settled:
+            return False
+        self._was_settled = True
+        return True
+
+    def _is_shorter(self) -> bool:
+        """Tell whether the latest forward passes are known to be much shorter than the window."""
+        if self.window is None or not self.is_on_gpu:
+            return False
+        limit = SHORTER * self.window
+        return all(one.is_known and one() < limit for one in self._forwards)
+
+    def reject(self, number: int, reason: str) -> None:
+        """Note that a value cannot be had again by its operation."""
+        self.rejected.setdefault(number, reason)
+        self.is_outdated = True
+
+
+def _gpus(values: Iterable[Value]) -> tuple[torch.device, ...]:
+    nbytes: Counter[torch.device] = Counter()
+    for value in values:
+        if value.device.type == "cuda":
+            nbytes[value.device] += value.nbytes
+    return tuple(device for device, _ in nbytes.most_common())
+
+
+class StepRecord:
+    """What one step has made and saved so far, and the known kind that it is like.
+
+    While it walks along the script of that kind its own `values` are not kept.
+    """
+
+    __slots__ = (
+        "_events",
+        "_kinds",
+        "_left",
+        "_position",
+        "_walks",
+        "expected",
+        "functions",
+        "has_parted",
+        "kind",
+        "script",
+        "values",
+    )
+
+    def __init__(self, kinds: Kinds, kind: Kind | None, *, walks: bool = False) -> None:
+        """Begin a step that is expected to be of `kind`; `walks` says that it may use scripts."""
+        self._kinds = kinds
+        self._walks = walks
+        self._left: Kind | None = None
+        """Whose script was left in the middle, so that some values were not looked at."""
+        self.kind = kind
+        self.has_parted = False
+        """Whether something has happened that was not expected of its kind."""
+        self.script: list[Expected] | None = None
+        """What the step is expected to do; None where all events are looked at."""
+        self._position = 0
+        self.expected = _NOTHING
+        """What comes next in the script."""
+        if walks and kind is not None and kind.script is not None:
+            self._follow(kind.script, 0)
+        self._events: list[Event] = []
+        self.values: list[Value] = []
+        self.functions = 0
+        """How many of the table it has run, as far as they were watched."""
+
+    @property
+    def count(self) -> int:
+        """How many events there were."""
+        return len(self._events) if self.script is None else self._position
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the step is too long to be remembered."""
+        return self.count >= MOST_EVENTS
+
+    def advance(self) -> None:
+        """Note that what was expected has happened."""
+        assert self.script is not None
+        self._position += 1
+        self.expected = self.script[self._position]
+
+    def leave_script(self) -> None:
+        """Look at all events from here on, since something else has happened."""
+        if self._position:
+            self._left = self.kind
+        self.has_parted = True
+        self._recall()
+
+    def walk_on(self) -> None:
+        """Walk along the script of the kind that was found last, if it has one."""
+        kind = self.kind
+        if self._walks and kind is not None and kind.script is not None:
+            self._follow(kind.script, len(self._events))
+
+    def key(self) -> tuple[Event, ...] | None:
+        """Return all events of a step that has ended; None if they are not known."""
+        kind = self.kind
+        if kind is not None and len(kind.events) == self.count:
+            return kind.events
+        if self.script is not None:
+            self._recall()  # it has ended early
+        elif self._left is not None:
+            return None
+        return tuple(self._events)
+
+    def add(self, value: Value) -> Value:
+        """Number a new value."""
+        self.values.append(value)
+        return value
+
+    def happened(self, event: Event, number: int) -> Decision | None:
+        """Note an event of the value `number`; return what is to become of it, if that is known."""
+        position = len(self._events)
+        self._events.append(event)
+        kind = self.kind
+        if kind is None:
+            return None
+        if position >= len(kind.events) or kind.events[position] != event:
+            self.has_parted = True
+            kind = self.kind = self._kinds.begins_with(self._events)
+            if kind is None:
+                if self._left is not None:
+                    self._left.watch_closely()
+                return None
+        decisions = kind.decisions
+        return None if decisions is None else decisions[number]
+
+    def decided(self, number: int) -> Decision:
+        """Return what is to become of a value; one without a number is offloaded."""
+        kind = self.kind
+        if kind is None or kind.decisions is None or not 0 <= number < len(kind.decisions):
+            return OFFLOAD
+        return kind.decisions[number]
+
+    def layer(self, number: int) -> str:
+        """Return in which layer a value was made, empty where that is not known."""
+        values = self.values if self.script is None or self.kind is None else self.kind.values
+        return values[number].layer if 0 <= number < len(values) else ""
+
+    def _follow(self, script: list[Expected], position: int) -> None:
+        self.script, self._position, self.expected = script, position, script[position]
+
+    def _recall(self) -> None:
+        """Note what the script says has happened so far, and that it is left."""
+        kind = self.kind
+        assert kind is not None
+        self.script, self.expected = None, _NOTHING
+        self._events = list(kind.events[: self._position])
+        self.values = values_of(self._events, kind.values)
+
+
+def _script(
+    events: tuple[Event, ...], values: list[Value], decisions: list[Decision]
+) -> list[Expected]:
+    """Return the events as a step that follows the decisions expects them, and nothing behind."""
+    made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
+    inputs_of_made = set().union(*(values[number].inputs for number in made))
+    matter = made | inputs_of_made
+    seen: set[int] = set()
+    found = []
+    for what, number, _, _, inputs in events:
+        is_new = number not in seen
+        value, decision, matters = values[number], decisions[number], number in matter
+        leaves = isinstance(decision, Offload) and (value.is_saved or number in inputs_of_made)
+        stays = ""
+        if what is SAVED and isinstance(decision, Keep) and value.is_result and not matters:
+            stays = decision.reason
+        found.append(Expected(what, value, decision, matters, is_new, inputs, leaves, stays))
+        seen.add(number)
+    return [*found, _NOTHING]
+
+
+def values_of(events: list[Event], known: list[Value]) -> list[Value]:
+    """Return the values of some events, the first of a step whose values are known."""
+    numbers = chain.from_iterable((number, *inputs) for _, number, _, _, inputs in events)
+    count = max(numbers, default=-1) + 1
+    values = [
+        replace(value, operation="", is_dear=False, inputs=(), uses=0) for value in known[:count]
+    ]
+    for what, number, *_ in events:
+        value, like = values[number], known[number]
+        if what is SAVED:
+            value.uses += 1
+        else:
+            value.operation, value.is_dear = like.operation, like.is_dear
+            value.inputs = like.inputs
+    return values
+
+
+class Kinds:
+    """The kinds of steps that are known. Steps of several threads may share them."""
+
+    def __init__(self) -> None:
+        """Start without experience."""
+        self._lock = threading.Lock()  # protects the table
+        self._known: dict[tuple[Event, ...], Kind] = {}
+        """The kind used last is the last. An OrderedDict would hash all events of each kind
+        wherever it is looked through, which takes longer than all else that a step begins with."""
+
+    @property
+    def latest(self) -> Kind | None:
+        """The kind of the last step that ended."""
+        with self._lock:
+            return next(reversed(self._known.values()), None)
+
+    def outdated(self) -> list[Kind]:
+        """Return the kinds that have to be planned."""
+        with self._lock:
+            return [kind for kind in self._known.values() if kind.is_outdated]
+
+    def add(self, kind: Kind) -> bool:
+        """Have a kind be the latest; tell whether it was not known."""
+        with self._lock:
+            is_new = kind.events not in self._known
+            if is_new:
+                self._add(kind)
+            return is_new
+
+    def begins_with(self, events: list[Event]) -> Kind | None:
+        """Return the kind used last whose steps begin with `events`."""
+        count, begun = len(events), tuple(events)
+        with self._lock:
+            for kind in reversed(self._known.values()):
+                if len(kind.events) >= count and kind.events[:count] == begun:
+                    return kind
+        return None
+
+    def ended(self, step: StepRecord) -> Kind | None:
+        """Return the kind of a step that has ended; None for one that cannot be learned.
+
+        That is one that made or saved nothing, or too much, or that left a script in the middle.
+        """
+        if not step.count or step.is_full:
+            return None
+        key = step.key()
+        if key is None:
+            return None
+        with self._lock:
+            latest = next(reversed(self._known.values()), None)
+            if latest is not None and latest.events is key:
+                return latest  # without the key's hash, which takes longer than all else here
+            known = self._known.pop(key, None)
+            if known is None:
+                known = Kind(key, step.values, step.functions)
+            self._add(known)
+        return known
+
+    def _add(self, kind: Kind) -> None:
+        while len(self._known) >= KNOWN_KINDS:
+            del self._known[next(iter(self._known))]
+        self._known[kind.events] = kind

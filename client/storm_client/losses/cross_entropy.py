@@ -1,0 +1,468 @@
+"""Cross-entropy in tiles of rows: the bits of PyTorch's own, in less memory.
+
+A loss of language models is computed in float32, and PyTorch keeps three float32 tensors of the
+logits' size for it: the copy or its gradient, the log-probabilities and their gradient. Here
+log-probabilities exist for one tile of rows at a time. The forward pass looks up those of the
+targets and gives them to PyTorch's `nll_loss`, which adds them in the same order; the backward pass
+computes the tiles again. Each operation is PyTorch's and treats rows alone, so tiles change no bit.
+
+Needs no client, daemon or offload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
+from storm_kernels.loss import cuda
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn._reduction import legacy_get_string
+
+from storm_client.devices import is_capturing
+from storm_client.errors import UsageError
+from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
+from storm_client.losses.sole_holder import is_held_by_graph_alone
+
+__all__ = [
+    "FLOATING",
+    "Options",
+    "Targets",
+    "check_targets",
+    "cross_entropy",
+    "loss_of",
+    "of_pytorch",
+]
+
+TILE_BYTES: Final = {"cpu": 4 << 20, "cuda": 32 << 20}
+"""What the log-probabilities of one tile take: what a cache holds. Smaller logits are PyTorch's."""
+
+TILE_ROWS: Final = 8
+"""Tiles begin at multiples of it, so that on a GPU rows lie in the same place of a 16-byte vector
+as without tiles, which decides in what order PyTorch adds there."""
+
+IGNORED: Final = -100
+"""What stands for a target that is ignored where all others are 0."""
+
+FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CONTIGUOUS: Final = torch.contiguous_format
+_PROOF_ROWS: Final = 4096
+
+
+def cross_entropy(  # noqa: PLR0917 - PyTorch's order
+    input: Tensor,  # noqa: A002 - PyTorch's name
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return `torch.nn.functional.cross_entropy` of the same arguments, its bits in less memory.
+
+    With `dtype` it is that of `input.to(dtype)`, the upcast of half-precision logits that models
+    write, whose copy is never made as a whole. Beside the logits the forward pass takes two tiles
+    and a few numbers a row, the backward pass up to four tiles and the gradient. A tile takes
+    32 MiB on a GPU and 4 MiB on a CPU, or what 8 rows do; with label smoothing on a GPU as many
+    rows as fill it, some 500. Of bfloat16, float16 or float32 with more than 2048 classes on a GPU
+    kernels need no tiles, where `stormd[cuda]` is installed and they were seen to have PyTorch's
+    bits: the first call for each number of classes compiles and compares them.
+
+    The gradient takes the logits' own memory where nobody else holds it (no variable, view or other
+    operation, and the graph is not retained): drop the logits before `backward()`. What another
+    stream still reads of logits that nobody holds must have been waited for.
+
+    PyTorch's own function computes what has nothing to gain or no tiles: less than a tile, one row
+    without a batch, class probabilities, label smoothing with more than two dimensions, class
+    weights whose sums differ from those of products on this device (float32 on a GPU), arguments
+    that are wrong, tensor subclasses, forward-mode differentiation, `torch.func` and compiled code.
+
+    Args:
+        input: logits (N, C) or (N, C, d1, ...) in float16, bfloat16, float32 or float64, on a CPU
+            or a GPU; contiguous or not. Of more than two dimensions a tile is one or more of N.
+        target: class indices (N) or (N, d1, ...) in int64, or what else PyTorch takes.
+        weight: of each class (C), or None.
+        size_average: deprecated by PyTorch, as there.
+        ignore_index: a target that counts for nothing.
+        reduce: deprecated by PyTorch, as there.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: 0.0 to 1.0.
+        dtype: in which the loss is computed and returned; None for the logits', or autocast's.
+
+    Returns:
+        A scalar, or with "none" a loss for each target.
+
+    Raises:
+        UsageError: `dtype` is no floating-point type.
+        IndexError: a target on a CPU is neither a class nor `ignore_index`; on a GPU it is
+            PyTorch's device-side assertion.
+        RuntimeError, ValueError: as PyTorch's function, whose errors they are.
+
+    Example:
+        logits = head(hidden).flatten(0, 1)          # (tokens, vocabulary), bfloat16
+        loss = storm.cross_entropy(logits, target.flatten(), dtype=torch.float32)
+        del logits                                    # its memory becomes the gradient's
+        loss.backward()
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise UsageError(f"dtype is {dtype}; a loss needs a floating-point type, as torch.float32")
+    if size_average is not None or reduce is not None:
+        reduction = legacy_get_string(size_average, reduce)
+    options = Options(weight, ignore_index, reduction, label_smoothing)
+    if not _is_plain(input, target, weight) or not _has_tiles(input, target, options, dtype):
+        return of_pytorch(input, target, options, dtype)
+    computed = _computed_in(input, dtype)
+    if weight is not None and not _may_weigh(weight, input, computed, reduction):
+        return of_pytorch(input, target, options, dtype)
+    check_targets(target, input.shape[1], ignore_index)
+    smoothing = label_smoothing > 0
+    tiles = _Tiles.of(input, computed, smoothing)
+    rows = Targets.of(target, input.shape[1], ignore_index)
+    log_probabilities: Any = _LogProbabilities.apply
+    picked, sums = log_probabilities(input, rows.classes, weight, tiles)
+    return loss_of(picked, sums, rows, options, input.shape[1])
+
+
+class Options(NamedTuple):
+    """What is asked of a loss, of logits that are here or not."""
+
+    weight: Tensor | None
+    """Of each class (C)."""
+    ignore_index: int
+    reduction: str
+    label_smoothing: float
+
+
+class _Tiles(NamedTuple):
+    """How logits are cut: rows a tile, the type of log-probabilities, whether sums are wanted."""
+
+    rows: int
+    least: int
+    """What would be a last tile of fewer rows belongs to the one before."""
+    dtype: torch.dtype
+    smoothing: bool
+    kernels: Kernels = NO_KERNELS
+    """What of the work kernels do instead, on all rows at once."""
+
+    @classmethod
+    def of(cls, logits: Tensor, dtype: torch.dtype, smoothing: bool) -> _Tiles:
+        rows = max(1, TILE_BYTES[logits.device.type] // (logits[0].numel() * dtype.itemsize))
+        if logits.dim() > 2:
+            return cls(rows, 1, dtype, smoothing)
+        least = _rows_that_fill(logits.device) if smoothing and logits.is_cuda else TILE_ROWS
+        rows = max(least, rows // TILE_ROWS * TILE_ROWS)
+        kernels = NO_KERNELS if smoothing else kernels_for(logits, dtype)
+        return cls(rows, least, dtype, smoothing, kernels)
+
+    def spans(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Yield where tiles begin and end.
+
+        A tile has more than one row where there are: PyTorch adds a single row's numbers by several
+        threads, and so in another order.
+        """
+        begin = 0
+        while begin < rows:
+            end = begin + self.rows
+            end = rows if rows - end < self.least else end
+            yield begin, end
+            begin = end
+
+
+class Targets(NamedTuple):
+    """Of each target the class to look up, and whether it counts."""
+
+    classes: Tensor
+    """int64, of the targets' shape; of those that do not count 0."""
+    column: Tensor
+    """0 in a column of what was looked up; IGNORED; 1, which nll_loss refuses, of no class."""
+    ignored: Tensor
+
+    @classmethod
+    def of(cls, target: Tensor, classes: int, ignore_index: int) -> Targets:
+        ignored = target == ignore_index
+        index = target.clamp(0, classes - 1)
+        column = (index != target).long().masked_fill_(ignored, IGNORED)
+        return cls(index.masked_fill_(ignored, 0), column, ignored)
+
+
+def of_pytorch(
+    logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
+) -> Tensor:
+    if dtype is not None:
+        logits = logits.to(dtype)
+    return F.cross_entropy(
+        logits,
+        target,
+        options.weight,
+        ignore_index=options.ignore_index,
+        reduction=options.reduction,
+        label_smoothing=options.label_smoothing,
+    )
+
+
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Tell whether nothing but PyTorch's eager reverse mode looks at the tensors."""
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return False
+    if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
+        return False
+    return all(one is None or type(one) in (Tensor, torch.nn.Parameter) for one in tensors)
+
+
+def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None) -> bool:
+    """Tell whether arguments are as they should be, and more than a tile."""
+    if logits.dim() < 2 or logits.dtype not in FLOATING or target.dtype != torch.int64:
+        return False
+    if target.shape != logits.shape[:1] + logits.shape[2:] or target.device != logits.device:
+        return False
+    if logits.device.type not in TILE_BYTES or logits.layout != torch.strided:
+        return False
+    computed = logits.dtype if dtype is None else dtype
+    most = TILE_BYTES[logits.device.type]
+    if computed not in FLOATING or logits.numel() * computed.itemsize <= most:
+        return False
+    return not options.label_smoothing or _has_smooth_tiles(logits, options.label_smoothing)
+
+
+def _has_smooth_tiles(logits: Tensor, smoothing: float) -> bool:
+    """Tell whether tiles have the sums of rows that PyTorch has of all at once.
+
+    On a GPU it cuts in halves what has more than 2 GiB; a half must fill it too.
+    """
+    if logits.dim() > 2 or not 0 < smoothing <= 1:
+        return False
+    row_bytes = logits.shape[1] * torch.float64.itemsize
+    return not logits.is_cuda or _rows_that_fill(logits.device) * row_bytes < 1 << 30
+
+
+def _computed_in(logits: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type of log-probabilities, which autocast may change."""
+    dtype, kind = logits.dtype if dtype is None else dtype, logits.device.type
+    if torch.is_autocast_enabled(kind):
+        return _computed_under_autocast(logits.device, dtype, torch.get_autocast_dtype(kind))
+    return dtype
+
+
+@lru_cache(maxsize=64)
+def _computed_under_autocast(
+    device: torch.device,
+    dtype: torch.dtype,
+    cast: torch.dtype,  # noqa: ARG001 - of which the cache keeps what was found
+) -> torch.dtype:
+    one = torch.zeros((1, 1), dtype=dtype, device=device)
+    return F.cross_entropy(one, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+
+
+def _may_weigh(weight: Tensor, logits: Tensor, computed: torch.dtype, reduction: str) -> bool:
+    """Tell whether a weighted loss may be taken as the loss of weighted log-probabilities."""
+    if weight.shape != logits.shape[1:2] or weight.dtype != computed or weight.requires_grad:
+        return False
+    if weight.device != logits.device:
+        return False
+    if torch.is_autocast_enabled(logits.device.type) and computed != torch.float32:
+        return False  # autocast may give nll_loss another type
+    if reduction == "none":
+        return True
+    if logits.is_cuda and is_capturing(logits.device):
+        return False  # the proof waits for the device
+    return _weighs_products(logits.device, computed, logits.dim())
+
+
+@lru_cache(maxsize=64)
+def _weighs_products(device: torch.device, dtype: torch.dtype, dims: int) -> bool:
+    """Tell whether nll_loss adds rounded products: not where the product and the sum are one."""
+    random = torch.Generator().manual_seed(0)
+    shape = (_PROOF_ROWS, 3) if dims == 2 else (64, 3, 1, _PROOF_ROWS // 64)
+    values = torch.rand(shape, generator=random).neg_().to(device, dtype)
+    weight = torch.rand(3, generator=random).to(device, dtype)
+    target = torch.randint(3, shape[:1] + shape[2:], generator=random).to(device)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        picked = values.gather(1, target.unsqueeze(1)).squeeze(1)
+        rows = Targets.of(target, 3, IGNORED)
+        return all(
+            torch.equal(
+                F.nll_loss(values, target, weight, reduction=reduction),
+                _nll(picked, rows, weight, reduction),
+            )
+            for reduction in ("sum", "mean")
+        )
+
+
+def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
+    """Check targets where that waits for no device.
+
+    Raises:
+        IndexError: one is no class.
+    """
+    if target.device.type != "cpu":
+        return
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    if wrong.any():
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
+
+
+def _rows_that_fill(device: torch.device) -> int:
+    """Return from how many rows on PyTorch has each added by one block of threads.
+
+    Of fewer rows than the GPU runs blocks at once, which have 512 threads, several share one.
+    """
+    found = torch.cuda.get_device_properties(device)
+    blocks = found.multi_processor_count * (found.max_threads_per_multi_processor // 512)
+    return (blocks // TILE_ROWS + 1) * TILE_ROWS
+
+
+def loss_of(
+    picked: Tensor,
+    sums: Tensor | None,
+    rows: Targets,
+    options: Options,
+    classes: int,
+) -> Tensor:
+    """Return the loss from the targets' log-probabilities (N, ...) and each row's sums (N).
+
+    What PyTorch's function does behind log_softmax, in its order.
+    """
+    nll = _nll(picked, rows, options.weight, options.reduction)
+    if sums is None:
+        return nll
+    smooth = (-sums).masked_fill(rows.ignored, 0.0)
+    if options.reduction != "none":
+        smooth = smooth.sum()
+    if options.reduction == "mean":
+        smooth = smooth / _counted(rows, options.weight)
+    return (1 - options.label_smoothing) * nll + smooth * (options.label_smoothing / classes)
+
+
+def _counted(rows: Targets, weight: Tensor | None) -> Tensor:
+    """Return by what a mean of smoothed losses is divided."""
+    if weight is None:
+        return (~rows.ignored).sum()
+    return weight.gather(0, rows.classes.masked_select(~rows.ignored)).sum()
+
+
+def _nll(picked: Tensor, rows: Targets, weight: Tensor | None, reduction: str) -> Tensor:
+    """Return the negative log-likelihood of the targets' log-probabilities (N, ...)."""
+    if weight is None:
+        return _nll_of_column(picked, rows, reduction)
+    # A weight of what is ignored may be infinite, and its gradient is 0 all the same.
+    weights = weight[rows.classes].masked_fill_(rows.ignored, 1)
+    if reduction != "mean":
+        return _nll_of_column(picked * weights, rows, reduction)
+    total = _nll_of_column(-weights, rows, "sum")
+    return _nll_of_column(picked * weights, rows, "sum") / total
+
+
+def _nll_of_column(numbers: Tensor, rows: Targets, reduction: str) -> Tensor:
+    column = numbers.unsqueeze(1)
+    return F.nll_loss(column, rows.column, ignore_index=IGNORED, reduction=reduction)
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """The log-probabilities of the targets (N, ...), and each row's sum of all (N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, index: Tensor, weight: Tensor | None, tiles: _Tiles
+    ) -> tuple[Tensor, Tensor | None]:
+        forward = _forward_by_kernel if tiles.kernels.forward else _forward_by_tiles
+        picked, sums, statistics = forward(logits, index, weight, tiles)
+        ctx.save_for_backward(logits, index, weight, *statistics)
+        ctx.tiles = tiles
+        return picked, sums
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        saved = list(ctx.saved_tensors)
+        own = is_held_by_graph_alone(saved)
+        logits, index, weight, *statistics = saved
+        tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
+        if torch.is_grad_enabled():  # of a gradient that has a graph all is kept
+            return _softmax_gradient(logits, spread, tiles.dtype), None, None, None
+        found = logits.detach() if own else torch.empty_like(logits, memory_format=_CONTIGUOUS)
+        if tiles.kernels.backward:
+            gradient, known = grad_picked.contiguous(), cuda.Statistics(*statistics)
+            cuda.backward(logits, index, gradient, known, found)
+            torch.autograd.graph.increment_version(found)
+            return found, None, None, None
+        for begin, end in tiles.spans(len(logits)):
+            part = spread.part(begin, end)
+            found[begin:end] = _softmax_gradient(logits[begin:end], part, tiles.dtype)
+        return found, None, None, None
+
+
+_Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
+"""The targets' log-probabilities, all rows' sums of them, and what the backward kernel needs."""
+
+
+def _forward_by_tiles(
+    logits: Tensor, index: Tensor, weight: Tensor | None, tiles: _Tiles
+) -> _Found:
+    index = index.unsqueeze(1)
+    picked, sums, statistics = [], [], []
+    for begin, end in tiles.spans(len(logits)):
+        log_probs = _log_softmax(logits[begin:end], tiles.dtype)
+        picked.append(log_probs.gather(1, index[begin:end]).squeeze(1))
+        if tiles.smoothing:
+            sums.append((log_probs if weight is None else log_probs * weight).sum(1))
+        if tiles.kernels.backward:
+            statistics.append(statistics_of(logits[begin:end], log_probs))
+        del log_probs  # before there are the next
+    found = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
+    return torch.cat(picked), torch.cat(sums) if sums else None, found
+
+
+def _forward_by_kernel(
+    logits: Tensor,
+    index: Tensor,
+    weight: Tensor | None,  # noqa: ARG001 - of sums, which it has none of
+    tiles: _Tiles,
+) -> _Found:
+    picked, *others = (logits.new_empty(len(logits), dtype=tiles.dtype) for _ in range(3))
+    statistics = cuda.Statistics(*others)
+    cuda.forward(logits, index, picked, statistics)
+    return picked, None, statistics
+
+
+class _Spread(NamedTuple):
+    """The gradient of log-probabilities: of each target's (N, ...), and of all of a row (N)."""
+
+    classes: Tensor
+    picked: Tensor
+    sums: Tensor | None
+    weight: Tensor | None
+
+    def part(self, begin: int, end: int) -> _Spread:
+        """Return that of some rows."""
+        sums = None if self.sums is None else self.sums[begin:end]
+        return _Spread(self.classes[begin:end], self.picked[begin:end], sums, self.weight)
+
+    def over(self, log_probs: Tensor) -> Tensor:
+        """Return it as a tensor of the log-probabilities' shape and type."""
+        spread = torch.zeros_like(log_probs)
+        spread.scatter_(1, self.classes.unsqueeze(1), self.picked.unsqueeze(1))
+        if self.sums is None:
+            return spread
+        sums = self.sums.unsqueeze(1)
+        # Autograd rounds to the type of what it is the gradient of before it adds.
+        return spread.add_((sums if self.weight is None else sums * self.weight).to(spread.dtype))
+
+
+def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    if logits.dtype != dtype or not logits.is_contiguous():
+        logits = logits.to(dtype, copy=True, memory_format=_CONTIGUOUS)
+    return torch.log_softmax(logits, 1)
+
+
+def _softmax_gradient(logits: Tensor, spread: _Spread, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of logits, in their own type."""
+    log_probs = _log_softmax(logits, dtype)
+    found = torch._log_softmax_backward_data(spread.over(log_probs), log_probs, 1, dtype)
+    return found.to(logits.dtype)

@@ -1,0 +1,268 @@
+"""The cross-entropy of a linear head whose logits never exist as a whole.
+
+The vocabulary is taken slice by slice, in both passes; a row's largest logit and the sum of its
+exponentials are kept as they grow, and tell all its log-probabilities apart from its logits. So the
+gradient of the head's weight is one product for each slice and needs no sum in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
+from torch import Tensor
+
+from storm_client.errors import UsageError
+from storm_client.losses.cross_entropy import (
+    FLOATING,
+    Options,
+    Targets,
+    check_targets,
+    loss_of,
+    of_pytorch,
+)
+
+__all__ = ["linear_cross_entropy"]
+
+SLICE_BYTES: Final = 128 << 20
+"""What the logits of one slice of a head's vocabulary take in float32."""
+
+SLICE_COLUMNS: Final = 128
+"""A slice has a multiple of so many columns, which matrix products take at full speed."""
+
+_REDUCTIONS: Final = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the cross-entropy of `linear(hidden, weight, bias)` without ever having its logits.
+
+    The vocabulary is taken in slices, whose logits are computed in the arguments' type and turned
+    into float32 (float64 where they are that). **Its bits are those of this order, not those of
+    `cross_entropy(linear(...))`**: a row's exponentials are added slice by slice, from the first,
+    each sum rescaled to the largest logit so far; the gradient of `hidden` is added slice by slice
+    in float32 and rounded once; that of `weight` and `bias` is one product and sum over all rows
+    for each slice. The order depends on the shapes alone, so that runs repeat each other.
+
+    Takes a few slices of 128 MiB (of at least 128 columns), N x D float32 numbers in the backward
+    pass, and a few numbers a row. The backward pass computes each slice's logits again.
+
+    Args:
+        hidden: (..., D) in float16, bfloat16, float32 or float64.
+        weight: of the head (C, D), of the same type; under autocast both are cast to its type.
+        target: class indices (...) in int64.
+        bias: (C), or None.
+        class_weight: of each class (C), or None; takes no gradient.
+        ignore_index: a target that counts for nothing.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: 0.0 to 1.0.
+
+    Returns:
+        A scalar, or with "none" a loss for each target, in float32 (float64).
+
+    Raises:
+        UsageError: shapes, types or devices that do not go together, or an unknown reduction.
+        IndexError: as `cross_entropy`.
+        RuntimeError: a second derivative is asked for, of which there is none.
+
+    Example:
+        loss = storm.linear_cross_entropy(hidden, model.lm_head.weight, target)
+        loss.backward()
+    """
+    options = Options(class_weight, ignore_index, reduction, label_smoothing)
+    _check(hidden, weight, target, bias, options)
+    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+        cast = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(cast), weight.to(cast)
+        bias = None if bias is None else bias.to(cast)
+    flat = hidden[None] if hidden.dim() == 1 else hidden.flatten(0, -2)
+    loss = _loss_of_rows(flat, weight, bias, target.flatten(), options)
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _loss_of_rows(
+    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, options: Options
+) -> Tensor:
+    """Return the loss of hidden (N, D) and targets (N)."""
+    computed = torch.promote_types(hidden.dtype, torch.float32)
+    if options.weight is not None:
+        options = options._replace(weight=options.weight.to(computed))
+    with torch.autocast(hidden.device.type, enabled=False):
+        if torch.compiler.is_compiling():  # and the compiler decides what takes memory
+            return of_pytorch(F.linear(hidden, head, bias), target, options, computed)
+        classes = len(head)
+        check_targets(target, classes, options.ignore_index)
+        rows = Targets.of(target, classes, options.ignore_index)
+        log_probabilities: Any = _HeadLogProbabilities.apply
+        smoothing = options.label_smoothing > 0
+        weight = options.weight
+        picked, sums = log_probabilities(hidden, head, bias, rows.classes, weight, smoothing)
+        return loss_of(picked, sums, rows, options, classes)
+
+
+class _HeadLogProbabilities(torch.autograd.Function):
+    """As _LogProbabilities, of logits that a head makes slice by slice of its vocabulary."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd's order
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        index: Tensor,
+        weight: Tensor | None,
+        smoothing: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        largest = hidden.new_full(index.shape, torch.finfo(dtype).min, dtype=dtype)
+        total, picked, sums = hidden.new_zeros((3, len(index)), dtype=dtype).unbind()
+        slices = _Slices(hidden, head, bias, index)
+        for logits, part in slices.logits():
+            before, largest = largest, torch.maximum(largest, logits.amax(1))
+            picked = torch.where(part.has, part.lookup(logits), picked)
+            if smoothing:
+                sums = sums + (logits if weight is None else logits * weight[part.columns]).sum(1)
+            exponentials = logits.sub_(largest.unsqueeze(1)).exp_()
+            total = total * torch.exp(before - largest) + exponentials.sum(1)
+        log_total = total.log()
+        ctx.save_for_backward(hidden, head, bias, index, weight, largest, log_total)
+        if smoothing:
+            sums = sums - (largest + log_total) * _weight_of_all(head, weight)
+        return picked - largest - log_total, sums if smoothing else None
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        with torch.autocast(grad_picked.device.type, enabled=False):
+            return (*_head_gradients(ctx, grad_picked, grad_sums), None, None, None)
+
+
+def _head_gradients(
+    ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of hidden, head and bias, of those that are wanted."""
+    hidden, head, bias, index, weight, largest, log_total = ctx.saved_tensors
+    of_row = grad_picked  # the sum of the gradient of a row's log-probabilities
+    if grad_sums is not None:
+        of_row = of_row + grad_sums * _weight_of_all(head, weight)
+    wanted = ctx.needs_input_grad
+    of_hidden = torch.zeros_like(hidden, dtype=largest.dtype) if wanted[0] else None
+    of_head = head.new_empty(head.shape) if wanted[1] else None
+    of_bias = head.new_empty(len(head)) if wanted[2] else None
+    for logits, part in _Slices(hidden, head, bias, index).logits():
+        logits.sub_(largest.unsqueeze(1)).sub_(log_total.unsqueeze(1)).exp_()
+        logits.mul_(-of_row.unsqueeze(1))
+        if grad_sums is not None:
+            spread = grad_sums.unsqueeze(1)
+            logits.add_(spread if weight is None else spread * weight[part.columns])
+        part.add(logits, grad_picked)
+        gradient = logits.to(hidden.dtype)
+        if of_hidden is not None:
+            of_hidden.add_(_product(gradient, head[part.columns], of_hidden.dtype))
+        if of_head is not None:
+            torch.mm(gradient.t(), hidden, out=of_head[part.columns])
+        if of_bias is not None:
+            torch.sum(gradient, 0, out=of_bias[part.columns])
+    return None if of_hidden is None else of_hidden.to(hidden.dtype), of_head, of_bias
+
+
+class _Part(NamedTuple):
+    """The targets within one slice of the vocabulary."""
+
+    columns: slice
+    has: Tensor
+    """bool (N): the row's target lies within it."""
+    place: Tensor
+    """int64 (N, 1): where; 0 of those that do not."""
+
+    def lookup(self, logits: Tensor) -> Tensor:
+        """Return what stands at each row's target."""
+        return logits.gather(1, self.place).squeeze(1)
+
+    def add(self, gradient: Tensor, numbers: Tensor) -> None:
+        """Add a number to what stands at each row's target that lies within."""
+        found = gradient.gather(1, self.place)
+        gradient.scatter_(1, self.place, torch.where(self.has, numbers, 0).unsqueeze(1) + found)
+
+
+class _Slices(NamedTuple):
+    """What logits are made of, slice by slice of the vocabulary."""
+
+    hidden: Tensor
+    head: Tensor
+    bias: Tensor | None
+    target: Tensor
+
+    def logits(self) -> Iterator[tuple[Tensor, _Part]]:
+        """Yield each slice's logits, in float32 or more and the taker's to overwrite."""
+        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+        classes = len(self.head)
+        width = SLICE_BYTES // max(1, len(self.hidden) * dtype.itemsize)
+        width = max(SLICE_COLUMNS, width // SLICE_COLUMNS * SLICE_COLUMNS)
+        for begin in range(0, classes, width):
+            columns = slice(begin, min(begin + width, classes))
+            bias = None if self.bias is None else self.bias[columns]
+            has = (self.target >= begin) & (self.target < columns.stop)
+            place = (self.target - begin).masked_fill_(~has, 0).unsqueeze(1)
+            logits = F.linear(self.hidden, self.head[columns], bias)
+            yield logits.to(dtype), _Part(columns, has, place)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a matrix product in a type that is at least that of both."""
+    if left.is_cuda and left.dtype != dtype:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
+def _weight_of_all(head: Tensor, weight: Tensor | None) -> Tensor | int:
+    return len(head) if weight is None else weight.sum()
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: Options
+) -> None:
+    """Check the arguments of linear_cross_entropy.
+
+    Raises:
+        UsageError: some do not go together.
+    """
+    classes, class_weight = weight.shape[:1], options.weight
+    wrong = [
+        (hidden.dim() < 1 or hidden.dtype not in FLOATING, "hidden must be (..., D), floating"),
+        (weight.dim() != 2 or weight.shape[1:] != hidden.shape[-1:], "weight must be (C, D)"),
+        (not weight.numel(), "weight must have classes"),
+        (target.shape != hidden.shape[:-1], "target must have hidden's shape without its last"),
+        (target.dtype != torch.int64, "target must be int64"),
+        (bias is not None and bias.shape != classes, "bias must be (C)"),
+        (class_weight is not None and class_weight.shape != classes, "class_weight must be (C)"),
+        (class_weight is not None and class_weight.requires_grad, "class_weight takes no gradient"),
+        (not 0 <= options.label_smoothing <= 1, "label_smoothing must be 0.0 to 1.0"),
+        (options.reduction not in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}"),
+        (_differ(hidden, weight, bias), "hidden, weight and bias must be of one type"),
+    ]
+    given = [one for one in (hidden, weight, target, bias, class_weight) if one is not None]
+    wrong.append((len({one.device for one in given}) > 1, "all must be on one device"))
+    for is_wrong, wanted in wrong:
+        if is_wrong:
+            shapes = ", ".join(f"{tuple(one.shape)} {one.dtype} {one.device}" for one in given)
+            raise UsageError(f"linear_cross_entropy() got {shapes}, {options}: {wanted}")
+
+
+def _differ(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    if torch.is_autocast_enabled(hidden.device.type):
+        return False  # which casts them to one
+    return weight.dtype != hidden.dtype or (bias is not None and bias.dtype != hidden.dtype)

@@ -1,0 +1,1 @@
+"""What is told of offloading: counts, tables, pictures, warnings."""

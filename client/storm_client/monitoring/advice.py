@@ -1,0 +1,156 @@
+"""Warns of an Offload that takes little off the device, and says what to set instead.
+
+The first steps are looked at, once; after that a step costs one comparison. There is one warning at
+most, and none where no setting would help or activations are too small to matter. All of it is
+pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import torch
+
+from storm_client.monitoring.stats import Staying
+from storm_client.sizes import format_size
+
+__all__ = ["FirstSteps", "advice"]
+
+SEEN_STEPS = 2
+"""Looked at: the second is like those to come, with the order of the first learned."""
+
+LEAST_BYTES = 4 << 20
+"""A step: what saves less has no need of advice."""
+
+LEAST_TENSOR_BYTES = 16 << 10
+"""To hand over a smaller tensor takes longer than it is worth, on average."""
+
+MANY_PARAMETERS = 8
+"""A model of so many large ones has operations in sequence, most of which save a parameter."""
+
+FEW_SEEN = 1 / 16
+"""Of a model's parameters: handed over where only its ends run outside of a checkpoint."""
+
+
+class FirstSteps:
+    """Counts the steps of an Offload up to the one that looks back. Threads may share it."""
+
+    def __init__(self) -> None:
+        """Start before the first."""
+        self.begun = 0
+        self._due = SEEN_STEPS + 1
+
+    @property
+    def are_looked_at(self) -> bool:
+        """Whether it has not looked back yet."""
+        return self.begun < self._due
+
+    def is_due(self) -> bool:
+        """Note that a step begins; tell whether it is to look back."""
+        self.begun += 1
+        return self.begun == self._due
+
+    def look_later(self) -> None:
+        """Put it off: nothing has been saved, as in a validation."""
+        self._due = 2 * self.begun
+
+
+def advice(
+    staying: Staying, steps: int, min_bytes: int, parameters: Iterable[torch.nn.Parameter]
+) -> str | None:
+    """Return what was seen in `steps` steps, why, and what to set; None where that is fine.
+
+    `parameters` are those of the modules that the Offload was given.
+    """
+    owned = list(parameters)
+    skipped = staying.skipped_bytes
+    # What is small is not looked at any further: parameters may be among it.
+    small_owned = sum(one.nbytes for one in owned if one.nbytes < min_bytes)
+    small = max(0, skipped.get("small", 0) - steps * small_owned)
+    activations = staying.saved_bytes - staying.deduplicated_bytes - skipped.get("small", 0) + small
+    activations -= skipped.get("parameter", 0) + skipped.get("leaf", 0)
+    if activations < steps * LEAST_BYTES:
+        large = [one for one in owned if one.requires_grad and one.nbytes >= min_bytes]
+        return _taken_over(staying, steps, activations, large)
+    reasons = {"small": small, **{name: staying.kept_bytes.get(name, 0) for name in _KEPT}}
+    reason = max(reasons, key=lambda name: reasons[name])
+    stayed = reasons[reason]
+    if stayed <= staying.offloaded_bytes or 4 * stayed < activations:
+        return None
+    why = _small(staying, min_bytes) if reason == "small" else _KEPT[reason](staying, steps)
+    if why is None:
+        return None
+    return (
+        f"little is saved: of {format_size(activations)} of activations in {steps} steps, "
+        f"{format_size(stayed)} stayed in memory and {format_size(staying.offloaded_bytes)} left; "
+        + why
+    )
+
+
+def _pool_full(staying: Staying, steps: int) -> str:
+    ratio = staying.offloaded_bytes / staying.stored_bytes if staying.stored_bytes else 1.0
+    more = format_size(staying.kept_bytes["pool_full"] / steps / ratio)
+    return (
+        f"the daemon's pool was full: set pool_bytes larger by about {more}, in connect() for a "
+        "daemon that it starts, else with `stormd serve --pool-bytes`" + _said(staying, "pool_full")
+    )
+
+
+def _quota(staying: Staying, steps: int) -> str:
+    more = format_size(staying.kept_bytes["quota"] / steps)
+    return (
+        f"a quota of the daemon was reached: {more} more is wanted of its session_quota_bytes, "
+        "uid_quota_bytes or pool_bytes" + _said(staying, "quota")
+    )
+
+
+def _said(staying: Staying, reason: str) -> str:
+    """Return the daemon's own sentence about what it did not take last, if there is one."""
+    detail = staying.details.get(reason, "")
+    return f" (it said: {detail})" if detail else ""
+
+
+def _daemon_slow(staying: Staying, steps: int) -> str:  # noqa: ARG001 - as its neighbours
+    return (
+        "the daemon did not take it in time: see `stormd status` and `stormd doctor`; give it more "
+        'cores with encode_threads, or set codec="raw"'
+    )
+
+
+def _small(staying: Staying, min_bytes: int) -> str | None:
+    """Advise what takes most of the bytes: those below half of the mean are less than half."""
+    count = max(1, staying.skipped.get("small", 0))
+    mean = staying.skipped_bytes["small"] // count
+    if mean < LEAST_TENSOR_BYTES:
+        return None
+    lower = 1 << (mean // 2).bit_length() - 1
+    return (
+        f"{count} tensors, of {format_size(mean)} on average, were below min_bytes, "
+        f"{format_size(min_bytes)}: set min_bytes={lower}"
+    )
+
+
+def _taken_over(
+    staying: Staying, steps: int, activations: int, trained: list[torch.nn.Parameter]
+) -> str | None:
+    """Say so where a model of some size seems to have run without the hooks being called."""
+    seen = staying.skipped.get("parameter", 0) / steps
+    if len(trained) < MANY_PARAMETERS or seen > FEW_SEEN * len(trained):
+        return None
+    if sum(one.nbytes for one in trained) < LEAST_BYTES:
+        return None
+    return (
+        f"little is saved: in {steps} steps autograd handed over {format_size(activations)} of "
+        f"activations, and {seen:.0f} of the model's {len(trained)} large parameters a step; only "
+        "the innermost pair of saved-tensor hooks applies, so what runs under "
+        "torch.utils.checkpoint or other hooks inside `with offload:` is not seen: checkpoint "
+        "less, or nothing where offload is to save instead"
+    )
+
+
+_KEPT: Final[dict[str, Callable[[Staying, int], str]]] = {
+    "pool_full": _pool_full,
+    "quota": _quota,
+    "daemon_slow": _daemon_slow,
+}

@@ -1,0 +1,335 @@
+"""What an Offload did, in bytes and counts, for the script to read.
+
+Every byte that autograd handed over counts once as saved and, when the step's stores are settled,
+in exactly one of skipped, deduplicated, offloaded, replayed and kept; so does what others are to be
+made from again. Saved, skipped, deduplicated and replayed bytes are those of tensors; offloaded,
+stored and kept bytes are those of the storages behind them, so they differ where a tensor is a view
+of a larger storage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from storm_client.lanes.dtypes import dtype_name
+from storm_client.sizes import format_size
+
+__all__ = ["OffloadStats", "StatsRecorder", "Staying"]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """Totals of one Offload since it was made. Sizes in bytes, times in seconds.
+
+    `str()` is a table for people.
+    """
+
+    saved_bytes: int
+    """What autograd handed over."""
+    skipped_bytes: int
+    """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
+    somebody else still holds in memory, and could change ("in_use"); what a budget lets stay
+    ("budget"); what the training thread has no time to give up
+    where the step is bound by it ("host"); where layers were chosen, what is saved outside of them
+    ("outside")."""
+    deduplicated_bytes: int
+    """In a range that was stored already."""
+    offloaded_bytes: int
+    """Given to the daemon, before encoding."""
+    stored_bytes: int
+    """What that takes in the daemon's arena."""
+    kept_bytes: int
+    """Meant for the daemon but left with the client."""
+    replayed_bytes: int
+    """Given up, and made again by the operations that had made it."""
+    skipped: Mapping[str, int]
+    """Tensors passed over, by reason."""
+    kept: Mapping[str, int]
+    """Ranges left with the client, by reason."""
+    store_seconds: float
+    """Spent by training threads on handing tensors over."""
+    restore_wait_seconds: float
+    """Spent by training threads on getting back what had left their memory."""
+    replay_seconds: float
+    """Spent by training threads on starting operations again, not what those take on a device."""
+    offloaded_by_dtype: Mapping[str, int]
+    """Offloaded bytes by the dtype of the tensor that was saved first."""
+    stored_by_mode: Mapping[str, int]
+    """Bytes in the arena by the codec's mode."""
+
+    @property
+    def ratio(self) -> float:
+        """Offloaded over stored bytes, 1.0 where nothing has been stored."""
+        return self.offloaded_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    def __str__(self) -> str:
+        """Return a table of what became of what autograd saved."""
+        rows = (
+            ("saved by autograd", self.saved_bytes, ""),
+            ("  passed over", self.skipped_bytes, _listed(self.skipped, str)),
+            ("  deduplicated", self.deduplicated_bytes, ""),
+            ("  offloaded", self.offloaded_bytes, _listed(self.offloaded_by_dtype, format_size)),
+            ("  replayed", self.replayed_bytes, ""),
+            ("  kept", self.kept_bytes, _listed(self.kept, str)),
+            (
+                "stored in the pool",
+                self.stored_bytes,
+                _joined(f"ratio {self.ratio:.2f}", _listed(self.stored_by_mode, format_size)),
+            ),
+        )
+        lines = [
+            f"{name:<18}  {format_size(size):>10}  {more}".rstrip() for name, size, more in rows
+        ]
+        times = (
+            ("storing", self.store_seconds),
+            ("waiting to restore", self.restore_wait_seconds),
+            ("replaying", self.replay_seconds),
+        )
+        lines += [f"{name:<18}  {seconds:>8.3f} s" for name, seconds in times]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[type[OffloadStats], tuple[object, ...]]:
+        """Pickle and copy with plain mappings: a MappingProxyType can do neither."""
+        values = (getattr(self, item.name) for item in fields(self))
+        plain = (dict(value) if isinstance(value, Mapping) else value for value in values)
+        return OffloadStats, tuple(plain)
+
+    def __post_init__(self) -> None:
+        """Freeze the mappings."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, dict):
+                object.__setattr__(self, item.name, MappingProxyType(value))
+
+
+class Staying(NamedTuple):
+    """Bytes that autograd handed over, and those of them that stayed, by reason."""
+
+    saved_bytes: int
+    deduplicated_bytes: int
+    offloaded_bytes: int
+    stored_bytes: int
+    skipped_bytes: Mapping[str, int]
+    kept_bytes: Mapping[str, int]
+    skipped: Mapping[str, int]
+    """Tensors passed over."""
+    details: Mapping[str, str]
+    """What the daemon said last about ranges that it did not take, by reason."""
+
+
+class StatsRecorder:
+    """Counts for one Offload, from any thread; its figures are also those that its layers count.
+
+    Sums are made where they are read, which is seldom.
+    """
+
+    def __init__(self, whole: StatsRecorder | None = None) -> None:
+        """Start at zero; `whole` is the Offload's, where this is one layer's."""
+        self._whole = whole
+        self._lock = threading.Lock()  # protects all below
+        self._tallies: dict[tuple[str, str], _Tally] = {}
+        """By what became of tensors or ranges, and its reason, dtype or mode."""
+        self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
+        self._details: dict[str, str] = {}
+        self._layers: dict[str, StatsRecorder] = {}
+        self.arrived_bytes = 0
+        """In the arena, of all layers; whoever only shows it needs no lock."""
+
+    def of_layer(self, name: str) -> StatsRecorder:
+        """Return what counts for one layer and for the whole; the whole where no name is known."""
+        if not name:
+            return self
+        layer = self._layers.get(name)
+        if layer is None:
+            with self._lock:
+                layer = self._layers.setdefault(name, StatsRecorder(self))
+        return layer
+
+    def layers(self) -> dict[str, OffloadStats]:
+        """Return the present totals of each layer, in the order in which they were first seen."""
+        with self._lock:
+            layers = dict(self._layers)
+        return {name: recorder.snapshot() for name, recorder in layers.items()}
+
+    def skipped(self, nbytes: int, reason: str) -> None:
+        """Count a saved tensor that the policy passed over."""
+        self._count("skipped", reason, nbytes)
+
+    def stays_in_use(self, nbytes: int) -> None:
+        """Count a range, counted as saved, that stays because somebody else holds its memory."""
+        self._count("stays", "in_use", nbytes)
+
+    def leaves(self, nbytes: int) -> None:
+        """Take `stays_in_use` back: nobody else holds it any more."""
+        self._count("stays", "in_use", -nbytes, -1)
+
+    def deduplicated(self, nbytes: int) -> None:
+        """Count a saved tensor whose bytes were stored already."""
+        self._count("deduplicated", "", nbytes)
+
+    def saved(self, nbytes: int, seconds: float) -> None:
+        """Count a saved tensor that makes a new record, and the time that it took to make."""
+        self._count("recorded", "", nbytes)
+        self._spent("store", seconds)
+
+    def restored(self, seconds: float) -> None:
+        """Count the time that a thread spent on getting a tensor back."""
+        self._spent("restore", seconds)
+
+    def gives_up(self, nbytes: int) -> None:
+        """Count a saved tensor that will be made again, or that shares what will be."""
+        self._count("replayed", "", nbytes)
+
+    def replayed(self, seconds: float) -> None:
+        """Count the time that a thread spent on having a tensor made again."""
+        self._spent("replay", seconds)
+
+    def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
+        """Count a range that the daemon has accepted."""
+        self._count("offloaded", dtype_name(dtype), nbytes)
+
+    def stored(self, nbytes: int, mode: str) -> None:
+        """Count a part that arrived in the arena with `nbytes`."""
+        self._count("stored", mode, nbytes)
+        whole = self._whole or self
+        with whole._lock:
+            whole.arrived_bytes += nbytes
+
+    def kept(self, nbytes: int, reason: str, detail: str = "") -> None:
+        """Count a range that stays with the client; `detail` is what the daemon says of it."""
+        self._count("kept", reason, nbytes)
+        whole = self._whole or self
+        with whole._lock:
+            whole._details[reason] = detail
+
+    def ratio(self) -> float:
+        """Return offloaded over stored bytes, 1.0 before anything has been stored."""
+        sums = self._sums()
+        stored = sums.total("stored")
+        return max(1.0, sums.total("offloaded") / stored) if stored else 1.0
+
+    def staying(self) -> Staying:
+        """Return what has stayed so far."""
+        sums = self._sums()
+        with self._lock:
+            details = dict(self._details)
+        return Staying(
+            saved_bytes=sums.total(*_SAVED),
+            deduplicated_bytes=sums.total("deduplicated"),
+            offloaded_bytes=sums.total("offloaded"),
+            stored_bytes=sums.total("stored"),
+            skipped_bytes=sums.nbytes("skipped", "stays"),
+            kept_bytes=sums.nbytes("kept"),
+            skipped=sums.counts("skipped", "stays"),
+            details=details,
+        )
+
+    def snapshot(self) -> OffloadStats:
+        """Return the present totals."""
+        sums = self._sums()
+        return OffloadStats(
+            saved_bytes=sums.total(*_SAVED),
+            skipped_bytes=sums.total("skipped", "stays"),
+            deduplicated_bytes=sums.total("deduplicated"),
+            offloaded_bytes=sums.total("offloaded"),
+            stored_bytes=sums.total("stored"),
+            kept_bytes=sums.total("kept"),
+            replayed_bytes=sums.total("replayed"),
+            skipped=sums.counts("skipped", "stays"),
+            kept=sums.counts("kept"),
+            store_seconds=sums.seconds["store"],
+            restore_wait_seconds=sums.seconds["restore"],
+            replay_seconds=sums.seconds["replay"],
+            offloaded_by_dtype=sums.nbytes("offloaded"),
+            stored_by_mode=sums.nbytes("stored"),
+        )
+
+    def _count(self, what: str, name: str, nbytes: int, count: int = 1) -> None:
+        with self._lock:
+            tally = self._tallies.get((what, name))
+            if tally is None:
+                tally = self._tallies[what, name] = _Tally()
+            tally.count += count
+            tally.nbytes += nbytes
+
+    def _spent(self, on: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[on] += seconds
+
+    def _sums(self) -> _Sums:
+        """Return what was counted here and in the layers."""
+        sums = _Sums()
+        with self._lock:
+            layers = list(self._layers.values())
+            for key, tally in self._tallies.items():
+                sums.add(key, tally)
+            sums.seconds.update(self._seconds)
+        for layer in layers:
+            of_layer = layer._sums()
+            for key, tally in of_layer.tallies.items():
+                sums.add(key, tally)
+            sums.seconds.update(of_layer.seconds)
+        return sums
+
+
+_SAVED = ("skipped", "deduplicated", "recorded", "replayed")
+"""What becomes of a tensor that autograd hands over: one of these."""
+
+
+class _Tally:
+    """How many, and how many bytes."""
+
+    __slots__ = ("count", "nbytes")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.nbytes = 0
+
+
+class _Sums:
+    """What was counted of some layers by now."""
+
+    def __init__(self) -> None:
+        self.tallies: defaultdict[tuple[str, str], _Tally] = defaultdict(_Tally)
+        self.seconds: Counter[str] = Counter()
+
+    def add(self, key: tuple[str, str], more: _Tally) -> None:
+        tally = self.tallies[key]
+        tally.count += more.count
+        tally.nbytes += more.nbytes
+
+    def total(self, *what: str) -> int:
+        """Return the bytes of what became this."""
+        return sum(self.nbytes(*what).values())
+
+    def nbytes(self, *what: str) -> dict[str, int]:
+        """Return the bytes of what became this by name, without what has none."""
+        return self._sums(what, lambda tally: tally.nbytes)
+
+    def counts(self, *what: str) -> dict[str, int]:
+        """Return how many became this by name, without what none did."""
+        return self._sums(what, lambda tally: tally.count)
+
+    def _sums(self, what: Collection[str], of_tally: Callable[[_Tally], int]) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for (of, name), tally in self.tallies.items():
+            if of in what:
+                sums[name] += of_tally(tally)
+        return {name: total for name, total in sums.items() if total}
+
+
+def _listed(counts: Mapping[str, int], shown: Callable[[int], str]) -> str:
+    """Return the counts in one line, the largest first."""
+    ordered = sorted(counts.items(), key=lambda item: item[1], reverse=True)
+    return ", ".join(f"{name} {shown(count)}" for name, count in ordered)
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

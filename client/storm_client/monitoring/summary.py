@@ -1,0 +1,120 @@
+"""Says once, after the first steps, what offloading saves and what it costs.
+
+The first steps learn a plan and try it, so it is those that follow it which are counted. Only what
+was measured is said: how long a step would take without is not known here, so the cost is the time
+that training threads spent on it. What is said is decided here, and is pure; `say` logs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from storm_client.monitoring.advice import LEAST_BYTES
+from storm_client.monitoring.stats import OffloadStats, StatsRecorder, Staying
+from storm_client.policy import NO_ACTIVATIONS
+from storm_client.sizes import format_size
+
+__all__ = ["Summary", "say"]
+
+FIRST_STEP = 3
+"""The first that is counted: those before it learn the plan and try it."""
+
+COUNTED_STEPS = 2
+
+log = logging.getLogger("storm_client")
+
+
+class _Begin(NamedTuple):
+    """The totals at the beginning of a step."""
+
+    step: int
+    seconds: float
+    staying: Staying
+    stats: OffloadStats
+
+
+class Summary:
+    """Counts the steps of an Offload up to the one that says something. Threads may share it."""
+
+    def __init__(self) -> None:
+        """Start before the first."""
+        self.begun = 0
+        self._due = FIRST_STEP
+        self._before: _Begin | None = None
+
+    def step_begins(
+        self,
+        seconds: float,
+        recorder: StatsRecorder,
+        small_owned: Callable[[], int],
+        device_peak: Callable[[], int | None],
+    ) -> str | None:
+        """Note that a step begins at this time; return the line if it is due.
+
+        `small_owned` tells how many bytes of the model's parameters count as small tensors,
+        `device_peak` how many bytes a GPU has had allocated at most, None where there is none.
+        """
+        self.begun += 1
+        if self.begun != self._due:
+            return None
+        now = _Begin(self.begun, seconds, recorder.staying(), recorder.snapshot())
+        before = self._before
+        if before is not None and now.staying.saved_bytes > before.staying.saved_bytes:
+            self._due, self._before = 0, None
+            return _line(before, now, small_owned(), device_peak())
+        # None of them saved anything, as in a validation: look at the next.
+        self._before, self._due = now, self.begun + COUNTED_STEPS
+        return None
+
+
+def say(text: str) -> None:
+    """Log for people: on stderr where the script has set up no logging of its own."""
+    if log.hasHandlers():
+        log.info(text)
+    elif log.level <= logging.INFO:  # unset is the lowest
+        record = log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None)
+        logging.StreamHandler().handle(record)
+
+
+def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> str | None:
+    """Return what the steps between the two did; None where that is not worth a line."""
+    steps = now.step - before.step
+    small = (_skipped(now, "small") - _skipped(before, "small")) // steps
+    stayed = (_stayed(now) - _stayed(before)) // steps - min(small, small_owned)
+    offloaded = (now.stats.offloaded_bytes - before.stats.offloaded_bytes) // steps
+    replayed = (now.stats.replayed_bytes - before.stats.replayed_bytes) // steps
+    stored = (now.stats.stored_bytes - before.stats.stored_bytes) // steps
+    if offloaded + replayed + stayed < LEAST_BYTES:
+        return None
+    held = ""
+    if stored:
+        held = f" ({format_size(stored)} of host memory, ratio {offloaded / stored:.2f})"
+    spent = (_spent(now.stats) - _spent(before.stats)) / steps
+    lasted = (now.seconds - before.seconds) / steps
+    measured = "" if peak is None else f"; the GPU's peak so far is {format_size(peak)}"
+    work = "replaying"
+    if peak is not None:
+        work = "starting replays (what the GPU does beside is not in it)"
+    return (
+        f"stormd: of {format_size(offloaded + replayed + stayed)} of activations a step "
+        f"{format_size(offloaded)} were offloaded{held}, {format_size(replayed)} replayed, "
+        f"{format_size(stayed)} stayed{measured}; training threads spent {spent:.2g} s of a step's "
+        f"{lasted:.2g} s ({spent / lasted:.0%}) on handing over, waiting and {work}"
+    )
+
+
+def _stayed(begin: _Begin) -> int:
+    """Return the bytes of activations that stayed; what is stored besides is none."""
+    staying = begin.staying
+    skipped = sum(n for reason, n in staying.skipped_bytes.items() if reason not in NO_ACTIVATIONS)
+    return skipped + sum(staying.kept_bytes.values())
+
+
+def _skipped(begin: _Begin, reason: str) -> int:
+    return begin.staying.skipped_bytes.get(reason, 0)
+
+
+def _spent(stats: OffloadStats) -> float:
+    return stats.store_seconds + stats.restore_wait_seconds + stats.replay_seconds

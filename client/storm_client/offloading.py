@@ -1,0 +1,241 @@
+"""What a script holds of offloading: an Offload, each of whose `with` blocks is a step.
+
+An Offload may be entered in several threads at once and inside itself: every block is a step of
+its own, with its pair of hooks (`packing.py`), and PyTorch applies the innermost of the thread.
+"""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from itertools import chain
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from storm_client.checkpointing import CheckpointedLayers
+from storm_client.eager.controller import Planning, PlanOptions
+from storm_client.errors import UsageError
+from storm_client.hook_stack import Blocks, Leaving, untraced
+from storm_client.hooks import StepHooks
+from storm_client.monitoring.advice import FirstSteps, advice
+from storm_client.monitoring.compiled_models import CompiledModels
+from storm_client.monitoring.layers import Layers, parts_of
+from storm_client.monitoring.report import Report
+from storm_client.monitoring.stats import OffloadStats, StatsRecorder
+from storm_client.monitoring.summary import Summary, say
+from storm_client.monitoring.trace import Traces
+from storm_client.planner import OrderHistory
+from storm_client.policy import NO_ACTIVATIONS, Policy
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+    from storm_client.planner.plan import Plan
+    from storm_client.transport.supply import Supply
+
+__all__ = ["Offload"]
+
+SETTLE_SECONDS = 1.0
+"""How long stats() waits for the daemon to have encoded what was stored last."""
+
+
+class Offload:
+    """Offloads what autograd saves inside its `with` blocks; made by Client.offload."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Offloads are made by `storm_client.offload` and Client.offload.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "an Offload is made by storm_client.offload(model), or by connect() and "
+            "client.offload(model), which take a module or a list of modules, min_bytes and codec"
+        )
+
+    @classmethod
+    def of(
+        cls,
+        supply: Supply,
+        policy: Policy,
+        codec: str,
+        options: PlanOptions,
+        layers: tuple[torch.nn.Module, ...] = (),
+    ) -> Offload:
+        """Return one that uses the sessions of a client, whose life is not its business.
+
+        Calls of `layers` are checkpointed in its blocks.
+        """
+        offload = cls.__new__(cls)
+        offload._begin(supply, policy, codec, options, layers)
+        return offload
+
+    def _begin(
+        self,
+        supply: Supply | None,
+        policy: Policy,
+        codec: str,
+        options: PlanOptions,
+        layers: tuple[torch.nn.Module, ...],
+    ) -> None:
+        self._supply = supply
+        self._policy = policy
+        self._codec = codec
+        self._recorder = StatsRecorder()
+        self._history = OrderHistory()
+        self._first_steps = FirstSteps()
+        self._summary = Summary()
+        self._traces = Traces()
+        self._compiled = CompiledModels()
+        self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
+        self._layers = CheckpointedLayers(layers)
+        self.blocks = Blocks()
+
+    @untraced
+    def __enter__(self) -> Offload:
+        """Begin a step in this thread.
+
+        Raises:
+            UsageError: the client is closed or forked, or the budget cannot be kept.
+            DaemonLost: the client is without its daemon.
+        """
+        supply = self._found()
+        sessions = supply.current()
+        if self._first_steps.is_due():
+            self._look_back()
+        line = self._summary.step_begins(
+            perf_counter(),
+            self._recorder,
+            self._policy.small_owned_bytes,
+            self._device_peak,
+        )
+        if line is not None:
+            say(line)
+        sessions.sweep()
+        self._policy.refresh()
+        self._compiled.look(self._policy.modules)
+        step = StepHooks(
+            sessions,
+            self._policy,
+            self._codec,
+            self._recorder,
+            self._history,
+            planning=self._planning,
+            keeps=supply.keeps,
+            traces=self._traces,
+            layers=self._layers,
+            compiled=self._compiled if self._first_steps.are_looked_at else None,
+        )
+        self.blocks.enter(step)
+        step.begin()
+        return self
+
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            kind: type[BaseException] | None,
+            error: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None:
+            """End the step; what it saved lives as long as the graph that needs it."""
+    else:
+        __exit__ = Leaving()
+
+    def stats(self) -> OffloadStats:
+        """Return what was done so far, waiting up to a second for stores under way to end."""
+        if self._supply is not None:
+            self._supply.sessions.settle(SETTLE_SECONDS)
+        return self._recorder.snapshot()
+
+    def report(self) -> Report:
+        """Return what was done so far, by layer, with the plan and the latest step in time.
+
+        Printed it is a table, in a notebook also a picture; `draw(path)` writes the picture. It
+        waits as `stats` does.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        stats = self.stats()
+        return Report(
+            stats=stats,
+            layers=self._recorder.layers(),
+            steps=self._summary.begun,
+            plan=self.plan,
+            timeline=self._traces.timeline(),
+        )
+
+    @property
+    def address(self) -> str:
+        """The address of the daemon in use, for `stormd status --address`."""
+        return self._found().sessions.address
+
+    @property
+    def plan(self) -> Plan | None:
+        """What becomes of the saved tensors of the latest kind of step; None until learned.
+
+        Raises:
+            UsageError: the budget cannot be kept.
+        """
+        return self._planning.plan()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offload:
+        """Return one of the same client for the copied modules, with statistics of its own."""
+        copied = memo[id(self)] = type(self).__new__(type(self))  # the modules may refer to it
+        modules = deepcopy(self._policy.modules, memo)
+        policy = Policy(modules, self._policy.min_bytes)
+        layers = deepcopy(self._layers.modules, memo)
+        copied._begin(self._supply, policy, self._codec, self._planning.options, layers)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what was asked for: all else belongs to this process."""
+        policy = self._policy
+        return {
+            "modules": policy.modules,
+            "min_bytes": policy.min_bytes,
+            "codec": self._codec,
+            "options": self._planning.options,
+            "layers": self._layers.modules,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin anew; the first block finds a daemon."""
+        policy = Policy(state["modules"], state["min_bytes"])
+        self._begin(None, policy, state["codec"], state["options"], state["layers"])
+
+    def _look_back(self) -> None:
+        """Warn where the first steps had little saved; called by `__enter__`."""
+        staying, steps = self._recorder.staying(), self._first_steps.begun - 1
+        if not staying.saved_bytes:
+            self._first_steps.look_later()
+            return
+        # What is saved of the parameters of a checkpointed layer nobody hands over.
+        named = set(map(id, parts_of(self._layers.modules)))
+        outside = (part for part in parts_of(self._policy.modules) if id(part) not in named)
+        parameters = chain.from_iterable(part.parameters(recurse=False) for part in outside)
+        text = advice(staying, steps, self._policy.min_bytes, parameters)
+        activations = staying.saved_bytes - sum(
+            staying.skipped_bytes.get(reason, 0) for reason in NO_ACTIVATIONS
+        )
+        text = self._compiled.advice(activations // steps) or text
+        if text is not None:
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _device_peak(self) -> int | None:
+        """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""
+        peaks = map(torch.cuda.max_memory_allocated, self._planning.devices)
+        return max(peaks, default=None)
+
+    def _found(self) -> Supply:
+        """Return where the sessions come from: for one that was unpickled, the shared client."""
+        if self._supply is None:
+            from storm_client.connect import shared_supply  # makes Offloads
+
+            self._supply = shared_supply()
+        return self._supply

@@ -1,0 +1,263 @@
+"""In which order the saved tensors of a step are asked for.
+
+A step is planned from what the last step of its kind did: the order in which its tensors were
+asked for, and which of them were asked for at once. A plan only decides what is sent and what is
+fetched early, never what is returned; a wrong one costs time alone.
+
+Everything here is pure: no lane, connection or clock.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import accumulate, islice
+
+from storm_client.saved.ranges import Handle, StoredRange
+from storm_client.saved.versions import SavedVersion, View
+
+__all__ = ["OrderHistory", "Step"]
+
+LOOK_AGAIN = 32
+"""After so many tensors all that is in sight is looked at again: what was here may have left."""
+
+KNOWN_STEPS = 8
+"""Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
+
+LOOKAHEAD = 64
+"""Handles looked at in one go; more than fit into a staging area, less than a step has."""
+
+PASS_HANDLES = 4096
+"""Packed before another pass begins, though nothing has been asked for."""
+
+
+class OrderHistory:
+    """The order of the last step of each kind; a kind is the sequence of packed sizes.
+
+    Steps of several threads may share one.
+    """
+
+    def __init__(self) -> None:
+        """Start without experience."""
+        self._lock = threading.Lock()  # protects the orders
+        self._orders: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
+
+    def replace(self, kind: tuple[int, ...], order: list[int]) -> list[int]:
+        """Return the last step's order, empty for a new kind; `order` takes its place.
+
+        `order` may still grow: the step that it describes is under way.
+        """
+        with self._lock:
+            known = self._orders.pop(kind, [])
+            self._orders[kind] = order
+            if len(self._orders) > KNOWN_STEPS:
+                self._orders.popitem(last=False)
+        return known
+
+    def soon(self) -> dict[int, int]:
+        """Return what the last step needed at once, as sizes by number.
+
+        Between such a tensor's packing and unpacking less than twice its own bytes of others came
+        by, so it would have been asked back before it had crossed the link both ways.
+        """
+        with self._lock:
+            if not self._orders:
+                return {}
+            sizes, order = next(reversed(self._orders.items()))
+        packed_after = list(accumulate(reversed(sizes), initial=0))[-2::-1]
+        largest = max(sizes, default=0)
+        found, unpacked = {}, 0
+        for number in order:
+            if number >= len(sizes):
+                break  # another thread's step has gone on packing, and is now of another kind
+            if unpacked >= 2 * largest:
+                break
+            if packed_after[number] + unpacked < 2 * sizes[number]:
+                found[number] = sizes[number]
+            unpacked += sizes[number]
+        return found
+
+
+class StepPlan:
+    """One step: what was packed, and what is expected to be unpacked next."""
+
+    def __init__(self, history: OrderHistory) -> None:
+        """Begin a step of the Offload that `history` belongs to."""
+        self._history = history
+        self._soon = history.soon()
+        self._sizes: list[int] = []
+        self._actual: list[int] = []
+        self._asked: set[int] = set()
+        self._expected: list[int] = []
+        self._position: dict[int, int] = {}
+        self._next = 0
+        self._seen_to = 0  # how far the expected order has been looked at
+
+    def packed(self, nbytes: int) -> int:
+        """Note that a tensor of `nbytes` was packed; return its number."""
+        self._sizes.append(nbytes)
+        return len(self._sizes) - 1
+
+    def needed_at_once(self, nbytes: int) -> bool:
+        """Tell whether a tensor of `nbytes` that is packed next was needed at once last time."""
+        return self._soon.get(len(self._sizes)) == nbytes
+
+    def unpacked(self, number: int) -> None:
+        """Note that the tensor `number` is being asked for, for the first time or again."""
+        self.predict()
+        if number not in self._asked:
+            self._asked.add(number)
+            self._actual.append(number)
+        position = self._position[number]
+        if position < self._next or not position % LOOK_AGAIN:
+            self._seen_to = 0
+        self._next = position + 1
+
+    @property
+    def is_going_back(self) -> bool:
+        """Whether nothing has been packed since a tensor was asked for."""
+        return bool(self._sizes) and len(self._expected) == len(self._sizes)
+
+    @property
+    def left(self) -> int:
+        """How many are expected still."""
+        return len(self._expected) - self._next
+
+    def upcoming(self) -> Iterator[int]:
+        """Yield the numbers expected after the last one asked for, the nearest first."""
+        for position in range(self._next, len(self._expected)):
+            yield self._expected[position]
+
+    def unseen(self, reach: int) -> list[int]:
+        """Return those of the next `reach` expected that have not been looked at: see `saw`."""
+        return self._expected[max(self._next, self._seen_to) : self._next + reach]
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen need not be looked at again for a while."""
+        self._seen_to = max(self._next, self._seen_to) + count
+
+    def predict(self) -> None:
+        """Fix the order, at the first unpack and again when more was packed after it."""
+        count = len(self._sizes)
+        if len(self._expected) == count:
+            return
+        known = self._history.replace(tuple(self._sizes), self._actual)
+        # The order of a step that went on packing names tensors that this one may never have.
+        learned = [number for number in known if number < count]
+        missing = set(range(count)).difference(learned)
+        self._expected = learned + sorted(missing, reverse=True)
+        self._position = {number: index for index, number in enumerate(self._expected)}
+        self._seen_to = 0
+
+
+class _Pass:
+    """What was packed until some of it was asked for: one plan, whose numbers begin at `first`."""
+
+    def __init__(self, history: OrderHistory, earlier: _Pass | None, first: int) -> None:
+        self.plan = StepPlan(history)
+        self.records: list[weakref.ref[StoredRange]] = []
+        self.earlier = earlier
+        self.first = first
+
+    @property
+    def lives(self) -> bool:
+        """Whether something of it is alive, and so may be asked for."""
+        return any(record() is not None for record in self.records)
+
+    def with_number(self, number: int) -> _Pass:
+        """Return the pass that packed the handle of that number."""
+        found = self
+        while number < found.first and found.earlier is not None:
+            found = found.earlier
+        return found
+
+    def in_sight(self) -> Iterator[tuple[_Pass, int]]:
+        """Yield what is expected of it and then of earlier ones, and how far each is looked at."""
+        one: _Pass | None = self
+        reach = LOOKAHEAD
+        while one is not None and reach > 0:
+            one.plan.predict()
+            yield one, reach
+            reach -= one.plan.left
+            one = one.earlier
+
+
+class Step:
+    """What one `with` block packed. Its handles may be unpacked by several threads."""
+
+    def __init__(self, history: OrderHistory) -> None:
+        """Begin a step of the Offload whose `history` this is."""
+        self._history = history
+        self._lock = threading.Lock()  # protects both fields below
+        self._packing = _Pass(history, None, 0)
+        self._asked = self._packing
+        """The pass of which a handle was asked for last."""
+
+    def handle(self, record: StoredRange, view: View, version: SavedVersion) -> Handle:
+        """Return a new handle of `record`, next in the plan."""
+        with self._lock:
+            packing = self._pass_of_next()
+            number = packing.first + packing.plan.packed(record.nbytes)
+            packing.records.append(weakref.ref(record))
+        return Handle(record, view, version, self, number)
+
+    def needed_at_once(self, nbytes: int) -> bool:
+        """Tell whether a record of `nbytes` that is made now will be needed at once."""
+        with self._lock:
+            return self._pass_of_next().plan.needed_at_once(nbytes)
+
+    def unpacked(self, handle: Handle) -> bool:
+        """Note that `handle` is being asked for; tell whether it is the first since the packing."""
+        with self._lock:
+            asked = self._asked = self._packing.with_number(handle.number)
+            is_first = not asked.plan.is_going_back
+            asked.plan.unpacked(handle.number - asked.first)
+            return is_first
+
+    def upcoming(self) -> list[StoredRange]:
+        """Return the next living records, in the order in which they will probably be needed."""
+        found: list[StoredRange | None] = []
+        with self._lock:
+            for one, reach in self._asked.in_sight():
+                numbers = islice(one.plan.upcoming(), reach)
+                found += [one.records[number]() for number in numbers]
+        return [record for record in found if record is not None]
+
+    def unseen(self) -> list[StoredRange | None]:
+        """Return what of the upcoming has not been looked at: each once, None for a dead one.
+
+        A thread that has looked says how far by `saw`; another's, meanwhile, costs time alone.
+        """
+        found: list[StoredRange | None] = []
+        with self._lock:
+            for one, reach in self._asked.in_sight():
+                found += [one.records[number]() for number in one.plan.unseen(reach)]
+        return found
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen are here or have been requested."""
+        with self._lock:
+            for one, reach in self._asked.in_sight():
+                seen = min(count, len(one.plan.unseen(reach)))
+                one.plan.saw(seen)
+                count -= seen
+
+    def _pass_of_next(self) -> _Pass:
+        """Return the pass of what is packed next, which may be another than of what was last."""
+        packing = self._packing
+        if packing.plan.is_going_back or len(packing.records) >= PASS_HANDLES:
+            earlier = _living(packing)
+            if earlier is not None:
+                earlier.earlier = _living(earlier.earlier)
+            first = 0 if earlier is None else earlier.first + len(earlier.records)
+            packing = self._packing = _Pass(self._history, earlier, first)
+        return packing
+
+
+def _living(latest: _Pass | None) -> _Pass | None:
+    """Return the latest pass up to this one of which something lives."""
+    while latest is not None and not latest.lives:
+        latest = latest.earlier
+    return latest

@@ -1,0 +1,180 @@
+"""What a plan is for people: a table of what becomes of each value, and a picture of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from storm_client.eager.signature import Kind
+from storm_client.errors import UsageError
+from storm_client.planner.decisions import Keep, Offload, Replay
+from storm_client.planner.solver import Choice
+from storm_client.sizes import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Plan", "Row", "new_figure", "save_figure"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One saved tensor's storage, or one that is stored for others to be made from."""
+
+    operation: str
+    """The function that made it, "unknown" where none was seen."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    decision: str
+    """"keep", "offload" or "replay"."""
+    reason: str
+    cost: float
+    """Seconds: of the replay, or of the link one way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decisions for one kind of step, in the order in which their values were made."""
+
+    rows: tuple[Row, ...]
+    peak_bytes: int
+    """Of saved tensors that stay on the device by decision, at the end of the forward pass."""
+    link_seconds: float
+    """Of the link in one direction, a step."""
+    replay_seconds: float
+    """Of operations that are run again, a step."""
+    forward_seconds: float
+    """Of the forward pass as it was timed; before that, of its operations together."""
+    stall_seconds: float = 0.0
+    """For which a compiled graph is expected to wait for the link."""
+    host_seconds: float = 0.0
+    """Of the training thread a step, where the step is bound by that; 0.0 where it is not."""
+
+    @classmethod
+    def of(cls, kind: Kind, choice: Choice) -> Plan:
+        """Describe what was chosen for a kind of step."""
+        rows = []
+        for value, decision, reason, cost in zip(
+            kind.values, choice.decisions, choice.reasons, choice.costs, strict=True
+        ):
+            if not (value.is_saved or isinstance(decision, Replay) or cost):
+                continue
+            why = kind.rejected.get(value.number, reason)
+            row = Row(
+                value.operation or "unknown",
+                tuple(value.shape),
+                value.dtype,
+                value.nbytes,
+                _NAMES[type(decision)],
+                why,
+                cost,
+            )
+            rows.append(row)
+        return cls(
+            tuple(rows),
+            choice.kept_bytes,
+            choice.link_seconds,
+            choice.replay_seconds,
+            choice.forward_seconds,
+            host_seconds=choice.host_seconds,
+        )
+
+    def __str__(self) -> str:
+        """Return a table, one line for rows that are alike, and sums below it."""
+        alike = Counter(self.rows)
+        lines = [f"{'operation':<28} {'shape':<24} {'bytes':>10}  {'decision':<8} {'ms':>8}  why"]
+        for row, count in alike.items():
+            shape = "x".join(map(str, row.shape)) + f" {str(row.dtype).removeprefix('torch.')}"
+            name = f"{count} x {row.operation}"
+            lines.append(
+                f"{name:<28} {shape:<24} {format_size(row.nbytes * count):>10}  "
+                f"{row.decision:<8} {1e3 * row.cost * count:>8.2f}  {row.reason}"
+            )
+        for decision, nbytes in self.bytes_by_decision.items():
+            lines.append(f"{decision:<8} {format_size(nbytes):>10}")
+        times = (
+            f"link {1e3 * self.link_seconds:.1f} ms each way, replay "
+            f"{1e3 * self.replay_seconds:.1f} ms, forward {1e3 * self.forward_seconds:.1f} ms"
+        )
+        if self.host_seconds:
+            times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is bound by it"
+        return "\n".join([*lines, times])
+
+    @property
+    def bytes_by_decision(self) -> dict[str, int]:
+        """Bytes of the rows that are kept, offloaded and replayed, under those three names."""
+        sums = dict.fromkeys(_NAMES.values(), 0)
+        for row in self.rows:
+            sums[row.decision] += row.nbytes
+        return sums
+
+    def draw(self, path: str | Path) -> None:
+        """Draw a step: bytes that are kept, on the link and made again, value by value.
+
+        Raises:
+            UsageError: matplotlib is missing, or does not know the kind of file.
+        """
+        figure = new_figure(9, 5)
+        stacked, spent = figure.subplots(2, 1, sharex=True)
+        self.draw_bytes(stacked)
+        self.draw_seconds(spent)
+        save_figure(figure, path)
+
+    def draw_bytes(self, axes: Axes) -> None:
+        """Draw what becomes of the bytes, in the order in which they are made."""
+        totals: dict[str, list[float]] = {name: [0.0] for name in _NAMES.values()}
+        for row in self.rows:
+            for decision, sums in totals.items():
+                sums.append(sums[-1] + (row.nbytes / 2**30 if row.decision == decision else 0.0))
+        axes.stackplot(range(len(self.rows) + 1), *totals.values(), labels=list(totals))
+        axes.legend(loc="upper left")
+        axes.set_ylabel("GiB made so far")
+        axes.set_title("the plan")
+
+    def draw_seconds(self, axes: Axes) -> None:
+        """Draw what that takes of the link and of replays, beside the forward pass."""
+        for decision, label in (("offload", "link, each way"), ("replay", "replay")):
+            sums = [0.0]
+            for row in self.rows:
+                sums.append(sums[-1] + (1e3 * row.cost if row.decision == decision else 0.0))
+            axes.plot(sums, label=label)
+        axes.axhline(1e3 * self.forward_seconds, linestyle=":", label="forward pass")
+        axes.legend(loc="upper left")
+        axes.set_ylabel("ms so far")
+        axes.set_xlabel("values in the order in which they are made")
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty picture of so many inches.
+
+    Raises:
+        UsageError: matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "to draw needs matplotlib: pip install matplotlib, or print instead"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a picture as the kind of file that its name ends with.
+
+    Raises:
+        UsageError: there is no such kind.
+    """
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise UsageError(f"cannot draw to {str(path)!r}: {error}") from error
+
+
+_NAMES = {Keep: "keep", Offload: "offload", Replay: "replay"}

@@ -1,0 +1,391 @@
+"""What autograd holds instead of tensors, what those share, and how it is found again.
+
+A **stored range** is one whole storage, a **handle** is one saved tensor: a view of a stored range,
+at a version. All that is saved of a
+storage while it is held shares one stored range, as PyTorch would keep one storage: what aliases
+before aliases afterwards, at the same offsets.
+
+Ownership is the clean-up: autograd holds handles, handles hold the stored range, and everything
+else knows it weakly. When the last handle dies the range dies, and its death is queued.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from storm_client.errors import StormError
+from storm_client.saved.snapshots import Ready, SnapshotProof
+from storm_client.saved.versions import SavedVersion, View
+
+if TYPE_CHECKING:
+    from storm_client.lanes import Stream
+    from storm_client.monitoring.stats import StatsRecorder
+
+__all__ = [
+    "DeadRange",
+    "Handle",
+    "Holder",
+    "Located",
+    "Part",
+    "RangePhase",
+    "SavedStorages",
+    "StoredRange",
+    "UpcomingUses",
+    "WeakStorage",
+]
+
+
+class Holder(Protocol):
+    """Who holds a record's bytes: a session."""
+
+    def load(self, handle: Handle, *, is_first: bool) -> Located:
+        """Return where the bytes of a handle of it are in memory."""
+        ...
+
+    def send(self, record: StoredRange) -> None:
+        """Have a record of it leave, unless that was done."""
+        ...
+
+    def look_ahead(self, uses: UpcomingUses) -> None:
+        """Begin to fetch what is used next."""
+        ...
+
+
+class UpcomingUses(Protocol):
+    """What is expected to be asked for after a handle: its step knows."""
+
+    def upcoming(self) -> list[StoredRange]:
+        """Return the next living records, the nearest first."""
+        ...
+
+    def unseen(self) -> list[StoredRange | None]:
+        """Return what of them has not been looked at, None for a dead one."""
+        ...
+
+    def saw(self, count: int) -> None:
+        """Note that the first `count` of the unseen are here or have been requested."""
+        ...
+
+
+class WeakStorage:
+    """Knows a storage without keeping it, and keeps its address from being used for another one.
+
+    PyTorch's own StorageWeakRef has a destructor in Python, in which an interrupt would be lost:
+    this one has to be freed.
+    """
+
+    __slots__ = ("_pointer", "address")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.address = storage._cdata
+        self._pointer = storage._weak_ref()
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the storage if something else still keeps it; not after `free`."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._pointer)
+        return found
+
+    def free(self) -> None:
+        """Give the address up; once."""
+        torch.UntypedStorage._free_weak_ref(self._pointer)  # type: ignore[no-untyped-call]
+
+
+class Located(NamedTuple):
+    """Where a record's bytes are in memory: its own storage, or one of the same size."""
+
+    storage: torch.UntypedStorage
+    is_original: bool = False
+    """Whether nothing was copied: who made the bytes is as far ahead as without offload."""
+
+
+class Part(NamedTuple):
+    """The bytes of a record from `begin` on, stored as `entry`."""
+
+    entry: int
+    begin: int
+    nbytes: int
+
+
+class RangePhase(Enum):
+    """Where the bytes of a stored range are, as far as its session has decided."""
+
+    __hash__ = object.__hash__  # that of Enum is written in Python
+    IN_USE = auto()
+    """In its storage, which somebody else may hold: nothing has been sent."""
+    LEAVING = auto()
+    """On their way to the daemon, or held until there is a reason to send them."""
+    STAYING = auto()
+    """In its storage for good: the daemon does not take them, or they were needed first."""
+    AWAY = auto()
+    """With the daemon alone; or besides in memory that somebody has been given back."""
+    RETURNING = auto()
+    """A thread has the duty to bring them back; others wait for it."""
+    LOST = auto()
+    """The daemon has them no more: `error` says why."""
+
+
+_NEXT: dict[RangePhase, tuple[RangePhase, ...]] = {
+    RangePhase.IN_USE: (RangePhase.LEAVING, RangePhase.STAYING),
+    RangePhase.LEAVING: (RangePhase.AWAY, RangePhase.STAYING, RangePhase.LOST),
+    RangePhase.STAYING: (),
+    RangePhase.AWAY: (RangePhase.RETURNING, RangePhase.LOST),
+    RangePhase.RETURNING: (RangePhase.AWAY, RangePhase.LOST),
+    RangePhase.LOST: (),
+}
+
+
+class StoredRange:
+    """The bytes of one storage: held here, on their way to the daemon, or there.
+
+    The session's lock protects it, except where a method says otherwise.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_handles",
+        "_restored",
+        "_waiting",
+        "codec",
+        "dtype",
+        "error",
+        "key",
+        "leaves",
+        "nbytes",
+        "parts",
+        "phase",
+        "place",
+        "pointer",
+        "proof",
+        "ready",
+        "session",
+        "soon",
+        "source",
+        "stats",
+        "stream",
+        "weak",
+    )
+
+    def __init__(
+        self,
+        session: Holder,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        stats: StatsRecorder,
+        *,
+        codec: str = "raw",
+        soon: bool = False,
+        stream: Stream = None,
+    ) -> None:
+        """Describe `storage`, whose elements are of `dtype`, and keep it until it is let go.
+
+        `session` is the one that holds its bytes and gives them back. `soon` says that it will be
+        needed at once, `stream` behind what work its bytes are there.
+        """
+        self.key = next(_KEYS)
+        self.session = session
+        self.phase = RangePhase.IN_USE
+        self.nbytes = storage.nbytes()
+        self.dtype = dtype
+        self.stats = stats
+        self.codec = codec
+        self.soon = soon
+        self.stream = stream
+        self.source: torch.UntypedStorage | None = storage
+        self.weak = [WeakStorage(storage)]
+        """Of the original storage, and of the one restored last."""
+        self.pointer = storage.data_ptr()
+        self.leaves: dict[int, torch.Tensor] = {}
+        """What was saved and no operation made, by id: held as long as `source` may be shared, as
+        PyTorch would hold it, since it may be given other data."""
+        self.parts: list[Part] = []
+        self.proof: SnapshotProof | None = None
+        """Set while somebody else may hold the storage though its bytes have been sent."""
+        self.ready: Ready | None = None
+        """Set where its bytes can be read before there is a reason to send them."""
+        self.error: StormError | None = None
+        self._handles: dict[int, weakref.ref[Handle]] = {}
+        self._waiting: set[int] = set()
+        self._restored: torch.UntypedStorage | None = None
+
+    def move_to(self, phase: RangePhase) -> None:
+        """Go on to the next phase, or stay in this one."""
+        assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
+        self.phase = phase
+
+    def lose(self, error: StormError) -> None:
+        """Note why the daemon can no longer give the bytes back, unless they never left."""
+        if self.phase not in (RangePhase.STAYING, RangePhase.LOST):
+            self.error = error
+            self.move_to(RangePhase.LOST)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it has to be fetched before it can be used, and nobody is doing that."""
+        return self.phase is RangePhase.AWAY and self.locate() is None
+
+    def locate(self) -> Located | None:
+        """Return the bytes if they are in memory: the original storage or a restored one.
+
+        The original is what PyTorch would read: a handle has checked its version before. One that
+        a library has emptied is of no use, one that it has filled again is.
+        """
+        storage = self.source
+        if storage is None:
+            storage = self.weak[0].storage()
+        if storage is not None and storage.nbytes() >= self.nbytes:
+            return Located(storage, is_original=True)
+        restored = self._restored
+        if restored is None and len(self.weak) > 1:
+            restored = self.weak[-1].storage()
+        return None if restored is None else Located(restored)
+
+    def came_back(self, storage: torch.UntypedStorage) -> None:
+        """Keep what was restored for as long as a handle has not been unpacked since."""
+        self.weak.append(WeakStorage(storage))
+        while len(self.weak) > 2:
+            self.weak.pop(1).free()
+        self._waiting = set(self._handles)
+        self._restored = storage
+        self._let_go_if_unneeded()
+
+    def unpacked(self, handle: Handle) -> None:
+        """Note that `handle` has had the restored bytes."""
+        self._waiting.discard(handle.key)
+        self._let_go_if_unneeded()
+
+    def add(self, handle: Handle, tell: Tell) -> None:
+        """Count a new handle, whose death `tell` will be called at."""
+        reference = _HandleRef(handle, tell)
+        reference.handle, reference.record = handle.key, weakref.ref(self)
+        self._handles[handle.key] = reference
+
+    def forget(self, handle: int) -> None:
+        """Discount the handle of that key."""
+        self._handles.pop(handle, None)
+        self._waiting.discard(handle)
+        self._let_go_if_unneeded()
+
+    def is_whole(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether the storage still has its memory: resizing to 0 and back changes that."""
+        return storage.data_ptr() == self.pointer and storage.nbytes() == self.nbytes
+
+    def _let_go_if_unneeded(self) -> None:
+        if not self._waiting:
+            self._restored = None
+
+
+class Handle:
+    """What autograd keeps instead of one offloaded tensor. Its death is all the clean-up."""
+
+    __slots__ = ("__weakref__", "key", "number", "record", "step", "version", "view")
+
+    def __init__(
+        self,
+        record: StoredRange,
+        view: View,
+        version: SavedVersion,
+        step: UpcomingUses,
+        number: int,
+    ) -> None:
+        """Keep `record` alive; `number` is the handle's place in the plan of `step`."""
+        self.key = next(_KEYS)
+        self.record = record
+        self.view = view
+        self.version = version
+        self.step = step
+        self.number = number
+
+
+Tell: TypeAlias = Callable[[Any], None]
+"""What a death calls, in which no Python code runs: a deque's `append`."""
+
+
+class _HandleRef(weakref.ref[Handle]):
+    """Tells of a handle's death by being appended where its record's deaths are looked for."""
+
+    __slots__ = ("handle", "record")
+    handle: int
+    record: weakref.ref[StoredRange]
+
+
+class DeadRange(weakref.ref[StoredRange]):
+    """Outlives a record and knows what has to be cleaned up after it."""
+
+    __slots__ = ("address", "key", "parts", "weak")
+    key: int
+    parts: list[Part]
+    address: int
+    weak: list[WeakStorage]
+    """These keep the storage's address from being used again."""
+
+
+class SavedStorages:
+    """The stored ranges of a session, found by their storages until they die, and their deaths.
+
+    A storage is known by the address of its implementation; the weak reference in DeadRange keeps
+    that address from being used for another one. The session's lock protects the table.
+
+    Handles and records die in any thread, with any lock held, and where a signal may strike: Python
+    swallows what a handler raises in a destructor's callback that is written in Python. So the
+    callback is a deque's `append`, and whoever holds the lock looks there from time to time.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.deaths: deque[weakref.ref[Any]] = deque()
+        """What died and nobody has looked at, in the order of the deaths."""
+        self._tell = self.deaths.append
+        self._records: dict[int, DeadRange] = {}
+        """By key: of those that live, or whose deaths wait."""
+        self._latest: dict[int, DeadRange] = {}
+        """By the storage's address: of the record that was made of it last."""
+
+    def find(self, storage: torch.UntypedStorage) -> StoredRange | None:
+        """Return the latest record of `storage`, if it lives."""
+        reference = self._latest.get(storage._cdata)
+        return None if reference is None else reference()
+
+    def add(self, record: StoredRange) -> DeadRange:
+        """Let a record be found until its storage has another; return what its death is told by."""
+        reference = DeadRange(record, self._tell)
+        reference.key, reference.parts = record.key, record.parts
+        reference.address, reference.weak = record.weak[0].address, record.weak
+        self._records[record.key] = reference
+        self._latest[reference.address] = reference
+        return reference
+
+    def add_handle(self, handle: Handle) -> None:
+        """Have the handle's record told of its death."""
+        handle.record.add(handle, self._tell)
+
+    def dead(self) -> Iterator[DeadRange]:
+        """Yield the records that died, and forget them.
+
+        One at which the loop is interrupted is yielded again the next time.
+        """
+        while self.deaths:
+            reference = self.deaths[0]
+            if isinstance(reference, DeadRange):
+                yield reference
+                self._records.pop(reference.key, None)
+                if self._latest.get(reference.address) is reference:
+                    del self._latest[reference.address]
+                while reference.weak:
+                    reference.weak.pop().free()
+            elif isinstance(reference, _HandleRef) and (record := reference.record()) is not None:
+                record.forget(reference.handle)
+            self.deaths.popleft()
+
+    def __len__(self) -> int:
+        """Return the number of records that live, or whose deaths wait."""
+        return len(self._records)
+
+
+_KEYS = count(1)

@@ -1,0 +1,356 @@
+"""What `compile_step` returns: captures when it must, runs what it has captured, and finishes it.
+
+A run has two halves. The first computes everything and changes nothing but generators; the second
+changes the state, in place, and cannot be interrupted. What fails in the first leaves the state as
+it was.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._dynamo.backends.debugging import boxed_nop
+from torch.utils import _pytree as pytree
+
+from storm_client.arguments import check_codec, plan_options, size_of
+from storm_client.client import Client
+from storm_client.compile.backend import supply_of
+from storm_client.compile.exactness import exact_in_eager, exact_in_generated_code
+from storm_client.compile.runtime import Target
+from storm_client.errors import UsageError
+from storm_client.monitoring.stats import OffloadStats
+from storm_client.planner.plan import Plan
+from storm_client.step.capture import capture
+from storm_client.step.captured import Captured, Result
+from storm_client.step.explain import Explanation, explained, most_at_once
+from storm_client.step.loops import CAPTURING
+from storm_client.step.program import Program, program_of
+from storm_client.step.side_effects import Objects
+from storm_client.step.state import State, described
+from storm_client.step.strides import with_recorded_strides
+
+__all__ = ["CompiledStep"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def compiled_step(
+    step: Callable[..., Any],
+    *,
+    budget: str | float | None,
+    client: Client | None,
+    codec: str,
+    min_bytes: int | str,
+    codegen: str,
+    captures: int,
+) -> CompiledStep:
+    """Return a step compiled for one client, as `storm_client.compile_step` does."""
+    if not callable(step):
+        raise UsageError(f"step is of type {type(step).__name__}; pass a function")
+    if type(captures) is not int or captures < 1:
+        raise UsageError(f"captures is {captures!r}; it must be a number of at least 1")
+    asked = plan_options(budget, "learn", replay=False).budget
+    least = size_of(min_bytes, "min_bytes")
+    check_codec(codec)
+    if codegen not in _GENERATORS:
+        raise UsageError(f"codegen is {codegen!r}; choose {' or '.join(_GENERATORS)}")
+    target = Target(supply_of(client), asked, codec, least)
+    return CompiledStep(step, target, codegen, captures)
+
+
+class _Prepared:
+    """One capture, ready to run."""
+
+    def __init__(self, program: Program, state: State) -> None:
+        self.program = program
+        self.state = state
+
+
+class CompiledStep:
+    """A step of training that runs as captured graphs under one plan.
+
+    Call it as the function that was given to `storm_client.compile_step`.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], target: Target, codegen: str, captures: int
+    ) -> None:
+        """Capture `step` when it is called; keep the last `captures`."""
+        self._step = step
+        self._target = target
+        self._codegen = codegen
+        self._captures = captures
+        self._lock = threading.RLock()  # protects the table below; a run holds it
+        self._known: OrderedDict[Any, list[_Prepared]] = OrderedDict()
+        self._last: _Prepared | None = None
+        self.__wrapped__ = step
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Make a step, and return what the function returns, without gradients.
+
+        Raises:
+            UsageError: the function does what cannot be captured, the budget is below the least
+                possible, or it is called within saved-tensor hooks. Nothing has changed.
+            StormError: stored values cannot be had again. Nothing has changed but that generators
+                have advanced.
+        """
+        if CAPTURING.loop is not None:
+            return self._step(*arguments, **options)  # as a part of the step that is captured
+        if _top_hooks(True) is not None:
+            raise UsageError(
+                "the step is called where saved tensors are handed to hooks, as in a `with "
+                "offload:`, but a run saves none; call it outside, its plan says what leaves"
+            )
+        with self._lock:
+            leaves, spec = pytree.tree_flatten((arguments, options))
+            key = (spec, tuple(map(described, leaves)))
+            prepared, values = self._prepared(key, leaves, arguments, options)
+            self._last = prepared
+            return self._run(prepared, values)
+
+    # --- which capture ----------------------------------------------------------------------
+
+    def _prepared(
+        self,
+        key: Any,
+        leaves: list[object],
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> tuple[_Prepared, dict[fx.Node, Any]]:
+        for prepared in reversed(self._known.get(key, [])):
+            values = prepared.state.values(leaves)
+            if values is not None:
+                self._known.move_to_end(key)
+                return prepared, values
+        prepared = self._capture(arguments, options, leaves)
+        self._check_changed(prepared, self._known.get(key, []))
+        values = prepared.state.values(leaves)
+        if values is None:
+            raise UsageError(
+                "the step changes what it decides by while it runs, so that no capture of it can "
+                "be used; leave counters and switches to what calls it"
+            )
+        self._known.setdefault(key, []).append(prepared)
+        self._known.move_to_end(key)
+        while sum(map(len, self._known.values())) > self._captures:
+            oldest = next(iter(self._known))
+            self._known[oldest].pop(0)
+            if not self._known[oldest]:
+                del self._known[oldest]
+        self._target.graphs = [
+            graph for kept in self._known.values() for one in kept for graph in one.program.graphs
+        ]
+        return prepared, values
+
+    @staticmethod
+    def _check_changed(prepared: _Prepared, known: list[_Prepared]) -> None:
+        """Refuse a step that changes what it has changed before, for arguments that are alike."""
+        before = {name for one in known for name in one.program.captured.changed}
+        for name, value in prepared.program.captured.changed.items():
+            if name in before:
+                raise UsageError(
+                    f"the step changes {name} again and again, now to {value!r}, but its Python "
+                    "code runs only when it is captured; leave counting to what calls the step, "
+                    "or make it a buffer"
+                )
+
+    def _capture(
+        self,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        leaves: list[object],
+    ) -> _Prepared:
+        captured = self._recorded(arguments, options, leaves)
+        target = self._target
+        codegen = "eager" if captured.makes_state else self._codegen
+        generate, is_exact = _GENERATORS[codegen]
+        program = program_of(
+            captured,
+            generate,
+            _by_pytorch,
+            budget=target.budget,
+            min_bytes=target.min_bytes,
+            codec=target.codec,
+            is_exact=is_exact,
+        )
+        if all(one.tensor.is_cpu for one in captured.recording.outside.values()):
+            _keep_freed(most_at_once(program))
+        return _Prepared(program, State(captured, self._step, leaves))
+
+    def _recorded(
+        self,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        leaves: list[object],
+    ) -> Captured:
+        """Return a capture of the step that has left nothing in Python objects."""
+        objects = Objects(self._step, leaves)
+        try:
+            captured = capture(self._step, arguments, options)
+            objects.check()
+        except BaseException:
+            objects.put_back()
+            raise
+        return captured
+
+    # --- a run ------------------------------------------------------------------------------
+
+    def _run(self, prepared: _Prepared, values: dict[fx.Node, Any]) -> Any:
+        program = prepared.program
+        values.update(program.ordered.constants)
+        with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+            program.work(values, self._target)
+            with _uninterrupted():
+                _finish(program, values)
+        captured = program.captured
+        leaves = [
+            _value(program, place, result, values) for place, result in enumerate(captured.returned)
+        ]
+        return pytree.tree_unflatten(leaves, captured.spec)
+
+    # --- what is known ----------------------------------------------------------------------
+
+    def captures(self) -> list[Program]:
+        """Return what was captured and is kept, in the order of use."""
+        return [one.program for kept in self._known.values() for one in kept]
+
+    def explain(self, seconds: float = 0.0) -> Explanation:
+        """Describe what was captured for the latest call: graph, plan, and memory.
+
+        With `seconds`, a layout that is better than greedy ones is looked for so long, at the end
+        by OR-tools where they are installed.
+
+        Raises:
+            UsageError: it was not called yet.
+        """
+        if self._last is None:
+            raise UsageError("there is nothing to explain before the first call: make a step")
+        return explained(self._last.program, seconds)
+
+    def plans(self) -> list[Plan]:
+        """Return the plans of the captures that are kept, in the order of use."""
+        return [graph.plan for graph in self._target.graphs]
+
+    def stats(self) -> OffloadStats:
+        """Return what has been offloaded so far, waiting up to a second for its stores."""
+        self._target.settle()
+        return self._target.recorder.snapshot()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(_NOT_COPIED)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(_NOT_COPIED)
+
+
+_NOT_COPIED = (
+    "a compiled step belongs to the model and optimizer that its function uses; copy or pickle "
+    "those, and call storm_client.compile_step where they are"
+)
+
+
+def _by_pytorch(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    made: Callable[[list[Any]], Any] = boxed_nop(module, [])
+    return made
+
+
+def _by_inductor(module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    from storm_client.compile.inductor import generate_inference
+
+    return generate_inference(with_recorded_strides(module))
+
+
+_GENERATORS = {
+    "inductor": (_by_inductor, exact_in_generated_code),
+    "eager": (_by_pytorch, exact_in_eager),
+}
+
+
+MOST_KEPT = (32 << 20) - (1 << 16)
+"""Bytes of the largest block that makes glibc keep more, with its header and rounding."""
+
+
+def _keep_freed(nbytes: int) -> None:
+    """Have the C library keep that much memory from step to step, up to 32 MiB.
+
+    glibc gives back what is free at the end of its heap, above twice the largest block that it has
+    seen freed; each step would have its memory mapped and zeroed again. Where the environment sets
+    that limit, it stays as set.
+    """
+    torch.empty(min(nbytes, MOST_KEPT), dtype=torch.uint8, device="cpu")
+
+
+def _finish(program: Program, values: dict[fx.Node, Any]) -> None:
+    """Change the state."""
+    late = program.late
+    given = [values[node] for node in late.inputs]
+    for node in late.drops:
+        del values[node]
+    values.update(zip(late.results, late.run(given), strict=True))
+    captured = program.captured
+    for place, result in enumerate(captured.left, len(captured.returned)):
+        _put(result, _value(program, place, result, values), captured, values)
+
+
+def _value(program: Program, place: int, result: Result, values: dict[fx.Node, Any]) -> Any:
+    node = program.ordered.results[place]
+    if node is None:
+        return result.value
+    return values[node].detach() if place in program.ordered.detached else values[node]
+
+
+def _put(result: Result, value: Any, captured: Captured, values: dict[fx.Node, Any]) -> None:
+    kind, *path = result.path
+    if kind == "grad":
+        known = captured.recording.outside.get(id(path[0]))
+        tensor = path[0] if known is None else values[known.node]  # this run's, not the capture's
+        tensor.grad = value
+    elif kind == "state":
+        optimizer, parameter, key = path
+        optimizer.state[parameter][key] = value
+    elif kind == "buffer":
+        module, name = path
+        module._buffers[name] = value
+    else:
+        module, name = path
+        module.__dict__[name] = value
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off to the end of the block.
+
+    Python runs handlers in the main thread alone, so in others there is nothing to put off.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or not callable(before):
+        yield
+        return
+    noted: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted:
+            before(*noted[0])

@@ -1,0 +1,126 @@
+"""Notices that a step takes numbers from elsewhere than PyTorch, as it would at its capture alone.
+
+Python's generators are seen drawing, in whichever function the step calls. NumPy's cannot be: of
+its global one, and those that modules or their `forward` read, it is compared where they stand. An
+iterator that these read is refused, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import numpy as np
+from torch import nn
+
+from storm_client.errors import UsageError
+from storm_client.hook_stack import untraced
+from storm_client.step.variables import is_iterator, position, positions
+
+__all__ = ["Draws"]
+
+_DRAWING: Final = ("random", "getrandbits", "seed")
+"""All that a generator of Python's draws by. Dynamo sets states that it found."""
+
+_LIBRARY: Final = Path(random.__file__).parent
+
+
+class Draws:
+    """What one capture takes numbers from."""
+
+    def __init__(self) -> None:
+        """Note where NumPy's global generator stands."""
+        self._error: UsageError | None = None
+        self._places: list[tuple[str, Callable[[], Any], Any]] = []
+        self._seen: set[object] = set()
+        self._note("numpy.random", partial(position, np.random))
+
+    def see_module(self, module: nn.Module) -> None:
+        """Look at what a module that is called has, and what its `forward` reads.
+
+        Raises:
+            UsageError: an iterator is among it.
+        """
+        kind = type(module).__name__
+        for name, value in module.__dict__.items():
+            if is_iterator(value):
+                raise UsageError(
+                    f"the module {kind} has an iterator as its attribute {name!r}, and would take "
+                    "from it only when the step is captured; take what comes next outside, and "
+                    "pass it as an argument"
+                )
+            if position(value) is not None:
+                self._note(f"{kind}.{name}", partial(position, value))
+        forward = module.forward
+        function = getattr(forward, "__func__", forward)
+        if function not in self._seen:
+            self._seen.add(function)
+            self.see_function(forward)
+
+    def see_function(self, function: Callable[..., Any], arguments: Sequence[object] = ()) -> None:
+        """Look at what a function reads.
+
+        Raises:
+            UsageError: an iterator is among it, or a large array among `arguments`.
+        """
+        for name, before in positions(function, arguments).items():
+            where = partial(_place_of, name, function, arguments)
+            self._places.append((name, where, before))
+
+    def _note(self, name: str, where: Callable[[], Any]) -> None:
+        self._places.append((name, where, where()))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See in this thread what Python's generators draw."""
+        before = sys.getprofile()
+        sys.setprofile(self._look)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    @untraced
+    def _look(self, frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call" or called.__name__ not in _DRAWING:
+            return
+        if not isinstance(getattr(called, "__self__", None), random.Random):
+            return
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code.co_filename == random.__file__:
+            caller = caller.f_back
+        if caller is None or Path(caller.f_code.co_filename).parent == _LIBRARY:
+            return
+        self._error = self._error or _draws(
+            f"a generator of Python's ({caller.f_code.co_filename}:{caller.f_lineno})"
+        )
+        raise self._error
+
+    def check(self) -> None:
+        """Look whether anything has been drawn.
+
+        Raises:
+            UsageError: it has.
+        """
+        if self._error is not None:
+            raise self._error
+        for name, where, before in self._places:
+            if where() != before:
+                raise _draws(repr(name))
+
+
+def _place_of(name: str, function: Callable[..., Any], arguments: Sequence[object]) -> Any:
+    return positions(function, arguments).get(name)
+
+
+def _draws(where: str) -> UsageError:
+    return UsageError(
+        f"the step draws random numbers from {where}, which PyTorch does not draw, and would only "
+        "when it is captured; draw with torch, or pass what is drawn"
+    )

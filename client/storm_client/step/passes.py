@@ -1,0 +1,458 @@
+"""What is changed about a recorded step before it is planned: order, loop, and what is left out.
+
+Of two operations one may only be moved before the other where neither writes to memory that the
+other uses; a node's `meta` has what that takes to tell. Nothing random is left out or doubled, so
+generators advance as they do without a capture.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from storm_client.compile.costs import nbytes_of
+from storm_client.errors import UsageError
+from storm_client.step.captured import Captured
+from storm_client.step.recording import (
+    BACKWARD,
+    MEMORY,
+    PART,
+    WRITTEN,
+    is_random,
+    memories,
+    reads,
+    writes,
+)
+
+__all__ = ["Carry", "Ordered", "ordered", "without_repeats"]
+
+aten = torch.ops.aten
+
+LARGEST_CONSTANT = 1 << 20
+"""Bytes of a result that is computed once and then held."""
+
+BODY = 2
+"""The micro-batch that stands for all but the first."""
+
+_NEW = {
+    aten.arange,
+    aten.full,
+    aten.ones,
+    aten.scalar_tensor,
+    aten.zeros,
+    aten.eye,
+    aten.linspace,
+}
+"""Operations without arguments that are tensors, whose result can be computed once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """What a micro-batch hands to the next."""
+
+    given: fx.Node
+    """The placeholder that each micro-batch but the first reads."""
+    first: fx.Node
+    """What the first has made of it."""
+    made: fx.Node
+    """What each makes of it for the next."""
+
+
+@dataclass
+class Ordered:
+    """The nodes of a step: what leaves its state alone, then what changes it."""
+
+    work: list[fx.Node] = field(default_factory=list)
+    late: list[fx.Node] = field(default_factory=list)
+    carries: list[Carry] = field(default_factory=list)
+    constants: dict[fx.Node, Any] = field(default_factory=dict)
+    results: list[fx.Node | None] = field(default_factory=list)
+    """What is returned, and then what is put somewhere, as nodes."""
+    detached: set[int] = field(default_factory=set)
+    """Which of these are views of what was there before, without its gradient."""
+    pruned: int = 0
+    folded: int = 0
+    repeated: int = 0
+
+    def part(self, number: int) -> list[fx.Node]:
+        """Return the work of one part."""
+        return [node for node in self.work if node.meta[PART] == number]
+
+
+def ordered(captured: Captured) -> Ordered:
+    """Return the nodes of a captured step in the order in which they are to run.
+
+    Raises:
+        UsageError: the micro-batches of its loop differ, or what they make is used one by one.
+    """
+    found = Ordered()
+    graph = captured.recording.graph
+    found.constants.update(captured.recording.constants)
+    found.results = [one.node for one in (*captured.returned, *captured.left)]
+    _shadow(captured)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    nodes = _without_aliases(nodes, found)
+    nodes = _rolled(nodes, captured, found)
+    nodes = _folded(nodes, found)
+    nodes = _needed(nodes, found)
+    late = _late(nodes)
+    found.work = [node for node in nodes if node not in late]
+    found.late = [node for node in nodes if node in late]
+    return found
+
+
+def outside(nodes: Iterable[fx.Node]) -> frozenset[int]:
+    """Return the memory of a graph's placeholders, given any of its nodes."""
+    first = next(iter(nodes), None)
+    if first is None:
+        return frozenset()
+    found: set[int] = set()
+    for node in first.graph.find_nodes(op="placeholder"):
+        found |= memories(node)
+    return frozenset(found)
+
+
+# --- state that the step reads after it has changed it ------------------------------------------
+
+
+def _shadow(captured: Captured) -> None:
+    """Have the step work on copies of state that it changes and then uses, as running statistics.
+
+    The copies are written back at the end. So all that changes state can come last.
+    """
+    graph = captured.recording.graph
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    ends = [index for index, node in enumerate(nodes) if node.meta[BACKWARD]]
+    end = ends[-1] if ends else 0
+    there = outside(nodes)
+    written: set[int] = set()
+    shadowed: set[int] = set()
+    for index, node in enumerate(nodes):
+        memory = writes(node) & there
+        if node.meta[PART] > 0 or not _only_writes(node):
+            shadowed |= memory
+        if index < end:
+            shadowed |= reads(node) & written
+        written |= memory
+    for placeholder in graph.find_nodes(op="placeholder"):
+        if memories(placeholder) & shadowed:
+            _copy(placeholder, nodes, graph)
+
+
+def _only_writes(node: fx.Node) -> bool:
+    """Tell whether an operation returns nothing but what it has written to."""
+    if not writes(node):
+        return True
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target._schema.is_mutable and all(
+        one.alias_info is not None and one.alias_info.is_write
+        for one in node.target._schema.returns
+    )
+
+
+def _copy(placeholder: fx.Node, nodes: Sequence[fx.Node], graph: fx.Graph) -> None:
+    (memory,) = memories(placeholder)
+    sharing = [n for n in graph.find_nodes(op="placeholder") if memory in memories(n)]
+    if len(sharing) > 1:
+        raise UsageError(
+            "the step changes a tensor and uses it again, which shares its memory with another "
+            f"({', '.join(str(n.meta['val'].shape) for n in sharing)}); use one of them"
+        )
+    with graph.inserting_before(nodes[0]):
+        copy = graph.call_function(aten.clone.default, (placeholder,))
+    placeholder.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+    new = -1 - memory
+    for node in nodes:
+        for key in (MEMORY, WRITTEN):
+            if memory in node.meta[key]:
+                node.meta[key] = (node.meta[key] - {memory}) | {new}
+    copy.meta.update(placeholder.meta)
+    copy.meta.update({MEMORY: frozenset((new,)), WRITTEN: frozenset(), BACKWARD: False, PART: 0})
+    with graph.inserting_after(list(graph.nodes)[-1]):
+        back = graph.call_function(aten.copy_.default, (placeholder, copy))
+    back.meta.update(
+        {MEMORY: frozenset(), WRITTEN: frozenset((memory,)), BACKWARD: False, PART: -1}
+    )
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+def _rolled(nodes: list[fx.Node], captured: Captured, found: Ordered) -> list[fx.Node]:
+    """Return the nodes with one micro-batch in the place of the second and all further ones."""
+    if captured.loop.count <= BODY:
+        return nodes
+    second = [node for node in nodes if node.meta[PART] == BODY]
+    third = [node for node in nodes if node.meta[PART] == BODY + 1]
+    behind = [node for node in nodes if node.meta[PART] == -1]
+    if _kinds(second) != _kinds(third):
+        raise _differs("the second and third micro-batch run other operations")
+    used = {one for one in found.results if one is not None}
+    used.update(source for node in behind for source in node.all_input_nodes)
+    if used.intersection(second):
+        raise _differs("what a micro-batch in the middle has made is used after the loop")
+    slices = captured.loop.slices
+    same = dict(zip([*third, *slices[2]], [*second, *slices[1]], strict=True))
+    carries: dict[tuple[fx.Node, fx.Node], Carry] = {}
+    for later in third:
+        _carry(same[later], later, same, carries, captured)
+    found.carries = list(carries.values())
+    found.results = [None if one is None else same.get(one, one) for one in found.results]
+    for node in behind:
+        for source in same.keys() & set(node.all_input_nodes):
+            node.replace_input_with(source, same[source])
+    return [node for node in nodes if node.meta[PART] != BODY + 1]
+
+
+def _kinds(nodes: list[fx.Node]) -> list[Any]:
+    return [(node.target, node.meta[BACKWARD], len(node.all_input_nodes)) for node in nodes]
+
+
+def _carry(
+    node: fx.Node,
+    later: fx.Node,
+    same: dict[fx.Node, fx.Node],
+    carries: dict[tuple[fx.Node, fx.Node], Carry],
+    captured: Captured,
+) -> None:
+    """Have a node of the body read what the micro-batch before has made."""
+    (mine, shape), (theirs, other) = map(_flat, (node, later))
+    if shape != other:
+        raise _differs("the second and third micro-batch use other arguments")
+    replaced = []
+    for one, two in zip(mine, theirs, strict=True):
+        value = one
+        if isinstance(one, fx.Node) and isinstance(two, fx.Node):
+            if same.get(two) is one or (one is two):
+                value = one
+            elif one.meta[PART] == 1 and two.meta[PART] == BODY:
+                value = _carried(one, two, carries, captured)
+            else:
+                raise _differs("a micro-batch uses what another than the one before it has made")
+        elif one is not two and one != two:
+            raise _differs(f"the second uses {one!r} where the third uses {two!r}")
+        replaced.append(value)
+    arguments, options = torch.utils._pytree.tree_unflatten(replaced, shape)
+    node.args, node.kwargs = arguments, options
+
+
+def _flat(node: fx.Node) -> tuple[list[Any], Any]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [plain(one) for one in value]
+        return value
+
+    args, kwargs = plain(list(node.args)), {key: plain(one) for key, one in node.kwargs.items()}
+    leaves, spec = torch.utils._pytree.tree_flatten((tuple(args), kwargs))
+    return leaves, spec
+
+
+def _carried(
+    first: fx.Node,
+    made: fx.Node,
+    carries: dict[tuple[fx.Node, fx.Node], Carry],
+    captured: Captured,
+) -> fx.Node:
+    if (first, made) not in carries:
+        graph = captured.recording.graph
+        with graph.inserting_before(next(iter(graph.nodes))):
+            given = graph.placeholder(f"carried_{len(carries)}")
+        given.meta.update(first.meta)
+        given.meta[PART] = BODY
+        carries[first, made] = Carry(given, first, made)
+    return carries[first, made].given
+
+
+def _differs(how: str) -> UsageError:
+    return UsageError(
+        f"the micro-batches of the step's loop cannot be run as one: {how}; have each do the same, "
+        "and sum up what they make in variables instead of listing it"
+    )
+
+
+# --- what need not be run -----------------------------------------------------------------------
+
+
+def _without_aliases(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
+    """Leave out what only returns its argument: without autograd nothing else comes of it."""
+    kept = []
+    for node in nodes:
+        if node.target in (aten.detach.default, aten.alias.default):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            node.replace_all_uses_with(source)
+            places = {place for place, one in enumerate(found.results) if one is node}
+            found.results = [source if one is node else one for one in found.results]
+            if source.op == "placeholder":
+                found.detached |= places
+        else:
+            kept.append(node)
+    return kept
+
+
+def _folded(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
+    """Compute once what is the same in each run, where it is small and nobody writes to it."""
+    touched: set[int] = set()
+    for node in nodes:
+        touched |= writes(node)
+    for one in found.results:
+        touched |= memories(one) if one is not None else set()
+    kept = []
+    known: dict[fx.Node, Any] = dict(found.constants)
+    for node in nodes:
+        made = None if memories(node) & touched else _constant(node, known)
+        if made is None:
+            kept.append(node)
+            continue
+        known[node] = made
+    for node, value in known.items():
+        if node.op == "call_function" and any(user not in known for user in node.users):
+            graph = node.graph
+            with graph.inserting_before(next(iter(graph.nodes))):
+                held = graph.placeholder(f"constant_{len(found.constants)}")
+            held.meta.update(node.meta)
+            held.meta.update({PART: 0, BACKWARD: False})
+            node.replace_all_uses_with(held)
+            found.constants[held] = value
+    found.folded = len(nodes) - len(kept)
+    return kept
+
+
+def _constant(node: fx.Node, known: dict[fx.Node, Any]) -> torch.Tensor | None:
+    """Return what a node comes to in every run, None where that is not known."""
+    target, val = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(val, torch.Tensor):
+        return None
+    if nbytes_of(val) > LARGEST_CONSTANT or target._schema.is_mutable or is_random(node):
+        return None
+    sources = node.all_input_nodes
+    if not sources and target.overloadpacket not in _NEW:
+        return None
+    if torch.Tag.nondeterministic_bitwise in target.tags:
+        return None
+    if any(source not in known for source in sources):
+        return None
+    arguments, options = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    with torch.no_grad():
+        made = target(*arguments, **options)
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def _needed(nodes: list[fx.Node], found: Ordered) -> list[fx.Node]:
+    """Leave out what no result needs."""
+    there = outside(nodes)
+    needed = {one for one in found.results if one is not None}
+    alive: set[int] = set(there)
+    for one in needed:
+        alive |= memories(one)
+    for carry in found.carries:
+        needed |= {carry.first, carry.made}
+        alive |= memories(carry.first) | memories(carry.made)
+    for node in nodes:
+        if node.meta[PART] == BODY:
+            alive |= reads(node)  # what one micro-batch writes the next may read
+    kept = []
+    for node in reversed(nodes):
+        if node in needed or writes(node) & alive or is_random(node) or _is_unknown(node):
+            kept.append(node)
+            needed.update(node.all_input_nodes)
+            alive |= reads(node)
+    found.pruned = len(nodes) - len(kept)
+    return kept[::-1]
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Tell whether an operation is somebody's own, which may do what its schema does not say."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims")
+
+
+def without_repeats(nodes: Sequence[fx.Node], found: Ordered) -> list[fx.Node]:
+    """Return nodes such that what is computed twice of the same is computed once.
+
+    Neither what is random nor what lies in memory that anybody writes to, or that a caller gets.
+    """
+    touched: set[int] = set()
+    for node in (*found.work, *found.late):
+        touched |= writes(node) if node in found.work else set()
+    given = {one for one in found.results if one is not None}
+    for one in given:
+        touched |= memories(one)
+    seen: dict[Any, fx.Node] = {}
+    kept = []
+    for node in nodes:
+        key = None if (memories(node) | reads(node)) & touched else _key(node)
+        if key is None or node in given:
+            kept.append(node)
+        elif key in seen:
+            node.replace_all_uses_with(seen[key])
+            found.repeated += 1
+        else:
+            seen[key] = node
+            kept.append(node)
+    return kept
+
+
+def _key(node: fx.Node) -> Any:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        if target._schema.is_mutable or is_random(node) or _is_unknown(node):
+            return None
+        if not node.all_input_nodes and target.overloadpacket not in _NEW:
+            return None
+    elif target is not operator.getitem and node.meta.get("val") is not None:
+        return None
+    key = (target, _frozen(node.args), _frozen(node.kwargs))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple(sorted((key, _frozen(one)) for key, one in value.items()))
+    return (type(value), value)  # 1, 1.0 and True are different scalars
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def _late(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Return what changes state, and what has to come behind that."""
+    there = outside(nodes)
+    ends = [index for index, node in enumerate(nodes) if node.meta[BACKWARD]]
+    end = ends[-1] if ends else -1
+    late: set[fx.Node] = set()
+    read, written = set[int](), set[int]()
+    has_begun = False
+    for index, node in enumerate(nodes):
+        memory = writes(node)
+        if (
+            has_begun
+            or memory & there
+            or reads(node) & written
+            or memory & (read | written)
+            or any(source in late for source in node.all_input_nodes)
+        ):
+            late.add(node)
+            read |= reads(node)
+            written |= memory | memories(node)
+            has_begun = has_begun or (index > end and bool(memory & there))
+    known = set(nodes)
+    for node in reversed(nodes):
+        if _is_plain_number(node) and all(user in late for user in node.users if user in known):
+            late.add(node)
+    return late
+
+
+def _is_plain_number(node: fx.Node) -> bool:
+    return not isinstance(node.target, torch._ops.OpOverload) and node.meta.get("val") is None

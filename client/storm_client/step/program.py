@@ -1,0 +1,315 @@
+"""The graphs that a captured step runs as, and the order of running them.
+
+    forward and backward graph           of all that is not in the loop, and its first micro-batch
+    forward and backward graph, n - 1 times      of each further micro-batch
+    a graph of what follows the loop
+    the late graph                       changes the state
+
+The first two pairs are divided where most bytes live, and what lives there is kept, offloaded or
+computed again by the planner of compiled models.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from storm_client.compile.exactness import exact_in_eager
+from storm_client.compile.partition import divided
+from storm_client.compile.runtime import Graph, Target, running
+from storm_client.step.captured import Captured
+from storm_client.step.lifetimes import peak_of
+from storm_client.step.passes import BODY, Ordered, ordered, without_repeats
+from storm_client.step.recording import PART, memories, reads, writes
+
+__all__ = ["Call", "Generate", "Program", "program_of"]
+
+Generate = Callable[[fx.GraphModule], Callable[[list[Any]], Sequence[Any]]]
+"""Makes a function of a graph that takes its inputs in a list, and empties that."""
+
+
+@dataclass
+class Call:
+    """One graph, as it is run."""
+
+    module: fx.GraphModule
+    run: Callable[[list[Any]], Sequence[Any]]
+    inputs: list[fx.Node]
+    results: list[fx.Node]
+    graph: Graph | None = None
+    """The plan, of a forward graph that has one."""
+    takes_saved: bool = False
+    """Whether what the call before has returned beyond its results comes first."""
+    drops: list[fx.Node] = field(default_factory=list)
+    """Inputs that nobody reads after this."""
+
+
+@dataclass
+class Program:
+    """All graphs of a step."""
+
+    captured: Captured
+    ordered: Ordered
+    once: list[Call]
+    body: list[Call]
+    after: list[Call]
+    late: Call
+
+    @property
+    def calls(self) -> list[Call]:
+        """All calls in their order, those of the loop once."""
+        return [*self.once, *self.body, *self.after, self.late]
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The plans."""
+        return [call.graph for call in self.calls if call.graph is not None]
+
+    def work(self, values: dict[fx.Node, Any], target: Target) -> None:
+        """Run all that changes no state; `values` has what is given, and gets what is made."""
+        loop = self.captured.loop
+        self._divide(values, 0)
+        _run(self.once, values, target)
+        for number in range(1, loop.count):
+            self._divide(values, number)
+            for carry in self.ordered.carries:
+                made = carry.first if number == 1 else carry.made
+                values[carry.given] = values[made]
+            _run(self.body, values, target)
+        _run(self.after, values, target)
+
+    def _divide(self, values: dict[fx.Node, Any], number: int) -> None:
+        loop = self.captured.loop
+        if not loop.count:
+            return
+        for leaf, part in zip(loop.leaves, loop.slices[min(number, 1)], strict=True):
+            rows = values[leaf].shape[0] // loop.count
+            values[part] = values[leaf].narrow(0, number * rows, rows)
+
+
+def _run(calls: Iterable[Call], values: dict[fx.Node, Any], target: Target) -> None:
+    saved: Sequence[Any] = ()
+    for call in calls:
+        given = [*(saved if call.takes_saved else ()), *(values[node] for node in call.inputs)]
+        saved = ()
+        for node in call.drops:
+            del values[node]
+        with ExitStack() as stack:
+            if call.graph is not None:
+                stack.enter_context(running(target, call.graph))
+            made = call.run(given)
+        count = len(call.results)
+        values.update(zip(call.results, made[:count], strict=True))
+        saved = made[count:]
+        del made
+
+
+def program_of(
+    captured: Captured,
+    generate: Generate,
+    generate_late: Generate,
+    *,
+    budget: Any,
+    min_bytes: int,
+    codec: str = "ancf",
+    is_exact: Callable[[fx.Node], bool] = exact_in_eager,
+) -> Program:
+    """Return the graphs of a captured step for a budget.
+
+    Raises:
+        UsageError: the budget is below the least possible, or the loop cannot be run as one.
+    """
+    found = ordered(captured)
+    builder = _Builder(
+        captured,
+        found,
+        generate=generate,
+        generate_late=generate_late,
+        budget=budget,
+        min_bytes=min_bytes,
+        codec=codec,
+        is_exact=is_exact,
+    )
+    return builder.program()
+
+
+class _Builder:
+    """Makes graphs of ordered nodes."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        found: Ordered,
+        *,
+        generate: Generate,
+        generate_late: Generate,
+        budget: Any,
+        min_bytes: int,
+        codec: str,
+        is_exact: Callable[[fx.Node], bool],
+    ) -> None:
+        self.captured, self.found = captured, found
+        self.generate, self.generate_late = generate, generate_late
+        self.budget, self.min_bytes, self.codec = budget, min_bytes, codec
+        touched: set[int] = set()
+        for node in found.work:
+            touched |= writes(node)
+        self.is_exact = lambda node: is_exact(node) and not (memories(node) | reads(node)) & touched
+
+    def program(self) -> Program:
+        """Return all graphs."""
+        found = self.found
+        once = [node for node in found.work if node.meta[PART] in (0, 1)]
+        body, after = found.part(BODY), found.part(-1)
+        read_after = _read_by([*after, *found.late])
+        once_calls = self._pair(once, read_after | _read_by(body))
+        body_calls = self._pair(body, read_after)
+        after = without_repeats(after, found)
+        after_calls = [self._single(after, _read_by(found.late), self.generate)] if after else []
+        late = self._single(found.late, set(), self.generate_late)
+        program = Program(self.captured, found, once_calls, body_calls, after_calls, late)
+        self._drop(program)
+        return program
+
+    def _pair(self, nodes: list[fx.Node], later: set[fx.Node]) -> list[Call]:
+        """Divide a part where most bytes live, and leave out what each half does twice."""
+        if not nodes:
+            return []
+        wanted = self._wanted() | later
+        at = peak_of(nodes, [node for node in nodes if node in wanted])
+        while at < len(nodes) and nodes[at].target is operator.getitem:
+            at += 1  # it belongs to the operation before it
+        first = without_repeats(nodes[:at], self.found)
+        second = without_repeats(nodes[at:], self.found)
+        results = [node for node in first if node in wanted]
+        again, handed = _handed(first, second)
+        forward = _graph(first, [*results, *handed])
+        inputs = _inputs(first)
+        given = _inputs([*again, *second], skip=handed)
+        given += [node for node in inputs if node not in given]
+        second_results = [node for node in second if node in wanted]
+        named = {node.name: node for node in forward.graph.nodes}
+        takes = [*((node, named[node.name]) for node in handed), *((one, one) for one in given)]
+        backward = _graph([*again, *second], second_results, takes)
+        graph = None
+        if handed:
+            graph = divided(
+                forward,
+                backward,
+                num_fwd_outputs=len(results),
+                static=self._static(forward),
+                budget=self.budget,
+                min_bytes=self.min_bytes,
+                is_exact=self.is_exact,
+                codec=self.codec,
+            )
+        calls = [Call(forward, self.generate(forward), inputs, results, graph)]
+        if second:
+            run = self.generate(backward)
+            calls.append(Call(backward, run, given, second_results, takes_saved=True))
+        return calls
+
+    def _single(self, nodes: list[fx.Node], later: set[fx.Node], generate: Generate) -> Call:
+        wanted = self._wanted() | later
+        results = [node for node in nodes if node in wanted]
+        module = _graph(nodes, results)
+        return Call(module, generate(module), _inputs(nodes), results)
+
+    def _wanted(self) -> set[fx.Node]:
+        """Return what is returned, put somewhere, or handed from micro-batch to micro-batch."""
+        found = {one for one in self.found.results if one is not None}
+        for carry in self.found.carries:
+            found |= {carry.first, carry.made}
+        return found
+
+    def _static(self, forward: fx.GraphModule) -> list[int]:
+        """Return which of a graph's inputs live between steps."""
+        outside = self.captured.recording.outside.values()
+        held = {one.node.name for one in outside if one.argument is None}
+        inputs = [
+            node
+            for node in forward.graph.find_nodes(op="placeholder")
+            if str(node.target).startswith("primals")
+        ]
+        return [index for index, node in enumerate(inputs) if node.name in held]
+
+    def _drop(self, program: Program) -> None:
+        """Have each value dropped by the last that reads it."""
+        last = {node: call for call in program.calls for node in call.inputs}
+        made = {node for call in program.calls for node in call.results}
+        of_body = {node for call in program.body for node in call.results}
+        in_loop = {id(call) for call in program.body}
+        for node, call in last.items():
+            is_read_again = id(call) in in_loop and node not in of_body
+            if node in made and node not in self._wanted() and not is_read_again:
+                call.drops.append(node)
+
+
+def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what some nodes read."""
+    return {source for node in nodes for source in node.all_input_nodes}
+
+
+def _handed(
+    first: Sequence[fx.Node], second: Sequence[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return what of the first half the second makes again, as views, and what it is handed."""
+    there = set(first)
+    again: dict[fx.Node, None] = {}
+    handed: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        if node not in there or node in again or node in handed:
+            return
+        if _is_view(node):
+            for source in node.all_input_nodes:
+                visit(source)
+            again[node] = None
+        else:
+            handed[node] = None
+
+    for node in second:
+        for source in node.all_input_nodes:
+            visit(source)
+    return list(again), list(handed)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Tell whether a node's result lies in its arguments' memory, and nothing else is done."""
+    target = node.target
+    if target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return bool(memories(node)) and memories(node) <= reads(node) and not writes(node)
+
+
+def _inputs(nodes: Sequence[fx.Node], skip: Iterable[fx.Node] = ()) -> list[fx.Node]:
+    """Return what some nodes read that others make."""
+    there = {*nodes, *skip}
+    read = (one for node in nodes for one in node.all_input_nodes)
+    return list(dict.fromkeys(one for one in read if one not in there))
+
+
+def _graph(
+    nodes: Sequence[fx.Node],
+    results: Sequence[fx.Node],
+    given: Sequence[tuple[fx.Node, fx.Node]] | None = None,
+) -> fx.GraphModule:
+    """Return a graph of some nodes: of their inputs, or of `given` with the names to take."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node, named in given if given is not None else [(one, one) for one in _inputs(nodes)]:
+        copies[node] = graph.placeholder(named.name)
+        copies[node].meta.update(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output(tuple(copies[one] for one in results))
+    output.meta["val"] = None
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,597 @@
+"""Records the operations of a step, forward, backward and update, without running any.
+
+The step's own Python code runs, with autograd, autocast and the optimizers as they are; below them
+each operation of PyTorch's that arrives is written down as a node of one graph, and computed on
+fake tensors, which have shapes and no data. So no memory is taken, no parameter changes and no
+random number is drawn. What the step finds that was there before, parameters, buffers, state of
+optimizers, is met here as itself and becomes an input of the graph.
+
+Operations in place stay in place. What memory a node's results lie in, and which it writes to, is
+noted beside it; two that may not change places are told by that.
+"""
+
+from __future__ import annotations
+
+import operator
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from storm_client.errors import UsageError
+from storm_client.step.generators import Generators, is_same
+from storm_client.step.recurrent import (
+    BACKWARD_LAYER,
+    LAYER,
+    TRAINED_LAYER,
+    workspace_bytes,
+)
+from storm_client.step.scalars import STAND_IN, Numbers, number_of, symbolic
+
+__all__ = [
+    "Outside",
+    "Recorder",
+    "Recording",
+    "data_dependent",
+    "is_of_a_capture",
+    "is_random",
+    "memories",
+    "not_in_place",
+    "reads",
+    "writes",
+]
+
+MEMORY, WRITTEN, BACKWARD, PART = (
+    "stormd_memory",
+    "stormd_written",
+    "stormd_backward",
+    "stormd_part",
+)
+"""In a node's `meta`: the storages its results lie in, those it writes to, whether a backward pass
+ran it, and which micro-batch it belongs to."""
+
+_NODE = "_stormd_node"
+"""Where a fake tensor has its node. Any table would have to outlive the tensor, and autograd asks
+how many hold a gradient."""
+
+aten = torch.ops.aten
+
+_REFUSED = {aten.set_: "gives a tensor other memory", aten.resize_: "resizes a tensor in place"}
+
+_VIEWS = {
+    aten._unsafe_view.default: aten.view.default,
+    aten.unsafe_split.Tensor: aten.split.Tensor,
+    aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
+}
+"""Views whose schemas say that they are none, for autograd to count no writes to them, and the same
+views with schemas that say whose memory they are. A GRU writes to parts of its gates so."""
+
+
+@dataclass(eq=False)
+class Outside:
+    """A tensor that was there before the step."""
+
+    tensor: torch.Tensor
+    fake: torch.Tensor
+    node: fx.Node
+    argument: int | None = None
+    """Which of the step's tensors it is, for an argument."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """What a step did. `graph` has its nodes in order; placeholders come first."""
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    outside: dict[int, Outside] = field(default_factory=dict)
+    """By the id of the tensor, which is held."""
+    constants: dict[fx.Node, Any] = field(default_factory=dict)
+    """What Python code made of data of its own, and generators."""
+    numbers: Numbers = field(init=False)
+    generators: Generators = field(init=False)
+    part: int = 0
+    """The micro-batch that is recorded: 0 before the first and without any, -1 after the last."""
+    storages: dict[int, tuple[int, object]] = field(default_factory=dict)
+    leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    """Tensors that may have gradients, by id, with the gradient that each had."""
+    flags: dict[int, tuple[torch.Tensor, bool]] = field(default_factory=dict)
+    """Tensors that the step freezes or has trained, by id, and what they were before."""
+
+    def __post_init__(self) -> None:
+        self.root = self.graph.create_node("get_attr", "stormd_begin")
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=False)
+        self.numbers = Numbers(self.graph, lambda: data_dependent("a number"))
+        self.numbers.note = self._note
+        self.generators = Generators(_sets_a_generator)
+
+    # --- what is there before ---------------------------------------------------------------
+
+    def see(self, tensor: torch.Tensor, argument: int | None = None) -> Outside:
+        """Return the input of the graph for a tensor that was there before."""
+        known = self.outside.get(id(tensor))
+        if known is not None:
+            return known
+        self._check(tensor)
+        self.see_leaf(tensor)
+        with torch.utils._python_dispatch._disable_current_modes():
+            fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
+            val = fake.detach()
+        node = self._placeholder()
+        setattr(fake, _NODE, node)
+        self.describe(node, val)
+        node.meta[WRITTEN] = frozenset()
+        found = self.outside[id(tensor)] = Outside(tensor, fake, node, argument)
+        return found
+
+    def see_leaf(self, tensor: torch.Tensor) -> None:
+        """Note the gradient of a tensor, before the step can change it."""
+        if tensor.is_leaf and tensor.requires_grad and id(tensor) not in self.leaves:
+            with torch._C.DisableTorchFunction():
+                self.leaves[id(tensor)] = (tensor, tensor.grad)
+
+    def see_flag(self, tensor: torch.Tensor) -> None:
+        """Note whether a tensor is trained, before the step changes that.
+
+        Of an argument it is nobody's concern: each run has another.
+        """
+        known = self.outside.get(id(tensor))
+        if known is None or known.argument is None:
+            self.flags.setdefault(id(tensor), (tensor, tensor.requires_grad))
+
+    def number(self, value: float) -> Any:
+        """Return a number that the step takes as an argument."""
+        node = self._placeholder()
+        node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
+        return symbolic(self.numbers, node, value)
+
+    def fresh(self, fake: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `fake` that each micro-batch has another of."""
+        with torch.utils._python_dispatch._disable_current_modes(), self.fake_mode:
+            made = torch.empty_strided(
+                fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device
+            )
+            val = made.detach()
+        node = self._placeholder()
+        node.meta[WRITTEN] = frozenset()
+        self.describe(node, val)
+        setattr(made, _NODE, node)
+        return made
+
+    def _placeholder(self) -> fx.Node:
+        with self.graph.inserting_before(self.root):
+            node = self.graph.placeholder(f"primals_{len(self.graph.nodes)}")
+        node.meta[PART] = 0
+        return node
+
+    @staticmethod
+    def _check(tensor: torch.Tensor) -> None:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise UsageError(
+                f"the step uses a tensor of type {type(tensor).__name__}, which compile_step does "
+                "not capture; use plain tensors, or storm.compile(model)"
+            )
+        if tensor.grad_fn is not None:
+            raise UsageError(
+                f"the step uses a tensor that was computed before it ({tensor.grad_fn.name()}) at "
+                f"{_line()}, and its backward pass would go on there; compute that in the step, or "
+                "pass tensor.detach()"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise UsageError(
+                f"the step uses a tensor of layout {tensor.layout}, which compile_step does not "
+                "capture; use dense tensors, or storm.compile(model)"
+            )
+
+    # --- what is run ------------------------------------------------------------------------
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """Return the node of a tensor that the step has or had."""
+        node = getattr(tensor, _NODE, None) if isinstance(tensor, FakeTensor) else None
+        if node is not None:
+            assert isinstance(node, fx.Node)
+            return node
+        if isinstance(tensor, FakeTensor):
+            raise UsageError(
+                "the step uses a tensor that another capture of a step has left behind; keep no "
+                "tensors of a step in Python objects, return them"
+            )
+        return self.see(tensor).node
+
+    def has(self, tensor: object) -> bool:
+        """Tell whether a tensor was made by this step."""
+        node = getattr(tensor, _NODE, None) if isinstance(tensor, FakeTensor) else None
+        return node is not None and node.graph is self.graph
+
+    def run(self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Record one operation, and return what it gives."""
+        if function is aten._local_scalar_dense.default:
+            return self._item(arguments[0])
+        if function in (aten.lift_fresh.default, aten.lift.default) and not isinstance(
+            arguments[0], FakeTensor
+        ):
+            return self._constant(arguments[0])
+        if function.namespace == "profiler":
+            return function(*arguments, **options)
+        if function.namespace == "prim":  # a question for what the fake tensor knows
+            faked, faked_options = pytree.tree_map(self._faked, (arguments, options))
+            return function(*faked, **faked_options)
+        self._refuse_some(function)
+        function, arguments = self._instead(function, arguments)
+        given = pytree.tree_map(self._noded, (arguments, options))
+        faked, faked_options = pytree.tree_map(self._faked, (arguments, options))
+        with torch.no_grad(), self.fake_mode:
+            try:
+                made = function(*faked, **faked_options)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise data_dependent(str(function)) from error
+        self._check_layout(function, made)
+        self._check_memory(function, (faked, faked_options), made)
+        node = self.graph.call_function(function, *given)
+        node.meta[WRITTEN] = frozenset(
+            memory
+            for one in _written(function, arguments, options)
+            for memory in self._memory(self._faked(one))
+        )
+        self._note(node)
+        found = self._returned(function, arguments, options, made)
+        self._track(node, found)
+        return found
+
+    def _note(self, node: fx.Node) -> None:
+        node.meta[BACKWARD] = torch._C._current_graph_task_id() != -1
+        node.meta[PART] = self.part
+        node.meta.setdefault(MEMORY, frozenset())
+        node.meta.setdefault(WRITTEN, frozenset())
+        if node.meta[BACKWARD] and is_random(node):
+            raise UsageError(
+                f"{node.target} draws random numbers in a backward pass, as checkpointing does "
+                "that computes dropout again; leave checkpointing out of the step, whose plan "
+                "computes again what is worth it"
+            )
+        if is_random(node):
+            given = [self.constants.get(one) for one in node.all_input_nodes]
+            own = [one for one in given if isinstance(one, torch.Generator)]
+            self.generators.draw(own[0] if own else None)
+
+    def _item(self, tensor: torch.Tensor) -> Any:
+        if not tensor.dtype.is_floating_point:
+            raise data_dependent(f".item() of {tensor.dtype}")
+        node = self.graph.call_function(aten._local_scalar_dense.default, (self.node_of(tensor),))
+        node.meta["val"] = None
+        self._note(node)
+        return symbolic(self.numbers, node, None)
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor that Python code has just made: a run makes the same."""
+        fake = self.fake_mode.from_tensor(tensor, static_shapes=True)
+        node = self._placeholder()
+        node.meta[WRITTEN] = frozenset()
+        with torch.utils._python_dispatch._disable_current_modes():
+            self.describe(node, fake.detach())
+            self.constants[node] = tensor.clone()
+        setattr(fake, _NODE, node)
+        made = self.run(aten.clone.default, (fake,), {})
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    def _generator(self, generator: torch.Generator) -> fx.Node:
+        for node, value in self.constants.items():
+            if isinstance(value, torch.Generator) and is_same(value, generator):
+                return node
+        self.generators.see(generator)
+        node = self._placeholder()
+        node.meta.update({"val": None, MEMORY: frozenset(), WRITTEN: frozenset()})
+        self.constants[node] = generator
+        return node
+
+    def _instead(self, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """Return what does the same, and what it does is in its schema and its arguments."""
+        if function is LAYER and torch.is_grad_enabled():
+            return TRAINED_LAYER, (*arguments, workspace_bytes(arguments))
+        if function is BACKWARD_LAYER:
+            *others, workspace = arguments
+            return function, (*others, self.run(aten.clone.default, (workspace,), {}))
+        return _VIEWS.get(function, function), arguments
+
+    def _refuse_some(self, function: Any) -> None:
+        """Refuse what cannot be captured, whatever it is given.
+
+        An index of numbers gives a shape that is known, one of truth values raises in the fake.
+        """
+        packet = getattr(function, "overloadpacket", None)
+        if packet in _REFUSED:
+            raise not_in_place(_REFUSED[packet], str(function))
+        if not isinstance(function, torch._ops.OpOverload):
+            raise UsageError(
+                f"the step uses {function} at {_line()}, which compile_step does not capture; "
+                "compile the model with storm.compile instead"
+            )
+        if torch.Tag.dynamic_output_shape in function.tags and packet is not aten.index:
+            raise data_dependent(str(function))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            raise UsageError(
+                f"the step communicates ({function}) at {_line()}; compile_step is for one "
+                "process, use storm.compile(model) with DDP or FSDP"
+            )
+
+    @staticmethod
+    def _check_layout(function: Any, made: Any) -> None:
+        """Refuse results that have no memory of their own, as gradients of sparse embeddings."""
+        for one in pytree.tree_leaves(made):
+            if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
+                raise UsageError(
+                    f"{function} at {_line()} makes a tensor of layout {one.layout}, which "
+                    "compile_step does not capture; use dense gradients (sparse=False), or "
+                    "storm.compile(model)"
+                )
+
+    def _check_memory(self, function: Any, given: Any, made: Any) -> None:
+        """Refuse results in an argument's memory of which the operation's schema does not tell.
+
+        What is written to one of them would not be known to change the other.
+        """
+        lent = {memory for one in pytree.tree_leaves(given) for memory in self._memory(one)}
+        results = made if isinstance(made, tuple) else (made,)
+        for result, described in zip(results, function._schema.returns, strict=False):
+            memory = {one for leaf in pytree.tree_leaves(result) for one in self._memory(leaf)}
+            if described.alias_info is None and lent & memory:
+                raise UsageError(
+                    f"{function} at {_line()} returns what lies in the memory of its arguments, "
+                    "and its schema does not say so; have it return a copy, or leave it out of "
+                    "the step"
+                )
+
+    def _noded(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if isinstance(value, torch.Generator):
+            return self._generator(value)
+        number = number_of(value)
+        return value if number is None else number.source
+
+    def _faked(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self.see(value).fake
+        return STAND_IN if number_of(value) is not None else value
+
+    def _returned(
+        self, function: Any, arguments: tuple[Any, ...], options: dict[str, Any], made: Any
+    ) -> Any:
+        """Put the arguments that an operation has written to in the place of what it returned."""
+        results = made if isinstance(made, tuple) else (made,)
+        found = []
+        for result, described in zip(results, function._schema.returns, strict=False):
+            alias = described.alias_info
+            if alias is not None and alias.is_write:
+                found.append(_argument_of(function, arguments, options, alias))
+            else:
+                found.append(result)
+        if not isinstance(made, tuple):
+            return found[0] if found else made
+        return tuple(found)
+
+    def _track(self, node: fx.Node, made: Any) -> None:
+        """Give each new tensor its node."""
+        if isinstance(made, torch.Tensor):
+            if isinstance(made, FakeTensor) and not hasattr(made, _NODE):
+                setattr(made, _NODE, node)
+            elif self.node_of(made) is not node:
+                return  # an argument
+            with torch.utils._python_dispatch._disable_current_modes():
+                self.describe(node, made.detach())
+            return
+        if not isinstance(made, (tuple, list)):
+            return
+        memory: frozenset[int] = frozenset()
+        for index, one in enumerate(made):
+            if not isinstance(one, (torch.Tensor, tuple, list)):
+                continue
+            if isinstance(one, torch.Tensor) and (
+                not isinstance(one, FakeTensor) or hasattr(one, _NODE)
+            ):
+                continue
+            item = self.graph.call_function(operator.getitem, (node, index))
+            self._note(item)
+            self._track(item, one)
+            memory |= item.meta[MEMORY]
+        node.meta["val"] = type(made)(one.meta.get("val") for one in self._items(node, len(made)))
+        node.meta[MEMORY] = memory
+
+    @staticmethod
+    def _items(node: fx.Node, count: int) -> Iterator[fx.Node]:
+        by_index = {user.args[1]: user for user in node.users}
+        empty = fx.Graph().placeholder("nothing")
+        for index in range(count):
+            yield by_index.get(index, empty)
+
+    # --- memory -----------------------------------------------------------------------------
+
+    def describe(self, node: fx.Node, val: torch.Tensor) -> None:
+        """Note what a node's value is like, and where it lies."""
+        from torch._subclasses.fake_tensor import extract_tensor_metadata
+
+        node.meta["val"] = val
+        node.meta["tensor_meta"] = extract_tensor_metadata(val)
+        node.meta[MEMORY] = frozenset(self._memory(val))
+
+    def _memory(self, value: Any) -> list[int]:
+        if not isinstance(value, torch.Tensor):
+            return []
+        storage = value.untyped_storage()
+        number, _ = self.storages.setdefault(storage._cdata, (len(self.storages), storage))
+        return [number]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has everything below autograd recorded instead of run."""
+
+    def __init__(self, recording: Recording) -> None:
+        """Record into `recording`."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Record one operation."""
+        return self.recording.run(func, args, dict(kwargs or {}))
+
+
+# --- of nodes -----------------------------------------------------------------------------------
+
+
+def memories(node: fx.Node) -> frozenset[int]:
+    """Return the storages that a node's results lie in."""
+    found: frozenset[int] = node.meta.get(MEMORY, frozenset())
+    return found
+
+
+def writes(node: fx.Node) -> frozenset[int]:
+    """Return the storages that a node writes to besides making them."""
+    found: frozenset[int] = node.meta.get(WRITTEN, frozenset())
+    return found
+
+
+def reads(node: fx.Node) -> frozenset[int]:
+    """Return the storages that a node's arguments lie in."""
+    found: set[int] = set()
+    for source in node.all_input_nodes:
+        found |= memories(source)
+    return frozenset(found)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Tell whether a node draws random numbers."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node)
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    """Tell whether dropout's probability, or that of attention, is zero."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    for place, described in enumerate(target._schema.arguments):
+        if described.name == "dropout_p":
+            value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p")
+            return value in (0, 0.0, None)
+    return False
+
+
+def _written(
+    function: Any, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes to, by its schema and its flags."""
+    found: list[Any] = []
+    for described, value in _described(function, arguments, options):
+        alias = described.alias_info
+        if alias is not None and alias.is_write:
+            found.append(value)
+    if function.overloadpacket in _RUNNING_STATISTICS:
+        described = _described(function, arguments, options)
+        named = {one.name: value for one, value in described}
+        if named.get("training", named.get("train", True)):
+            found += [named.get("running_mean"), named.get("running_var")]
+    return [one for one in pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+
+
+_RUNNING_STATISTICS = {
+    aten.native_batch_norm,
+    aten.cudnn_batch_norm,
+    aten.miopen_batch_norm,
+}
+"""They write to running statistics, and their schemas do not say so."""
+
+
+def _described(function: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return what a schema says of each argument that was given, with it."""
+    for place, described in enumerate(function._schema.arguments):
+        if place < len(arguments):
+            yield described, arguments[place]
+        elif described.name in options:
+            yield described, options[described.name]
+
+
+def _argument_of(
+    function: Any, arguments: tuple[Any, ...], options: dict[str, Any], alias: Any
+) -> Any:
+    for described, value in _described(function, arguments, options):
+        given = described.alias_info
+        if given is not None and given.is_write and given.before_set == alias.before_set:
+            return value
+    raise AssertionError(f"{function} returns what it was not given")
+
+
+def is_of_a_capture(value: object) -> bool:
+    """Tell whether something is a tensor without memory, or a number, that a capture has made."""
+    return number_of(value) is not None or (
+        isinstance(value, FakeTensor) and getattr(value, _NODE, None) is not None
+    )
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def data_dependent(what: str, error: BaseException | None = None) -> UsageError:
+    """Return the error for a step that asks what a tensor holds, here or where `error` rose."""
+    frames = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
+    below = [frame.filename for frame in frames[-12:]]
+    advice = (
+        "use torch.where or a tensor's arithmetic, return the tensor and decide outside, or "
+        "compile the model alone with storm.compile"
+    )
+    if any(name.endswith("amp/grad_scaler.py") for name in below):
+        advice = "a GradScaler decides by what gradients hold; train in bfloat16 without one"
+    elif any(name.endswith("optim/swa_utils.py") for name in below):
+        advice = "call update_parameters() of an average after the step"
+    elif any("/torch/optim/" in name for name in below):
+        advice = (
+            "this optimizer's update branches on how often it was called; pass capturable=True, "
+            "or take another"
+        )
+    return UsageError(
+        f"the step asks what a tensor holds ({what}) at {_line(frames)}: a captured step runs the "
+        f"same operations whatever that is; {advice}"
+    )
+
+
+def not_in_place(what: str, how: str) -> UsageError:
+    """Return the error for a step that changes a tensor otherwise than by writing to it."""
+    return UsageError(
+        f"the step {what} ({how}) at {_line()}, which compile_step does not capture; write to the "
+        "tensor with copy_() under torch.no_grad(), or do that outside of the step"
+    )
+
+
+def _sets_a_generator() -> UsageError:
+    return UsageError(
+        f"the step seeds a generator or sets its state, which is seen at {_line()}: a captured "
+        "step draws random numbers from wherever generators are; seed before the step, or pass "
+        "what is drawn as an argument"
+    )
+
+
+def _line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
+    """Return the innermost line of the call stack that is not PyTorch's or ours."""
+    for frame in reversed(traceback.extract_stack() if frames is None else frames):
+        if "/torch/" not in frame.filename and not _is_ours(frame.filename):
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "an unknown line"
+
+
+def _is_ours(name: str) -> bool:
+    return "/storm_client/compile/" in name or name.startswith("<")

@@ -1,0 +1,121 @@
+"""Finds what a step has left in Python objects when it was captured, and puts back what was there.
+
+A meter that sums losses up, a list deep in a table or a scheduler that counts would be changed by
+the capture alone, to what has no memory: that is refused, and all is as it was before. So are
+variables that count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from storm_client.errors import UsageError
+from storm_client.step.recording import is_of_a_capture
+from storm_client.step.variables import (
+    PLAIN,
+    is_pytorchs,
+    looked_at,
+    variables,
+)
+
+__all__ = ["Objects"]
+
+DEPTH = 6
+"""Steps from a variable to what is still looked at."""
+
+MOST = 20_000
+"""Things that are looked at in all."""
+
+
+class Objects:
+    """A step's variables, and the lists, tables and objects that it reaches from them."""
+
+    def __init__(self, step: Callable[..., Any], arguments: Sequence[object]) -> None:
+        """Note what they hold before the step is captured for some arguments."""
+        self._step, self._arguments = step, arguments
+        self._variables = variables(step, arguments)
+        self._before = [
+            (held, held.copy())
+            for _, held in self._everything()
+            if type(held) in (dict, list, set, deque)
+        ]
+
+    def check(self) -> None:
+        """Look whether the capture has changed what a run would not.
+
+        Raises:
+            UsageError: it has.
+        """
+        now = variables(self._step, self._arguments)
+        changed = [name for name in now if self._variables.get(name) != now[name]]
+        if changed:
+            raise UsageError(
+                f"the step changes its variable {changed[0]!r}, but its Python code runs only "
+                "when it is captured; return the value, and leave counting to what calls the step"
+            )
+        left = self.first(is_of_a_capture)
+        if left is not None:
+            raise UsageError(
+                f"the step leaves what it computes in {left!r}, in which a run could not put its "
+                "own; return it, and keep it in what calls the step"
+            )
+
+    def put_back(self) -> None:
+        """Have each that holds what is left hold what it held; others may be other threads'."""
+        for held, before in self._before:
+            inside = [one for value in _values(held) for one in (value, *_values(value))]
+            if any(map(is_of_a_capture, inside)):
+                held.clear()
+                held.update(before) if isinstance(held, (dict, set)) else held.extend(before)
+
+    def first(self, is_left: Callable[[object], bool]) -> str | None:
+        """Return the name of the first thing in them that is so, None where nothing is."""
+        return next((name for name, value in self._everything() if is_left(value)), None)
+
+    def _everything(self) -> Iterator[tuple[str, Any]]:
+        """Yield what is reached, with a name: the nearest first, and each but once."""
+        waiting = deque((name, value, 0) for name, value in looked_at(self._step, self._arguments))
+        seen: dict[int, object] = {}
+        while waiting and len(seen) < MOST:
+            name, value, depth = waiting.popleft()
+            if isinstance(value, PLAIN) or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            yield name, value
+            if depth < DEPTH:
+                waiting.extend((one, held, depth + 1) for one, held in _held(name, value))
+
+
+def _held(name: str, value: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        yield from ((f"{name}[{key!r:.40}]", one) for key, one in dict.items(value))
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
+        yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+    else:
+        table = _table_of(value)
+        if table is not None:
+            yield f"{name}.__dict__", table
+            yield from ((f"{name}.{key}", one) for key, one in table.items())
+
+
+def _values(value: object) -> list[Any]:
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    return list(value) if isinstance(value, (list, tuple, deque, set, frozenset)) else []
+
+
+def _table_of(value: object) -> dict[str, Any] | None:
+    if isinstance(value, (nn.Module, Optimizer, torch.Tensor, ModuleType)):
+        return None
+    if is_pytorchs(value) and not isinstance(value, LRScheduler):
+        return None
+    table = getattr(value, "__dict__", None)
+    return table if type(table) is dict else None

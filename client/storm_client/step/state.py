@@ -1,0 +1,398 @@
+"""What a captured step reads besides its arguments: where it lies, and what must be as it was.
+
+Tensors are found by where they are, a module's parameter, an optimizer's table, so that a state
+that is loaded between steps is used. Anything else that Python code decided by is compared before
+each run, and where it differs the step is captured anew.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+from storm_client.eager.settings import deciding_settings, kinds_of_casts
+from storm_client.step.captured import LIFTED, Captured, is_lifted
+from storm_client.step.recording import Outside
+from storm_client.step.scalars import evaluate
+from storm_client.step.variables import (
+    PLAIN,
+    are_plain,
+    attributes,
+    identified,
+    of_optimizer,
+    own,
+    variables,
+)
+
+__all__ = ["State", "described", "surroundings"]
+
+
+class _Itself(NamedTuple):
+    """Where a tensor is found that is in no table."""
+
+    tensor: torch.Tensor
+
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
+        return self.tensor
+
+
+class _Given(NamedTuple):
+    """Which of the step's arguments a tensor is."""
+
+    number: int
+
+    def find(self, given: Sequence[torch.Tensor]) -> Any:
+        return given[self.number]
+
+
+class _InModule(NamedTuple):
+    """Where a module's parameter or buffer is found."""
+
+    table: Mapping[str, Any]
+    key: str
+
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
+        return self.table.get(self.key)
+
+
+class _InState(NamedTuple):
+    """Where an optimizer's state is found; its tables are others when a state was loaded."""
+
+    optimizer: Optimizer
+    parameter: Any
+    key: str
+
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
+        table = self.optimizer.state.get(self.parameter)
+        return table.get(self.key) if isinstance(table, dict) else None
+
+
+class _InGroup(NamedTuple):
+    """Where a setting of an optimizer's group is found, if it is a tensor."""
+
+    optimizer: Optimizer
+    number: int
+    key: str
+
+    def find(self, _: Sequence[torch.Tensor]) -> Any:
+        groups = self.optimizer.param_groups
+        return groups[self.number].get(self.key) if self.number < len(groups) else None
+
+
+class _InGradient(NamedTuple):
+    """Where a gradient is found that was there before the step: on the tensor that has it now."""
+
+    leaf: _Itself | _Given | _InModule | _InState | _InGroup
+
+    def find(self, given: Sequence[torch.Tensor]) -> Any:
+        return getattr(self.leaf.find(given), "grad", None)
+
+
+_Slot = _Itself | _Given | _InModule | _InState | _InGroup | _InGradient
+
+
+class _Held(NamedTuple):
+    node: fx.Node
+    slot: _Slot
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, outside: Outside, slot: _Slot) -> _Held:
+        one = outside.tensor
+        return cls(
+            outside.node, slot, one.shape, one.dtype, one.device, one.stride(), one.requires_grad
+        )
+
+    def fits(self, tensor: object) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.requires_grad
+            and tensor.stride() == self.stride
+            and tensor.device == self.device
+        )
+
+
+class State:
+    """What one captured step reads besides its arguments."""
+
+    def __init__(
+        self, captured: Captured, step: Callable[..., Any], leaves: Sequence[object]
+    ) -> None:
+        """Note everything as it is, and the arguments: nothing has changed since the capture."""
+        tensors = _tensors_in(leaves)
+        self.captured = captured
+        slots = _slots(captured)
+        self.held = [
+            _Held.of(one, slots.get(id(one.tensor), _Itself(one.tensor)))
+            for one in captured.recording.outside.values()
+            if one.argument is None
+        ]
+        self.besides = [slots[id(one)] for one in tensors if id(one) in slots]
+        """Where arguments were found besides, as a buffer that is handed to the step."""
+        self.arguments = [
+            (one.node, one.argument)
+            for one in captured.recording.outside.values()
+            if one.argument is not None
+        ]
+        self.step = step
+        self._accumulating = _accumulating(one for one, _ in captured.recording.leaves.values())
+        self._looks: dict[int, tuple[tuple[object, ...], dict[str, Any]]] = {}
+        """Of modules that have plain attributes alone, by number: what they were last."""
+        self._places: list[tuple[int, int]] = []
+        """Where tensors lay when they were last found to share memory as they did."""
+        self.sharing = self._sharing(tensors, [held.slot.find(tensors) for held in self.held])
+        self.conditions = list(dict.fromkeys(captured.recording.numbers.conditions))
+        self.python = self._python(leaves)
+        self.gradients = [
+            (tensor, gradient is None) for tensor, gradient in captured.recording.leaves.values()
+        ]
+
+    def _python(self, leaves: Sequence[object]) -> list[Any]:
+        """Return what Python code may have decided by."""
+        found: list[Any] = [surroundings(), variables(self.step, leaves)]
+        found += [
+            (
+                module.training,
+                _ids(module._modules),
+                _ids(module._parameters),
+                [(key, one is None) for key, one in module._buffers.items()],
+                self._attributes(number, module),
+            )
+            for number, module in enumerate(self.captured.modules)
+        ]
+        found += [_hooks(module, _HOOKS_OF_MODULES) for module in self.captured.modules]
+        trained = self.captured.recording.leaves.values()
+        found += [_hooks(leaf, _HOOKS_OF_LEAVES) for leaf, _ in trained]
+        found.append(_hooks_of_nodes(self._accumulating))
+        for optimizer in self.captured.optimizers:
+            for group in optimizer.param_groups:
+                found.append([_plain_setting(key, value) for key, value in group.items()])
+            found.append(of_optimizer(optimizer))
+            found.append(_hooks(optimizer, _HOOKS_OF_OPTIMIZERS))
+        return found
+
+    def _attributes(self, number: int, module: nn.Module) -> dict[str, Any]:
+        """Return a module's attributes; most are what they were, which their objects tell."""
+        values = tuple(module.__dict__.values())
+        known = self._looks.get(number)
+        if known and len(known[0]) == len(values) and all(map(is_, known[0], values)):
+            return known[1]
+        found = attributes(module)
+        if are_plain(module):
+            self._looks[number] = values, found
+        return found
+
+    def _shares_alike(
+        self, tensors: Sequence[torch.Tensor], held: Collection[torch.Tensor]
+    ) -> bool:
+        """Tell whether tensors share memory as they did: so they do where all lie as they lay."""
+        places = [
+            (id(one), one.data_ptr() if one.layout is torch.strided else 0)
+            for one in (*tensors, *held)
+        ]
+        if places == self._places and not self._has_others:
+            return True
+        is_alike = self.sharing == self._sharing(tensors, held)
+        self._places = places if is_alike else []
+        return is_alike
+
+    @property
+    def _has_others(self) -> bool:
+        """Whether there are tensors besides arguments and what is held by the graph's inputs."""
+        return bool(self.besides) or bool(own(self.step, torch.Tensor))
+
+    def _sharing(
+        self, tensors: Sequence[torch.Tensor], held: Iterable[torch.Tensor]
+    ) -> list[tuple[int, int]]:
+        """Return which of all tensors that the step may read are one, or lie in one's memory.
+
+        What is written to one of them the others have too, so a capture is for that alone.
+        """
+        besides = [slot.find(tensors) for slot in self.besides]
+        found = [*tensors, *held, *besides, *own(self.step, torch.Tensor)]
+        tables: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        return [
+            (tables[0].setdefault(id(one), at), tables[1].setdefault(_memory_of(one), at))
+            for at, one in enumerate(found)
+        ]
+
+    def values(self, leaves: Sequence[object]) -> dict[fx.Node, Any] | None:
+        """Return the values of the graph's inputs now; None where another capture is needed.
+
+        `leaves` are the arguments, tensors and others.
+        """
+        tensors = _tensors_in(leaves)
+        found: dict[fx.Node, Any] = {}
+        for held in self.held:
+            tensor = held.slot.find(tensors)
+            if not held.fits(tensor):
+                return None
+            found[held.node] = tensor
+        if not self._shares_alike(tensors, found.values()) or self.python != self._python(leaves):
+            return None
+        for setting in self.captured.settings:
+            found[setting.node] = setting.value()
+        if any(evaluate(one.node, found) != one.outcome for one in self.conditions):
+            return None
+        for node, number in self.arguments:
+            found[node] = tensors[number]
+        outside = self.captured.recording.outside
+        for tensor, had_none in self.gradients:
+            known = outside.get(id(tensor))
+            now = tensor if known is None else found[known.node]
+            if (now.grad is None) is not had_none:
+                return None
+        return found
+
+
+def _tensors_in(leaves: Sequence[object]) -> list[torch.Tensor]:
+    """Return those of a step's arguments that are tensors, by whose places they are known."""
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def described(leaf: object) -> Any:
+    """Return what of an argument a captured step depends on, for a table.
+
+    An object may be another at the same address, or hold other things: `State` looks at that.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return (
+            type(leaf),
+            leaf.shape,
+            leaf.stride(),
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+            leaf.storage_offset() * leaf.element_size() % 16 if leaf.device.type == "meta" else 0,
+        )
+    return identified(leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf))
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return the settings of PyTorch's that what is recorded depends on."""
+    return (
+        kinds_of_casts(),
+        torch.is_autocast_cache_enabled(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *deciding_settings(),
+        *map(_of_others, _HOOKS_OF_ALL),
+    )
+
+
+_HOOKS_OF_ALL: tuple[dict[int, Any], ...] = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_backward_hooks,
+    modules._global_backward_pre_hooks,
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+"""Of all modules and all optimizers."""
+
+_HOOKS_OF_MODULES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _memory_of(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor's storage; that of the tensor where it has none."""
+    if tensor is None or tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _ids(table: Mapping[str, object]) -> list[int]:
+    return list(map(id, table.values()))
+
+
+def _hooks(owner: object, tables: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the numbers of a module's or tensor's hooks, which Python code may add and remove."""
+    return [tuple(getattr(owner, name, None) or ()) for name in tables]
+
+
+def _of_others(table: Mapping[int, object]) -> tuple[int, ...]:
+    """Return the hooks of a table that are not ours, as while another step is captured."""
+    return tuple(
+        id(hook)
+        for hook in list(table.values())
+        if not str(getattr(hook, "__module__", "")).startswith("storm_client.")
+    )
+
+
+def _accumulating(leaves: Iterable[torch.Tensor]) -> list[object]:
+    """Return the nodes that add to gradients; who holds them has hooks be put on these."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return [get_gradient_edge(one).node for one in leaves if not one.is_inference()]
+
+
+def _hooks_of_nodes(nodes: Sequence[object]) -> list[tuple[Any, ...]]:
+    """Return the hooks of nodes of autograd's, which tell them to the garbage collector alone."""
+    tables = [one for one in gc.get_referents(*nodes) if isinstance(one, dict) and one]
+    return [tuple(map(id, table.values())) for table in tables]
+
+
+def _plain_setting(key: str, value: Any) -> Any:
+    if key == "params":
+        return [id(one) for one in value]
+    if isinstance(value, torch.Tensor):
+        return key, id(value)
+    if key in LIFTED and is_lifted(value):
+        return key, type(value)
+    return key, identified(value)
+
+
+def _slots(captured: Captured) -> dict[int, _Slot]:
+    """Return where tensors are found, by their ids."""
+    found: dict[int, _Slot] = {}
+    for optimizer in captured.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            found |= {id(one): _InGroup(optimizer, number, key) for key, one in _tensors(group)}
+        for parameter, table in optimizer.state.items():
+            if not isinstance(table, dict):
+                continue
+            found |= {id(one): _InState(optimizer, parameter, key) for key, one in _tensors(table)}
+    for module in captured.modules:
+        for names in (module.__dict__, module._parameters, module._buffers):
+            found |= {id(one): _InModule(names, key) for key, one in _tensors(names)}
+    for leaf, gradient in captured.recording.leaves.values():
+        if gradient is not None and id(gradient) not in found:
+            found[id(gradient)] = _InGradient(_slot_of_leaf(leaf, captured, found))
+    return found
+
+
+def _slot_of_leaf(
+    leaf: torch.Tensor, captured: Captured, slots: Mapping[int, _Slot]
+) -> _Itself | _Given | _InModule | _InState | _InGroup:
+    known = captured.recording.outside.get(id(leaf))
+    if known is not None and known.argument is not None:
+        return _Given(known.argument)
+    found = slots.get(id(leaf))
+    return _Itself(leaf) if found is None or isinstance(found, _InGradient) else found
+
+
+def _tensors(table: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((key, one) for key, one in table.items() if isinstance(one, torch.Tensor))

@@ -1,0 +1,1 @@
+"""The way of bytes and messages between a training process and its daemon."""

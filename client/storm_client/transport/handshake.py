@@ -1,0 +1,175 @@
+"""The opening of a session: who listens at an address, Hello for Welcome, and the lifeline.
+
+A daemon of our version has granted a session to each channel that exists. Where that fails nothing
+is left open, and the error says what to do.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from storm_client.errors import (
+    DaemonLost,
+    DaemonUnavailable,
+    ProtocolMismatch,
+    UsageError,
+    named,
+)
+from storm_client.lanes import LaneHello
+from storm_client.transport.lifeline import Lifeline
+from stormd.protocol import (
+    PROTOCOL_VERSION,
+    Envelope,
+    Hello,
+    ProtocolError,
+    Refused,
+    Welcome,
+    accepts_connections,
+    decode,
+    encode,
+    parse_address,
+    socket_trouble,
+)
+
+__all__ = ["FIRST_NUMBER", "SEND_QUEUE", "Channel", "is_listening", "open_channel", "socket_path"]
+
+SEND_QUEUE = 16384
+"""Frames that may wait for a daemon that does not read before it is given up."""
+
+HELLO_NUMBER = 1
+"""The request number of Hello."""
+
+FIRST_NUMBER = HELLO_NUMBER + 1
+"""The first that is free for requests, entries and tickets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """An open session's two sockets, and the descriptors that came with it."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    socket: zmq.Socket[bytes]
+    lifeline: Lifeline
+    descriptors: list[int]
+    """For the session's lane; the caller closes them."""
+    welcome: Welcome
+
+
+def socket_path(address: str) -> Path:
+    """Return the path of an address.
+
+    Raises:
+        UsageError: it is no `ipc:///PATH`.
+    """
+    try:
+        return parse_address(address)
+    except ProtocolError as error:
+        raise UsageError(f"{error}; pass address='ipc:///PATH' or set STORMD_ADDRESS") from error
+
+
+def is_listening(address: str) -> bool:
+    """Tell whether somebody accepts connections at the address, without speaking to them."""
+    return accepts_connections(socket_path(address))
+
+
+def open_channel(address: str, lane: LaneHello, timeout: float) -> Channel:
+    """Open a session for `lane` at `address`; each answer is waited for `timeout` seconds.
+
+    Raises:
+        UsageError: a malformed address, or a lane that the daemon does not have.
+        DaemonUnavailable: nobody answers there, or takes no session.
+        ProtocolMismatch: the daemon speaks another version.
+    """
+    _check_listening(address)
+    context = _Context()
+    try:
+        control = _connect(context, address)
+        welcome = _introduce(control, address, lane, timeout)
+        lifeline, descriptors = Lifeline.attach(welcome.lifeline, welcome.token, timeout)
+    except BaseException:
+        context.destroy(linger=0)
+        raise
+    return Channel(context, control, lifeline, descriptors, welcome)
+
+
+class _Socket(zmq.Socket[bytes]):
+    """A socket that its connection closes. Without a destructor in Python: it would lose Ctrl-C."""
+
+    __del__ = object  # type: ignore[assignment]  # called without arguments, and by no Python code
+
+
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """The same for its context."""
+
+    _socket_class = _Socket
+    __del__ = object  # type: ignore[assignment]
+
+
+def _check_listening(address: str) -> None:
+    trouble = socket_trouble(socket_path(address))
+    if trouble is None:
+        return
+    advice = f"{trouble.advice}, or name no address to get a daemon of your own"
+    if trouble.denies:
+        raise DaemonUnavailable(
+            f"the daemon at {address} is not for this user: {trouble}; {advice}"
+        )
+    raise DaemonUnavailable(f"no daemon listens at {address} ({trouble}); {advice}")
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    control = context.socket(zmq.DEALER)
+    control.setsockopt(zmq.LINGER, 0)
+    control.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+    control.setsockopt(zmq.RCVHWM, 0)  # bounded by what this side asked for
+    control.connect(address)
+    return control
+
+
+def _introduce(
+    control: zmq.Socket[bytes], address: str, lane: LaneHello, timeout: float
+) -> Welcome:
+    """Exchange Hello for Welcome."""
+    hello = Hello(
+        protocol=PROTOCOL_VERSION,
+        features=list(lane.features),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        device=lane.device,
+        device_uuid=lane.device_uuid,
+        staging_bytes=lane.staging_bytes,
+        name=_process_name(),
+    )
+    control.send(encode([Envelope(HELLO_NUMBER, hello)]))
+    if not control.poll(max(1, int(timeout * 1000))):
+        raise DaemonUnavailable(
+            f"whoever listens at {address} did not answer within {timeout:g} s; "
+            "check that it is stormd (`stormd status`), or raise timeout"
+        )
+    return _welcomed(control.recv(), address)
+
+
+def _welcomed(frame: bytes, address: str) -> Welcome:
+    try:
+        answer = decode(frame)[0].message
+    except ProtocolError as error:
+        raise ProtocolMismatch(
+            f"the daemon at {address} answered Hello in a way that version "
+            f"{PROTOCOL_VERSION} does not know ({error}); install the daemon's version"
+        ) from error
+    if isinstance(answer, Refused):
+        refusal = named(answer.kind, answer.detail)
+        # A daemon that is ending says so; to a process without a session, there is none.
+        raise DaemonUnavailable(answer.detail) if isinstance(refusal, DaemonLost) else refusal
+    if not isinstance(answer, Welcome):
+        raise ProtocolMismatch(f"{address} answered Hello by {type(answer).__name__}")
+    return answer
+
+
+def _process_name() -> str:
+    """Return what the process calls itself, for `stormd status`."""
+    return Path("/proc/self/comm").read_text(encoding="utf-8", errors="replace").strip()

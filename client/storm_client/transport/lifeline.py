@@ -1,0 +1,100 @@
+"""The lifeline: a stream connection to the daemon whose end is the end of the session.
+
+The daemon learns from it that a client has died. So one process alone may hold the client's end: a
+forked child closes its copy at once, because an open one would hide its parent's death.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from pathlib import Path
+
+from storm_client.errors import DaemonUnavailable
+from storm_client.transport.living import Living
+from stormd.protocol import distrust, peer_uid
+
+__all__ = ["MAX_DESCRIPTORS", "Lifeline"]
+
+MAX_DESCRIPTORS = 8
+"""More than any lane shares; received in one message."""
+
+
+class Lifeline:
+    """A connected lifeline. Readable, in the sense of poll, means that the daemon is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Own `connection`."""
+        self._socket = connection
+        self.inherited = False
+        """Whether this is a copy in a forked child."""
+        _LIFELINES.add(self)
+
+    @classmethod
+    def attach(cls, path: str, token: bytes, timeout: float) -> tuple[Lifeline, list[int]]:
+        """Connect to `path` with the session's `token`; return it and the descriptors sent.
+
+        The descriptors are the caller's to close. The token, which opens the session, is said to
+        no process but one of those users whose daemons are spoken to.
+
+        Raises:
+            DaemonUnavailable: nobody answered within `timeout` seconds, or refused the token; or
+                who listens there is not to be told it.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        lifeline = cls(connection)  # now, for a thread may fork before the daemon has answered
+        try:
+            connection.settimeout(timeout)
+            connection.connect(path)
+            _check_peer(connection, path)
+            connection.sendall(token)
+            data, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
+        except DaemonUnavailable:
+            lifeline.close()
+            raise
+        except OSError as error:
+            lifeline.close()
+            raise DaemonUnavailable(
+                f"the daemon's lifeline {path} failed within {timeout:g} s ({error}); "
+                "see `stormd status` and the daemon's log"
+            ) from error
+        if not data:
+            lifeline.close()
+            raise DaemonUnavailable(f"the daemon closed the lifeline {path}; see its log")
+        connection.setblocking(False)
+        return lifeline, descriptors
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll, -1 when closed."""
+        return self._socket.fileno()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the daemon is gone; must not be asked of a closed lifeline."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """End the session as far as the daemon is concerned. Calling it twice is fine."""
+        self._socket.close()
+
+
+def _check_peer(connection: socket.socket, path: str) -> None:
+    trouble = distrust(Path(path), peer_uid(connection))
+    if trouble is not None:
+        raise DaemonUnavailable(f"{trouble}: {trouble.advice}")
+
+
+_LIFELINES: Living[Lifeline] = Living()
+"""For the fork handler alone: the lifelines of this process."""
+
+
+def _close_in_child() -> None:
+    for lifeline in _LIFELINES:
+        lifeline.inherited = True
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,397 @@
+"""Brings stored ranges back: on demand, and ahead of it.
+
+They come through the staging area, where what was fetched ahead waits and gives way to anything
+that is needed now; or into memory of their own that the daemon has mapped. Where that is so, memory
+that it may still write to is kept, whoever has lost interest in it, until it has answered for every
+part; and what is fetched ahead stays within the device window.
+
+A thread that fetches through the staging area copies each part out as it comes, and waits for one
+with no slot that it could give up, so a range of any size passes through an area of two parts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import torch
+
+from storm_client.errors import ActivationLost, DaemonLost, UsageError
+from storm_client.lanes import Lane, Mapped
+from storm_client.lanes.segments import tell
+from storm_client.monitoring.profiler_ranges import span
+from storm_client.saved.ranges import Handle, Part, RangePhase, StoredRange, UpcomingUses
+from storm_client.transport.connection import Connection
+from storm_client.transport.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Transfers
+
+__all__ = ["STALL_SECONDS", "Inbound"]
+
+STALL_SECONDS = 60.0
+"""How long a restore is waited for while the daemon answers nothing; disks are not in the way."""
+
+LONGEST_SECONDS = 600.0
+"""The same while it answers others: many processes may share a device by time slices."""
+
+TOGETHER_BYTES = 8 << 20
+"""Of records fetched ahead: so many share an event on the stream and a frame to the daemon."""
+
+LAST_WRITES_SECONDS = 0.5
+"""How long the memory of restores that a dead daemon left under way is not given back: nothing
+tells when the device has ended a dead process's kernels, which takes milliseconds."""
+
+_Placed = tuple[StoredRange, torch.UntypedStorage, Mapped]
+
+
+class Inbound:
+    """Of one session, for any thread; methods marked "locked" are called with its lock held."""
+
+    def __init__(self, connection: Connection, lane: Lane, transfers: Transfers) -> None:
+        """Ask over `connection` for what `transfers` decide; `lane` is attached."""
+        self._connection = connection
+        self._lane = lane
+        self._transfers = transfers
+        self._in_place = lane.in_place
+        self._is_mapped = False  # whether the daemon could map the memory that was allocated last
+        self._allowed = transfers.window.limit  # bytes that may be taken early, as last measured
+
+    def fetch(self, handle: Handle) -> torch.UntypedStorage:
+        """Return the bytes of a handle's record in new memory, and begin to fetch what is next.
+
+        This thread has made the record RETURNING; behind this it is not, whatever happens.
+
+        Raises:
+            CorruptBlob, ActivationLost: the daemon cannot give the bytes back.
+            DaemonLost: it is gone.
+            UsageError: a CUDA graph is being captured.
+        """
+        record, connection = handle.record, self._connection
+        try:
+            storage = None
+            if self._in_place is not None:
+                storage = self._fetch_in_place(record, handle.step)
+            if storage is None:
+                storage = self.bring(record.key, record.parts, record.nbytes, handle.step)
+            with connection.lock:
+                record.came_back(storage)
+                record.unpacked(handle)
+        finally:
+            with connection.lock:
+                if record.phase is RangePhase.RETURNING:
+                    record.move_to(RangePhase.AWAY)
+                if connection.waiting:
+                    connection.notify()
+        return storage
+
+    def bring(
+        self, key: int, parts: list[Part], nbytes: int, uses: UpcomingUses | None = None
+    ) -> torch.UntypedStorage:
+        """Return `nbytes` in new memory: `parts`, by way of the staging area.
+
+        As slots come free they are used to fetch what is used next.
+
+        Raises:
+            CorruptBlob, ActivationLost, DaemonLost, UsageError: as `fetch`.
+        """
+        self._refuse_in_capture(nbytes)
+        transfers, connection = self._transfers, self._connection
+        destination = self._lane.allocate(nbytes)
+        try:
+            with connection.lock:
+                known = transfers.incoming.get(key)
+                is_requested = known is not None and len(known.transfers) == len(parts)
+                sequence = 0 if is_requested else self._lane.publish()
+                incoming = transfers.demand(key, parts, sequence)
+            for index, part in enumerate(parts):
+                with connection.lock:
+                    if index:
+                        self._go_on(incoming, index, uses)
+                    transfer = incoming.transfers.get(index)
+                    if transfer is None or not transfer.is_wanted:
+                        transfer = self._requested(incoming, index)
+                    self._wait_for_part(incoming, index)
+                    slot = transfer.slot
+                    assert slot is not None, transfer
+                self._lane.unstage(slot, destination, part.begin)
+        finally:
+            with connection.lock:
+                transfers.forget(key)
+                if connection.waiting:
+                    connection.notify()
+        if uses is not None and transfers.looks_ahead and (upcoming := uses.unseen()):
+            self._look_ahead_staged(uses, upcoming)
+        return destination
+
+    def look_ahead(self, uses: UpcomingUses) -> None:
+        """Begin to fetch what is used next, in this order, as far as there is room."""
+        with suppress(DaemonLost):
+            is_done = self._in_place is not None and self._allocate_ahead(uses)
+            if not is_done and self._transfers.looks_ahead:
+                self._look_ahead_staged(uses, uses.unseen())
+
+    def close(self) -> None:
+        """Let all memory go; what a dead daemon was writing to is kept for its last writes."""
+        with self._connection.lock:
+            is_written = self._transfers.writes_to_memory()
+        if is_written:
+            time.sleep(LAST_WRITES_SECONDS)
+        with self._connection.lock:
+            self._transfers.end()
+
+    def _refuse_in_capture(self, nbytes: int) -> None:
+        """Raise where this thread's work is captured: a replay would not bring the bytes again."""
+        if self._lane.is_capturing():
+            raise UsageError(
+                f"the {nbytes} bytes of a tensor that was stored before a CUDA graph is captured "
+                "are with the daemon, and needed in the capture: capture the forward pass with its "
+                "backward pass, or save what the capture needs without offload"
+            )
+
+    def _look_ahead_staged(
+        self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]
+    ) -> None:
+        """Request what is used next, the `upcoming`, through the staging area."""
+        with self._connection.lock, suppress(DaemonLost):
+            self._stage_ahead(uses, upcoming)
+            if self._connection.outbox:
+                self._connection.flush()
+
+    # --- through the staging area, with the lock held ---------------------------------------
+
+    def _go_on(self, incoming: Incoming, index: int, uses: UpcomingUses | None) -> None:
+        """Use the slot of the part before `index`, which has been copied, for what comes next."""
+        transfers, left = self._transfers, len(incoming.parts) - index
+        transfers.take(incoming, index - 1)
+        self._connection.notify()
+        if len(incoming.transfers) < left:
+            transfers.request_ahead(incoming, index, self._lane.publish())
+        if uses is not None and transfers.looks_ahead:
+            self._stage_ahead(uses, uses.unseen())
+        if self._connection.outbox:
+            self._connection.flush()
+
+    def _stage_ahead(self, uses: UpcomingUses, upcoming: Iterable[StoredRange | None]) -> None:
+        """Request what is used next, the `upcoming`, as far as there is room."""
+        if self._is_mapped:
+            return  # what can come in place does, and the rest is fetched when it is needed
+        seen = 0
+        for record in upcoming:
+            if record is not None and record.is_wanted and not self._begin_staged(record):
+                break
+            seen += 1
+        if seen:
+            uses.saw(seen)
+
+    def _begin_staged(self, record: StoredRange) -> bool:
+        """Request a record's parts; False where there is no room for all of them."""
+        incoming = self._transfers.expect(record.key, record.parts)
+        if incoming.storage is not None or len(incoming.transfers) == len(incoming.parts):
+            return True
+        with span("fetch ahead", record.nbytes, record.key):
+            return self._transfers.request_ahead(incoming, 0, self._lane.publish())
+
+    def _requested(self, incoming: Incoming, index: int) -> Transfer:
+        """Return a part's transfer, waiting until there is room to request it."""
+        transfers = self._transfers
+        transfers.take(incoming, index)  # where giving it up was interrupted
+        while True:
+            self._connection.flush()  # before others' room is taken
+            transfer = transfers.require(incoming, index, self._lane.publish())
+            if transfer is not None:
+                return transfer
+            self._wait_for_room(incoming, index)
+
+    def _wait_for_room(self, incoming: Incoming, index: int) -> None:
+        seen, patience = self._transfers.freed, _Patience(self._connection, self._transfers)
+        while self._transfers.freed == seen:
+            if not patience.wait():
+                raise self._stalled(incoming, index)
+
+    def _wait_for_part(self, incoming: Incoming, index: int) -> None:
+        transfer, patience = incoming.transfers[index], _Patience(self._connection, self._transfers)
+        while transfer.phase is Phase.REQUESTED:
+            if not patience.wait():
+                raise self._stalled(incoming, index)
+        if transfer.error is not None:
+            raise transfer.error
+
+    def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
+        return ActivationLost(
+            f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
+            f"for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` "
+            "and its log"
+        )
+
+    # --- into memory of its own -------------------------------------------------------------
+
+    def _fetch_in_place(
+        self, record: StoredRange, uses: UpcomingUses
+    ) -> torch.UntypedStorage | None:
+        """Return the record's bytes; None where they must take the staging area."""
+        self._refuse_in_capture(record.nbytes)
+        incoming = self._begin(record)
+        self.look_ahead(uses)
+        return None if incoming is None else self._finish(incoming)
+
+    def _begin(self, record: StoredRange) -> Incoming | None:
+        """Have a record fetched now; None where its bytes must take the staging area."""
+        transfers, key = self._transfers, record.key
+        with self._connection.lock:
+            is_begun = key in transfers.incoming
+        if not is_begun:
+            self._open([record], is_demanded=True)
+        with self._connection.lock:
+            incoming = transfers.incoming.get(key)
+            if incoming is None or incoming.storage is None:
+                return None
+            transfers.wait_for(incoming)
+            return incoming
+
+    def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
+        """Return the bytes once all parts are there; nothing is handed out before."""
+        with self._connection.lock:
+            try:
+                for index in range(len(incoming.parts)):
+                    self._wait_for_part(incoming, index)
+            finally:
+                self._transfers.forget(incoming.key)
+        assert incoming.storage is not None
+        self._lane.use(incoming.storage)  # which may have been allocated on another stream
+        return incoming.storage
+
+    def _allocate_ahead(self, uses: UpcomingUses) -> bool:
+        """Request what is used next; False where the rest has to take the staging area."""
+        with self._connection.lock:
+            if self._transfers.early_bytes > self._allowed * REFILL_SHARE:
+                return True
+            wanted, seen = self._chosen(uses.unseen())
+        for records in _together(wanted):
+            nbytes = sum(record.nbytes for record in records)
+            with span("fetch ahead", nbytes, records[0].key):
+                if not self._open(records, is_demanded=False):
+                    return False
+        uses.saw(seen)
+        return True
+
+    def _open(self, records: list[StoredRange], *, is_demanded: bool) -> bool:
+        """Allocate records' memory and request their parts; False where the daemon cannot."""
+        storages = [self._allocate(record.nbytes, is_demanded=is_demanded) for record in records]
+        with self._connection.lock:
+            placed, can_all = self._placed(records, storages)
+            if placed:
+                self._request_placed(placed, is_demanded=is_demanded)
+        return can_all
+
+    def _request_placed(self, placed: list[_Placed], *, is_demanded: bool) -> None:
+        assert self._in_place is not None
+        sequence = self._in_place.produced(1)[0]  # behind whoever had the memory before
+        try:
+            for record, storage, place in placed:
+                incoming = self._transfers.expect_into(
+                    record.key, record.parts, storage, is_demanded=is_demanded
+                )
+                for index, part in enumerate(record.parts):
+                    route = Mapped(place.segment, place.offset + part.begin)
+                    self._transfers.restore(incoming, index, route, sequence)
+            self._connection.flush()
+        except BaseException:
+            for record, _, _ in placed:  # nobody may wait for what has not all been asked for
+                self._transfers.forget(record.key)
+            raise
+
+    def _placed(
+        self, records: list[StoredRange], storages: list[torch.UntypedStorage | None]
+    ) -> tuple[list[_Placed], bool]:
+        """Return where the daemon can write each record; False with it if it cannot write all."""
+        assert self._in_place is not None
+        placed: list[_Placed] = []
+        for record, storage in zip(records, storages, strict=True):
+            if storage is None or record.key in self._transfers.incoming:
+                continue  # no memory for what nobody waits for; or another thread has begun it
+            place = self._in_place.find(storage.data_ptr(), record.nbytes)
+            tell(self._connection, self._in_place.segments)
+            self._is_mapped = place is not None
+            if place is None:
+                return placed, False
+            placed.append((record, storage, place))
+        return placed, True
+
+    def _allocate(self, nbytes: int, *, is_demanded: bool) -> torch.UntypedStorage | None:
+        """Return memory; None where there is none for what nobody waits for."""
+        try:
+            return self._lane.allocate(nbytes)
+        except torch.OutOfMemoryError:  # the observer has had what was fetched ahead given up
+            if not is_demanded:
+                return None
+        with self._connection.lock:
+            deadline = time.monotonic() + STALL_SECONDS
+            while self._transfers.early_bytes and self._connection.wait(deadline):
+                pass
+        return self._lane.allocate(nbytes)
+
+    def _chosen(self, upcoming: Iterable[StoredRange | None]) -> tuple[list[StoredRange], int]:
+        """Return the next records to fetch, as many as there is room for, and how far that was.
+
+        Measuring the room costs as much as all the rest of a hook, so it is done where it counts.
+        """
+        chosen: dict[int, StoredRange] = {}  # each once, however many handles it has
+        room: int | None = None
+        count = 0
+        for count, record in enumerate(upcoming, 1):
+            if record is None or record.key in chosen or not self._is_wanted(record):
+                continue
+            if room is None:
+                room = self._room()
+            room -= record.nbytes
+            if room < 0:
+                return list(chosen.values()), count - 1
+            chosen[record.key] = record
+        return list(chosen.values()), count
+
+    def _is_wanted(self, record: StoredRange) -> bool:
+        return record.is_wanted and record.key not in self._transfers.incoming
+
+    def _room(self) -> int:
+        """Return how much more may be fetched early now."""
+        assert self._in_place is not None
+        transfers = self._transfers
+        self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held_bytes)
+        return self._allowed - transfers.early_bytes
+
+
+class _Patience:
+    """With a daemon that is asked for something: ends once it has answered nothing for long."""
+
+    def __init__(self, connection: Connection, transfers: Transfers) -> None:
+        """Begin now; the session's lock is held, here and in `wait`."""
+        self._connection = connection
+        self._transfers = transfers
+        self._answered = transfers.answered
+        now = time.monotonic()
+        self._deadline, self._last = now + STALL_SECONDS, now + LONGEST_SECONDS
+
+    def wait(self) -> bool:
+        """Wait until something may have come; False at the end of patience.
+
+        Raises:
+            DaemonLost, UsageError: as Connection.wait.
+        """
+        if self._connection.wait(min(self._deadline, self._last)):
+            return True
+        answered, self._answered = self._answered, self._transfers.answered
+        self._deadline = time.monotonic() + STALL_SECONDS
+        return answered != self._answered and time.monotonic() < self._last
+
+
+def _together(records: list[StoredRange]) -> Iterator[list[StoredRange]]:
+    """Yield the records, those together that are so small that what each costs would count."""
+    group: list[StoredRange] = []
+    nbytes = 0
+    for record in records:
+        group.append(record)
+        nbytes += record.nbytes
+        if nbytes >= TOGETHER_BYTES:
+            yield group
+            group, nbytes = [], 0
+    if group:
+        yield group

@@ -1,0 +1,412 @@
+"""One device's session: its connection, its lane, and the stored ranges that it holds.
+
+Hooks find, hold and load stored ranges here. A range is in the table of storages, and watched for
+its death, from before its first byte leaves; when it dies its entries are released, whoever dropped
+it, at the latest with the next heartbeat. No byte leaves before PyTorch could read no other in its
+place. How a range travels is `outbound`'s and `inbound`'s business, what has become of each part
+is known by `transfers`.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Collection
+from contextlib import suppress
+from itertools import islice
+
+import torch
+
+from storm_client.errors import ActivationLost, DaemonLost, StormError
+from storm_client.lanes import Lane
+from storm_client.lanes.segments import tell
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.planner import DeviceWindow
+from storm_client.planner.plan import Plan
+from storm_client.saved.ranges import (
+    Handle,
+    Located,
+    RangePhase,
+    SavedStorages,
+    StoredRange,
+    UpcomingUses,
+)
+from storm_client.saved.snapshots import Ready, SnapshotProof, is_unshared
+from storm_client.transport.connection import Connection, Listener
+from storm_client.transport.memory_pressure import watch
+from storm_client.transport.restore import STALL_SECONDS, Inbound
+from storm_client.transport.store import Outbound
+from storm_client.transport.transfers import Transfers
+from stormd.protocol import (
+    Budget,
+    Mapped,
+    Message,
+    PlanLearned,
+    Refused,
+    UnmapSegment,
+    budget_text,
+)
+
+__all__ = ["Session"]
+
+LOOK_BACK = 8
+"""Records looked at in each hook for whether somebody else holds them: what was saved last is what
+is let go first. All are looked at where a block begins and ends."""
+
+RELEASE_BYTES = 1 << 20
+"""What hooks give up of dead records travels together up to this, or until the next heartbeat."""
+
+BARRIER_SECONDS = 2.0
+"""How long a thread that is out of memory waits for the daemon to unmap what was freed."""
+
+
+class Session(Listener):
+    """The activations of one process on one device."""
+
+    def __init__(self, address: str, lane: Lane, timeout: float) -> None:
+        """Open a session for `lane` at `address` within `timeout` seconds.
+
+        Raises:
+            StormError: as Connection, and what the lane raises; nothing stays open then.
+        """
+        self.lane = lane
+        self.device = lane.device
+        self.saved = SavedStorages()
+        self._shared: dict[int, weakref.ref[StoredRange]] = {}
+        """Records that stay as long as somebody else holds their storage, the oldest first."""
+        self._unreleased: list[int] = []
+        """Entries of dead records that the daemon has not been told of."""
+        self._unreleased_bytes = 0
+        self.connection = Connection(address, lane.hello, timeout)
+        try:
+            self.connection.attach(lane, timeout)
+        except BaseException:
+            self.connection.close()
+            lane.close()
+            raise
+        self.transfers = Transfers(
+            self.connection.numbers,
+            self.connection.outbox,
+            staging_bytes=lane.staging_bytes,
+            part_bytes=self.connection.welcome.part_bytes,
+            window=DeviceWindow(lane.budget_bytes),
+            keeps_stored=lane.keeps_stored,
+        )
+        self._in_place = lane.in_place
+        self.has_in_place = self._in_place is not None
+        """Whether bytes may come back into memory of their own, which is what has to be spared."""
+        self._outbound = Outbound(self.connection, lane, self.transfers)
+        self._inbound = Inbound(self.connection, lane, self.transfers)
+        self.connection.start(self)
+        if self._in_place is not None:
+            watch(self)
+
+    # --- what the hooks ask for -------------------------------------------------------------
+
+    def find(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> StoredRange | None:
+        """Return the record that has the bytes of `tensor`, which lies in `storage`, or will.
+
+        That is any record that still holds the storage. Of one that is sent while somebody else
+        holds it, too, it has to be shown that the bytes are those that are sent.
+
+        Raises:
+            DaemonLost: the daemon is gone, and what its records hold with it.
+        """
+        if self.connection.error is not None:
+            self.connection.check()
+        with self.connection.lock:
+            record = self.saved.find(storage)
+            if record is None:
+                return None
+            is_sent_early = record.ready is not None and record.ready.sequence > 0
+            if record.phase is RangePhase.IN_USE and not is_sent_early:
+                return record
+            if record.error is not None or not record.is_whole(storage):
+                return None
+            return record if record.proof is not None and record.proof.holds_for(tensor) else None
+
+    def hold(
+        self,
+        storage: torch.UntypedStorage,
+        dtype: torch.dtype,
+        codec: str,
+        stats: StatsRecorder,
+        *,
+        soon: bool = False,
+        proof: SnapshotProof | None = None,
+        ready: Ready | None = None,
+    ) -> StoredRange:
+        """Return a new record of `storage`, which leaves when nobody else holds it; send others.
+
+        Where `ready` names what is published when its bytes are there, it leaves at once.
+
+        `soon` says that it will be needed at once; by `proof` it is found while somebody else
+        holds its storage, though it has left.
+
+        Raises:
+            DaemonLost: the daemon is gone.
+        """
+        if self.connection.error is not None:
+            self.connection.check()
+        if self._shared:
+            self.send_unshared(latest=LOOK_BACK)
+        stream = self.lane.current_stream()
+        record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
+        record.proof, record.ready = proof, ready
+        with self.connection.lock:
+            if self.saved.deaths:
+                self._forget_dead()
+            self.saved.add(record)
+            self._shared[record.key] = weakref.ref(record)
+            stats.stays_in_use(record.nbytes)
+        if ready is not None and ready.sequence:
+            self.send(record)
+        return record
+
+    def saved_before_ready(self, storage: torch.UntypedStorage, ready: Ready) -> None:
+        """Have the record of a storage, if there is one, leave by what `ready` names.
+
+        Attention saves its result before it returns it.
+
+        Raises:
+            DaemonLost: the daemon is gone.
+        """
+        with self.connection.lock:
+            record = self.saved.find(storage)
+            if record is None or record.phase is not RangePhase.IN_USE or record.ready is not None:
+                return
+            record.proof, record.ready = ready.proof, ready
+        if ready.sequence:
+            self.send(record)
+
+    def publish_ready(self) -> int:
+        """Publish a number behind the current stream's work so far; 0 where nobody looks at it."""
+        in_place = self._in_place
+        if in_place is None or self.lane.is_capturing():
+            return 0
+        with self.connection.lock:
+            return in_place.produced(1)[0]
+
+    def send_unshared(
+        self, latest: int | None = None, but: Collection[StoredRange] = frozenset()
+    ) -> None:
+        """Send the records that nobody else holds any more, of the `latest` or of all, `but` some.
+
+        Raises:
+            DaemonLost: the daemon is gone. What it has not admitted stays.
+        """
+        if not self._shared or self.lane.is_capturing():
+            return
+        ready: list[StoredRange] = []
+        with self.connection.lock:
+            for reference in islice(reversed(self._shared.values()), latest):
+                record = reference()
+                if record is not None and is_unshared(record) and record not in but:
+                    ready.append(record)
+        for record in reversed(ready):
+            self.send(record)
+
+    def send(self, record: StoredRange) -> None:
+        """Send a record unless that was done, or it has been needed meanwhile.
+
+        Raises:
+            DaemonLost: the daemon is gone. The record keeps its storage.
+        """
+        if not self.lane.reaches(record.stream):
+            return
+        on_its_stream = self.lane.on(record.stream)
+        with self.connection.lock:
+            if self._shared.pop(record.key, None) is None:
+                return
+            if record.source is None or not record.is_whole(record.source):
+                record.move_to(RangePhase.STAYING)
+                return  # its memory is another since: what may be had is what is here
+            record.leaves.clear()
+            record.stats.leaves(record.nbytes)
+        with on_its_stream:
+            self._outbound.store(record)
+
+    def load(self, handle: Handle, *, is_first: bool = False) -> Located:
+        """Return where the bytes of `handle` are in memory, restoring them if need be.
+
+        Where it `is_first` to be asked for since the forward pass, what somebody has let go since
+        then leaves, unless it is needed next.
+
+        Raises:
+            CorruptBlob, ActivationLost, DaemonLost: they cannot be had again.
+            UsageError: they cannot be had while a CUDA graph is captured.
+        """
+        record = handle.record
+        if is_first and self._shared:
+            self.send_unshared(but=[record, *handle.step.upcoming()[:LOOK_BACK]])
+        with self.connection.lock:
+            if self.saved.deaths:
+                self._forget_dead()
+            if self._shared.pop(record.key, None) is not None:
+                record.move_to(RangePhase.STAYING)  # what is needed here has no reason to leave
+            located = self._claim(record)
+            if located is not None:
+                record.unpacked(handle)
+        if located is None:
+            return Located(self._inbound.fetch(handle))
+        self.look_ahead(handle.step)
+        if not located.is_original:
+            self.lane.use(located.storage)
+        return located
+
+    def look_ahead(self, uses: UpcomingUses) -> None:
+        """Begin to fetch what is used next, in this order, as far as there is room."""
+        if not self.lane.is_capturing():
+            self._inbound.look_ahead(uses)
+
+    def settle(self, timeout: float) -> None:
+        """Send what may leave, and wait `timeout` seconds at most until all that is encoded."""
+        with suppress(DaemonLost):
+            self.send_unshared()
+        deadline = time.monotonic() + timeout
+        with self.connection.lock, suppress(DaemonLost):
+            while self.transfers.is_storing and self.connection.wait(deadline):
+                pass
+
+    def sweep(self) -> None:
+        """Give up what is not needed any more: entries of what died, mappings of freed memory.
+
+        A lost daemon has done so.
+        """
+        with suppress(DaemonLost):
+            self.send_unshared()
+        with self.connection.lock, suppress(DaemonLost):
+            self.connection.check()
+            self._release_dead()
+            if self._in_place is not None:
+                self._in_place.sweep()
+                tell(self.connection, self._in_place.segments)
+            if self.connection.outbox:
+                self.connection.flush()
+
+    def give_back_memory(self) -> None:
+        """Sweep, and return when the freed memory can be allocated again."""
+        in_place = self._in_place
+        if in_place is None:
+            return
+        with suppress(StormError):  # the allocation that asks for it fails in any case
+            with self.connection.lock:
+                self.connection.check()
+                self.transfers.window.shrink()
+                self.transfers.forget_early()
+                is_given_back = in_place.sweep()
+                tell(self.connection, in_place.segments)
+                barrier = in_place.barrier()
+            if is_given_back:
+                self.connection.request(barrier, BARRIER_SECONDS)
+                with self.connection.lock:
+                    self.connection.send(0, UnmapSegment(barrier.segment))
+
+    def tell(self, plan: Plan, budget: Budget) -> None:
+        """Tell the daemon what a step does, for people who watch; one that is gone is not told."""
+        sizes = plan.bytes_by_decision
+        message = PlanLearned(
+            kept_bytes=sizes["keep"],
+            offloaded_bytes=sizes["offload"],
+            replayed_bytes=sizes["replay"],
+            budget=budget_text(budget),
+        )
+        with self.connection.lock, suppress(DaemonLost):
+            self.connection.post(0, message)
+
+    def close(self) -> None:
+        """End the session; what it stored is lost. Calling it twice is fine."""
+        self.connection.close()
+        self._inbound.close()
+        self.lane.close()
+
+    # --- what the connection tells of ---------------------------------------------------------
+
+    def on_message(self, request: int, message: Message) -> None:
+        """Handle a reply; one at which that is interrupted is handled again."""
+        try:
+            if self._in_place is not None and isinstance(message, Mapped | Refused):
+                segments = self._in_place.segments
+                if segments.concerns(request):
+                    segments.answered(request, mapped=isinstance(message, Mapped))
+                    tell(self.connection, segments)
+                    return
+            self.transfers.reply(request, message)
+        except KeyboardInterrupt:
+            self.connection.again(request, message)
+            raise
+
+    def on_wake(self) -> None:
+        """Release what died meanwhile."""
+        self._release_dead()
+
+    # --- helpers, with the lock held --------------------------------------------------------
+
+    def _claim(self, record: StoredRange) -> Located | None:
+        """Return the bytes if they are in memory, else take the duty to restore them."""
+        patience = STALL_SECONDS * len(record.parts)  # what the other thread has at the most
+        deadline = time.monotonic() + patience
+        while record.phase is RangePhase.RETURNING:
+            if not self.connection.wait(deadline):
+                raise ActivationLost(
+                    f"another thread has been restoring record {record.key} for {patience:g} s; "
+                    "see `stormd status` and the daemon's log"
+                )
+        located = record.locate()
+        if located is not None:
+            self.transfers.forget(record.key)
+            return located
+        if self.connection.error is not None:
+            self.connection.check()
+        if record.error is not None:
+            raise type(record.error)(str(record.error))
+        if not record.parts:
+            raise ActivationLost(
+                f"the {record.nbytes} bytes of a tensor that had stayed in memory are gone: its "
+                "storage was resized after the tensor was saved"
+            )
+        if record.source is not None:
+            self._outbound.check_steady(record)
+            self._await_admission(record)
+            return self._claim(record)
+        record.move_to(RangePhase.RETURNING)
+        return None
+
+    def _await_admission(self, record: StoredRange) -> None:
+        """Wait until a record whose source was resized is the daemon's, or is not, for good.
+
+        A part that it has yet to refuse takes those that it has admitted with it.
+        """
+        deadline = time.monotonic() + STALL_SECONDS
+        while record.phase is RangePhase.LEAVING:
+            if not self.connection.wait(deadline):
+                raise ActivationLost(
+                    f"the storage of record {record.key} was resized before the daemon had said "
+                    f"that it takes it, and it said nothing for {STALL_SECONDS:g} s; see "
+                    "`stormd status`"
+                )
+
+    def _release_dead(self) -> None:
+        """Post the releases of all that dead records held."""
+        self._forget_dead()
+        if self._unreleased:
+            self._post_releases()
+
+    def _forget_dead(self) -> None:
+        """Forget records that died, and release what they held once it is worth a message.
+
+        One that is interrupted is done again, which does no harm.
+        """
+        for reference in self.saved.dead():
+            self._shared.pop(reference.key, None)
+            self.transfers.forget(reference.key)
+            self.transfers.let_go(reference.key)
+            for part in reference.parts:
+                self._unreleased.append(part.entry)
+                self._unreleased_bytes += part.nbytes
+        if self._unreleased_bytes >= RELEASE_BYTES:
+            self._post_releases()
+
+    def _post_releases(self) -> None:
+        self.transfers.release(self._unreleased)
+        self._unreleased, self._unreleased_bytes = [], 0

@@ -1,0 +1,121 @@
+"""Where an Offload gets its sessions from, and what happens when the daemon behind them is lost.
+
+Sessions are replaced only where a step begins, so a step's tensors never lie in two places. What a
+lost daemon held stays lost, and raises when it is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+from storm_client.errors import DaemonLost, StormError, lost_in_forward
+from storm_client.transport.outage import Outage
+from storm_client.transport.sessions import Sessions
+
+__all__ = ["Supply"]
+
+
+class Supply:
+    """The sessions of one client: those it began with, or those with a later daemon.
+
+    Where `keeps` is set, a lost daemon is no error for what is saved from then on: it stays in
+    memory, and every step looks, in the background, whether a daemon answers again.
+    """
+
+    def __init__(self, connect: Callable[[], Sessions], *, keeps: bool) -> None:
+        """Connect, and own the sessions that `connect` returns, now and later.
+
+        Raises:
+            StormError: as `connect` does.
+        """
+        self.keeps = keeps
+        self._connect = connect
+        self._lock = threading.Lock()  # protects all below
+        self._outage = Outage()
+        self._found: Sessions | None = None
+        self._attempt: threading.Thread | None = None
+        self._closed = False
+        self._sessions = connect()
+
+    @property
+    def sessions(self) -> Sessions:
+        """The sessions in use, also when their daemon is lost."""
+        return self._sessions
+
+    def current(self) -> Sessions:
+        """Return the sessions for what begins now; with `keeps` their daemon may be lost.
+
+        Raises:
+            UsageError: the client is closed, or this is a forked child.
+            DaemonLost: the daemon is gone, without `keeps`.
+        """
+        self._take_found()
+        sessions = self._sessions
+        try:
+            sessions.check()
+        except DaemonLost as loss:
+            if not self.keeps:
+                raise lost_in_forward(loss) from loss
+            self._look(loss, sessions)
+        return sessions
+
+    def close(self) -> None:
+        """End all sessions. Calling it twice is fine."""
+        with self._lock:
+            self._closed = True
+            attempt = self._attempt
+        if attempt is not None:
+            attempt.join()
+        if self._found is not None:
+            self._found.close()
+        self._sessions.close()
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _take_found(self) -> None:
+        """Use the sessions that an attempt has found, and end the lost ones."""
+        if self._found is None:
+            return
+        with self._lock:
+            found = self._found
+            if found is None or self._closed:
+                return  # another thread has taken them, or `close` ends them
+            self._found = None
+            lost, self._sessions = self._sessions, found
+            self._outage.end()
+        lost.close()
+
+    def _look(self, loss: DaemonLost, lost: Sessions) -> None:
+        """Say once that the daemon is lost, and begin an attempt to find one if that is due.
+
+        Not where one was found meanwhile: the next step uses it, and what is stored there stays.
+        """
+        with self._lock:
+            if self._found is not None or self._sessions is not lost:
+                return
+            if self._outage.announce():
+                warnings.warn(
+                    f"{loss}; activations stay in memory until a daemon answers there again",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+            if self._closed or not self._outage.attempt(time.monotonic()):
+                return
+            self._attempt = threading.Thread(
+                target=self._reconnect, name="storm-reconnect", daemon=True
+            )
+            self._attempt.start()
+
+    def _reconnect(self) -> None:
+        found = None
+        try:
+            with suppress(StormError):  # the next attempt may do better
+                found = self._connect()
+        finally:
+            with self._lock:
+                self._outage.attempted()
+                self._found = found

@@ -1,0 +1,791 @@
+"""The ways of stored ranges to the daemon and back: a state machine without a socket or a device.
+
+A **transfer** is one part on its way. Its number is that of the request that asked for it, and one
+table finds it by that number when an answer comes. The transfers of one stored range on its way
+out are an `Outgoing`, those on its way back an `Incoming`. All of them share the staging area: what
+lies there, and what of it gives way to what, is decided here, too.
+
+What happens comes in as calls, which sessions make with their lock held; what the daemon has to be
+told goes to the outbox, in this order. Nothing here waits, sends, copies or looks at a clock. A
+call that an interrupt ended may be made again: phases are assigned before anything else, and a slot
+is given back once at the most.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+
+from storm_client.errors import StormError, named
+from storm_client.lanes import Mapped, Route, Slot, Staged
+from storm_client.lanes.dtypes import codec_name
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.planner import DeviceWindow
+from storm_client.saved.ranges import Part, RangePhase, StoredRange
+from stormd.protocol import (
+    RESTORED_FIELDS,
+    Admitted,
+    Envelope,
+    Failed,
+    Message,
+    Refused,
+    Rejected,
+    Release,
+    Restore,
+    Restored,
+    RestoredParts,
+    Store,
+    Stored,
+    unpack,
+)
+
+__all__ = [
+    "ALIGNMENT",
+    "Incoming",
+    "Outgoing",
+    "Phase",
+    "StagingSpace",
+    "Transfer",
+    "Transfers",
+]
+
+ALIGNMENT = 64
+"""Bytes, of ranges of the staging area; a cache line, and a multiple of every dtype's size."""
+
+AHEAD_SHARE = 0.75
+"""Of the staging area, for what was fetched ahead or is kept there; the rest is left to stores and
+to what is needed at once."""
+
+AHEAD_PARTS = 64
+"""Parts of that kind at most, however small they are."""
+
+IDS_PER_RELEASE = 256
+"""Entries given up in one message, of at most 9 bytes each: a frame has room for so many such."""
+
+REFILL_SHARE = 0.75
+"""Only when no more than this share of what may be fetched ahead is in use is more fetched: looking
+is not free of charge, and what is requested together travels together."""
+
+
+class Phase(Enum):
+    """How far a transfer has come."""
+
+    __hash__ = object.__hash__  # that of Enum is written in Python
+    SENT = auto()
+    """Out: the daemon has been asked to take the part."""
+    ADMITTED = auto()
+    """Out: it has promised room."""
+    STORED = auto()
+    """Out: the bytes are in its arena. Final."""
+    REFUSED = auto()
+    """Out: it does not take the part. Final."""
+    REQUESTED = auto()
+    """Back: it may be writing the part."""
+    DROPPED = auto()
+    """Back: the same, but nobody wants the part any more."""
+    ARRIVED = auto()
+    """Back: the bytes are there."""
+    DONE = auto()
+    """Back: the bytes were used, or given up. Final."""
+    FAILED = auto()
+    """The daemon has lost the part, or cannot restore it: `error` says why. Final."""
+
+
+_NEXT: dict[Phase, tuple[Phase, ...]] = {
+    Phase.SENT: (Phase.ADMITTED, Phase.STORED, Phase.REFUSED, Phase.FAILED),
+    Phase.ADMITTED: (Phase.STORED, Phase.REFUSED, Phase.FAILED),
+    Phase.STORED: (),
+    Phase.REFUSED: (),
+    Phase.REQUESTED: (Phase.ARRIVED, Phase.FAILED, Phase.DROPPED),
+    Phase.DROPPED: (Phase.DONE,),
+    Phase.ARRIVED: (Phase.DONE,),
+    Phase.DONE: (),
+    Phase.FAILED: (Phase.DONE,),
+}
+_PENDING = (Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED)
+_ANSWERED = (Phase.ARRIVED, Phase.FAILED)
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """One part, on its way out or back."""
+
+    number: int
+    nbytes: int
+    route: Route
+    slot: Slot | None
+    """The range of the staging area that it occupies, until that is given back."""
+    of: Outgoing | Incoming
+    phase: Phase
+    index: int = 0
+    """On its way back: the part's place among those of its record."""
+    error: StormError | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """On its way back: whether its bytes are there, or will be, or cannot be had."""
+        return self.phase is Phase.REQUESTED or self.phase in _ANSWERED
+
+    def move_to(self, phase: Phase) -> None:
+        """Go on to the next phase, or stay in this one."""
+        assert phase is self.phase or phase in _NEXT[self.phase], f"{self.phase} to {phase}"
+        self.phase = phase
+
+
+@dataclass(eq=False, slots=True)
+class Outgoing:
+    """A stored range's way out; it outlives the range for the statistics' sake."""
+
+    key: int
+    nbytes: int
+    dtype: torch.dtype
+    codec: str
+    count: int
+    """Of its parts."""
+    record: weakref.ref[StoredRange] | None = None
+    """None for what is put into the cache."""
+    stats: StatsRecorder | None = None
+    refusal: tuple[str, str] | None = None
+    """The reason, and the daemon's sentence about it; then nothing of it is with the daemon."""
+    error: StormError | None = None
+    """Why a part that was admitted is lost."""
+    admitted: set[int] = field(default_factory=set)
+    arrived: dict[int, Stored] = field(default_factory=dict)
+    is_counted: bool = False
+
+    # Where the daemon reads the source in its own memory:
+    ready: int = 0
+    """The number that says its bytes are there, where one does so before those of its parts."""
+    sequence: int | None = None
+    """The number of its last part; None until its parts are sent."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the daemon has taken or refused it."""
+        return self.refusal is not None or len(self.admitted) == self.count
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come of it."""
+        ended = self.refusal is not None or self.error is not None
+        return ended or len(self.arrived) == self.count
+
+    def living(self) -> StoredRange | None:
+        """Return the stored range if somebody still holds it."""
+        return None if self.record is None else self.record()
+
+
+@dataclass(eq=False, slots=True)
+class Incoming:
+    """A stored range's way back: to the staging area, or into `storage`, which the daemon maps."""
+
+    key: int
+    parts: list[Part]
+    storage: torch.UntypedStorage | None = None
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    """By the part's place in `parts`."""
+    is_demanded: bool = False
+    """Whether a thread waits for it; what nobody waits for is fetched ahead, or kept."""
+    is_early: bool = False
+    """Whether its storage counts among the memory that was taken early."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the storage that it comes back into."""
+        return 0 if self.storage is None else int(self.storage.nbytes())
+
+
+class StagingSpace:
+    """Which ranges of the staging area are in use: a first-fit allocator.
+
+    Free neighbours are merged at once, so the area is whole again when everything has been given
+    back, in whatever order. What is free changes by one assignment, so whatever interrupts a
+    method, as Ctrl-C does, loses its range at the worst, and never has one handed out twice.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Start with everything free; a tail shorter than ALIGNMENT is not used."""
+        self.capacity = nbytes - nbytes % ALIGNMENT
+        self._free = [(0, self.capacity)] if self.capacity else []  # begins and ends
+        self._used: dict[int, int] = {}
+
+    @property
+    def free_bytes(self) -> int:
+        """How much is free, in however many ranges."""
+        return sum(end - begin for begin, end in self._free)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Return the offset of a free range of `nbytes`, None where no free range is that long."""
+        size = _aligned(nbytes)
+        for index, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
+                self._used[begin] = size
+                return begin
+        return None
+
+    def free(self, offset: int) -> None:
+        """Give the range at `offset` back; it must have been handed out."""
+        begin, end = offset, offset + self._used.pop(offset)
+        first = last = bisect_left(self._free, (begin, end))
+        if first and self._free[first - 1][1] == begin:
+            first -= 1
+            begin = self._free[first][0]
+        if last < len(self._free) and self._free[last][0] == end:
+            end = self._free[last][1]
+            last += 1
+        self._free[first:last] = [(begin, end)]
+
+    def assert_invariants(self) -> None:
+        """Check that free and used ranges tile the area and that no two free ones touch."""
+        used = [(begin, begin + size) for begin, size in self._used.items()]
+        reached = 0
+        for begin, end in sorted([*self._free, *used]):
+            assert begin == reached, f"a gap or overlap at {reached}: the next range is at {begin}"
+            assert end > begin, f"an empty range at {begin}"
+            reached = end
+        assert reached == self.capacity, f"ranges end at {reached}, the area at {self.capacity}"
+        ends = {end for _, end in self._free}
+        assert ends.isdisjoint(begin for begin, _ in self._free), "two free ranges touch"
+
+
+class Transfers:
+    """All transfers of one session; its lock protects them, and whatever they refer to."""
+
+    def __init__(
+        self,
+        numbers: Iterator[int],
+        outbox: list[Envelope],
+        *,
+        staging_bytes: int,
+        part_bytes: int,
+        window: DeviceWindow,
+        keeps_stored: bool = False,
+    ) -> None:
+        """Move parts of at most `part_bytes`, each numbered by `numbers`, asked for in `outbox`.
+
+        `keeps_stored` says that stored parts wait in the staging area while there is room: where
+        the way back is much slower than a copy.
+        """
+        self.part_bytes = max(part_bytes - part_bytes % ALIGNMENT, 1)
+        self.window = window
+        self.answered = 0
+        """Answers about transfers so far: while it grows the daemon gets on."""
+        self.freed = 0
+        """Grows with whatever gives room to a thread that waits for some."""
+        self.early_bytes = 0
+        """Of memory that is being restored into, and that nobody waits for yet."""
+        self._numbers = numbers
+        self._outbox = outbox
+        self._keeps_stored = keeps_stored
+        self._space = StagingSpace(staging_bytes)
+        self._ahead_limit = int(staging_bytes * AHEAD_SHARE)
+        self._ahead_bytes = 0
+        self._ahead_parts = 0
+        self._pending: dict[int, Transfer] = {}
+        self._held: dict[int, Outgoing] = {}
+        """Whose sources wait in their own memory, the oldest first."""
+        self.held_bytes = 0
+        """Of sources that lie here though they were stored."""
+        self._has_grown = False
+        """Whether the window has seen a source since it was told that something is brought back."""
+        self.incoming: dict[int, Incoming] = {}
+        """By the record's key: the ways back that have begun."""
+        self._kept: dict[Transfer, Incoming] = {}
+        """Parts that were stored and lie in their slots still, the oldest first."""
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether the daemon has yet to read or encode something."""
+        return any(isinstance(one.of, Outgoing) for one in self._pending.values())
+
+    # --- the staging area -------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> Slot | None:
+        """Return a slot, giving up what waits to be needed where there is no other room.
+
+        The one that is needed last goes first: of what was fetched ahead the newest, else what has
+        been kept longest.
+        """
+        slot = self._reserve(nbytes)
+        while slot is None and (self._drop_newest_fetched() or self._drop_oldest_kept()):
+            slot = self._reserve(nbytes)
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back that no transfer occupies."""
+        self._space.free(slot.offset)
+        self.freed += 1
+
+    # --- out --------------------------------------------------------------------------------
+
+    def split(self, nbytes: int) -> list[range]:
+        """Return the parts that so many bytes travel in."""
+        size = self.part_bytes
+        return [range(begin, min(begin + size, nbytes)) for begin in range(0, nbytes, size)]
+
+    def leave(self, record: StoredRange) -> Outgoing:
+        """Begin a record's way out; nothing is sent yet."""
+        record.move_to(RangePhase.LEAVING)
+        return Outgoing(
+            record.key,
+            record.nbytes,
+            record.dtype,
+            record.codec,
+            -(-record.nbytes // self.part_bytes),
+            weakref.ref(record),
+            record.stats,
+            ready=0 if record.ready is None else record.ready.sequence,
+        )
+
+    def store(
+        self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
+    ) -> Transfer:
+        """Have the daemon store a part, whose bytes lie where `route` says: in `slot`, if staged.
+
+        In this order: what an interrupt leaves half done is released, and waited for by nobody.
+        """
+        record = out.living()
+        entry = next(self._numbers)
+        message = Store(
+            entry=entry,
+            segment=route.segment,
+            offset=route.offset,
+            nbytes=len(part),
+            dtype=codec_name(out.dtype),
+            codec=out.codec,
+            sequence=sequence,
+            ready=out.ready if isinstance(route, Mapped) else 0,
+        )
+        transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
+        if record is not None:
+            record.parts.append(Part(entry, part.start, len(part)))
+        self._outbox.append(Envelope(entry, message))
+        self._pending[entry] = transfer
+        return transfer
+
+    def refuse(self, out: Outgoing, reason: str, detail: str = "") -> None:
+        """Leave the bytes where they are; parts that did arrive are released."""
+        if out.refusal is not None:
+            return
+        out.refusal = reason, detail
+        if out.stats is not None:
+            out.stats.kept(out.nbytes, reason, detail)
+        record = out.living()
+        if record is None:
+            return
+        if record.phase is RangePhase.LEAVING:
+            record.move_to(RangePhase.STAYING)
+        self.release([part.entry for part in record.parts])
+        record.parts.clear()
+
+    def release(self, entries: list[int]) -> None:
+        """Give entries up, as many in a message as fit."""
+        for begin in range(0, len(entries), IDS_PER_RELEASE):
+            message = Release(entries[begin : begin + IDS_PER_RELEASE])
+            self._outbox.append(Envelope(0, message))
+
+    # --- sources that wait in their own memory ----------------------------------------------
+
+    def hold(self, out: Outgoing) -> None:
+        """Hold a source back: what was saved last stays, as much of it as the window allows."""
+        self.window.saw(out.nbytes)
+        self._has_grown = True
+        self._held[out.key] = out
+        self.held_bytes += out.nbytes
+
+    def excess(self) -> Outgoing | None:
+        """Return whose source has to go next, None where all may stay.
+
+        The oldest goes first, because a backward pass needs it last.
+        """
+        return next(iter(self._held.values())) if self.held_bytes > self.window.limit else None
+
+    def is_held(self, key: int) -> bool:
+        """Tell whether the source of the record of that key is held."""
+        return key in self._held
+
+    def let_go(self, key: int) -> None:
+        """Hold a source no longer: its record died, or its turn to go has come."""
+        out = self._held.pop(key, None)
+        if out is None:
+            return
+        self.held_bytes -= out.nbytes
+        if out.sequence is None and out.refusal is None and out.stats is not None:
+            out.stats.kept(out.nbytes, "needed_at_once")  # before there was a reason to send it
+
+    # --- back -------------------------------------------------------------------------------
+
+    def demand(self, key: int, parts: list[Part], sequence: int) -> Incoming:
+        """Have a record fetched now: what a thread waits for is not given up.
+
+        What has not been requested of it is, through the staging area as far as there is room.
+        """
+        incoming = self.expect(key, parts)
+        self.wait_for(incoming)
+        if len(incoming.transfers) < len(parts):
+            self.request_ahead(incoming, 0, sequence)
+        return incoming
+
+    def wait_for(self, incoming: Incoming) -> None:
+        """Give nothing of a record up any more: a thread waits for it."""
+        incoming.is_demanded = True
+        if incoming.storage is not None:
+            self._count_early(incoming)
+
+    def expect(self, key: int, parts: list[Part]) -> Incoming:
+        """Begin to fetch a record ahead, through the staging area, or go on with it."""
+        incoming = self.incoming.get(key)
+        if incoming is None:
+            incoming = self.incoming[key] = Incoming(key, parts)
+        return incoming
+
+    def expect_into(
+        self, key: int, parts: list[Part], storage: torch.UntypedStorage, *, is_demanded: bool
+    ) -> Incoming:
+        """Begin to fetch a record into memory of its own, which the daemon maps."""
+        incoming = Incoming(key, parts, storage, is_demanded=is_demanded)
+        self.incoming[key] = incoming
+        self._count_early(incoming)
+        return incoming
+
+    def restore(
+        self, incoming: Incoming, index: int, route: Route, sequence: int, slot: Slot | None = None
+    ) -> Transfer:
+        """Have the daemon restore a part to where `route` says: into `slot`, if staged."""
+        if self._has_grown:
+            self.window.turned()
+            self._has_grown = False
+        part = incoming.parts[index]
+        number = next(self._numbers)
+        transfer = Transfer(number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index)
+        message = Restore(
+            ticket=number,
+            entry=part.entry,
+            segment=route.segment,
+            offset=route.offset,
+            nbytes=part.nbytes,
+            sequence=sequence,
+        )
+        self._outbox.append(Envelope(number, message))
+        self._pending[number] = transfer
+        self._put(incoming, transfer)  # last: nobody waits for what was never asked for
+        return transfer
+
+    def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
+        """Request a part through the staging area, and those behind it as far as there is room.
+
+        Where there is none for the part itself, what only waits to be needed is given up, and then
+        the record's own later parts, which may lie so that no free range is as long as this one;
+        None where even that is not enough now.
+        """
+        nbytes = incoming.parts[index].nbytes
+        slot = self.reserve(nbytes)
+        while slot is None and self._drop_last(incoming):
+            slot = self._reserve(nbytes)
+        if slot is None:
+            return None
+        transfer = self.restore(incoming, index, Staged(slot.offset), sequence, slot)
+        self.request_ahead(incoming, index + 1, sequence)
+        return transfer
+
+    def request_ahead(self, incoming: Incoming, begin: int, sequence: int) -> bool:
+        """Request its parts from `begin` on through the staging area, before they are needed.
+
+        False where what is fetched ahead has no room for all of them now.
+        """
+        for index in range(begin, len(incoming.parts)):
+            if index in incoming.transfers:
+                continue
+            slot = self.reserve_ahead(incoming.parts[index].nbytes)
+            if slot is None:
+                return False
+            self.restore(incoming, index, Staged(slot.offset), sequence, slot)
+        return True
+
+    def reserve_ahead(self, nbytes: int) -> Slot | None:
+        """Return a slot for what is fetched before it is needed, None where its share is used."""
+        return self._reserve(nbytes) if self._has_room_ahead(nbytes) else None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether enough of the staging area's share is free to be worth a look."""
+        is_free = self._ahead_bytes <= self._ahead_limit * REFILL_SHARE
+        return is_free and self._ahead_parts <= AHEAD_PARTS // 2
+
+    def take(self, incoming: Incoming, index: int) -> None:
+        """Note that a part's bytes have been used, or that nobody wants them."""
+        transfer = incoming.transfers.get(index)
+        if transfer is None:
+            return
+        if transfer.phase is Phase.REQUESTED:
+            transfer.move_to(Phase.DROPPED)  # the daemon may be writing it
+        elif transfer.phase is not Phase.DROPPED:
+            transfer.move_to(Phase.DONE)
+            self._give_back(transfer)
+        self._kept.pop(transfer, None)
+        incoming.transfers.pop(index, None)
+
+    def forget(self, key: int) -> None:
+        """Give up what is left of a record's way back."""
+        incoming = self.incoming.pop(key, None)
+        if incoming is not None:
+            for index in list(incoming.transfers):
+                self.take(incoming, index)
+            if incoming.storage is not None:
+                self._count_early(incoming)
+
+    def forget_early(self) -> None:
+        """Give up all memory that was taken early: there is none left."""
+        for key in [key for key, one in self.incoming.items() if one.is_early]:
+            self.forget(key)
+
+    def writes_to_memory(self) -> bool:
+        """Tell whether the daemon may be writing to memory that was allocated for that."""
+        pending = self._pending.values()
+        return any(isinstance(one.of, Incoming) and one.slot is None for one in pending)
+
+    def end(self) -> None:
+        """Let all memory go: no answer will come any more."""
+        self._pending.clear()
+        self.incoming.clear()
+        self._held.clear()
+        self._kept.clear()
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def reply(self, request: int, message: Message) -> None:
+        """Handle the daemon's answer about a transfer; about anything else, do nothing."""
+        match message:
+            case RestoredParts():
+                for (ticket,) in unpack(message.places, RESTORED_FIELDS):
+                    self._answered(ticket, message)
+            case _:
+                self._answered(_number_of(request, message), message)
+
+    def _answered(self, number: int, message: Message) -> None:
+        transfer = self._pending.get(number)
+        if transfer is None:
+            return
+        self.answered += 1
+        if isinstance(transfer.of, Incoming):
+            self._came(transfer, transfer.of, message)
+        else:
+            self._went(transfer, transfer.of, message)
+
+    def _went(self, transfer: Transfer, out: Outgoing, message: Message) -> None:
+        """Handle an answer about a part on its way out."""
+        match message:
+            case Admitted():
+                self._admitted(transfer, out)
+                return
+            case Stored():
+                self._stored(transfer, out, message)
+            case Rejected():
+                self._refused(transfer, out, message.reason, message.detail)
+            case Refused():  # the message, for itself: what it asked for will not be done
+                self._refused(transfer, out, message.kind, message.detail)
+            case Failed():
+                self._lost(transfer, out, named(message.kind, message.detail))
+            case _:
+                return
+        self._end(transfer)
+
+    def _came(self, transfer: Transfer, incoming: Incoming, message: Message) -> None:
+        """Handle an answer about a part on its way back: it is there, or cannot be had."""
+        if transfer.phase is Phase.DROPPED:
+            transfer.move_to(Phase.DONE)
+            self._give_back(transfer)
+        elif transfer.phase is Phase.REQUESTED:
+            if isinstance(message, Failed | Refused):
+                transfer.error = named(message.kind, message.detail)  # for whoever needs it
+            transfer.move_to(Phase.ARRIVED if transfer.error is None else Phase.FAILED)
+        self._end(transfer)
+        if incoming.storage is not None:
+            self._count_early(incoming)
+
+    def _admitted(self, transfer: Transfer, out: Outgoing) -> None:
+        """Let the record's storage go once the daemon has promised room for all parts."""
+        if transfer.phase is Phase.SENT:
+            transfer.move_to(Phase.ADMITTED)
+        out.admitted.add(transfer.number)
+        if len(out.admitted) < out.count or out.refusal is not None or out.is_counted:
+            return
+        out.is_counted = True
+        if out.stats is not None:
+            out.stats.offloaded(out.nbytes, out.dtype)
+            for part in out.arrived.values():
+                out.stats.stored(part.stored_bytes, part.mode)
+        record = out.living()
+        if record is not None and record.phase is RangePhase.LEAVING and out.sequence is None:
+            self.gone(record)
+
+    def gone(self, record: StoredRange) -> None:
+        """Give a record's storage up: its bytes are the daemon's."""
+        record.move_to(RangePhase.AWAY)
+        record.source = None
+
+    def _stored(self, transfer: Transfer, out: Outgoing, message: Stored) -> None:
+        """The bytes of a part are in the arena, and its source is not needed any more."""
+        transfer.move_to(Phase.STORED)
+        is_new = transfer.number not in out.arrived
+        out.arrived[transfer.number] = message
+        if is_new and out.is_counted and out.refusal is None and out.stats is not None:
+            out.stats.stored(message.stored_bytes, message.mode)
+        if not self._keep(transfer, out):
+            self._give_back(transfer)
+
+    def _refused(self, transfer: Transfer, out: Outgoing, reason: str, detail: str) -> None:
+        """The daemon does not take a part, and so none of its record's."""
+        transfer.move_to(Phase.REFUSED)
+        self._give_back(transfer)
+        self.refuse(out, reason, detail)
+
+    def _lost(self, transfer: Transfer, out: Outgoing, error: StormError) -> None:
+        """A part that was admitted is lost; who needs it gets the error."""
+        transfer.move_to(Phase.FAILED)
+        transfer.error = out.error = error
+        record = out.living()
+        if record is not None:
+            record.lose(error)
+        self._give_back(transfer)
+
+    def _end(self, transfer: Transfer) -> None:
+        """Forget a transfer whose answer has come."""
+        self._pending.pop(transfer.number, None)
+        self.freed += 1
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _reserve(self, nbytes: int) -> Slot | None:
+        offset = self._space.allocate(nbytes)
+        return None if offset is None else Slot(offset, nbytes)
+
+    def _give_back(self, transfer: Transfer) -> None:
+        """Give a transfer's slot back, if it has one."""
+        is_back = isinstance(transfer.of, Incoming)
+        slot, transfer.slot = transfer.slot, None
+        if slot is None:
+            return
+        if is_back:
+            self._ahead_bytes -= slot.nbytes
+            self._ahead_parts -= 1
+        self.free(slot)
+
+    def _put(self, incoming: Incoming, transfer: Transfer) -> None:
+        incoming.transfers[transfer.index] = transfer
+        if transfer.slot is not None:
+            self._ahead_bytes += transfer.slot.nbytes
+            self._ahead_parts += 1
+
+    def _keep(self, transfer: Transfer, out: Outgoing) -> bool:
+        """Leave a stored part in its slot as one that has come back already, if there is room."""
+        record, slot = out.living(), transfer.slot
+        if not self._keeps_stored or record is None or slot is None or out.refusal is not None:
+            return False
+        if not isinstance(transfer.route, Staged) or record.phase not in _FETCHABLE:
+            return False
+        while not self._has_room_ahead(slot.nbytes):
+            if not self._drop_oldest_kept():
+                return False
+        incoming = self.expect(record.key, record.parts)
+        index = next(i for i, part in enumerate(record.parts) if part.entry == transfer.number)
+        if index in incoming.transfers or incoming.storage is not None:
+            return False
+        transfer.slot = None
+        kept = Transfer(
+            transfer.number, slot.nbytes, transfer.route, slot, incoming, Phase.ARRIVED, index
+        )
+        self._put(incoming, kept)
+        self._kept[kept] = incoming
+        return True
+
+    def _has_room_ahead(self, nbytes: int) -> bool:
+        return self._ahead_bytes + nbytes <= self._ahead_limit and self._ahead_parts < AHEAD_PARTS
+
+    def _drop_oldest_kept(self) -> bool:
+        for kept, incoming in self._kept.items():
+            if not incoming.is_demanded:
+                self.take(incoming, kept.index)
+                return True
+        return False
+
+    def _drop_newest_fetched(self) -> bool:
+        if self._ahead_parts == len(self._kept):
+            return False
+        for incoming in reversed(self.incoming.values()):
+            if incoming.is_demanded or incoming.storage is not None:
+                continue
+            for transfer in reversed(incoming.transfers.values()):
+                if transfer.phase in _ANSWERED and transfer not in self._kept:
+                    self.take(incoming, transfer.index)
+                    return True
+        return False
+
+    def _drop_last(self, incoming: Incoming) -> bool:
+        for index in sorted(incoming.transfers, reverse=True):
+            if incoming.transfers[index].phase in _ANSWERED:
+                self.take(incoming, index)
+                return True
+        return False
+
+    def _count_early(self, incoming: Incoming) -> None:
+        """Count a storage as early while nobody waits for it and it is wanted, or written to."""
+        is_early = incoming.storage is not None and not incoming.is_demanded
+        if is_early and self.incoming.get(incoming.key) is not incoming:
+            is_early = any(one.of is incoming for one in self._pending.values())
+        if is_early != incoming.is_early:
+            more = incoming.nbytes if is_early else -incoming.nbytes
+            incoming.is_early = is_early
+            self.early_bytes += more
+
+    # --- what holds between any two calls ---------------------------------------------------
+
+    def assert_invariants(self) -> None:
+        """Check the tables against each other, and every count against what it counts."""
+        self._space.assert_invariants()
+        for number, transfer in self._pending.items():
+            assert transfer.number == number
+            assert transfer.phase in _PENDING, transfer
+        for key, incoming in self.incoming.items():
+            assert incoming.key == key
+            for transfer in incoming.transfers.values():
+                assert transfer.of is incoming
+                assert transfer.phase is Phase.REQUESTED or transfer.phase in _ANSWERED, transfer
+                assert (transfer.phase is Phase.REQUESTED) == (transfer.number in self._pending)
+        back = {one for way in self.incoming.values() for one in way.transfers.values()}
+        back |= {one for one in self._pending.values() if isinstance(one.of, Incoming)}
+        slots = [one.slot for one in back if one.slot is not None]
+        assert self._ahead_bytes == sum(slot.nbytes for slot in slots)
+        assert self._ahead_parts == len(slots)
+        early = {one.of for one in back if isinstance(one.of, Incoming) and one.of.is_early}
+        early |= {one for one in self.incoming.values() if one.is_early}
+        assert self.early_bytes == sum(one.nbytes for one in early)
+        assert self.held_bytes == sum(out.nbytes for out in self._held.values())
+        for kept, incoming in self._kept.items():
+            assert kept.phase is Phase.ARRIVED
+            assert kept in incoming.transfers.values()
+
+
+_FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
+
+
+def _number_of(request: int, message: Message) -> int:
+    """Return the number of the transfer that a message answers, if it answers one."""
+    match message:
+        case Admitted() | Stored() | Rejected():
+            return message.entry
+        case Restored():
+            return message.ticket
+        case Failed():
+            return message.ticket or message.entry
+    return request
+
+
+def _aligned(nbytes: int) -> int:
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -1,0 +1,1 @@
+"""The memory that the daemon takes from the machine."""

@@ -1,0 +1,150 @@
+"""Takes more of the machine's memory for the pool while it is used, ahead of the need.
+
+A step makes a range resident and known to every lane, in a thread of its own, and only then is it
+in the space from which the ledger promises: a promise is never one of memory that has yet to come.
+No step leaves the rest of the machine, or of the container, short. Memory goes back when the daemon
+ends: given back earlier, the next step of a training would have to wait for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from stormd.errors import LaneUnavailable, PoolUnavailable, StartStopped
+from stormd.lanes import Lane
+from stormd.ledger.arena import Space
+from stormd.machine import memory_limit
+from stormd.memory.host_pool import HostPool
+from stormd.sizes import format_size
+
+__all__ = ["FIRST_BYTES", "PoolGrowth", "left_to_others", "next_step"]
+
+log = logging.getLogger(__name__)
+
+FIRST_BYTES: Final = 64 << 20
+"""What a pool that grows begins with, and its least step: a fraction of a second's work."""
+
+MOST_A_STEP: Final = 128 << 20
+"""So that who waits does so for well below a second where the host has yet to find the memory."""
+
+AHEAD_PART: Final = 4
+"""Of a space that is used, this part of what there is stays free, or more is taken."""
+
+RETRY_SECONDS: Final = 5.0
+"""After which a machine that had no memory is asked again."""
+
+LEFT_PART: Final = 16
+LEFT_LEAST: Final = 64 << 20
+LEFT_MOST: Final = 2 << 30
+"""Of the machine's or the container's memory, what is left to others: a 16th within these."""
+
+
+def next_step(space: Space) -> int:
+    """Return how many bytes the space is to grow by next, 0 where it has enough.
+
+    A space that nobody uses stays as it is. Steps grow with the space, so that a fast start takes
+    few, and end at whole pages.
+    """
+    use, left = space.use(), space.end - space.base - space.committed
+    needed = max(space.wanted, use.taken + use.ready // AHEAD_PART if use.taken else 0)
+    if not space.is_growing or needed <= use.ready:
+        return 0
+    step = min(max(needed - use.ready, space.committed // 2, FIRST_BYTES), MOST_A_STEP)
+    return min(-(-step // mmap.PAGESIZE) * mmap.PAGESIZE, left)
+
+
+def left_to_others() -> int:
+    """Return the bytes of memory that no step may take."""
+    return min(max(memory_limit() // LEFT_PART, LEFT_LEAST), LEFT_MOST)
+
+
+class PoolGrowth:
+    """Grows `spaces` of a pool, one step at a time. `close` must follow, before the lanes'.
+
+    `on_step` is called on the loop after each step, also one that failed: then the spaces allow no
+    growth for some seconds, and who waits for it waits no longer.
+    """
+
+    def __init__(
+        self,
+        pool: HostPool,
+        spaces: Sequence[Space],
+        lanes: Iterable[Lane],
+        loop: asyncio.AbstractEventLoop,
+        on_step: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._spaces = [space for space in spaces if space.is_growing]
+        self._lanes = list(lanes)
+        self._loop = loop
+        self._on_step = on_step
+        self._step: asyncio.Future[None] | None = None
+        self._retry_at = 0.0
+        self._has_failed = False
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="stormd-grow")
+
+    def look(self) -> None:
+        """Begin a step where one is due and none is under way. Called on the loop, often."""
+        if self._step is not None or not self._spaces:
+            return
+        if self._has_failed and time.monotonic() < self._retry_at:
+            return
+        for space in self._spaces:
+            space.allow_growth(allowed=True)
+            nbytes = next_step(space)
+            if nbytes:
+                self._begin(space, nbytes)
+                return
+
+    def close(self) -> None:
+        """Let the step under way end, and begin none any more. Called on the loop."""
+        self._spaces = []
+        self._executor.shutdown()
+
+    def _begin(self, space: Space, nbytes: int) -> None:
+        offset = space.base + space.committed
+        step = self._loop.run_in_executor(self._executor, self._take, offset, nbytes)
+        self._step = step
+        step.add_done_callback(lambda done: self._ended(done, space, nbytes))
+
+    def _take(self, offset: int, nbytes: int) -> None:
+        """Make a range memory that all lanes reach. In the thread for it."""
+        self._pool.commit(offset, nbytes, beside=left_to_others())
+        try:
+            for lane in self._lanes:
+                lane.extend(offset, nbytes)
+        except BaseException:
+            self._pool.give_back(offset, nbytes)
+            raise
+
+    def _ended(self, step: asyncio.Future[None], space: Space, nbytes: int) -> None:
+        self._step = None
+        if step.cancelled() or not self._spaces:
+            return
+        error = step.exception()
+        if error is None:
+            self._has_failed = False
+            space.grow(nbytes)
+        elif isinstance(error, PoolUnavailable | LaneUnavailable | StartStopped):
+            self._give_up(str(error))
+        else:  # our bug; the pool stays as large as it is
+            log.error("the pool does not grow", exc_info=error)
+            self._give_up(str(error))
+        self._on_step()
+
+    def _give_up(self, reason: str) -> None:
+        """Grow no more for a while; tell of it once, not at every attempt."""
+        if not self._has_failed:
+            log.warning("the pool stays at %s: %s", self._size(), reason)
+        self._has_failed, self._retry_at = True, time.monotonic() + RETRY_SECONDS
+        for space in self._spaces:
+            space.allow_growth(allowed=False)
+
+    def _size(self) -> str:
+        return format_size(sum(nbytes for _, nbytes in self._pool.ranges))

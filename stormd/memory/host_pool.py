@@ -1,0 +1,243 @@
+"""The pool's memory: one mapping, made resident and locked where that is allowed.
+
+All of it is made resident at start, or a first part, and more by `commit`. What is not resident
+must not be used: the machine may not have it.
+
+The mapping belongs to this process alone. No session ever maps it or is handed a part of it, so a
+freed block is readable by nobody, and it does not move until `close`.
+
+Private anonymous memory rather than shared: nothing outside may map it, and transparent huge
+pages follow the machine's ordinary setting instead of the seldom enabled one for shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from stormd.errors import PoolUnavailable, StartStopped
+from stormd.machine import memory_available
+from stormd.memory.huge_pages import advise_huge_pages
+from stormd.sizes import format_size
+
+__all__ = ["HostPool"]
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 64 << 20
+"""Bytes touched by one call: small enough for a progress bar, a multiple of any huge page."""
+
+MAX_TOUCHERS: Final = 8
+"""Threads that touch; more do not clear memory faster on the machines that were measured."""
+
+BYTES_A_TABLE_BYTE: Final = 512
+"""The kernel's table of a process's pages takes eight bytes for each page of 4 KiB."""
+
+MAP_NORESERVE: Final = 0x4000
+MADV_DONTNEED: Final = 4
+MADV_POPULATE_WRITE: Final = 23
+"""Numbers of Linux that the mmap module does not name in every version; the last is of 5.14."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class HostPool:
+    """`nbytes` of address space at `address`, the first `first` bytes resident, all without it.
+
+    `on_progress(done, total)` is called from several threads, one call at a time, in bytes.
+    `is_stopped` is asked between chunks, from any of them: a large pool takes a minute to touch,
+    and whoever is to end must not wait for it. `beside` are the bytes that the process needs
+    besides. `locked` says whether the kernel agreed never to swap what is resident, `ranges` what
+    is, as offsets and bytes.
+
+    Raises:
+        PoolUnavailable: the machine does not have or does not give that much memory.
+        StartStopped: `is_stopped` said so; the memory has been given back.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        first: int | None = None,
+        beside: int = 0,
+        on_progress: Callable[[int, int], None] | None = None,
+        is_stopped: Callable[[], bool] | None = None,
+    ) -> None:
+        self.nbytes: Final = nbytes
+        self.ranges: tuple[tuple[int, int], ...] = ()
+        self.locked = True
+        self._kept = False
+        self._is_stopped = is_stopped or _never
+        first = nbytes if first is None else first
+        _check_size(first, beside)
+        self._mapping = _reserved(nbytes, is_partial=first < nbytes)
+        self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        try:
+            self._advise()
+            self._take(0, first, on_progress or _no_progress)
+        except BaseException:
+            self._mapping.close()
+            raise
+
+    def commit(self, offset: int, nbytes: int, *, beside: int) -> None:
+        """Make a further range resident, from the start of a page on. May take seconds.
+
+        `beside` are bytes of the machine's memory that must be left. One call at a time.
+
+        Raises:
+            PoolUnavailable: there is not that much memory; the range is as it was.
+            StartStopped: the daemon is to end; the range is as it was.
+        """
+        _check_growth(nbytes, beside)
+        try:
+            self._take(offset, nbytes, _no_progress)
+        except BaseException:
+            self.give_back(offset, nbytes)
+            raise
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        """Have a range be no memory any more, which nobody uses."""
+        self.ranges = tuple(one for one in self.ranges if one != (offset, nbytes))
+        _libc.munlock(self.address + offset, nbytes)
+        _libc.madvise(self.address + offset, nbytes, MADV_DONTNEED)
+
+    def check_stopped(self) -> None:
+        """Give the start up where the daemon is to end: for between two pieces of it.
+
+        Raises:
+            StartStopped: it is.
+        """
+        if self._is_stopped():
+            raise StartStopped("told to end while the pool was being made")
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may use an address in it any more. Twice is fine."""
+        if not self._kept:
+            self._mapping.close()
+
+    def keep(self) -> None:
+        """Leave the memory mapped until the process ends: someone may still use it."""
+        self._kept = True
+
+    def _advise(self) -> None:
+        advise_huge_pages(self._mapping)
+        self._mapping.madvise(mmap.MADV_DONTFORK)  # a child would double it page by page
+        self._mapping.madvise(mmap.MADV_DONTDUMP)  # other people's tensors, in a core file
+
+    def _take(self, offset: int, nbytes: int, on_progress: Callable[[int, int], None]) -> None:
+        """Make a range resident, and lock it."""
+        chunks = list(_chunks(self.address + offset, nbytes))
+        self._touch(chunks, nbytes, on_progress)
+        self._lock(chunks)
+        self.ranges += ((offset, nbytes),)
+
+    def _touch(
+        self, chunks: list[tuple[int, int]], total: int, on_progress: Callable[[int, int], None]
+    ) -> None:
+        lock = threading.Lock()  # protects `done` and serialises on_progress
+        done = 0
+
+        def touch(chunk: tuple[int, int]) -> None:
+            nonlocal done
+            self.check_stopped()
+            _populate(*chunk)
+            with lock:
+                done += chunk[1]
+                on_progress(done, total)
+
+        threads = min(MAX_TOUCHERS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(threads, thread_name_prefix="stormd-touch") as executor:
+            for _ in executor.map(touch, chunks):
+                pass
+
+    def _lock(self, chunks: list[tuple[int, int]]) -> None:
+        """Lock these as well, or nothing: what is locked counts against the limit of others."""
+        if not self.locked:
+            return
+        for chunk in chunks:
+            self.check_stopped()
+            if _libc.mlock(*chunk) != 0:
+                break
+        else:
+            return
+        self.locked = False
+        reason = os.strerror(ctypes.get_errno())
+        _libc.munlock(self.address, self.nbytes)
+        log.warning(
+            "the pool of %s is not locked in memory and could be swapped (%s): raise "
+            "LimitMEMLOCK or `ulimit -l` to at least its size",
+            format_size(self.nbytes),
+            reason,
+        )
+
+
+def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
+    """Return a mapping; of one that is to be resident in part the kernel sets nothing aside."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (MAP_NORESERVE if is_partial else 0)
+    try:
+        return mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise PoolUnavailable(_refusal(nbytes, error)) from error
+
+
+def _chunks(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield (address, bytes) of the parts that are touched and locked one by one."""
+    for offset in range(0, nbytes, CHUNK_BYTES):
+        yield address + offset, min(CHUNK_BYTES, nbytes - offset)
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _check_size(nbytes: int, beside: int) -> None:
+    """Refuse what could only end in the kernel killing a process, ours or another."""
+    available = memory_available()
+    beside += nbytes // BYTES_A_TABLE_BYTE
+    if nbytes + beside > available:
+        raise PoolUnavailable(
+            f"pool_bytes and cache_bytes are {format_size(nbytes)} together, and the daemon needs "
+            f"{format_size(beside)} beside them; this machine or container has "
+            f"{format_size(available)} of memory available: set --pool-bytes lower, or free memory"
+        )
+
+
+def _check_growth(nbytes: int, beside: int) -> None:
+    available = memory_available()
+    if nbytes + nbytes // BYTES_A_TABLE_BYTE + beside > available:
+        raise PoolUnavailable(
+            f"the pool cannot grow by {format_size(nbytes)}: this machine or container has "
+            f"{format_size(available)} of memory available, and {format_size(beside)} are left to "
+            "others"
+        )
+
+
+def _populate(address: int, nbytes: int) -> None:
+    """Make the range resident. Older kernels have no call for it: there, write to every page."""
+    if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (22, 38):  # EINVAL, ENOSYS
+        raise PoolUnavailable(_refusal(nbytes, OSError(number, os.strerror(number))))
+    ctypes.memset(address, 0, nbytes)
+
+
+def _refusal(nbytes: int, error: OSError) -> str:
+    return (
+        f"the kernel gives no {format_size(nbytes)} of memory for the pool "
+        f"({error.strerror}): set --pool-bytes lower, or free memory"
+    )

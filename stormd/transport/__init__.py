@@ -1,0 +1,1 @@
+"""Sockets: who may speak, ZeroMQ's protocol, and the lifelines."""

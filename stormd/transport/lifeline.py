@@ -1,0 +1,180 @@
+"""The lifelines: one stream connection a session, whose end is the session's end.
+
+A connection speaks for a session only after it has sent that session's token from that session's
+user. The descriptors are handed over once. Whichever way the process at the other end ceases to be,
+`on_lost` is called, because the kernel closes its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from stormd.protocol.limits import TOKEN_BYTES
+from stormd.transport.listener import Credentials, Listener, peer_credentials
+from stormd.transport.strangers import Strangers
+
+__all__ = ["GREETING_SECONDS", "LifelineListener"]
+
+log = logging.getLogger(__name__)
+
+GREETING_SECONDS: Final = 5.0
+"""How long a connection may take to send its token."""
+
+MAX_STRANGERS: Final = 256
+MAX_STRANGERS_OF_ONE: Final = 128
+"""Connections that may be without a session at one time, of all users and of each. The oldest goes
+for one more: who has a token sends it at once, and others must not keep those out by sending none.
+"""
+
+
+class LifelineListener:
+    """Listens at `path` from construction on.
+
+    `on_token(token, uid)` returns the session that the token opens and the descriptors to hand
+    over, which are closed here, or None. `on_lost(session)` follows the end of an accepted
+    connection, unless `end` ended it. Who is not of the users of `allow` is closed at once.
+
+    Raises:
+        OSError: the path cannot be bound.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        path: Path,
+        *,
+        on_token: Callable[[bytes, int], tuple[int, tuple[int, ...]] | None],
+        on_lost: Callable[[int], None],
+    ) -> None:
+        self._loop = loop
+        self._on_token = on_token
+        self._on_lost = on_lost
+        self._allowed: frozenset[int] = frozenset()
+        self._strangers: Strangers[socket.socket] = Strangers(MAX_STRANGERS, MAX_STRANGERS_OF_ONE)
+        self._timers: dict[socket.socket, asyncio.TimerHandle] = {}  # of the strangers
+        self._lines: dict[int, socket.socket] = {}
+        self._listener = Listener(loop, path, on_line=self._admit, on_lack=self._make_room)
+        self._listener.start()
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the socket's file is there, so that clients find it."""
+        return self._listener.is_bound
+
+    def bind(self) -> None:
+        """Make the socket's file again that was removed; connections stay as they are.
+
+        Raises:
+            OSError: the path cannot be bound.
+        """
+        self._listener.bind()
+
+    def allow(self, uids: frozenset[int]) -> None:
+        """Hear these users from now on; lifelines that have a session stay."""
+        self._allowed = uids
+
+    def end(self, session: int) -> None:
+        """Close the session's connection, if it has one."""
+        line = self._lines.pop(session, None)
+        if line is not None:
+            self._close(line)
+
+    def stop_listening(self) -> None:
+        """Take no new connection, and remove the socket's file. Twice is fine."""
+        self._listener.close()
+
+    def close(self) -> None:
+        """Close everything, without a call of `on_lost`. Twice is fine."""
+        self.stop_listening()
+        for line in self._strangers.all:
+            self._dismiss(line)
+        for session in list(self._lines):
+            self.end(session)
+
+    # --- strangers --------------------------------------------------------------------------
+
+    def _admit(self, line: socket.socket, credentials: Credentials) -> None:
+        uid = credentials.uid
+        if uid not in self._allowed:
+            line.close()
+            return
+        self._timers[line] = self._loop.call_later(GREETING_SECONDS, self._dismiss, line)
+        self._loop.add_reader(line.fileno(), self._greet, line)
+        leaving = self._strangers.add(line, uid)
+        if leaving is not None:
+            self._dismiss(leaving)
+
+    def _make_room(self) -> None:
+        """End the connection that has been without a session for longest."""
+        leaving = self._strangers.oldest()
+        if leaving is not None:
+            self._dismiss(leaving)
+
+    def _greet(self, line: socket.socket) -> None:
+        """Read the token, all of it in one piece: 16 bytes of a local stream are never split."""
+        try:
+            token = line.recv(TOKEN_BYTES + 1)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            token = b""
+        granted = None
+        if len(token) == TOKEN_BYTES:
+            granted = self._on_token(token, peer_credentials(line).uid)
+        if granted is None:
+            self._dismiss(line)
+            return
+        self._adopt(line, *granted)
+
+    def _adopt(self, line: socket.socket, session: int, descriptors: tuple[int, ...]) -> None:
+        self._settle(line)
+        self._lines[session] = line
+        self._loop.remove_reader(line.fileno())
+        self._loop.add_reader(line.fileno(), self._lost, session)
+        try:
+            socket.send_fds(line, [bytes([len(descriptors)])], descriptors)
+        except OSError:
+            self.end(session)
+            self._on_lost(session)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _dismiss(self, line: socket.socket) -> None:
+        self._settle(line)
+        self._close(line)
+
+    def _settle(self, line: socket.socket) -> None:
+        """Have a connection be no stranger's any more."""
+        self._strangers.remove(line)
+        self._timers.pop(line).cancel()
+
+    # --- sessions ---------------------------------------------------------------------------
+
+    def _lost(self, session: int) -> None:
+        """End a lifeline that has become readable: its peer is gone, or breaks the protocol."""
+        if _is_quiet(self._lines[session]):
+            return
+        self.end(session)
+        self._on_lost(session)
+
+    def _close(self, line: socket.socket) -> None:
+        self._loop.remove_reader(line.fileno())
+        line.close()
+
+
+def _is_quiet(line: socket.socket) -> bool:
+    """Return whether there is nothing to read after all: the kernel may wake us in vain."""
+    try:
+        line.recv(1)
+    except (BlockingIOError, InterruptedError):
+        return True
+    except OSError:
+        return False
+    return False

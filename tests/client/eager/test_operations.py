@@ -1,0 +1,151 @@
+"""Functions that are recomputed: of C++, or with a form of their own that gives the same bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import pytest
+import torch
+from storm_client.eager import operations
+from storm_client.eager.operations import DEAR, REPLAYABLE, bound, is_bound
+from support.training import seeded
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+X = partial(seeded, "cpu", 4, 6)
+
+CALLS: list[Callable[[], Tensor]] = [
+    lambda: functional.celu(X(), 0.5),
+    lambda: functional.elu(X(), alpha=0.5),
+    lambda: functional.glu(X()),
+    lambda: functional.glu(X(), 0),
+    lambda: functional.group_norm(X(), 2, X()[0].clone(), eps=1e-3),
+    lambda: functional.hardsigmoid(X()),
+    lambda: functional.hardswish(X()),
+    lambda: functional.hardtanh(X(), -0.5, max_val=0.25),
+    lambda: functional.layer_norm(X(), (6,), X()[0].clone(), X()[1].clone(), 1e-3),
+    lambda: functional.layer_norm(X(), (6,)),
+    lambda: functional.leaky_relu(X(), 0.2),
+    lambda: functional.log_softmax(X(), -1),
+    lambda: functional.log_softmax(X(), dim=0, dtype=torch.float64),
+    lambda: functional.log_softmax(X()),
+    lambda: functional.mish(X()),
+    lambda: functional.pad(X(), (1, 2), value=3.0),
+    lambda: functional.pad(X(), [1, 2], "reflect"),
+    lambda: functional.relu(X()),
+    lambda: functional.relu6(X()),
+    lambda: functional.rms_norm(X(), [6], X()[0].clone()),
+    lambda: functional.rms_norm(X(), (6,), eps=1e-3),
+    lambda: functional.selu(X()),
+    lambda: functional.silu(X()),
+    lambda: functional.softmax(X(), dim=1),
+    lambda: functional.softmax(X()[None]),
+    lambda: functional.softmin(X(), 0),
+    lambda: functional.softmin(X(), dim=1, dtype=torch.float64),
+    lambda: functional.softsign(X()),
+    lambda: functional.tanhshrink(X()),
+    lambda: functional.threshold(X(), 0.1, 2.0),
+    lambda: torch.einsum("ij,kj->ik", X(), X()),
+    lambda: torch.einsum("ij,kj->ik", [X(), X()]),
+    lambda: X().abs() ** 0.5,
+    lambda: 0.5 ** X(),
+    lambda: 2 - X(),
+    lambda: 2 / X(),
+    lambda: torch.Tensor.__rmatmul__(X(), X().t()),
+]
+
+
+class Calls(TorchFunctionMode):
+    """Notes the outermost calls of the table, as a step that is watched does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, Any, Any]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in REPLAYABLE:
+            self.seen.append((function, args, kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_form_has_the_bits_of_the_function_that_it_stands_for(
+    call: Callable[[], Tensor],
+) -> None:
+    with Calls() as calls:
+        expected = call()
+    function, arguments, options = calls.seen[-1]
+    assert function in operations._BOUND
+    assert is_bound(function, arguments, options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = bound(function)(*arguments, **options)
+    assert torch.equal(made, expected)
+    assert made.stride() == expected.stride()
+
+
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
+def test_each_form_is_tried() -> None:
+    with Calls() as calls:
+        for call in CALLS:
+            call()
+    assert {function for function, *_ in calls.seen} >= set(operations._BOUND)
+
+
+def test_all_others_are_written_in_cpp() -> None:
+    others = REPLAYABLE - set(operations._BOUND)
+    assert all(isinstance(one, (BuiltinFunctionType, MethodDescriptorType)) for one in others)
+    assert set(operations._BOUND) <= REPLAYABLE
+
+
+@pytest.mark.parametrize("function", operations._BOUND, ids=lambda one: one.__name__)
+def test_a_function_whose_parts_were_replaced_is_not_bound(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for owner, name, meant in operations._BOUND[function].reads:
+        assert is_bound(function, ("", ""), {})
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, partial(meant))
+            assert not is_bound(function, ("", ""), {})
+
+
+def test_what_is_chosen_by_measuring_is_not_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = (seeded("cpu", 1, 1, 4, 4), seeded("cpu", 1, 1, 2, 2))
+    assert is_bound(torch.conv2d, arguments, {})
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        assert not is_bound(torch.conv2d, arguments, {})
+        assert is_bound(torch.mm, (), {})
+    monkeypatch.setattr(operations, "_tunes", lambda: True)
+    assert not any(is_bound(product, ("", ""), {}) for product in DEAR)
+    assert is_bound(torch.mul, (), {})
+
+
+def test_what_reads_more_than_its_arguments_is_not_bound() -> None:
+    x = X()
+    attention = functional.scaled_dot_product_attention
+    assert is_bound(attention, (x, x, x), {"dropout_p": 0.0})
+    assert not is_bound(attention, (x, x, x), {"dropout_p": 0.1})
+    assert not is_bound(attention, (x, x, x, None, 0.1), {})
+    assert is_bound(torch.einsum, ("ij,jk", x, x), {})
+    assert not is_bound(torch.einsum, ("ij,jk,kl", x, x, x), {})
+    assert not is_bound(torch.einsum, ("ij,jk,kl", [x, x, x]), {})
+    assert not is_bound(torch.einsum, (x, [0, 1], x, [1, 2]), {})
+    assert not is_bound(functional.pad, (x, (1, 1), "replicate"), {})
+    assert not is_bound(functional.pad, (x, (1, 1)), {"mode": "replicate"})
+
+
+def test_no_function_draws() -> None:
+    """PyTorch tags those that do; attention is looked at in each call."""
+    attention = functional.scaled_dot_product_attention
+    for function in REPLAYABLE - {attention}:
+        packet = getattr(torch.ops.aten, function.__name__.strip("_"), None)
+        overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+        assert not any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)

@@ -1,0 +1,302 @@
+"""Values that are read as soon as they have been made: what leaves later has the same bits.
+
+On a GPU the daemon reads them then. On a CPU a copy is taken, and put in their place when they
+leave.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client import hooks as packing
+from storm_client.eager import controller as planning
+from storm_client.eager import recording
+from storm_client.eager import signature as kinds
+from storm_client.eager.signature import Value
+from storm_client.planner import in_flight as window
+from storm_client.planner.in_flight import DeviceWindow
+from storm_client.planner.solver import Costs
+from storm_client.saved.ranges import StoredRange
+from storm_client.transport.transfers import Outgoing, Transfers
+from support.planning import mind_the_device_alone
+from support.random_programs import run
+from support.training import assert_identical, gradients, seeded
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention, silu
+
+STEPS = 6
+
+SOME_REPLAYS = Costs(
+    link=1.0, shipping=1.0, ship_floor=1e-9, replay_floor=1e-9, default=1e-9, dear=1e9
+)
+"""Products leave, and all else is made again."""
+
+
+@dataclass
+class Reader:
+    """Reads what was made behind the function that made it, and not when it leaves."""
+
+    copies: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    used: list[int] = field(default_factory=list)
+    """The numbers by which stores were read."""
+
+    def publish(self, tensor: Tensor) -> int:
+        number = len(self.copies) + 1
+        self.copies[number] = tensor.untyped_storage().clone()
+        return number
+
+    def leave(self, transfers: Transfers, record: StoredRange) -> Outgoing:
+        out = LEAVE(transfers, record)
+        if out.ready:
+            self.used.append(out.ready)
+        if out.ready in self.copies:
+            assert record.source is not None
+            record.source.copy_(self.copies[out.ready])
+        return out
+
+
+LEAVE = Transfers.leave
+
+
+@pytest.fixture
+def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    reader = Reader()
+    monkeypatch.setattr(planning, "CPU_COSTS", SOME_REPLAYS)
+    monkeypatch.setattr(planning, "CUDA_COSTS", SOME_REPLAYS)
+    mind_the_device_alone(monkeypatch)
+    monkeypatch.setattr(Value, "timed", lambda _value: 0.0)  # so that products leave
+    monkeypatch.setattr(planning, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(recording, "LARGE_BYTES", 0)
+    monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
+    monkeypatch.setattr(DeviceWindow, "saw", lambda _window, _nbytes: None)
+    monkeypatch.setattr(
+        Transfers,
+        "leave",
+        lambda *args: reader.leave(*args),  # noqa: PLW0108 - no method of Transfers
+    )
+    if device == "cpu":
+        publish = lambda _hooks, tensor: reader.publish(tensor)  # noqa: E731
+        monkeypatch.setattr(packing.StepHooks, "_publish_ready", publish)
+    return reader
+
+
+def train(forward: Callable[[Tensor, Tensor], Tensor], device: str, offload: Any) -> list[Tensor]:
+    weight, x = (nn.Parameter(seeded(device, 64, 64, seed=n)) for n in range(2))
+    with offload:
+        loss = forward(x, weight).square().mean()
+    loss.backward()
+    return [loss.detach(), weight.grad, x.grad]
+
+
+def chain(
+    x: Tensor, weight: Tensor, spoil: Callable[[Tensor], object] = lambda _made: None
+) -> Tensor:
+    """Make products whose results are saved where `spoil` has had them in its hands."""
+    for _ in range(3):
+        made = linear(x, weight)
+        spoil(made)
+        x = silu(made) * 2.0
+    return x
+
+
+def assert_identical_steps(
+    forward: Callable[[Tensor, Tensor], Tensor], device: str, offload: storm.Offload
+) -> None:
+    expected = train(forward, device, nullcontext())
+    for _ in range(STEPS):
+        assert_identical(train(forward, device, offload), expected)
+
+
+def kind_of(offload: storm.Offload) -> Any:
+    (kind,) = offload._planning._kinds._known.values()
+    return kind
+
+
+def test_what_has_been_made_is_read_before_it_leaves(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(chain, device, offload)
+    assert len(kind_of(offload).unchanged) == 3
+    assert not kind_of(offload).changed
+    assert len(reader.used) >= 3 * (STEPS - 2)  # not while steps are learned and tried
+
+
+def test_what_is_written_to_uncounted_is_read_when_it_leaves(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(
+        lambda x, w: chain(x, w, lambda made: made.data.mul_(2.0)), device, offload
+    )
+    assert len(kind_of(offload).changed) == 3
+    assert not reader.used
+
+
+def test_what_changes_in_place_before_it_is_saved_is_read_when_it_leaves(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return chain(x, weight, lambda made: made.add_(1.0))
+
+    assert_identical_steps(forward, device, offload)
+    assert not reader.used
+
+
+def test_what_is_saved_again_at_a_later_version_is_read_when_it_leaves(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    """In a step that is like others until then, too."""
+    changes = False
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        made = linear(x, weight)
+        aside[:] = [silu(made)]  # no gradient comes here, but what it has saved lives
+        if changes:
+            with torch.no_grad():
+                made.mul_(2.0)
+        return silu(made) * 2.0
+
+    aside: list[Tensor] = []
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(forward, device, offload)
+    assert reader.used
+    changes = True
+    assert_identical_steps(forward, device, offload)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_what_changes_before_it_is_saved_in_a_later_step(
+    is_held: bool, device: str, reader: Reader, client: storm.Client
+) -> None:
+    held: list[Tensor] = []
+    changes = False
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        made = linear(x, weight)
+        held[:] = [made] * is_held
+        if changes:
+            made.mul_(3.0)
+        return silu(made) * 2.0
+
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(forward, device, offload)
+    assert reader.used
+    changes = True
+    assert_identical_steps(forward, device, offload)
+
+
+def test_what_the_script_holds_leaves_at_once(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    held: list[Tensor] = []
+    used: list[int] = []
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        held[:] = [linear(x, weight)]
+        out = silu(held[0]) * 2.0
+        used.append(len(reader.used))
+        return out * silu(held[0])
+
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(forward, device, offload)
+    assert [later - earlier for earlier, later in pairwise(used)][-2:] == [1, 1]
+
+
+def test_none_is_read_early_where_every_step_is_verified(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1, verify="always")
+    assert_identical_steps(chain, device, offload)
+    assert not reader.used
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_programs(seed: int, device: str, reader: Reader, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    expected = run(seed, device, nullcontext)
+    for _ in range(STEPS):
+        assert_identical(run(seed, device, lambda: offload), expected)
+
+
+def test_models(device: str, reader: Reader, client: storm.Client) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    net, x = nn.TransformerEncoder(layer, 2).to(device), seeded(device, 4, 16, 32)
+
+    def step(context: Any) -> list[Tensor]:
+        net.zero_grad()
+        with context:
+            loss = net(x).square().mean()
+        loss.backward()
+        return [loss.detach(), *gradients(net)]
+
+    expected = [gradient.clone() for gradient in step(nullcontext())]
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(STEPS):
+        assert_identical(step(offload), expected)
+    assert Counter(reader.used)
+
+
+def attend(x: Tensor, weight: Tensor, spoil: Callable[[Tensor], object]) -> Tensor:
+    """Save the results of attention, which does so itself, and then as what a product reads."""
+    for _ in range(3):
+        heads = linear(x, weight).view(4, 16, 4, 16).transpose(1, 2)
+        made = scaled_dot_product_attention(heads, heads, heads)
+        spoil(made)
+        x = silu(linear(made.transpose(1, 2).reshape(64, 64), weight)) * 2.0
+    return x
+
+
+def test_what_a_function_has_saved_itself_leaves_as_it_was_made(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(lambda x, w: attend(x, w, lambda _made: None), device, offload)
+    kind = kind_of(offload)
+    of_attention = {
+        value.number for value in kind.values if value.operation == "scaled_dot_product_attention"
+    }
+    assert len(of_attention) == 3
+    assert of_attention <= kind.unchanged
+    assert kind.followed, "steps have stopped trying"
+
+
+def test_what_a_function_has_saved_itself_and_is_written_to_leaves_late(
+    device: str, reader: Reader, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    spoil: Callable[[Tensor], object] = lambda made: made.data.mul_(2.0)  # noqa: E731
+    assert_identical_steps(lambda x, w: attend(x, w, spoil), device, offload)
+    kind = kind_of(offload)
+    assert {kind.values[number].operation for number in kind.changed} == {
+        "scaled_dot_product_attention"
+    }
+
+
+def test_what_no_backward_pass_asks_for_is_not_tried_for_ever(
+    device: str, reader: Reader, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "MOST_TRIES", 2)
+    aside: list[Tensor] = []
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        made = linear(x, weight)
+        aside[:] = [silu(linear(made, weight))]  # no gradient comes here
+        return silu(made) * 2.0
+
+    offload = client.offload(min_bytes=1)
+    assert_identical_steps(forward, device, offload)
+    kind = kind_of(offload)
+    assert len(kind.changed) == 1
+    assert kind.followed

@@ -1,0 +1,956 @@
+"""Saved tensors that are made again: bit for bit what they were, or an exception."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import storm_client as storm
+import torch
+from storm_client.eager import controller as planning
+from storm_client.eager.recorder import Recorder
+from storm_client.eager.signature import Kind, StepRecord, values_of
+from storm_client.planner import Decision
+from storm_client.planner import solver as planner
+from storm_client.policy import Policy
+from support.altering_modes import ScaledBelow, SteeperSlopes
+from support.daemon_process import DaemonProcess
+from support.planning import replay_all
+from support.random_programs import run
+from support.thread_counts import omp_threads, one_thread, one_thread_more
+from support.training import Context, assert_identical, gradients, seeded
+from torch import Tensor, nn
+from torch.nn.functional import conv2d, layer_norm, leaky_relu, scaled_dot_product_attention, silu
+from torch.overrides import _get_current_function_mode
+
+WIDTH = 64
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay_all(monkeypatch)
+
+
+class Block(nn.Module):
+    """A norm, a gated product and a residual sum: chains of five operations that all save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, 2 * WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(silu(self.gate(h)) * self.up(h).sigmoid())
+
+
+def blocks(device: str, count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count))).to(device)
+
+
+def step(net: nn.Module, x: Tensor, context: Context) -> list[Tensor]:
+    net.zero_grad()
+    with context():
+        loss = net(x).square().mean()
+    loss.backward()
+    return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+
+def assert_later_steps_are_identical(
+    train: Callable[[Context, bool], list[Tensor]], offload: storm.Offload
+) -> None:
+    """Have a program be told when it has been learned, to do something else from then on."""
+    for number in range(2 * STEPS):
+        is_later = number >= STEPS
+        expected = train(nullcontext, is_later)
+        assert_identical(train(lambda: offload, is_later), expected)
+
+
+def assert_steps_are_identical(
+    train: Callable[[Context], list[Tensor]], offload: storm.Offload
+) -> None:
+    """Compare steps with offload to one without, while they are learned, tried and planned."""
+    expected = train(nullcontext)
+    for _ in range(STEPS):
+        assert_identical(train(lambda: offload), expected)
+
+
+def kinds(offload: storm.Offload) -> list[Kind]:
+    return list(offload._planning._kinds._known.values())
+
+
+def rejected(offload: storm.Offload) -> dict[int, str]:
+    return {number: why for kind in kinds(offload) for number, why in kind.rejected.items()}
+
+
+def test_steps_are_identical_before_while_and_after_they_are_planned(
+    device: str, client: storm.Client
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    offloaded = []
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+        offloaded.append(offload.stats().offloaded_bytes)
+    stats = offload.stats()
+    assert stats.replayed_bytes > 0
+    assert stats.replay_seconds > 0
+    assert offloaded[-1] - offloaded[-2] < (offloaded[1] - offloaded[0]) / 4
+    assert not rejected(offload)
+    parts = (stats.skipped_bytes, stats.deduplicated_bytes, stats.offloaded_bytes, stats.kept_bytes)
+    assert stats.saved_bytes == sum(parts) + stats.replayed_bytes
+
+
+def test_the_plan_says_what_becomes_of_what(
+    device: str, client: storm.Client, tmp_path: Path
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    assert offload.plan is None
+    for _ in range(2):
+        step(net, x, lambda: offload)
+    plan = offload.plan
+    assert plan is not None
+    decisions = {row.operation: row.decision for row in plan.rows}
+    assert decisions["silu"] == decisions["mul"] == decisions["layer_norm"] == "replay"
+    assert "3 x silu" in str(plan)
+    assert plan.replay_seconds > 0
+    pytest.importorskip("matplotlib", reason="a picture is drawn with it")
+    plan.draw(tmp_path / "plan.svg")
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+    with pytest.raises(storm.UsageError, match=r"plan\.nothing"):
+        plan.draw(tmp_path / "plan.nothing")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(seed: int, device: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1, verify="always" if seed % 2 else "learn")
+    expected = run(seed, device, nullcontext)
+    for _ in range(STEPS):
+        assert_identical(run(seed, device, lambda: offload), expected)
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_replays_are_switched_off(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, replay=False)
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    assert offload.stats().replayed_bytes == 0
+
+
+def test_kinds_of_steps_that_take_turns(device: str, client: storm.Client) -> None:
+    net = blocks(device)
+    inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
+    expected = [step(net, x, nullcontext) for x in inputs]
+    offload = client.offload(net, min_bytes=1)
+    for number in range(10):
+        found = step(net, inputs[number % 2], lambda: offload)
+        assert_identical(found, expected[number % 2])
+    assert len(kinds(offload)) == 2
+    assert all(kind.verified for kind in kinds(offload))
+
+
+def test_a_branch_that_no_step_took_before(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+
+    def forward(context: Context, *, long: bool) -> list[Tensor]:
+        net.zero_grad()
+        with context():
+            h = net(x)
+            if long:
+                h = net[0](h.exp())
+            loss = h.square().mean()
+        loss.backward()
+        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+
+    expected = {long: forward(nullcontext, long=long) for long in (False, True)}
+    offload = client.offload(net, min_bytes=1)
+    for long in (False, False, False, True, False, True, True, True, False):
+        assert_identical(forward(lambda: offload, long=long), expected[long])
+    assert offload.stats().replayed_bytes > 0
+
+
+@torch.library.custom_op("storm_tests::scaled", mutates_args=())
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """An operator of the user's own, which its name does not tell."""
+    return x * (scale + CALLS[0])
+
+
+CALLS = [0]
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.scale = inputs[1]
+
+
+def _backward(ctx: Any, slope: Tensor) -> tuple[Tensor, None]:
+    return slope * ctx.scale, None
+
+
+scaled.register_autograd(_backward, setup_context=_save)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("spelled", [None, scaled, torch.ops.storm_tests.scaled])
+def test_an_operator_of_the_users_own(
+    spelled: Callable[..., Tensor] | None, changes: bool, device: str, client: storm.Client
+) -> None:
+    """It is run again if that is allowed, and no more once it was found to be another each time."""
+    CALLS[0] = 0
+    x = seeded(device, 32, WIDTH, grad=True)
+    offload = client.offload(min_bytes=1, replay=True if spelled is None else [spelled])
+    for _ in range(4):
+        with offload:
+            base = x * 2
+            loss = (scaled(base, 3.0).square() * base.square()).sum()
+        CALLS[0] += changes
+        loss.backward()
+    plan = offload.plan
+    assert plan is not None
+    decisions = {row.operation: row.decision for row in plan.rows}
+    if spelled is None:
+        assert not any("scaled" in operation for operation in decisions)
+    elif changes:
+        assert "other bits" in " ".join(rejected(offload).values())
+    else:
+        assert decisions["storm_tests::scaled"] == "replay"
+
+
+def test_an_input_that_is_changed_raises_or_is_not_used(device: str, client: storm.Client) -> None:
+    """`h + 1` saves nothing of h, so PyTorch lets it be changed afterwards."""
+    x = seeded(device, 32, WIDTH, grad=True)
+
+    def train(context: Context) -> Tensor:
+        x.grad = None
+        with context():
+            h = x * 2
+            made = h + 1
+            loss = (made.half() if device == "cuda" else made).square().sum()
+            h.add_(3)
+            loss = loss + h.sum()
+        loss.backward()
+        assert x.grad is not None
+        return x.grad.clone()
+
+    assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_an_input_is_made_from_serves_where_that_is_changed_later(
+    joins: bool, device: str, client: storm.Client
+) -> None:
+    """The step that changes it is like those in which the replay was tried, up to there."""
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, changes: bool) -> list[Tensor]:
+        weight.grad = None
+        with context():
+            h = weight * 2
+            made = torch.cat((h, h)) if joins else h + 1
+            loss = made.square().sum()
+            del made
+            if changes:
+                h.add_(3)
+            loss = loss + h.sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+    assert not rejected(offload)
+
+
+class Pair(NamedTuple):
+    """What a script returns two results in."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Results(list[Tensor]):
+    """A list of the script's own."""
+
+
+@pytest.mark.parametrize("holding", [Pair, lambda *results: Results(results)])
+def test_inputs_in_lists_and_tuples_of_any_kind_are_seen(
+    holding: Callable[[Tensor, Tensor], Any], device: str, client: storm.Client
+) -> None:
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, changes: bool) -> list[Tensor]:
+        weight.grad = None
+        with context():
+            results = holding(weight * 2, weight * 3)
+            made = torch.cat(results)
+            loss = made.square().sum()
+            del made
+            if changes:
+                results[0].add_(3)
+            loss = loss + results[0].sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+    assert not rejected(offload)
+
+
+def test_a_parameter_that_is_changed_raises(device: str, client: storm.Client) -> None:
+    """Unlike PyTorch, which needs the norm's weight no more: an exception, and no wrong bits."""
+    net, x = blocks(device, 2), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    with offload:
+        loss = net(x).square().mean()
+    with torch.no_grad():
+        net[1].norm.bias.add_(1)
+    with pytest.raises((storm.ActivationLost, RuntimeError), match=r"changed in place|modified by"):
+        loss.backward()
+
+
+def test_verify_always_notices_uncounted_writes(device: str, client: storm.Client) -> None:
+    net, x = blocks(device, 2), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, verify="always")
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    with offload:
+        loss = net(x).square().mean()
+    net[1].norm.weight.data.mul_(2)
+    with pytest.raises(storm.ActivationLost, match="other bits"):
+        loss.backward()
+
+
+def test_two_backward_passes(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(4):
+        net.zero_grad()
+        with offload:
+            loss = net(x).square().mean()
+        loss.backward(retain_graph=True)
+        once = [gradient.clone() for gradient in gradients(net)]
+        loss.backward()
+        assert_identical(gradients(net), [2 * gradient for gradient in once])
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_second_derivatives(device: str, client: storm.Client) -> None:
+    x = seeded(device, 32, WIDTH, grad=True)
+
+    def train(context: Context) -> Tensor:
+        with context():
+            h = x.sin()
+            loss = (h.sigmoid() * h.tanh()).sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            twice = slope.square().sum()
+        return torch.autograd.grad(twice, x)[0]
+
+    assert_steps_are_identical(lambda context: [train(context)], client.offload(min_bytes=1))
+
+
+def test_autocast(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        with context(), torch.autocast(device, dtype=torch.bfloat16):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+
+    offload = client.offload(net, min_bytes=1)
+    assert_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+    assert not rejected(offload)
+    plan = offload.plan
+    assert plan is not None
+    casts = [row for row in plan.rows if row.operation == "to"]
+    shapes = {tuple(parameter.shape) for parameter in net.parameters()}
+    of_weights = [row.decision for row in casts if row.shape in shapes]
+    assert of_weights == ["replay"] * 9
+    assert "replay" in {row.decision for row in casts if row.shape not in shapes}
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_casts_that_autocast_has_kept(
+    changes: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of what parameters were when they were made, which they may not be any more."""
+    monkeypatch.setattr(planning, "CPU_COSTS", planner.CPU_COSTS)  # so no products are made again
+    net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+
+    def train(context: Context, is_second: bool) -> list[Tensor]:
+        net.zero_grad()
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if is_second:
+                with context():
+                    first = net(x).float().square().mean()
+                first.backward()
+            if is_second and changes:
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.mul_(1.25)
+            with context():
+                loss = net(x).float().square().mean()
+        loss.backward()
+        found = [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+        with torch.no_grad():
+            for parameter, value in zip(net.parameters(), before, strict=True):
+                parameter.copy_(value)
+        return found
+
+    assert_later_steps_are_identical(train, offload)
+    assert offload.plan is not None
+    casts = [row for row in offload.plan.rows if row.operation == "to"]
+    weights = {p.shape for p in net.parameters() if p.dim() == 2}
+    decisions = {row.decision for row in casts if row.shape in weights}
+    assert decisions == (set() if changes else {"replay"})
+
+
+OTHER_SETTINGS: list[Callable[[], AbstractContextManager[object]]] = [
+    one_thread_more,
+    lambda: torch.backends.mkldnn.flags(enabled=False),
+]
+
+
+def sums_and_convolutions(
+    context: Context, setting: AbstractContextManager[object]
+) -> list[Tensor]:
+    """Have a forward pass in a setting that decides its bits on a CPU."""
+    weight = nn.Parameter(seeded("cpu", 4, 8, 120, 120))
+    kernel = nn.Parameter(seeded("cpu", 8, 8, 3, 3))
+    with context(), setting:
+        loss = conv2d(weight * 2, kernel).square().sum()
+        loss = loss + (weight * 2).mean().expand(8).square().sum()
+    loss.backward()
+    assert weight.grad is not None
+    assert kernel.grad is not None
+    return [loss.detach(), weight.grad, kernel.grad]
+
+
+@pytest.mark.parametrize("other", OTHER_SETTINGS)
+def test_settings_that_are_others_in_the_forward_pass_raise(
+    other: Callable[[], AbstractContextManager[object]], client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    expected = sums_and_convolutions(nullcontext, nullcontext())
+    for _ in range(STEPS):
+        assert_identical(sums_and_convolutions(lambda: offload, nullcontext()), expected)
+    with pytest.raises(storm.ActivationLost, match="settings of PyTorch"):
+        sums_and_convolutions(lambda: offload, other())
+
+
+@pytest.mark.parametrize("other", OTHER_SETTINGS)
+def test_what_is_made_in_other_settings_is_not_made_again(
+    other: Callable[[], AbstractContextManager[object]], client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    expected = sums_and_convolutions(nullcontext, other())
+    for _ in range(STEPS):
+        assert_identical(sums_and_convolutions(lambda: offload, other()), expected)
+    assert "settings of PyTorch" in " ".join(rejected(offload).values())
+
+
+def train_in(
+    backward: Callable[[Callable[[], None]], Any], context: Context
+) -> tuple[list[Tensor], list[int]]:
+    """Return gradients and the count of the thread that `backward` runs the backward pass in.
+
+    oneDNN's convolutions go by that count, and few functions set it where tensors are small.
+    """
+    counts = []
+    kernels = [nn.Parameter(seeded("cpu", 16, 16, 3, 3)) for _ in range(3)]
+    x = seeded("cpu", 2, 16, 16, 16)
+    with context():
+        for kernel in kernels:
+            x = silu(conv2d(x, kernel))
+        loss = x.square().sum()
+
+    def run() -> None:
+        loss.backward()
+        counts.append(omp_threads())
+
+    backward(run)
+    return [kernel.grad for kernel in kernels if kernel.grad is not None], counts
+
+
+def in_a_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("verify", ["learn", "always"])
+def test_a_backward_pass_in_a_thread_of_its_own_finds_that_as_it_is(
+    verify: str, client: storm.Client
+) -> None:
+    """PyTorch gives a thread its count where it first shares work there, and not before."""
+    offload = client.offload(min_bytes=1, verify=verify)
+    with one_thread():
+        expected, counts = train_in(in_a_thread, nullcontext)
+        for _ in range(STEPS):
+            gradients, found = train_in(in_a_thread, lambda: offload)
+            assert_identical(gradients, expected)
+            assert found == counts
+    assert offload.stats().replayed_bytes == 0
+    assert "the thread itself" in str(offload.plan)
+
+
+def test_a_backward_pass_that_moves_to_another_thread_raises(client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    for _ in range(STEPS):
+        train_in(lambda function: function(), lambda: offload)
+    assert offload.stats().replayed_bytes > 0
+    raised: list[BaseException] = []
+
+    def backward(function: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                function()
+            except storm.ActivationLost as error:
+                raised.append(error)
+
+        in_a_thread(run)
+
+    train_in(backward, lambda: offload)
+    assert "the thread itself" in str(raised[0])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_parts_of_pytorch_that_a_script_replaces_later(
+    where: str, device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def steeper(x: Tensor) -> Tensor:
+        return x.exp().neg()
+
+    def train(context: Context, is_replaced: bool) -> list[Tensor]:
+        weight.grad = None
+        with monkeypatch.context() as patch:
+            if is_replaced and where == "forward":
+                patch.setattr(torch._C._nn, "silu", steeper)
+            with context():
+                loss = silu((weight * 2).add(1)).square().sum()
+            if is_replaced and where == "backward":
+                patch.setattr(torch._C._nn, "silu", steeper)
+            loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_lists_among_arguments_are_those_of_the_forward_pass(client: storm.Client) -> None:
+    weight, shape = nn.Parameter(seeded("cpu", 32, WIDTH)), [WIDTH]
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, is_changed: bool) -> list[Tensor]:
+        weight.grad, shape[:] = None, [WIDTH]
+        with context():
+            loss = layer_norm((weight * np.float64(0.5)).sin(), shape).sin().square().sum()
+        if is_changed:
+            shape[:] = [1]
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    plan = offload.plan
+    assert plan is not None
+    assert {"mul", "layer_norm"} <= {row.operation for row in plan.rows if row.decision == "replay"}
+
+
+def test_what_lies_otherwise_than_pytorchs_own_memory_is_not_recorded(
+    client: storm.Client,
+) -> None:
+    weight = nn.Parameter(seeded("cpu", 32, WIDTH))
+    memory = np.zeros(32 * WIDTH * 4 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64 + 4
+    x = torch.from_numpy(memory[begin : begin + 32 * WIDTH * 4].view(np.float32))
+    x = x.view(32, WIDTH).copy_(seeded("cpu", 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context) -> list[Tensor]:
+        weight.grad = None
+        with context():
+            loss = (x * weight).sin().square().sum()
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_steps_are_identical(train, offload)
+    plan = offload.plan
+    assert plan is not None
+    decisions = {row.operation: row.decision for row in plan.rows}
+    assert decisions.get("mul") != "replay"
+
+
+@pytest.mark.parametrize("kind", ["around a block", "below autograd", "in the backward pass"])
+def test_modes_that_alter_functions_later_alter_no_replay(
+    kind: str, device: str, client: storm.Client
+) -> None:
+    """The step in which one is on is like those in which replays were tried."""
+    weight = nn.Parameter(seeded(device, 32, WIDTH))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, is_altered: bool) -> list[Tensor]:
+        weight.grad = None
+        with ExitStack() as stack:
+            if is_altered and kind == "around a block":
+                stack.enter_context(SteeperSlopes())
+            stack.enter_context(context())
+            if is_altered and kind == "below autograd":
+                stack.enter_context(ScaledBelow())
+            loss = silu(leaky_relu(weight * 2).add(1)).square().sum()
+        backward = ScaledBelow() if is_altered and kind == "in the backward pass" else nullcontext()
+        with backward:
+            loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad]
+
+    assert_later_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_attention_with_dropout_draws_no_more_than_without_offload(
+    by_name: bool, device: str, client: storm.Client
+) -> None:
+    """In a trial, too: what the script draws after a backward pass is what it would be."""
+    weight = nn.Parameter(seeded(device, 2, 2, 16, 16))
+    offload = client.offload(min_bytes=1)
+
+    def train(context: Context, dropout: float) -> list[Tensor]:
+        torch.manual_seed(0)
+        weight.grad = None
+        with context():
+            q, k, v = weight * 2, weight * 1.5, weight * 0.5
+            if by_name:
+                made = scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+            else:
+                made = scaled_dot_product_attention(q, k, v, None, dropout)
+            loss = made.square().sum()
+            del made
+        loss.backward()
+        assert weight.grad is not None
+        return [loss.detach(), weight.grad, torch.rand(4, device=device)]
+
+    for dropout in (0.0,) * STEPS + (0.3,) * STEPS:
+        expected = train(nullcontext, dropout)
+        assert_identical(train(lambda: offload, dropout), expected)
+    decisions = {row.operation: row.decision for row in offload.plan.rows}  # type: ignore[union-attr]
+    assert "scaled_dot_product_attention" not in decisions
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_blocks_inside(use_reentrant: bool, device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH, grad=True)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        x.grad = None
+        with context():
+            h = net[0](x)
+            h = torch.utils.checkpoint.checkpoint(net[1], h, use_reentrant=use_reentrant)
+            loss = net[2](h).square().mean()
+        loss.backward()
+        return [loss.detach(), *(gradient.clone() for gradient in gradients(net))]
+
+    offload = client.offload(net, min_bytes=1)
+    assert_steps_are_identical(train, offload)
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_threads_that_share_an_offload(device: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    failed: list[BaseException] = []
+
+    def train(seed: int) -> None:
+        net, x = blocks(device), seeded(device, 16 * (seed + 1), WIDTH)
+        try:
+            expected = step(net, x, nullcontext)
+            for _ in range(2 * STEPS):
+                assert_identical(step(net, x, lambda: offload), expected)
+        except BaseException as error:  # noqa: BLE001 - seen by the test
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_a_block_around_a_loop_is_watched_only_so_far(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storm_client.eager.signature.MOST_EVENTS", 100)
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    with offload:
+        for _ in range(20):
+            assert_identical(step(net, x, nullcontext), expected)
+        recorder = _get_current_function_mode()
+        assert isinstance(recorder, Recorder)
+        watched = recorder._recording
+        assert watched is not None
+        assert watched.step.count <= 100
+        assert not watched.pins.storages
+        assert not watched._seen
+    assert not kinds(offload)
+
+
+def test_what_stays_by_plan_is_told_from_parameters_of_its_size(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy is not asked about it, and no step leaves its script."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    net, x = net.to(device), seeded(device, WIDTH, WIDTH, grad=True)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1, budget=1.0)
+    asked: list[bool] = []
+    decide, leave = Policy.decide, StepRecord.leave_script
+
+    def noted(self: Policy, tensor: Tensor) -> Decision:
+        asked.append(tensor.grad_fn is not None and not isinstance(tensor._base, nn.Parameter))
+        return decide(self, tensor)
+
+    counts, left = [], []
+    monkeypatch.setattr(Policy, "decide", noted)
+    monkeypatch.setattr(StepRecord, "leave_script", lambda self: (left.append(self), leave(self)))
+    for _ in range(STEPS):
+        asked.clear()
+        assert_identical(step(net, x, lambda: offload), expected)
+        counts.append(offload.stats().skipped.get("budget", 0))
+    assert [after - before for before, after in pairwise(counts[1:])] == [4] * (STEPS - 2)
+    assert not left
+    assert sum(asked) == 1  # of the first, by which the daemon is told of the plan
+
+
+class Branching(nn.Module):
+    """Two blocks, between which a step may do something else; sizes are the same on all ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Block(), Block()
+        self.way = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        a, b = self.first.gate(x), self.first.up(x)
+        if self.way == "exchanged":
+            a, b = b, a
+        if self.way == "in place":
+            a = (a + 1).mul_(2)
+        y = silu(a) * (b.tanh() if self.way == "another function" else b.sigmoid())
+        turned = (y.t() if self.way == "copied" else y.clone()).contiguous()
+        y = turned.t() * 2 if self.way == "copied" else turned * 2
+        if self.way == "ends early":
+            return y
+        return self.last(self.first.down(y))
+
+
+WAYS = ("plain", "exchanged", "in place", "another function", "copied", "ends early")
+
+
+@pytest.mark.parametrize("other", WAYS[1:])
+def test_steps_part_in_the_middle(other: str, device: str, client: storm.Client) -> None:
+    torch.manual_seed(0)
+    net, x = Branching().to(device), seeded(device, 32, WIDTH)
+    ways = ["plain"] * 3 + [other, "plain"] + [other] * 3 + ["plain", other, "plain", "plain"]
+    expected = {}
+    for net.way in ("plain", other):
+        expected[net.way] = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    replayed = dict.fromkeys(expected, 0)
+    for net.way in ways:
+        before = offload.stats().replayed_bytes
+        assert_identical(step(net, x, lambda: offload), expected[net.way])
+        replayed[net.way] = offload.stats().replayed_bytes - before
+    assert all(replayed.values()), replayed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_programs_take_turns(seed: int, device: str, client: storm.Client) -> None:
+    offload = client.offload(min_bytes=1)
+    seeds = [3 * seed, 3 * seed + 1, 3 * seed + 2]
+    expected = {one: run(one, device, nullcontext) for one in seeds}
+    for number in range(12):
+        one = seeds[number % 3 if number < 6 else number % 2]
+        assert_identical(run(one, device, lambda: offload), expected[one])
+    assert offload.stats().replayed_bytes > 0
+
+
+def test_steps_of_a_known_kind_walk_along_its_script(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first step of another size leaves the script, at its beginning."""
+    left: list[int] = []
+    leave = StepRecord.leave_script
+
+    def noted(record: StepRecord) -> None:
+        left.append(record.count)
+        leave(record)
+
+    monkeypatch.setattr(StepRecord, "leave_script", noted)
+    net = blocks(device)
+    inputs = [seeded(device, rows, WIDTH) for rows in (32, 48)]
+    offload = client.offload(net, min_bytes=1)
+    for number in (0, 0, 0, 0, 1, 1, 1, 0, 1, 0):
+        step(net, inputs[number], lambda: offload)
+    assert left == [0, 0, 0, 0], "where the size was not that of the step before"
+    assert all(kind.script is not None for kind in kinds(offload))
+
+
+def test_what_a_script_says_are_the_values_that_were_recorded(
+    device: str, client: storm.Client
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1)
+    step(net, x, lambda: offload)
+    (kind,) = kinds(offload)
+    assert values_of(list(kind.events), kind.values) == kind.values
+    half = values_of(list(kind.events[: len(kind.events) // 2]), kind.values)
+    assert 0 < len(half) < len(kind.values)
+    assert sum(value.uses for value in half) < sum(value.uses for value in kind.values)
+
+
+def fail(net: nn.Module, x: Tensor) -> None:
+    net(x)
+    raise ZeroDivisionError
+
+
+def test_nothing_is_left_of_blocks_that_an_exception_ends(
+    device: str, client: storm.Client
+) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1)
+    for _ in range(3):
+        step(net, x, lambda: offload)
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError), offload:
+            fail(net, x)
+        assert torch._C._len_torch_function_stack() == 0
+    assert_identical(step(net, x, lambda: offload), expected)
+    gc.collect()
+    offload._planning._free_pins()
+    assert not offload._planning._pinned
+
+
+@pytest.fixture
+def mortal(make_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    return make_daemon("--pool-bytes", "64MiB")
+
+
+def test_the_daemon_dies_before_a_replay(mortal: DaemonProcess) -> None:
+    net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
+    with storm.connect(mortal.address, timeout=30) as client:
+        offload = client.offload(net, min_bytes=1)
+        for _ in range(3):
+            step(net, x, lambda: offload)
+        with offload:
+            loss = net(x).square().mean()
+        offload.stats()
+        mortal.kill()
+        with pytest.raises(storm.DaemonLost):
+            loss.backward()
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0, "64KiB", 1 << 30])
+def test_budgets(budget: str | float, device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    expected = step(net, x, nullcontext)
+    offload = client.offload(net, min_bytes=1, budget=budget)
+    for _ in range(STEPS):
+        assert_identical(step(net, x, lambda: offload), expected)
+    plan = offload.plan
+    assert plan is not None
+    saved = sum(row.nbytes for row in plan.rows)
+    limits = {0.0: 0, 0.3: 0.3 * saved, 1.0: saved, "64KiB": 1 << 16, 1 << 30: saved}
+    assert plan.peak_bytes <= limits[budget]
+    assert plan.peak_bytes >= limits[budget] / 2
+    if budget == 1.0:
+        assert offload.stats().skipped["budget"] > 0
+
+
+def test_a_budget_that_cannot_be_kept(device: str, client: storm.Client) -> None:
+    net, x = blocks(device), seeded(device, 32, WIDTH)
+    offload = client.offload(net, min_bytes=1, budget=1000)
+    step(net, x, lambda: offload)
+    with pytest.raises(storm.UsageError, match=r"1000 B.*16\.0 KiB, which is the least possible"):
+        step(net, x, lambda: offload)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "much"}, "budget is 'much'.*least, fit"),
+        ({"budget": -1}, "budget is -1"),
+        ({"budget": 1.5}, "budget is 1.5"),
+        ({"verify": "never"}, "verify is 'never'; choose learn or always"),
+        ({"replay": [3]}, "replay has int 3"),
+    ],
+)
+def test_options_that_mean_nothing(
+    options: dict[str, object], message: str, client: storm.Client
+) -> None:
+    with pytest.raises(storm.UsageError, match=message):
+        client.offload(**options)
+
+
+def test_the_budget_of_the_environment(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORMD_BUDGET", "0.5")
+    assert client.offload()._planning.options.budget == 0.5
+    assert client.offload(budget="fit")._planning.options.budget == "fit"
+    monkeypatch.setenv("STORMD_BUDGET", "some")
+    with pytest.raises(storm.UsageError, match="budget is 'some'"):
+        client.offload()
+
+
+def test_what_a_loss_saves_in_the_block_stays_once_it_is_known_to_be_asked_for_at_once(
+    device: str, client: storm.Client
+) -> None:
+    net = nn.Sequential(blocks(device), nn.Linear(WIDTH, 512, device=device))
+    x, targets = seeded(device, 32, WIDTH), torch.arange(32, device=device)
+
+    def train(context: Context) -> list[Tensor]:
+        net.zero_grad()
+        with context():
+            loss = nn.functional.cross_entropy(net(x), targets)
+        loss.backward()
+        return [loss.detach().clone(), *(gradient.clone() for gradient in gradients(net))]
+
+    offload = client.offload(net, min_bytes=1024)
+    assert_steps_are_identical(train, offload)
+    lines = [line for line in str(offload.plan).splitlines() if "32x512" in line]
+    assert any("keep" in line and "asked for before" in line for line in lines), f"{offload.plan}"

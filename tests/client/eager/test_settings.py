@@ -1,0 +1,236 @@
+"""Settings that decide bits are told apart, each of them, and are equal again when set back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from storm_client.eager.settings import (
+    DECIDING,
+    deciding_settings,
+    overridden_kernels,
+    settings_of_kernels,
+)
+from support.thread_counts import omp_threads, one_thread, one_thread_more
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def rounded(owner: object) -> Iterator[None]:
+    before = owner.fp32_precision  # type: ignore[attr-defined]  # made when torch is loaded
+    owner.fp32_precision = "ieee" if before == "tf32" else "tf32"  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        owner.fp32_precision = before  # type: ignore[attr-defined]
+
+
+@contextmanager
+def negated(name: str) -> Iterator[None]:
+    """Have one that torch._C tells under a name be the other."""
+    tell, have = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+    before = tell()
+    values = before if isinstance(before, tuple) else (before,)
+    have(*(not value for value in values))
+    try:
+        yield
+    finally:
+        have(*values)
+
+
+@contextmanager
+def overridden() -> Iterator[None]:
+    """Have an operator of PyTorch's be computed by a function in Python."""
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("silu", double, "CPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@contextmanager
+def small_numbers_as_zero() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+OTHERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "default dtype": double_precision,
+    "deterministic": deterministic,
+    "attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "order of attention": lambda: sdpa_kernel(
+        [
+            SDPBackend.MATH,
+            SDPBackend.FLASH_ATTENTION,
+            SDPBackend.EFFICIENT_ATTENTION,
+            SDPBackend.CUDNN_ATTENTION,
+        ],
+        set_priority=True,
+    ),
+    "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False),
+    "cuDNN measures": lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True),
+    "products on a GPU": lambda: rounded(torch.backends.cuda.matmul),
+    "convolutions on a GPU": lambda: rounded(torch.backends.cudnn.conv),
+    "recurrent layers on a GPU": lambda: rounded(torch.backends.cudnn.rnn),
+    "products on a CPU": lambda: rounded(torch.backends.mkldnn.matmul),
+    "convolutions on a CPU": lambda: rounded(torch.backends.mkldnn.conv),
+    "NNPACK": lambda: torch.backends.nnpack.flags(enabled=False),
+    "deterministic oneDNN": lambda: negated("mkldnn_deterministic"),
+    "deterministic cuDNN": lambda: negated("cudnn_deterministic"),
+    "half sums on a GPU": lambda: negated("cublas_allow_fp16_reduced_precision_reduction"),
+    "bfloat16 sums on a GPU": lambda: negated("cublas_allow_bf16_reduced_precision_reduction"),
+    "half products on a GPU": lambda: negated("cublas_allow_fp16_accumulation"),
+    "sums in attention": lambda: negated("math_sdp_allow_fp16_bf16_reduction"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_setting_counts(name: str) -> None:
+    before = deciding_settings()
+    assert deciding_settings() == before
+    with OTHERS[name]():
+        assert deciding_settings() != before
+    assert deciding_settings() == before
+
+
+@pytest.mark.parametrize(
+    ("other", "device", "is_simple", "counts"),
+    [
+        (OTHERS["attention"], "cpu", False, True),
+        (OTHERS["attention"], "cuda", False, True),
+        (OTHERS["attention"], "cpu", True, False),
+        (OTHERS["attention"], "cuda", True, False),
+        (OTHERS["oneDNN"], "cpu", True, True),
+        (OTHERS["oneDNN"], "cuda", True, False),
+        (one_thread_more, "cpu", False, True),
+        (one_thread_more, "cpu", True, True),
+        (one_thread_more, "cuda", False, False),
+        (small_numbers_as_zero, "cpu", True, True),
+        (small_numbers_as_zero, "cuda", False, False),
+        (overridden, "cpu", True, True),
+        (overridden, "cuda", True, True),
+        (double_precision, "cpu", True, True),
+        (double_precision, "cuda", True, True),
+    ],
+)
+def test_what_counts_for_kernels_is_of_their_device(
+    other: Callable[[], AbstractContextManager[object]], device: str, is_simple: bool, counts: bool
+) -> None:
+    before = settings_of_kernels(device, is_simple=is_simple)
+    with other():
+        assert (settings_of_kernels(device, is_simple=is_simple) != before) is counts
+    assert settings_of_kernels(device, is_simple=is_simple) == before
+
+
+NOT_DECIDING = {
+    # how PyTorch tells of things, checks, traces or allocates
+    "autograd_fallback_mode", "backcompat_broadcast_warn", "backcompat_keepdim_warn",
+    "check_sparse_tensor_invariants", "deterministic_fill_uninitialized_memory",
+    "dtensor_allow_implicit_replication", "fwd_grad_enabled", "generator_metaclass",
+    "grad_layout_enforcement_enabled", "graph_exec_group", "graph_executor_optimize",
+    "meta_in_tls_dispatch_include", "multithreading_enabled", "only_lift_cpu_tensors",
+    "override_stale_capture_stream", "print_stack_traces_on_fatal_signal",
+    "should_use_format_with_string_table", "skip_next_torch_function", "tensor_metadata",
+    "thread_name", "throw_on_mutable_data_ptr", "tracing_state", "value_trace",
+    "view_replay_enabled", "warnAlways", "warn_deprecated_on_mutable_data_ptr",
+    "warn_on_accumulate_grad_stream_mismatch", "worker_pids", "worker_signal_handlers",
+    "default_mobile_cpu_allocator",
+    # a tensor's own, which its view notes
+    "conj", "neg",
+    # told by `get_default_dtype`; a default type is a default dtype and a default device
+    "default_dtype", "default_tensor_type",
+    # told by what each kind of operation is computed with, `_get_fp32_precision_getter`
+    "cublas_allow_tf32", "cudnn_allow_tf32", "float32_matmul_precision", "fp32_precision_setter",
+    # set around a recomputation as it was
+    "cached_tensors_enabled", "dispatch_mode", "grad_enabled", "torch_function_state",
+    # of functions that are never recomputed
+    "linalg_preferred_backend", "qengine",
+}  # fmt: skip
+"""What torch._C can have be otherwise and no recomputed function depends on, or is noted else."""
+
+ITS_OWN_NAME = {
+    "sdp_use_cudnn": "cudnn_sdp_enabled",
+    "sdp_use_fa3": "fa3_sdp_enabled",
+    "sdp_use_flash": "flash_sdp_enabled",
+    "sdp_use_math": "math_sdp_enabled",
+    "sdp_use_mem_efficient": "mem_efficient_sdp_enabled",
+    "sdp_use_overrideable": "overrideable_sdp_enabled",
+}
+"""What tells some of them."""
+
+
+def test_all_that_pytorch_can_be_told_is_noted_or_known_to_decide_nothing() -> None:
+    """A PyTorch with a new setting fails here."""
+    settable = {name.removeprefix("_set_") for name in dir(torch._C) if name.startswith("_set_")}
+    told = {ITS_OWN_NAME.get(name, name) for name in settable}
+    assert told - NOT_DECIDING <= {name.removeprefix("_get_") for name in DECIDING}
+    assert {name for name in DECIDING if name.startswith("_get_")} == set(DECIDING)
+
+
+def in_a_new_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("is_simple", [False, True])
+def test_to_look_changes_no_thread(is_simple: bool) -> None:
+    """A new thread has OpenMP's own count until PyTorch first shares work there."""
+
+    def look() -> tuple[int, int]:
+        before = omp_threads()
+        settings_of_kernels("cpu", is_simple=is_simple)
+        return before, omp_threads()
+
+    with one_thread():
+        before, after = in_a_new_thread(look)
+        assert before == after
+        assert in_a_new_thread(lambda: (torch.get_num_threads(), omp_threads())) == (1, 1)
+
+
+def test_a_thread_is_not_another() -> None:
+    here = settings_of_kernels("cpu")
+    assert in_a_new_thread(lambda: settings_of_kernels("cpu")) != here
+    assert in_a_new_thread(lambda: settings_of_kernels("cuda")) == settings_of_kernels("cuda")
+
+
+def test_overridden_operators_are_known_by_their_names() -> None:
+    before = overridden_kernels()
+    with overridden():
+        assert overridden_kernels() - before == {"aten/silu/CPU"}
+    assert overridden_kernels() == before

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import threading
+from collections.abc import Callable
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.monitoring.stats import OffloadStats, StatsRecorder
+
+
+def test_each_event_is_counted() -> None:
+    recorder = StatsRecorder()
+    recorder.skipped(10, "small")
+    recorder.skipped(30, "parameter")
+    recorder.deduplicated(100)
+    recorder.saved(1000, 0.5)
+    recorder.offloaded(800, torch.bfloat16)
+    recorder.stored(400, "window")
+    recorder.stored(100, "raw")
+    recorder.kept(200, "pool_full")
+    stats = recorder.snapshot()
+    assert stats.saved_bytes == 10 + 30 + 100 + 1000
+    assert (stats.skipped_bytes, stats.deduplicated_bytes) == (40, 100)
+    assert (stats.offloaded_bytes, stats.stored_bytes, stats.ratio) == (800, 500, 1.6)
+    assert stats.kept_bytes == 200
+    assert stats.skipped == {"small": 1, "parameter": 1}
+    assert stats.kept == {"pool_full": 1}
+    assert stats.offloaded_by_dtype == {"bfloat16": 800}
+    assert stats.stored_by_mode == {"window": 400, "raw": 100}
+
+
+def test_nothing_stored_is_a_ratio_of_one() -> None:
+    assert StatsRecorder().snapshot().ratio == 1.0
+
+
+def test_time_is_added_up() -> None:
+    recorder = StatsRecorder()
+    for seconds in (0.25, 0.5):
+        recorder.saved(1, seconds)
+        recorder.restored(4 * seconds)
+    stats = recorder.snapshot()
+    assert (stats.store_seconds, stats.restore_wait_seconds) == (0.75, 3.0)
+
+
+def test_a_snapshot_does_not_change() -> None:
+    recorder = StatsRecorder()
+    recorder.skipped(1, "small")
+    stats = recorder.snapshot()
+    recorder.skipped(1, "small")
+    assert stats.skipped == {"small": 1}
+    with pytest.raises(TypeError):
+        stats.skipped["small"] = 2  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.saved_bytes = 0  # type: ignore[misc]
+
+
+def recorded() -> OffloadStats:
+    recorder = StatsRecorder()
+    recorder.skipped(13 << 20, "small")
+    recorder.skipped(0, "small")
+    recorder.skipped(1 << 20, "parameter")
+    recorder.deduplicated(260 << 20)
+    recorder.saved(3 << 30, 0.5)
+    recorder.offloaded(2 << 30, torch.bfloat16)
+    recorder.offloaded(512 << 20, torch.bool)
+    recorder.stored(1 << 30, "window")
+    recorder.stored(256 << 20, "raw")
+    recorder.kept(512 << 20, "pool_full")
+    recorder.restored(1.25)
+    recorder.gives_up(64 << 20)
+    recorder.replayed(0.125)
+    return recorder.snapshot()
+
+
+def test_printed_it_is_a_table() -> None:
+    assert str(recorded()).splitlines() == [
+        "saved by autograd      3.3 GiB",
+        "  passed over         14.0 MiB  small 2, parameter 1",
+        "  deduplicated       260.0 MiB",
+        "  offloaded            2.5 GiB  bfloat16 2.0 GiB, bool 512.0 MiB",
+        "  replayed            64.0 MiB",
+        "  kept               512.0 MiB  pool_full 1",
+        "stored in the pool     1.2 GiB  ratio 2.00, window 1.0 GiB, raw 256.0 MiB",
+        "storing                0.500 s",
+        "waiting to restore     1.250 s",
+        "replaying              0.125 s",
+    ]
+    assert repr(recorded()).startswith("OffloadStats(saved_bytes=")
+    assert "stored in the pool         0 B  ratio 1.00" in str(StatsRecorder().snapshot())
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
+)
+def test_it_can_be_copied_and_pickled(copied: Callable[[OffloadStats], OffloadStats]) -> None:
+    stats = recorded()
+    other = copied(stats)
+    assert other == stats
+    assert repr(other) == repr(stats)
+    with pytest.raises(TypeError):
+        other.kept["pool_full"] = 2  # type: ignore[index]
+
+
+def test_what_stays_is_counted_by_reason() -> None:
+    recorder = StatsRecorder()
+    recorder.skipped(10, "small")
+    recorder.skipped(5, "small")
+    recorder.saved(100, 0.0)
+    recorder.stays_in_use(100)
+    recorder.leaves(100)
+    recorder.kept(100, "pool_full")
+    staying = recorder.staying()
+    assert (staying.saved_bytes, staying.offloaded_bytes) == (115, 0)
+    assert staying.skipped_bytes == {"small": 15}
+    assert staying.skipped["small"] == 2
+    assert staying.kept_bytes == {"pool_full": 100}
+
+
+def test_threads_count_together() -> None:
+    recorder = StatsRecorder()
+
+    def count() -> None:
+        for _ in range(1000):
+            recorder.saved(1, 0.0)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert recorder.snapshot().saved_bytes == 4000
+
+
+def test_every_saved_byte_is_accounted_for(client: storm.Client) -> None:
+    """With tensors that fill their storages, the parts add up to the whole."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    offload = client.offload(net, min_bytes=8192)
+    with offload:
+        h = net(torch.ones(256, 64, requires_grad=True))
+        loss = (h * h).sum() + (h[0] * h[0]).sum() + h.mean(0).exp().sum()
+    stats = offload.stats()
+    loss.backward()
+    assert stats.saved_bytes == (
+        stats.skipped_bytes + stats.deduplicated_bytes + stats.offloaded_bytes + stats.kept_bytes
+    )
+    assert set(stats.skipped) == {"parameter", "leaf", "small"}
+    # tanh's output, h times itself, and its row, a view of what is known
+    assert stats.deduplicated_bytes == 2 * h.nbytes + 2 * h[0].nbytes
+    assert stats.offloaded_by_dtype == {"float32": stats.offloaded_bytes}
+    assert sum(stats.stored_by_mode.values()) == stats.stored_bytes
+    assert stats.ratio > 1
+    assert stats.store_seconds > 0
+    assert offload.stats().restore_wait_seconds > 0
+
+
+def test_what_a_layer_counts_the_whole_counts_too() -> None:
+    whole = StatsRecorder()
+    first, second = whole.of_layer("0"), whole.of_layer("1")
+    assert whole.of_layer("0") is first
+    assert whole.of_layer("") is whole
+    first.saved(10, 0.5)
+    first.offloaded(10, torch.float32)
+    first.stored(4, "window")
+    second.gives_up(7)
+    second.replayed(0.25)
+    second.kept(3, "pool_full", "said so")
+    whole.skipped(5, "small")
+    layers = whole.layers()
+    assert list(layers) == ["0", "1"]
+    assert (layers["0"].saved_bytes, layers["0"].ratio, layers["0"].store_seconds) == (10, 2.5, 0.5)
+    assert (layers["1"].replayed_bytes, layers["1"].kept) == (7, {"pool_full": 1})
+    stats = whole.snapshot()
+    assert (stats.saved_bytes, stats.stored_bytes, stats.replayed_bytes) == (22, 4, 7)
+    assert (whole.arrived_bytes, whole.ratio()) == (4, 2.5)
+    assert (stats.store_seconds, stats.replay_seconds, stats.kept_bytes) == (0.5, 0.25, 3)
+    assert whole.staying().details == {"pool_full": "said so"}

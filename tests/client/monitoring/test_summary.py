@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.eager.signature import Kind
+from storm_client.monitoring.stats import StatsRecorder
+from storm_client.monitoring.summary import Summary, say
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def logger() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("storm_client")
+    level = logger.level
+    yield logger
+    logger.setLevel(level)
+
+
+class Steps:
+    """Steps that last 2 s each, of which so much becomes of what they save."""
+
+    def __init__(self, *, device_peak: int | None = None, small_owned: int = 0) -> None:
+        self.recorder = StatsRecorder()
+        self.lines: list[str] = []
+        self._summary = Summary()
+        self._clock = 100.0
+        self._device_peak = device_peak
+        self._small_owned = small_owned
+
+    def step(
+        self, *, offloaded: int = 0, replayed: int = 0, small: int = 0, budget: int = 0
+    ) -> None:
+        line = self._summary.step_begins(
+            self._clock, self.recorder, lambda: self._small_owned, lambda: self._device_peak
+        )
+        self.lines += [] if line is None else [line]
+        self._clock += 2.0
+        self.recorder.skipped(7 * MIB, "parameter")
+        self.recorder.skipped(small, "small")
+        self.recorder.skipped(budget, "budget")
+        if offloaded:
+            self.recorder.saved(offloaded, 0.125)
+            self.recorder.offloaded(offloaded, torch.bfloat16)
+            self.recorder.stored(offloaded // 2, "window")
+            self.recorder.restored(0.25)
+        if replayed:
+            self.recorder.gives_up(replayed)
+            self.recorder.replayed(0.125)
+
+
+def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
+    steps = Steps(device_peak=1200 * MIB)
+    for _ in range(2):
+        steps.step(offloaded=100 * MIB)
+    for _ in range(6):
+        steps.step(offloaded=40 * MIB, replayed=20 * MIB, small=2 * MIB, budget=8 * MIB)
+    (line,) = steps.lines
+    assert line == (
+        "stormd: of 70.0 MiB of activations a step 40.0 MiB were offloaded (20.0 MiB of host "
+        "memory, ratio 2.00), 20.0 MiB replayed, 10.0 MiB stayed; the GPU's peak so far is 1.2 "
+        "GiB; training threads spent 0.5 s of a step's 2 s (25%) on handing over, waiting and "
+        "starting replays (what the GPU does beside is not in it)"
+    )
+
+
+def test_small_parameters_are_no_activations() -> None:
+    steps = Steps(small_owned=2 * MIB)
+    for _ in range(6):
+        steps.step(offloaded=40 * MIB, small=3 * MIB)
+    (line,) = steps.lines
+    assert "of 41.0 MiB of activations a step 40.0 MiB were offloaded" in line
+    assert "1.0 MiB stayed; training threads" in line, "no peak is told of that nobody measures"
+
+
+def test_nothing_is_said_of_little() -> None:
+    steps = Steps()
+    for _ in range(8):
+        steps.step(offloaded=MIB)
+    assert steps.lines == []
+
+
+def test_steps_that_save_nothing_put_it_off() -> None:
+    summary, recorder, said = Summary(), StatsRecorder(), []
+    for step in range(12):
+        said.append(summary.step_begins(float(step), recorder, lambda: 0, lambda: None))
+        if step >= 6:
+            recorder.skipped(8 * MIB, "budget")
+    assert [step for step, line in enumerate(said) if line] == [8]
+
+
+def test_a_logger_that_is_set_up_gets_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "storm_client")
+    say("saved much")
+    assert caplog.messages == ["saved much"]
+
+
+def test_it_is_silenced_as_any_log_is(
+    caplog: pytest.LogCaptureFixture, logger: logging.Logger
+) -> None:
+    logger.setLevel(logging.WARNING)
+    say("saved much")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("level", "shown"), [("NOTSET", "saved much\n"), ("WARNING", "")])
+def test_a_script_without_logging_has_it_on_stderr(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    logger: logging.Logger,
+    level: str,
+    shown: str,
+) -> None:
+    monkeypatch.setattr(logger, "propagate", False)  # pytest has set up the root logger
+    logger.setLevel(level)
+    say("saved much")
+    assert capsys.readouterr() == ("", shown)
+
+
+def test_a_training_run_says_what_it_saves(
+    client: storm.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is asked for at once would stay from the fourth step on, if it is that on this machine.
+    monkeypatch.setattr(Kind, "turn_seconds", lambda _: math.inf)
+    caplog.set_level(logging.INFO, "storm_client")
+    net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 8))
+    offload = client.offload(net)
+    for _ in range(5):
+        with offload:
+            loss = net(torch.ones(4096, 64)).square().sum()
+        loss.backward()
+    (message,) = caplog.messages
+    assert message.startswith("stormd: of 9.0 MiB of activations a step 9.0 MiB were offloaded (")

@@ -1,0 +1,48 @@
+"""How much memory there is, of the devices that are meant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from storm_client import devices
+from storm_client.planner import in_flight as window
+from storm_client.planner.in_flight import (
+    FIT_SHARE,
+    device_bytes,
+    free_bytes,
+    give_back_unused,
+)
+from support.fake_torch_cuda import FakeTorch, faked
+
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTorch:
+    made = faked(monkeypatch, window, devices)
+    made.contexts.update((0, 1))
+    made.memory[0] = {"free": 500, "reserved": 300, "most": 200, "allocated": 100}
+    made.memory[1] = {"free": 100, "reserved": 300, "most": 250, "allocated": 40}
+    return made
+
+
+def test_each_device_is_asked_for_itself(fake: FakeTorch) -> None:
+    assert device_bytes([FIRST]) == 1 << 30
+    assert device_bytes([SECOND, FIRST]) == (1 << 30) + (1 << 31)
+
+
+def test_what_is_free_is_so_on_the_fullest(fake: FakeTorch) -> None:
+    assert free_bytes([FIRST]) == int(FIT_SHARE * 600)
+    assert free_bytes([FIRST, SECOND]) == free_bytes([SECOND]) == int(FIT_SHARE * 150)
+
+
+def test_without_a_device_there_is_none(fake: FakeTorch) -> None:
+    assert (device_bytes([]), free_bytes([])) == (0, 0)
+
+
+def test_nothing_is_given_back_while_a_device_captures(fake: FakeTorch) -> None:
+    fake.capturing.add(1)
+    give_back_unused([FIRST, SECOND])
+    assert not fake.given_back
+    give_back_unused([FIRST])
+    assert fake.given_back == 1

@@ -1,0 +1,456 @@
+"""The order in which a step uses its tensors, and how much device memory its offloading takes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from storm_client.planner import DeviceWindow, OrderHistory, Step
+from storm_client.planner.in_flight import LEAST_BYTES, START_BYTES
+from storm_client.planner.order import (
+    KNOWN_STEPS,
+    LOOK_AGAIN,
+    LOOKAHEAD,
+    PASS_HANDLES,
+    StepPlan,
+)
+from storm_client.saved.ranges import Handle
+from storm_client.saved.versions import View
+from support.records import record_of, version_of
+
+# --- the order of use -----------------------------------------------------------------------
+
+
+def packed(history: OrderHistory, *sizes: int) -> StepPlan:
+    plan = StepPlan(history)
+    for number, nbytes in enumerate(sizes):
+        assert plan.packed(nbytes) == number
+    return plan
+
+
+def test_the_first_step_is_expected_to_go_backwards() -> None:
+    plan = packed(OrderHistory(), 10, 20, 30, 40)
+    plan.unpacked(3)
+    assert list(plan.upcoming()) == [2, 1, 0]
+    plan.unpacked(1)
+    assert list(plan.upcoming()) == [0]
+
+
+def test_the_order_of_the_last_step_is_learned() -> None:
+    history = OrderHistory()
+    first = packed(history, 10, 20, 30)
+    for number in (1, 2, 0):
+        first.unpacked(number)
+    second = packed(history, 10, 20, 30)
+    second.unpacked(1)
+    assert list(second.upcoming()) == [2, 0]
+
+
+def stepped(history: OrderHistory, sizes: tuple[int, ...], order: tuple[int, ...]) -> None:
+    plan = packed(history, *sizes)
+    for number in order:
+        plan.unpacked(number)
+
+
+def soon(history: OrderHistory, *sizes: int) -> list[int]:
+    plan = StepPlan(history)
+    found = []
+    for number, nbytes in enumerate(sizes):
+        if plan.needed_at_once(nbytes):
+            found.append(number)
+        plan.packed(nbytes)
+    return found
+
+
+def test_what_comes_back_before_it_could_have_gone_is_needed_at_once() -> None:
+    history = OrderHistory()
+    sizes = (10, 10, 50, 10, 10)
+    assert soon(history, *sizes) == []
+    stepped(history, sizes, (4, 3, 2, 1, 0))
+    assert soon(history, *sizes) == [2, 4]
+    assert soon(history, 10, 10, 51, 10, 10) == [4]
+
+
+def test_the_last_order_says_what_is_needed_at_once() -> None:
+    history = OrderHistory()
+    stepped(history, (10, 10, 10), (0, 1, 2))
+    assert soon(history, 10, 10, 10) == []
+    stepped(history, (10, 10, 10), (2, 1, 0))
+    assert soon(history, 10, 10, 10) == [2]
+    packed(history, 10, 10, 10)
+    assert soon(history, 10, 10, 10) == [2]
+
+
+def test_other_sizes_are_another_kind_of_step() -> None:
+    history = OrderHistory()
+    first = packed(history, 10, 20, 30)
+    for number in (1, 2, 0):
+        first.unpacked(number)
+    other = packed(history, 10, 20, 31)
+    other.unpacked(2)
+    assert list(other.upcoming()) == [1, 0]
+
+
+def test_what_the_last_step_did_not_unpack_comes_last() -> None:
+    history = OrderHistory()
+    packed(history, 1, 2, 3, 4).unpacked(1)
+    plan = packed(history, 1, 2, 3, 4)
+    plan.unpacked(1)
+    assert list(plan.upcoming()) == [3, 2, 0]
+
+
+def test_packing_may_go_on_after_the_first_unpack() -> None:
+    history = OrderHistory()
+    for _ in range(2):  # the second time, the shorter order that it knows names later tensors
+        plan = packed(history, 1, 2)
+        plan.unpacked(1)
+        assert plan.packed(3) == 2
+        plan.unpacked(2)
+        assert sorted(plan.upcoming()) in ([0, 1], [0])
+
+
+def test_a_second_pass_over_a_retained_graph_starts_again() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3)
+    for number in (2, 1, 0):
+        plan.unpacked(number)
+    plan.unpacked(2)
+    assert list(plan.upcoming()) == [1, 0]
+
+
+def test_each_is_looked_at_once() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3, 4, 5)
+    plan.unpacked(4)
+    assert plan.unseen(3) == [3, 2, 1]
+    plan.saw(2)
+    assert plan.unseen(3) == [1]
+    plan.unpacked(3)
+    assert plan.unseen(3) == [1, 0]
+    plan.saw(2)
+    plan.unpacked(2)
+    assert plan.unseen(3) == []
+
+
+def test_what_was_skipped_is_not_in_sight() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3, 4, 5)
+    plan.unpacked(4)
+    plan.unpacked(1)
+    assert plan.unseen(3) == [0]
+
+
+def test_after_a_while_all_is_looked_at_again() -> None:
+    count = 2 * LOOK_AGAIN + 2
+    plan = packed(OrderHistory(), *[1] * count)
+    looked = 0
+    for number in reversed(range(1, count)):
+        plan.unpacked(number)
+        unseen = plan.unseen(count)
+        assert number - 1 in unseen or not unseen
+        looked += len(unseen)
+        plan.saw(len(unseen))
+    assert looked == sum(range(1, count, LOOK_AGAIN))
+
+
+def test_going_back_looks_again() -> None:
+    plan = packed(OrderHistory(), 1, 2, 3)
+    for number in (2, 1):
+        plan.unpacked(number)
+        plan.saw(len(plan.unseen(9)))
+    plan.unpacked(2)
+    assert plan.unseen(9) == [1, 0]
+    plan.saw(2)
+    plan.packed(4)
+    plan.unpacked(3)
+    assert sorted(plan.unseen(9))[:2] == [0, 1]
+
+
+def test_only_the_latest_kinds_are_remembered() -> None:
+    history = OrderHistory()
+    for size in range(KNOWN_STEPS + 1):
+        plan = packed(history, size, size)
+        plan.unpacked(0)
+        plan.unpacked(1)
+    oldest = packed(history, 0, 0)
+    oldest.unpacked(1)
+    assert list(oldest.upcoming()) == [0]
+    latest = packed(history, KNOWN_STEPS, KNOWN_STEPS)
+    latest.unpacked(0)
+    assert list(latest.upcoming()) == [1]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_only_what_was_packed_is_ever_expected(events: list[tuple[bool, int]]) -> None:
+    history = OrderHistory()
+    for _ in range(3):
+        plan, count = StepPlan(history), 0
+        for is_pack, number in events:
+            if is_pack:
+                plan.packed(number)
+                count += 1
+            elif count:
+                plan.unpacked(number % count)
+                upcoming = list(plan.upcoming())
+                assert len(set(upcoming)) == len(upcoming)
+                assert all(0 <= other < count for other in upcoming)
+                assert number % count not in upcoming
+
+
+def test_threads_that_share_a_history() -> None:
+    history = OrderHistory()
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.is_set():
+            order = [1]
+            history.replace((1, 1), order)
+            order.append(2)  # the step goes on packing
+            history.replace((1, 1, 1), order)
+
+    thread = threading.Thread(target=train)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(20000):
+            assert set(history.soon()) <= {0, 1, 2}
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+# --- steps ----------------------------------------------------------------------------------
+
+
+def handles_of(step: Step, count: int) -> list[Handle]:
+    handles = []
+    for _ in range(count):
+        tensor = torch.ones(16)
+        record = record_of(tensor)
+        handles.append(step.handle(record, View.of(tensor), version_of(tensor)))
+    return handles
+
+
+def test_records_are_expected_in_reverse() -> None:
+    step = Step(OrderHistory())
+    handles = handles_of(step, 4)
+    step.unpacked(handles[3])
+    assert step.upcoming() == [handle.record for handle in (handles[2], handles[1], handles[0])]
+
+
+def test_dead_records_are_left_out() -> None:
+    step = Step(OrderHistory())
+    handles = handles_of(step, 4)
+    step.unpacked(handles[3])
+    del handles[1]
+    assert step.upcoming() == [handles[1].record, handles[0].record]
+
+
+def test_it_looks_only_so_far() -> None:
+    step = Step(OrderHistory())
+    handles = handles_of(step, LOOKAHEAD + 10)
+    step.unpacked(handles[-1])
+    assert len(step.upcoming()) == LOOKAHEAD
+
+
+def test_each_record_is_looked_at_once() -> None:
+    step = Step(OrderHistory())
+    handles = handles_of(step, LOOKAHEAD + 3)
+    step.unpacked(handles[-1])
+    records = [handle.record for handle in reversed(handles[:-1])]
+    assert step.unseen() == records[:LOOKAHEAD]
+    step.saw(LOOKAHEAD)
+    assert step.unseen() == []
+    handles.pop(1)
+    del records[-2]
+    step.unpacked(handles[-2])
+    assert step.unseen() == [None]
+
+
+def test_the_next_step_knows_the_order() -> None:
+    history = OrderHistory()
+    first = Step(history)
+    handles = handles_of(first, 3)
+    for number in (0, 2, 1):
+        first.unpacked(handles[number])
+    second = Step(history)
+    handles = handles_of(second, 3)
+    second.unpacked(handles[0])
+    assert second.upcoming() == [handles[2].record, handles[1].record]
+
+
+def test_a_block_around_a_loop_begins_anew_when_a_pass_is_over() -> None:
+    step = Step(OrderHistory())
+    for _ in range(3):
+        handles = handles_of(step, 4)
+        assert [handle.number for handle in handles] == [0, 1, 2, 3]
+        for number in (2, 3, 1, 0):
+            step.unpacked(handles[number])
+        handles.clear()
+    handles = handles_of(step, 4)
+    step.unpacked(handles[2])
+    assert [record.key for record in step.upcoming()] == [
+        handles[number].record.key for number in (3, 1, 0)
+    ]
+
+
+def test_a_block_goes_on_while_something_of_it_lives() -> None:
+    step = Step(OrderHistory())
+    handles = handles_of(step, 3)
+    step.unpacked(handles[2])
+    del handles[1:]
+    (later,) = handles_of(step, 1)
+    assert later.number == 3
+    step.unpacked(later)
+    assert step.upcoming() == [handles[0].record]
+
+
+def test_looking_ahead_goes_on_in_the_pass_before() -> None:
+    step = Step(OrderHistory())
+    earlier = handles_of(step, 3)
+    step.unpacked(earlier[2])
+    later = handles_of(step, 2)
+    step.unpacked(later[1])
+    ahead = [later[0].record, earlier[1].record, earlier[0].record]
+    assert step.upcoming() == ahead
+    assert step.unseen() == ahead
+    step.saw(2)
+    assert step.unseen() == [earlier[0].record]
+    step.saw(1)
+    assert step.unseen() == []
+    step.unpacked(later[0])
+    assert step.unseen() == [], "each is looked at once"
+
+
+def test_a_long_block_is_looked_at_across_its_passes() -> None:
+    step = Step(OrderHistory())
+    earlier = handles_of(step, PASS_HANDLES)
+    later = handles_of(step, 1)
+    assert later[0].number == PASS_HANDLES
+    assert step.unpacked(later[0])
+    expected = [handle.record for handle in reversed(earlier)]
+    assert step.upcoming() == step.unseen() == expected[:LOOKAHEAD]
+    step.saw(LOOKAHEAD)
+    step.unpacked(earlier[-1])
+    assert step.upcoming() == expected[1 : LOOKAHEAD + 1]
+
+
+def test_what_was_never_asked_for_is_part_of_the_step() -> None:
+    step = Step(OrderHistory())
+    del handles_of(step, 3)[:]
+    (later,) = handles_of(step, 1)
+    assert later.number == 3
+
+
+def test_what_a_hook_costs_does_not_grow_while_a_graph_is_kept() -> None:
+    """One pass's handles stay; those of the others, thousands, are forgotten."""
+    step = Step(OrderHistory())
+    kept = handles_of(step, 3)
+    step.unpacked(kept[2])
+    for _ in range(1000):
+        handles = handles_of(step, 4)
+        while handles:
+            step.unpacked(handles.pop())
+    handles = handles_of(step, 4)
+    latest = step._packing
+    assert len(latest.records) == 4
+    assert latest.earlier is not None
+    assert [record() for record in latest.earlier.records] == [handle.record for handle in kept]
+    assert latest.earlier.earlier is None
+
+
+def test_what_is_never_asked_for_is_forgotten_too() -> None:
+    step = Step(OrderHistory())
+    kept = handles_of(step, 1)
+    for _ in range(3 * PASS_HANDLES):
+        handles_of(step, 1)
+    assert len(step._packing.records) <= PASS_HANDLES
+    step.unpacked(kept[0])
+    assert step.upcoming() == []
+
+
+def test_a_pass_that_is_asked_for_after_a_later_one_goes_on() -> None:
+    step = Step(OrderHistory())
+    first = handles_of(step, 3)
+    step.unpacked(first[2])
+    second = handles_of(step, 2)
+    step.unpacked(second[1])
+    assert step.upcoming() == [handle.record for handle in (second[0], first[1], first[0])]
+    step.unpacked(first[1])
+    assert step.upcoming() == [first[0].record]
+
+
+# --- the device window: three tensors, spare memory, never the ceiling ----------------------
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "limit"), [(0, 0), (GIB // 2, GIB // 2), (8 * GIB, START_BYTES)]
+)
+def test_the_ceiling_bounds_the_first_choice(ceiling: int, limit: int) -> None:
+    assert DeviceWindow(ceiling).limit == limit
+
+
+def test_three_of_the_largest_tensors_fit_below_the_ceiling() -> None:
+    window = DeviceWindow(4 * GIB)
+    for nbytes, limit in ((GIB // 4, START_BYTES), (GIB, 3 * GIB), (GIB // 4, 3 * GIB)):
+        window.saw(nbytes)
+        assert window.limit == limit
+    window.saw(3 * GIB)
+    assert window.limit == 4 * GIB
+
+
+def test_little_is_held_where_little_leaves() -> None:
+    window = DeviceWindow(4 * GIB)
+    for _ in range(32):
+        window.saw(GIB // 10)
+    assert window.limit == START_BYTES
+    window.turned()
+    assert window.limit == 32 * (GIB // 10) // 8
+    assert window.unread == 32 * (GIB // 10) // 4
+    window.saw(GIB // 10)  # a part of a pass, as where a block runs again
+    window.turned()
+    assert window.limit == 32 * (GIB // 10) // 8
+
+
+@pytest.mark.parametrize(
+    ("stored", "limit"),
+    [([LEAST_BYTES // 8], LEAST_BYTES), ([GIB // 4], 3 * GIB // 4), ([GIB] * 20, 3 * GIB)],
+)
+def test_what_a_pass_stores_bounds_what_is_held(stored: list[int], limit: int) -> None:
+    window = DeviceWindow(4 * GIB)
+    for nbytes in stored:
+        window.saw(nbytes)
+    window.turned()
+    assert window.limit == limit
+
+
+def test_half_of_the_spare_memory_serves_what_comes_back() -> None:
+    window = DeviceWindow(4 * GIB)
+    assert window.ahead(0, 0) == START_BYTES
+    assert window.ahead(5 * GIB, GIB) == 5 * GIB // 2
+    assert window.ahead(100 * GIB, GIB) == 4 * GIB
+
+
+@pytest.mark.parametrize(("held", "left"), [(1, START_BYTES - 1), (START_BYTES, LEAST_BYTES)])
+def test_what_is_held_leaves_less_for_what_comes_early(held: int, left: int) -> None:
+    window = DeviceWindow(4 * GIB)
+    assert window.ahead(0, held) == left
+    assert DeviceWindow(0).ahead(0, held) == 0
+
+
+def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
+    window = DeviceWindow(4 * GIB)
+    window.saw(GIB)
+    window.shrink()
+    assert (window.limit, window.ahead(100 * GIB, 0)) == (2 * GIB, 2 * GIB)
+    assert window.unread == 2 * GIB
+    for _ in range(10):
+        window.shrink()
+    assert window.limit == window.ahead(100 * GIB, 0) == LEAST_BYTES
+    window.saw(GIB)
+    assert window.limit == LEAST_BYTES

@@ -1,0 +1,281 @@
+"""Captures: what they refuse, by its line, and that they leave no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import storm_client as storm
+import torch
+from storm_client.errors import UsageError
+from storm_client.step.capture import capture
+from support.steps import everything
+from support.training import assert_identical, seeded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Trained:
+    """A layer, its optimizer, and a step whose body is given."""
+
+    def __init__(self, body: Callable[[Trained, Tensor], Any] | None = None) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Linear(8, 8)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.body = body
+
+    def step(self, x: Tensor) -> Any:
+        loss = self.net(x).square().mean()
+        loss.backward()
+        found = None if self.body is None else self.body(self, loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def everything(self) -> list[Tensor]:
+        return everything(self.net, self.optimizer, "cpu")
+
+
+def branches(_: Trained, loss: Tensor) -> object:
+    return 1 if loss > 0.5 else 2
+
+
+def branches_on_a_number(_: Trained, loss: Tensor) -> object:
+    return 1 if loss.item() > 0.5 else 2
+
+
+def formats_a_number(_: Trained, loss: Tensor) -> object:
+    return f"{loss.item():.3f}"
+
+
+def finds_elements(self: Trained, loss: Tensor) -> object:
+    return self.net.weight.nonzero()
+
+
+def counts(_: Trained, loss: Tensor) -> object:
+    return int(loss.argmax())
+
+
+def selects(self: Trained, loss: Tensor) -> object:
+    return self.net.weight[self.net.weight > 0].sum()
+
+
+def resizes(_: Trained, loss: Tensor) -> object:
+    return loss.new_zeros(4).resize_(8)
+
+
+def schedules(self: Trained, loss: Tensor) -> object:
+    self.optimizer.param_groups[0]["lr"] *= 0.5
+    return None
+
+
+def scales(self: Trained, loss: Tensor) -> object:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss)
+    scaler.step(self.optimizer)
+    return None
+
+
+def puts_a_tensor_into_its_module(self: Trained, loss: Tensor) -> object:
+    self.net.last = loss
+    return None
+
+
+def makes_a_parameter_anew(self: Trained, loss: Tensor) -> object:
+    self.net.weight = nn.Parameter(self.net.weight * 0.9)
+    return None
+
+
+def draws_again(self: Trained, loss: Tensor) -> object:
+    x = torch.ones(4, 8, requires_grad=True)
+    checkpoint(nn.Sequential(self.net, nn.Dropout(0.5)), x, use_reentrant=False).sum().backward()
+    return None
+
+
+def makes_sparse_gradients(_: Trained, loss: Tensor) -> object:
+    nn.Embedding(4, 4, sparse=True)(torch.tensor([1])).sum().backward()
+    return None
+
+
+def lists(self: Trained, _: Tensor) -> object:
+    return self.net.bias.tolist()
+
+
+LENGTHS = torch.tensor([1, 3])
+
+
+def goes_to_numpy(_: Trained, loss: Tensor) -> object:
+    return loss * float(np.asarray(LENGTHS)[0])
+
+
+def formats(_: Trained, loss: Tensor) -> object:
+    return f"{loss:.3f}"
+
+
+def makes_a_tensor_of_elements(_: Trained, loss: Tensor) -> object:
+    return torch.tensor([loss.detach(), 2 * loss.detach()])
+
+
+REFUSED = {
+    lists: r"holds \(\.tolist\(\)\) at .*test_capture.py:",
+    goes_to_numpy: r"holds \(\.__array__\(\)\) at .*test_capture.py:",
+    formats: r"holds \(\.__format__\(\)\) at .*test_capture.py:",
+    makes_a_tensor_of_elements: r"holds \(its memory\) at .*test_capture.py:",
+    makes_sparse_gradients: r"sum\(\).backward\(\)\) makes a tensor of layout torch.sparse_coo",
+    branches: "return 1 if loss > 0.5 else 2",
+    branches_on_a_number: r"return 1 if loss.item\(\) > 0.5 else 2",
+    formats_a_number: "return f",
+    finds_elements: r"return self.net.weight.nonzero\(\)",
+    counts: r"return int\(loss.argmax\(\)\)",
+    selects: r"self.net.weight\[self.net.weight > 0\]",
+    resizes: r"return loss.new_zeros\(4\).resize_",
+    schedules: "call the scheduler after the step",
+    scales: "GradScaler",
+    puts_a_tensor_into_its_module: "Linear.last",
+    makes_a_parameter_anew: "Linear.weight",
+    draws_again: "leave checkpointing out",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda body: body.__name__)
+def test_what_cannot_be_captured_is_refused_by_its_line(
+    body: Callable[[Trained, Tensor], Any],
+) -> None:
+    one = Trained(body)
+    before = one.everything()[:-2]
+    attributes = dict(one.net.__dict__)
+    with pytest.raises(UsageError, match=REFUSED[body]):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+    assert_identical(one.everything()[:-2], before)
+    assert one.net.__dict__ == attributes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_module_of_torchscript_is_refused_by_name() -> None:
+    net = nn.Linear(8, 8)
+    traced = torch.jit.trace(net, torch.ones(2, 8))
+    with pytest.raises(UsageError, match="module of TorchScript's"):
+        capture(lambda x: traced(x).sum(), (torch.ones(4, 8),), {})
+    assert_identical([traced(torch.ones(4, 8))], [net(torch.ones(4, 8))])
+
+
+def test_a_buffer_may_be_assigned_before_its_module_runs() -> None:
+    def trained(wrap: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.BatchNorm1d(8)
+
+        def step(x: Tensor) -> Tensor:
+            net.running_mean = net.running_mean * 0.5
+            loss = net(x).square().mean()
+            loss.backward()
+            return loss
+
+        call = wrap(step)
+        losses = [call(seeded("cpu", 4, 8, seed=n)).detach() for n in range(3)]
+        return [*losses, *net.buffers(), *(p.grad for p in net.parameters())]
+
+    compiled = trained(partial(storm.compile_step, codegen="eager", min_bytes=1 << 40))
+    assert_identical(compiled, trained(lambda step: step))
+
+
+@dataclass
+class Output:
+    loss: Tensor
+
+
+@dataclass(slots=True)
+class SlottedOutput:
+    losses: list[Tensor]
+
+
+@pytest.mark.parametrize("made", [Output, lambda x: SlottedOutput([x]), lambda x: {x}])
+def test_tensors_in_what_a_run_could_not_fill_are_refused(made: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(UsageError, match=r"returns tensors in a .*return tuples, lists and dicts"):
+        capture(lambda x: made(x * 2), (torch.ones(2),), {})
+
+
+def test_an_average_of_weights_is_to_be_updated_outside() -> None:
+    net = nn.Linear(4, 4)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with pytest.raises(UsageError, match=r"call update_parameters\(\) .* after the step"):
+        capture(lambda: average.update_parameters(net), (), {})
+
+
+def test_an_update_that_branches_is_refused_with_what_to_do() -> None:
+    one = Trained()
+    one.optimizer = torch.optim.RAdam(one.net.parameters(), lr=1e-2)
+    with pytest.raises(UsageError, match="branches on how often"):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+
+
+def test_what_a_step_raises_is_raised_and_nothing_has_changed() -> None:
+    def fails(self: Trained, loss: Tensor) -> object:
+        raise ZeroDivisionError("mine")
+
+    one = Trained(fails)
+    before = one.everything()[:-2]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+    assert_identical(one.everything()[:-2], before)
+
+
+def test_a_capture_runs_nothing() -> None:
+    one = Trained()
+    one.step(seeded("cpu", 4, 8))
+    one.net(seeded("cpu", 4, 8)).sum().backward()
+    before, state = one.everything()[:-2], torch.get_rng_state()
+    settings = dict(one.optimizer.param_groups[0])
+    for _ in range(2):
+        capture(one.step, (seeded("cpu", 4, 8),), {})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_identical(one.everything()[:-2], before)
+    assert one.optimizer.param_groups[0] == settings
+    assert type(one.optimizer.param_groups[0]["lr"]) is float
+
+
+def test_a_variable_that_the_step_counts_in_is_refused() -> None:
+    one = Trained()
+    calls = 0
+
+    def step(x: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        return one.step(x)
+
+    with pytest.raises(UsageError, match="'calls'"):
+        storm.compile_step(step, codegen="eager", min_bytes=1 << 40)(seeded("cpu", 4, 8))
+
+
+def test_a_variable_of_the_steps_own_is_followed() -> None:
+    scale = 1.0
+
+    def step(x: Tensor) -> Tensor:
+        return x * scale
+
+    call = storm.compile_step(step, codegen="eager", min_bytes=1 << 40)
+    x = seeded("cpu", 4)
+    assert torch.equal(call(x), x)
+    scale = random.uniform(2, 3)
+    assert torch.equal(call(x), x * scale)
+
+
+def test_a_generator_of_the_steps_own_advances() -> None:
+    def draws(generator: torch.Generator) -> list[Tensor]:
+        def step(x: Tensor) -> Tensor:
+            return x + torch.rand(4, generator=generator)
+
+        return [step(torch.zeros(4)) for _ in range(3)]
+
+    def compiled(generator: torch.Generator) -> list[Tensor]:
+        call = storm.compile_step(
+            lambda x: x + torch.rand(4, generator=generator), codegen="eager", min_bytes=1 << 40
+        )
+        return [call(torch.zeros(4)) for _ in range(3)]
+
+    expected = draws(torch.Generator().manual_seed(3))
+    assert_identical(compiled(torch.Generator().manual_seed(3)), expected)

@@ -1,0 +1,514 @@
+"""Compiled steps: bit for bit what the function does, offloaded or not, and whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.errors import UsageError
+from storm_client.step import compiled
+from support.compiled_programs import blocks, perceptron
+from support.daemon_process import DaemonProcess
+from support.steps import OPTIMIZERS, PROGRAMS, everything, train
+from support.training import assert_identical, seeded
+from support.waiting import wait_until
+from torch import Tensor, nn
+
+DEADLINE_SECONDS = 30.0
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+"""Of PyTorch's own, where it compiles."""
+
+
+@pytest.fixture
+def wrap(client: storm.Client) -> Callable[..., storm.compile_step]:
+    return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
+
+
+OFFLOADED = ("a_transformer", "autocast", "writes_in_place")
+"""Where something has to leave for the least peak: of the others all may stay, or is made again."""
+
+
+def same(step: Callable[..., object]) -> Callable[..., object]:
+    return step
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_gives_the_bits_of_the_function(
+    name: str, device: str, wrap: Callable[..., object], cpu_costs: None
+) -> None:
+    expected = train(name, "adamw", same, device)
+    made: list[compiled.CompiledStep] = []
+
+    def wrapped(step: Callable[..., object]) -> compiled.CompiledStep:
+        made.append(wrap(step))
+        return made[-1]
+
+    assert_identical(train(name, "adamw", wrapped, device), expected)
+    if name in OFFLOADED:
+        assert made[0].stats().offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_gives_the_bits_of_the_function(
+    optimizer: str, device: str, wrap: Callable[..., object]
+) -> None:
+    expected = train("dropout_and_batch_norm", optimizer, same, device)
+    assert_identical(train("dropout_and_batch_norm", optimizer, wrap, device), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("writes_in_place", "sgd"),
+        (
+            "convolutions",
+            "momentum",
+        ),  # whose state, which the first step makes, is one capture more
+        pytest.param("a_transformer", "momentum", marks=pytest.mark.slow),
+    ],
+)
+def test_generated_code_gives_the_same_bits_with_offload(
+    name: str, optimizer: str, device: str, wrap: Callable[..., object]
+) -> None:
+    without = train(name, optimizer, partial(wrap, codegen="inductor", min_bytes=1 << 40), device)
+    offloaded = train(name, optimizer, partial(wrap, codegen="inductor"), device)
+    assert_identical(offloaded, without)
+    if name != "convolutions":  # dropout has numbers of Inductor's
+        eager = train(name, optimizer, same, device)
+        for one, other in zip(offloaded, eager, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+class Training:
+    """A small step, and all that it changes."""
+
+    def __init__(self, device: str = "cpu", **options: object) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.net = nn.Sequential(nn.Linear(32, 16), nn.Dropout(0.5), nn.Linear(16, 4)).to(device)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2, **options)
+
+    def step(self, x: Tensor) -> Tensor:
+        loss = self.net(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def everything(self) -> list[Tensor]:
+        return everything(self.net, self.optimizer, self.device)
+
+
+def both(
+    wrap: Callable[..., compiled.CompiledStep],
+    run: Callable[[Training, Callable[..., Tensor]], None],
+    **options: object,
+) -> compiled.CompiledStep:
+    """Do the same with a step and with what is compiled of it, and compare."""
+    plain = Training(**options)
+    torch.manual_seed(5)
+    run(plain, plain.step)
+    expected = plain.everything()
+    other = Training(**options)
+    step = wrap(other.step)
+    torch.manual_seed(5)
+    run(other, step)
+    assert_identical(other.everything(), expected)
+    return step
+
+
+def count(step: compiled.CompiledStep) -> int:
+    """Return how many captures are kept."""
+    return len(step.captures())
+
+
+def test_what_a_scheduler_sets_takes_effect_without_another_capture(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            training.optimizer, max_lr=0.1, total_steps=8
+        )
+        for n in range(6):
+            step(seeded("cpu", 8, 32, seed=n))
+            schedule.step()
+
+    assert count(both(wrap, run)) == 2  # the first makes the optimizer's state
+    assert count(both(wrap, run, fused=True)) == 2
+    assert count(both(wrap, run, foreach=True)) == 2
+
+
+def test_other_settings_modes_and_attributes_are_captured_anew(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        x = seeded("cpu", 8, 32)
+        step(x)
+        training.optimizer.param_groups[0]["weight_decay"] = 0.5
+        step(x)
+        training.net.eval()
+        step(x)
+        training.net.train()
+        training.net[1].p = 0.25
+        step(x)
+        training.net[2] = nn.Linear(16, 4)
+        step(x)
+        training.net[0].bias.requires_grad_(False)
+        step(x)
+
+    both(wrap, run)
+
+
+def test_another_shape_is_captured_anew_and_so_many_are_kept(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        for rows in (4, 6, 8, 4, 10):
+            step(seeded("cpu", rows, 32))
+
+    assert count(both(partial(wrap, captures=3), run)) == 3
+
+
+def test_a_state_that_is_loaded_is_used(wrap: Callable[..., compiled.CompiledStep]) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        x = seeded("cpu", 8, 32)
+        step(x)
+        kept = copy.deepcopy((training.net.state_dict(), training.optimizer.state_dict()))
+        step(x)
+        training.net.load_state_dict(kept[0])
+        training.optimizer.load_state_dict(kept[1])
+        step(x)
+        for parameter in training.net.parameters():
+            parameter.data = parameter.data * 2
+        step(x)
+
+    both(wrap, run)
+
+
+def test_gradients_that_are_left_are_added_to(wrap: Callable[..., compiled.CompiledStep]) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        x = seeded("cpu", 8, 32)
+        step(x)
+        training.net(x).sum().backward()
+        step(x)
+        step(x)
+
+    both(wrap, run)
+
+
+def test_a_step_may_leave_its_gradients(wrap: Callable[..., compiled.CompiledStep]) -> None:
+    def make(call: Callable[..., object]) -> list[Tensor]:
+        net = perceptron("cpu")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step_ = call(step)
+        losses = [step_(seeded("cpu", 8, 32, seed=n)).detach() for n in range(3)]
+        return [*losses, *everything(net, optimizer, "cpu")]
+
+    assert_identical(make(wrap), make(same))
+
+
+def test_gradients_that_others_took_the_place_of_are_added_to(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    """The step knows them by what has them, be it a parameter or another argument each time."""
+
+    class Accumulating(Training):
+        def step(self, x: Tensor) -> None:
+            self.net(x).square().mean().backward()
+            self.optimizer.step()
+
+    def run(training: Accumulating, step: Callable[..., object]) -> list[Tensor]:
+        torch.manual_seed(5)
+        found = []
+        for n in range(8):
+            if n in (3, 6):
+                training.optimizer.zero_grad()  # the gradients of a former capture are no more
+            if n in (2, 4):
+                for parameter in training.net.parameters():
+                    parameter.grad = torch.full_like(parameter, n)
+            x = seeded("cpu", 8, 32, seed=n, grad=True)
+            x.grad = torch.full_like(x, n)
+            step(x)
+            found.append(x.grad)
+        return [*found, *training.everything()]
+
+    plain, other = Accumulating(), Accumulating()
+    expected = run(plain, plain.step)
+    assert_identical(run(other, wrap(other.step)), expected)
+
+
+def test_gradients_of_arguments_are_put_on_the_arguments(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    net = perceptron("cpu")
+
+    def step(x: Tensor) -> None:
+        net(x).square().mean().backward()
+        for parameter in net.parameters():
+            parameter.grad = None
+
+    call = wrap(step)
+    for n in range(3):
+        x, expected = (seeded("cpu", 4, 32, seed=n, grad=True) for _ in range(2))
+        call(x)
+        step(expected)
+        assert_identical([x.grad], [expected.grad])
+
+
+def test_several_optimizers_and_results_of_every_kind(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def make(call: Callable[..., object]) -> list[Tensor]:
+        torch.manual_seed(0)
+        one, two = nn.Linear(8, 8), nn.Linear(8, 8)
+        first = torch.optim.Adam(one.parameters(), lr=1e-2)
+        second = torch.optim.SGD(two.parameters(), lr=1e-2, momentum=0.9)
+
+        def step(batch: dict[str, Tensor], scale: float) -> dict[str, object]:
+            fake = one(batch["x"])
+            loss = (two(fake) - batch["y"]).square().mean() * scale
+            loss.backward()
+            first.step()
+            second.step()
+            number = loss.item()
+            first.zero_grad()
+            second.zero_grad()
+            return {
+                "loss": loss,
+                "fake": [fake[:2]],
+                "scale": scale,
+                "weight": one.weight,
+                "number": number,
+                "x": batch["x"],
+                "shape": fake.shape,
+            }
+
+        step_ = call(step)
+        found = []
+        for n in range(3):
+            batch = {"x": seeded("cpu", 4, 8, seed=n), "y": seeded("cpu", 4, 8, seed=n + 9)}
+            made = step_(batch, 0.5)
+            assert made["scale"] == 0.5
+            assert made["weight"] is one.weight
+            assert made["x"] is batch["x"]
+            assert type(made["shape"]) is torch.Size
+            assert made["number"] == float(made["loss"].detach())
+            found += [made["loss"].detach(), made["fake"][0].detach()]
+        return [*found, *everything(one, first, "cpu"), *everything(two, second, "cpu")]
+
+    assert_identical(make(wrap), make(same))
+
+
+def test_what_is_detached_is_returned_without_gradient(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    net = perceptron("cpu")
+    weight = next(net.parameters())
+    net.register_buffer("kept", None)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        net(x).sum().backward()
+        net.kept = weight.detach()
+        net.zero_grad()
+        return weight, weight.detach(), weight.data, weight.detach().detach(), x, x.detach()
+
+    call, x = wrap(step), seeded("cpu", 4, 32, grad=True)
+    for _ in range(2):
+        made, expected = call(x), step(x)
+        assert [one.requires_grad for one in made] == [one.requires_grad for one in expected]
+        assert [one.data_ptr() for one in made] == [one.data_ptr() for one in expected]
+        assert made[0] is weight
+        assert made[4] is x
+        assert not net.kept.requires_grad
+        made[1].mul_(2)  # as it may be of what is no leaf
+        assert_identical(made, step(x))
+
+
+def test_a_budget_is_kept_and_what_fits_stays(wrap: Callable[..., compiled.CompiledStep]) -> None:
+    steps = []
+    for budget in ("least", 0.8, 1.0):
+        net = blocks("cpu")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step(x: Tensor, net: nn.Module = net, optimizer: object = optimizer) -> Tensor:
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        steps.append(wrap(step, budget=budget))
+        steps[-1](seeded("cpu", 2, 16, 32))
+    offloaded = [step.stats().offloaded_bytes for step in steps]
+    assert offloaded[0] > offloaded[2] == 0
+    kept = [step.plans()[0].bytes_by_decision["keep"] for step in steps]
+    assert kept[0] < kept[1] < kept[2]
+    peaks = [step.plans()[0].peak_bytes for step in steps]
+    assert peaks == sorted(peaks)
+    with pytest.raises(UsageError, match="least possible"):
+        wrap(Training().step, budget=16)(seeded("cpu", 8, 32))
+
+
+def test_what_a_step_has_stored_is_gone_when_it_has_ended(
+    wrap: Callable[..., compiled.CompiledStep], client: storm.Client
+) -> None:
+    training = Training()
+    step = wrap(training.step)
+    for _ in range(3):
+        step(seeded("cpu", 8, 32))
+    gc.collect()
+    wait_until(lambda: client.status().pool.used_bytes == 0, found=client.status)
+
+
+def test_tensors_of_numbers_may_index(wrap: Callable[..., compiled.CompiledStep]) -> None:
+    weight = seeded("cpu", 8, 4, grad=True)
+
+    def step(at: Tensor) -> Tensor:
+        loss = (weight[at].exp() * weight[..., [-1]][:2]).sum()
+        loss.backward()
+        gradient = weight.grad
+        weight.grad = None
+        return gradient
+
+    call = wrap(step)
+    for rows in ([0, 3], [3, 3], [7, 1]):
+        assert_identical([call(torch.tensor(rows))], [step(torch.tensor(rows))])
+
+
+def test_a_compiled_step_in_another_is_a_part_of_it(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        outer = step if step == training.step else wrap(lambda x: step(x) * 2)
+        for n in range(3):
+            x = seeded("cpu", 8, 32, seed=n)
+            assert outer(x).grad_fn is None or outer is step
+
+    both(wrap, run)
+
+
+# --- what fails ---------------------------------------------------------------------------------
+
+
+def test_what_fails_before_the_update_changes_nothing(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    daemon = make_daemon("--pool-bytes", "64MiB")
+    training = Training()
+    training.net = blocks("cpu")
+    training.optimizer = torch.optim.AdamW(training.net.parameters(), lr=1e-2)
+    with storm.connect(daemon.address, embedded="never", timeout=DEADLINE_SECONDS) as client:
+        step = storm.compile_step(training.step, client=client, min_bytes=1, codegen="eager")
+        x = seeded("cpu", 2, 16, 32)
+        step(x)
+        before = training.everything()[:-2]
+        daemon.kill()
+        with pytest.raises(storm.StormError):
+            step(x)
+        assert_identical(training.everything()[:-2], before)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have Ctrl-C raise, as it does not in a process that a shell has put into the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_during_the_update_waits_for_its_end(
+    wrap: Callable[..., compiled.CompiledStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, expected = Training(), Training()
+    step = wrap(training.step)
+    x = seeded("cpu", 8, 32)
+    for one in (training, expected):
+        torch.manual_seed(3)
+        (step if one is training else one.step)(x)
+        one.state = torch.get_rng_state()
+    finish = compiled._finish
+
+    def interrupted(*arguments: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        finish(*arguments)
+
+    monkeypatch.setattr(compiled, "_finish", interrupted)
+    torch.set_rng_state(training.state)
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+    torch.set_rng_state(expected.state)
+    expected.step(x)
+    assert_identical(training.everything()[:-2], expected.everything()[:-2])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_before_the_update_leaves_all_as_it_was(
+    wrap: Callable[..., compiled.CompiledStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training()
+    step = wrap(training.step)
+    x = seeded("cpu", 8, 32)
+    step(x)
+    step(x)
+    before = training.everything()[:-2]
+    monkeypatch.setattr(compiled, "_uninterrupted", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        step(x)
+    assert_identical(training.everything()[:-2], before)
+
+
+def test_a_step_may_be_called_by_another_thread(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    def run(training: Training, step: Callable[..., Tensor]) -> None:
+        for n in range(3):
+            thread = threading.Thread(target=step, args=(seeded("cpu", 8, 32, seed=n),))
+            thread.start()
+            thread.join()
+
+    both(wrap, run)
+
+
+def test_a_compiled_step_is_neither_copied_nor_pickled(
+    wrap: Callable[..., compiled.CompiledStep],
+) -> None:
+    step = wrap(Training().step)
+    with pytest.raises(UsageError, match="belongs to the model"):
+        copy.deepcopy(step)
+    with pytest.raises(UsageError, match="belongs to the model"):
+        pickle.dumps(step)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"codegen": "c"}, "codegen is 'c'"),
+        ({"captures": 0}, "captures is 0"),
+        ({"budget": -1}, "budget"),
+        ({"min_bytes": -1}, "min_bytes"),
+        ({"codec": "zip"}, "codec"),
+        ({"client": 3}, "client is of type int"),
+    ],
+)
+def test_bad_values_are_refused_by_name(options: dict[str, object], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        storm.compile_step(Training().step, **options)

@@ -1,0 +1,70 @@
+"""What is said of a captured step: its graph, its plan, its memory, and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.compile.layout import Block
+from storm_client.errors import UsageError
+from storm_client.step.compiled import CompiledStep
+from storm_client.step.explain import ALIGNMENT_BYTES
+from support.compiled_programs import blocks
+from support.training import seeded
+from torch import Tensor
+
+
+def transformer(client: storm.Client, layers: int, **options: object) -> CompiledStep:
+    net = blocks("cpu", layers)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def step(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return storm.compile_step(step, client=client, codegen="eager", min_bytes=1, **options)
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_packed_temporaries_save_seven_tenths(client: storm.Client, layers: int) -> None:
+    step = transformer(client, layers, budget=1.0)
+    for _ in range(2):
+        step(seeded("cpu", 2, 64, 32))
+    found = step.explain()
+    found.layout.assert_invariants(
+        [Block(one.begin, one.end, one.nbytes, ALIGNMENT_BYTES) for one in found.temporaries]
+    )
+    assert found.share < 0.3
+    assert found.packed_bytes <= 1.02 * found.layout.bound
+    text = str(found)
+    assert f"uses {found.share:.0%} of" in text
+    assert "aten.mm.default" in text
+    assert "1 inputs, 1 outputs" in text
+
+
+def test_what_is_offloaded_takes_less_at_once(client: storm.Client) -> None:
+    bounds = []
+    for budget in ("least", 1.0):
+        step = transformer(client, 3, budget=budget)
+        step(seeded("cpu", 2, 64, 32))
+        bounds.append(step.explain().layout.bound)
+        plan = step.plans()[0].bytes_by_decision
+        assert (plan["keep"] == sum(plan.values())) == (budget == 1.0)
+    assert bounds[0] < bounds[1]
+
+
+def test_a_picture_is_drawn(client: storm.Client, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    step = transformer(client, 1)
+    with pytest.raises(UsageError, match="before the first call"):
+        step.explain()
+    step(seeded("cpu", 2, 8, 32))
+    step.explain(seconds=0.5).draw(tmp_path / "layout.svg")
+    assert (tmp_path / "layout.svg").read_text().startswith("<?xml")
+    with pytest.raises(UsageError, match="cannot draw"):
+        step.explain().draw(tmp_path / "layout.nothing")

@@ -1,0 +1,153 @@
+"""A step that seeds generators or sets their states is refused; what only looks at them is not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.errors import UsageError
+from storm_client.step.compiled import CompiledStep
+from support.training import assert_identical, seeded
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+"""Of PyTorch's own, where it compiles."""
+
+Body = Callable[[Tensor, torch.Generator], Tensor]
+
+
+@pytest.fixture
+def wrap(client: storm.Client) -> Callable[..., CompiledStep]:
+    return partial(storm.compile_step, client=client, min_bytes=1, codegen="eager")
+
+
+def seeds(x: Tensor, _: torch.Generator) -> Tensor:
+    torch.manual_seed(3)
+    return functional.dropout(x)
+
+
+def seeds_behind_what_it_draws(x: Tensor, _: torch.Generator) -> Tensor:
+    x = functional.dropout(x)
+    torch.manual_seed(3)
+    return x
+
+
+def seeds_by_chance(x: Tensor, _: torch.Generator) -> Tensor:
+    torch.seed()
+    return functional.dropout(x)
+
+
+def forks(x: Tensor, _: torch.Generator) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        noise = torch.randn_like(x)
+    return x + noise
+
+
+def draws_the_same_twice(x: Tensor, _: torch.Generator) -> Tensor:
+    state = torch.get_rng_state()
+    first = torch.rand_like(x)
+    torch.set_rng_state(state)
+    return first + torch.rand_like(x)
+
+
+def seeds_its_own(x: Tensor, own: torch.Generator) -> Tensor:
+    own.manual_seed(0)
+    return x + torch.rand(x.shape, generator=own)
+
+
+def seeds_its_own_later(x: Tensor, own: torch.Generator) -> Tensor:
+    x = x + torch.rand(x.shape, generator=own)
+    own.manual_seed(0)
+    return x
+
+
+REFUSED: tuple[Body, ...] = (
+    seeds,
+    seeds_behind_what_it_draws,
+    seeds_by_chance,
+    forks,
+    draws_the_same_twice,
+    seeds_its_own,
+    seeds_its_own_later,
+)
+
+
+@pytest.mark.parametrize("body", REFUSED)
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_a_step_that_sets_a_generator_is_refused_and_leaves_it(
+    body: Body, is_argument: bool, wrap: Callable[..., CompiledStep]
+) -> None:
+    own = torch.Generator().manual_seed(0)
+    given = own if is_argument else None
+    call = wrap(lambda x, one=None: body(x, own if one is None else one))
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), own.get_state()
+    with pytest.raises(UsageError, match="seeds a generator or sets its state"):
+        call(torch.ones(4), given)
+    assert_identical((torch.get_rng_state(), own.get_state()), before)
+
+
+def looks(x: Tensor) -> Tensor:
+    assert torch.get_rng_state().numel()
+    assert torch.initial_seed() >= 0
+    return functional.dropout(x)
+
+
+def forks_for_nothing(x: Tensor) -> Tensor:
+    x = functional.dropout(x)
+    with torch.random.fork_rng(devices=[]):
+        x = x * 2
+    return functional.dropout(x)
+
+
+LAYER = nn.Linear(4, 4)
+
+
+def checkpoints(x: Tensor) -> Tensor:
+    """What checkpointing sets in the backward pass it sets back."""
+    y = functional.dropout(x)
+    loss = checkpoint(LAYER, y, use_reentrant=False).square().sum()
+    loss = functional.dropout(loss) + y.sum()
+    loss.backward()
+    assert LAYER.weight.grad is not None
+    gradient = LAYER.weight.grad
+    LAYER.zero_grad()
+    return gradient
+
+
+@pytest.mark.parametrize("body", [looks, forks_for_nothing, checkpoints])
+def test_a_step_that_sets_back_what_it_found_is_none_of_these(
+    body: Callable[[Tensor], Tensor], wrap: Callable[..., CompiledStep]
+) -> None:
+    found = []
+    for call in (body, wrap(body)):
+        torch.manual_seed(5)
+        found.append([call(seeded("cpu", 4, 4, seed=n)).detach() for n in range(3)])
+        found[-1].append(torch.get_rng_state())
+    assert_identical(found[1], found[0])
+
+
+def test_other_threads_draw_and_seed_as_ever(wrap: Callable[..., CompiledStep]) -> None:
+    drawn: list[Tensor] = []
+
+    def elsewhere() -> None:
+        torch.manual_seed(7)
+        drawn.append(torch.rand(3))
+        drawn.append(torch.get_rng_state())
+
+    def step(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return functional.dropout(x)
+
+    wrap(step)(torch.ones(4))
+    other = torch.Generator().manual_seed(7)
+    assert_identical(drawn, [torch.rand(3, generator=other), other.get_state()])
+    assert torch.random.default_generator is torch.default_generator

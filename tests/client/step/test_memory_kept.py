@@ -1,0 +1,73 @@
+"""A step's memory is not given back to the system between steps, only to be mapped again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.step import compiled
+from support.compiled_programs import perceptron
+from support.training import seeded
+
+MAPPED_AGAIN = """
+import resource, torch
+from storm_client.step.compiled import _keep_freed
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(100 << 10, dtype=torch.uint8) for _ in range(80)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def settled():
+    return [faults() for _ in range(3)][-1]
+
+print(settled())
+_keep_freed(16 << 20)
+print(settled())
+"""
+PAGES = 80 * 100 // 4
+"""Of four KiB, that the program's blocks take."""
+
+
+PROCESSES = 12
+"""In two of five importing has freed a block so large that glibc keeps all of this anyway."""
+
+
+def test_what_was_freed_is_kept_by_the_c_library() -> None:
+    if "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""):
+        pytest.skip("this is how glibc does it")
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    for _ in range(PROCESSES):
+        command = [sys.executable, "-c", MAPPED_AGAIN]
+        done = subprocess.run(command, env=settings, check=True, stdout=subprocess.PIPE, text=True)
+        before, after = map(int, done.stdout.split())
+        assert after < PAGES // 10
+        if before > PAGES // 2:
+            return
+    pytest.fail(f"in none of {PROCESSES} processes was memory given back and mapped again")
+
+
+def test_a_step_keeps_what_its_temporaries_take_at_once(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(compiled, "_keep_freed", asked.append)
+    net = perceptron("cpu")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    wrap = partial(storm.compile_step, client=client, codegen="eager")
+    call = wrap(step)
+    call(seeded("cpu", 64, 32))
+    assert asked == [call.explain().layout.bound]

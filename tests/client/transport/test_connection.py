@@ -1,0 +1,391 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.lanes import LaneHello
+from storm_client.transport import connection as connection_module
+from storm_client.transport.connection import Connection, Listener
+from support.daemon_process import DaemonProcess
+from support.waiting import wait_until
+
+from stormd.protocol import (
+    Envelope,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    Release,
+    Status,
+    StatusRequest,
+)
+
+
+def test_a_forked_child_is_told_to_connect_itself(
+    daemon: DaemonProcess, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(64, 64, requires_grad=True)
+    with offload:
+        loss = x.exp().sum()
+    offload.stats()
+    kinds = errors_in_child(client.status, offload.__enter__, client.close)
+    assert kinds == ["UsageError", "UsageError", ""]
+    loss.backward()  # the child's end harmed nobody
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_a_child_that_was_forked_while_a_thread_held_the_lock(
+    daemon: DaemonProcess, client: storm.Client
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(64, 64, requires_grad=True)
+    with offload:
+        loss = x.exp().sum()
+    offload.stats()
+    lock = client._supply.sessions.of(torch.device("cpu")).connection.lock
+    for use in (client.status, offload.__enter__, loss.backward):
+        with held_by_a_thread(lock):
+            assert errors_in_child(use) == ["UsageError"]
+    loss.backward()
+
+
+@contextmanager
+def held_by_a_thread(lock: threading.RLock) -> Iterator[None]:
+    """Have another thread hold the lock for a while."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            over.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(30)
+    yield
+    over.set()
+    thread.join(30)
+
+
+def errors_in_child(*uses: Callable[[], object]) -> list[str]:
+    """Return the kind of error that each call raises in a forked child, "" for none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends a child that hangs
+        os.write(writer, json.dumps([error_of(use) for use in uses]).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        kinds = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(kinds)
+
+
+def error_of(use: Callable[[], object]) -> str:
+    try:
+        use()
+    except Exception as error:  # noqa: BLE001 - its kind is the answer
+        return type(error).__name__
+    return ""
+
+
+class Told(Listener):
+    """Passes over what it is told; a test may set what else is done with a message."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.handle: Callable[[int, Message], object] = lambda request, message: None
+
+    def on_message(self, request: int, message: Message) -> None:
+        self.handle(request, message)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def started(daemon: DaemonProcess) -> tuple[Connection, Told]:
+    connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
+    for descriptor in connection.descriptors:
+        os.close(descriptor)
+    told = Told(connection)
+    connection.start(told)
+    return connection, told
+
+
+@pytest.fixture
+def both(daemon: DaemonProcess) -> Iterator[tuple[Connection, Told]]:
+    connection, told = started(daemon)
+    yield connection, told
+    connection.close()
+
+
+@pytest.fixture
+def connection(both: tuple[Connection, Told]) -> Connection:
+    return both[0]
+
+
+@pytest.fixture
+def told(both: tuple[Connection, Told]) -> Told:
+    return both[1]
+
+
+def test_a_request_gets_its_answer(connection: Connection) -> None:
+    assert isinstance(connection.request(Ping(), 30), Pong)
+    assert isinstance(connection.request(StatusRequest(), 30), Status)
+
+
+def test_many_threads_request_at_once(connection: Connection) -> None:
+    kinds: list[str] = []
+
+    def ask() -> None:
+        kinds.extend(type(connection.request(Ping(), 30)).__name__ for _ in range(50))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert kinds == ["Pong"] * 200
+
+
+def test_an_answer_that_does_not_come(connection: Connection) -> None:
+    with pytest.raises(storm.DaemonLost, match=r"did not answer Release within 0\.05 s"):
+        connection.request(Release([]), 0.05)  # the protocol has no answer to it
+
+
+def test_a_deferred_message_leaves_by_itself(connection: Connection, told: Told) -> None:
+    seen = threading.Event()
+    told.handle = lambda request, message: seen.set()
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert seen.wait(30)
+
+
+def test_what_comes_before_anybody_listens_is_passed_over(daemon: DaemonProcess) -> None:
+    """As while a lane is attached: only who has asked has an answer then."""
+    connection = Connection(daemon.address, LaneHello(device="cpu"), 30)
+    for descriptor in connection.descriptors:
+        os.close(descriptor)
+    connection.start()
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert isinstance(connection.request(StatusRequest(), 30), Status)  # the other's came before
+    told, answers = Told(connection), threading.Event()
+    told.handle = lambda request, message: answers.set()
+    connection.start(told)
+    assert not answers.is_set()
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert answers.wait(30)
+    connection.close()
+
+
+@pytest.mark.parametrize("name", ["encode", "decode"])
+def test_an_interrupt_loses_no_message(
+    connection: Connection, told: Told, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Ctrl-C comes while a message is on its way out or in."""
+    real = getattr(connection_module, name)
+    interrupts: list[str] = []
+
+    def interrupted(value: Any) -> Any:
+        if threading.current_thread() is threading.main_thread() and not interrupts:
+            interrupts.append(name)
+            raise KeyboardInterrupt
+        return real(value)
+
+    answers: list[Message] = []
+    told.handle = lambda request, message: answers.append(message)
+    monkeypatch.setattr(connection_module, name, interrupted)
+    with connection.lock:
+        connection.post(next(connection.numbers), StatusRequest())
+        with pytest.raises(KeyboardInterrupt):
+            exchange(connection)
+        while not answers:
+            assert connection.wait(time.monotonic() + 30)
+    assert len(answers) == 1
+
+
+def exchange(connection: Connection) -> None:
+    """Send, and wait for an answer with the lock held: so it is this thread which handles it."""
+    connection.flush()
+    connection._socket.poll(30000)
+    connection.flush()
+
+
+def test_what_no_daemon_may_say_ends_the_connection(
+    both: tuple[Connection, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection, _ = both
+
+    def refuses(frame: bytes) -> Any:
+        raise ProtocolError("a field is missing")
+
+    with connection.lock:
+        connection.post(next(connection.numbers), StatusRequest())
+        monkeypatch.setattr(connection_module, "decode", refuses)
+        with pytest.raises(storm.DaemonLost, match="does not allow: a field is missing"):
+            exchange(connection)
+    assert connection.lost
+
+
+def test_what_is_interrupted_in_a_handler_leaves_the_other_messages(
+    connection: Connection, told: Told
+) -> None:
+    handled: list[int] = []
+
+    def handle(request: int, message: Message) -> None:
+        handled.append(request)
+        if len(handled) == 1:
+            raise KeyboardInterrupt
+
+    told.handle = handle
+    with connection.lock:
+        numbers = [next(connection.numbers) for _ in range(3)]
+        connection._inbox.extend(Envelope(number, Ping()) for number in numbers)
+        with pytest.raises(KeyboardInterrupt):
+            connection.flush()
+        connection.flush()
+    assert handled == numbers
+
+
+def test_a_wait_ends_at_its_deadline(connection: Connection) -> None:
+    with connection.lock:
+        deadline = time.monotonic() + 0.02
+        while connection.wait(deadline):
+            assert time.monotonic() < deadline + 30
+        assert time.monotonic() >= deadline
+
+
+def test_a_wait_ends_when_the_connection_is_closed(connection: Connection) -> None:
+    errors: list[str] = []
+
+    def wait() -> None:
+        with connection.lock:
+            waits.set()
+            try:
+                while connection.wait(time.monotonic() + 60):
+                    pass
+            except storm.DaemonLost as error:
+                errors.append(str(error))
+
+    waits = threading.Event()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waits.wait(30)
+    connection.close()
+    thread.join(30)
+    (error,) = errors
+    assert "closed, and what it held is gone; call storm_client.connect() for another" in error
+
+
+def test_others_have_the_lock_while_goodbye_is_said(
+    make_daemon: Callable[..., DaemonProcess],
+) -> None:
+    """A daemon that stands still lets a close wait; nobody else is to wait with it."""
+    daemon = make_daemon("--pool-bytes", "16MiB")
+    connection, _ = started(daemon)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        closing = threading.Thread(target=connection.close)
+        closing.start()
+        wait_until(lambda: connection.lost, 30)
+        assert connection.lock.acquire(timeout=30)
+        try:
+            assert closing.is_alive(), "it waits for the daemon"
+            with pytest.raises(storm.DaemonLost, match="closed"):
+                connection.check()
+        finally:
+            connection.lock.release()
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)
+    closing.join(30)
+    assert not closing.is_alive()
+
+
+def test_closing_where_the_lock_is_held(connection: Connection) -> None:
+    """As a destructor does that runs wherever the garbage collector does."""
+
+    def close() -> None:
+        with connection.lock:
+            connection.close()
+
+    thread = threading.Thread(target=close, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_closing_in_the_listening_thread(connection: Connection, told: Told) -> None:
+    closed = threading.Event()
+
+    def close(request: int, message: Message) -> None:
+        connection.close()
+        closed.set()
+
+    told.handle = close
+    with connection.lock:
+        connection.defer(next(connection.numbers), StatusRequest())
+    assert closed.wait(30)
+    assert connection.lifeline.fileno() == -1
+
+
+def test_closing_in_several_threads(daemon: DaemonProcess) -> None:
+    for _ in range(20):
+        connection, _ = started(daemon)
+        threads = [threading.Thread(target=connection.close) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+LEFT_OPEN = """
+import sys
+
+sys.modules["dill"] = None  # torch imports it where it is, and it keeps __main__ to the very end
+import storm_client as storm
+import torch
+
+class Trainer:
+    def __init__(self):
+        self.client = storm.connect(sys.argv[1], timeout=30)
+        self.itself = self
+
+    def __del__(self):
+        self.client.close()
+        print("closed")
+
+trainer = Trainer()
+x = torch.ones(64, 64, requires_grad=True)
+with trainer.client.offload(min_bytes=1):
+    loss = x.exp().sum()
+"""
+
+
+def test_a_client_that_is_open_when_python_ends(daemon: DaemonProcess) -> None:
+    command = [sys.executable, "-c", LEFT_OPEN, daemon.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True)
+    assert (ended.stdout, ended.stderr) == ("closed\n", "")
+
+
+def test_closing_twice_is_fine(connection: Connection) -> None:
+    connection.close()
+    connection.close()
+    assert connection.lost
+    with pytest.raises(storm.DaemonLost, match="closed"):
+        connection.request(Ping(), 1)

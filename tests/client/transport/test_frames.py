@@ -1,0 +1,133 @@
+"""No frame is sent twice, and none is lost, whatever interrupts a sending or a receiving."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+from storm_client.transport.frames import Frames
+
+INTERRUPTS = 2000
+FRAMES = 100_000
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    """Two ends of a connection without limits."""
+    context = zmq.Context()
+    one, other = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    for end in (one, other):
+        end.setsockopt(zmq.SNDHWM, 0)
+        end.setsockopt(zmq.RCVHWM, 0)
+    one.bind("inproc://frames")
+    other.connect("inproc://frames")
+    yield one, other
+    context.destroy(linger=0)
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Yield what repeats a function until an alarm raises in it, at any moment."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    chance = random.Random(0)
+    before = signal.signal(signal.SIGALRM, interrupt)
+
+    def repeat(function: Callable[[], object]) -> None:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-4))
+            while True:
+                function()
+        except KeyboardInterrupt:
+            pass
+
+    try:
+        yield repeat
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_interrupted_is_sent_once(
+    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    frames = Frames(ends[0])
+    state: tuple[int, list[int]] = (0, [])
+
+    def send() -> None:
+        nonlocal state
+        number, sent = state
+        frames.send(b"%d" % number, sent)
+        state = (number + 1, [])
+
+    with interrupts() as repeat:
+        for _ in range(INTERRUPTS):
+            repeat(send)
+    number, sent = state
+    expected = number + bool(sent)
+    received = [ends[1].recv() for _ in range(expected)]
+    assert received == [b"%d" % number for number in range(expected)]
+    assert not ends[1].poll(0)
+
+
+def test_what_is_interrupted_is_received_once(
+    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    for number in range(FRAMES):
+        ends[1].send(b"%d" % number)
+    frames = Frames(ends[0])
+    state: tuple[int, list[int]] = (0, [])
+    is_empty = False
+
+    def receive() -> None:
+        nonlocal state, is_empty
+        number, received = state
+        try:
+            frame = frames.receive(received)
+        except zmq.Again:
+            is_empty = True
+            return
+        assert int(frame) == number
+        state = (number + 1, [])
+
+    with interrupts() as repeat:
+        while not is_empty:
+            repeat(receive)
+    assert state[0] == FRAMES
+
+
+def test_what_has_arrived_is_had_once_unless_it_is_asked_for_again(
+    ends: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    frames = Frames(ends[0])
+    assert frames.arrived([]) is None
+    for frame in (b"one", b"two"):
+        ends[1].send(frame)
+    assert ends[0].poll(30000)
+    received: list[int] = []
+    assert [frames.arrived(received), frames.arrived(received)] == [b"one", b"one"]
+    assert frames.arrived([]) == b"two"
+    assert frames.arrived([]) is None
+    ends[0].close()
+    assert frames.arrived([]) is None
+
+
+def test_a_full_queue_and_a_closed_socket_are_told_of() -> None:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    frames = Frames(socket)
+    sent: list[int] = []
+    with pytest.raises(zmq.Again):
+        frames.send(b"to nobody", sent)
+    assert not sent
+    with pytest.raises(zmq.Again):
+        frames.receive([])
+    context.destroy(linger=0)
+    with pytest.raises(zmq.ZMQError, match="non-socket"):
+        frames.send(b"to nobody", sent)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import storm_client as storm
+from storm_client.transport.lifeline import Lifeline
+from support.daemon_process import DaemonProcess
+from support.other_user import impostor_in, root_only
+from support.waiting import wait_until
+
+
+def test_a_forked_child_does_not_hide_its_parents_death(
+    daemon: DaemonProcess, client: storm.Client
+) -> None:
+    script = """
+        import os, signal, sys, time, storm_client
+        client = storm_client.connect(sys.argv[1], timeout=30)
+        if os.fork() == 0:
+            time.sleep(60)
+        print(flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), daemon.address],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"\n"
+        pid = parent.pid
+        wait_until(
+            lambda: all(session.pid != pid for session in client.status().sessions),
+            30,
+            client.status,
+        )
+        parent.wait()
+    finally:
+        os.killpg(parent.pid, 9)
+        parent.stdout.close()
+
+
+def test_a_fork_before_the_daemon_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a thread connects again while another one starts the workers of a data loader."""
+    codes: list[int] = []
+
+    def forking(connection: socket.socket, *_: int) -> NoReturn:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if connection.fileno() == -1 else 1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        raise TimeoutError("it says nothing")
+
+    monkeypatch.setattr(socket, "recv_fds", forking)
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{directory}/lifeline")
+        listener.listen()
+        with pytest.raises(storm.DaemonUnavailable, match="says nothing"):
+            Lifeline.attach(f"{directory}/lifeline", b"t" * 16, 1.0)
+    assert codes == [0]
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(storm.DaemonUnavailable, match="stormd status"):
+        Lifeline.attach("/nonexistent/lifeline", b"t" * 16, 1.0)
+
+
+def test_a_wrong_token(daemon: DaemonProcess) -> None:
+    path = daemon.address.removeprefix("ipc://") + ".lifeline"
+    with pytest.raises(storm.DaemonUnavailable, match="closed the lifeline"):
+        Lifeline.attach(path, b"t" * 16, 30.0)
+
+
+@root_only
+def test_the_token_is_not_told_to_another_user(tmp_path: Path) -> None:
+    with impostor_in(tmp_path) as (path, heard):
+        with pytest.raises(storm.DaemonUnavailable, match=f"who listens at {path} is user"):
+            Lifeline.attach(str(path), b"0123456789abcdef", 30.0)
+        assert heard() == "b''"

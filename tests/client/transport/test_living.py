@@ -1,0 +1,43 @@
+"""A set of what lives, in whose members' death no Python code runs."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from storm_client.transport.living import Living
+
+
+class Member:
+    pass
+
+
+def test_the_dead_are_not_among_the_living() -> None:
+    members: Living[Member] = Living()
+    one, two = Member(), Member()
+    members.add(one)
+    members.add(two)
+    del one
+    gc.collect()
+    assert list(members) == [two]
+
+
+def test_what_is_left_of_the_dead_does_not_grow() -> None:
+    members: Living[Member] = Living()
+    kept = Member()
+    members.add(kept)
+    for _ in range(100):
+        members.add(Member())
+    assert len(members._members) <= 2
+    assert list(members) == [kept]
+
+
+def test_no_python_code_runs_when_a_member_dies() -> None:
+    members: Living[Member] = Living()
+    member = Member()
+    members.add(member)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event))
+    del member
+    sys.setprofile(None)
+    assert "call" not in calls

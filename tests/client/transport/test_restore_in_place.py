@@ -1,0 +1,241 @@
+"""Restores into memory that the daemon maps: early, in full, or an error."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.transport import restore as inbound
+from support.chains import chain, gradient, leaf
+from support.daemon_thread import DaemonThread
+from support.in_place_lane import FakeInPlace, InPlaceCpuLane
+from support.waiting import wait_until
+from torch import Tensor
+
+from stormd.protocol import Message, Restored, RestoredParts
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def daemon(make_late_daemon: Callable[..., DaemonThread]) -> DaemonThread:
+    return make_late_daemon(pool_bytes=64 * MIB, staging_bytes_cpu=64 * MIB)
+
+
+@pytest.fixture
+def client(daemon: DaemonThread, lanes: list[InPlaceCpuLane]) -> Iterator[storm.Client]:
+    with storm.connect(daemon.address, embedded="never", timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def way(client: storm.Client, lanes: list[InPlaceCpuLane]) -> FakeInPlace:
+    found = lanes[0].in_place
+    assert found is not None
+    return found
+
+
+def test_what_comes_back_is_written_where_it_is_used(
+    client: storm.Client, way: FakeInPlace
+) -> None:
+    x = leaf()
+    expected = gradient(chain(x, 8), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 8)
+    assert torch.equal(gradient(loss, x), expected)
+    assert way.came_back == way.found - 2  # the newest were held
+    del loss
+
+
+class Pause(torch.autograd.Function):
+    """Stops a backward pass until it may go on."""
+
+    reached: threading.Event
+    go_on: threading.Event
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        Pause.reached.set()
+        assert Pause.go_on.wait(30)
+        return grad
+
+
+def paused(offload: storm.Offload, x: Tensor) -> tuple[threading.Thread, Tensor]:
+    """Begin a backward pass that has unpacked one tensor and waits, with the rest ahead of it."""
+    Pause.reached, Pause.go_on = threading.Event(), threading.Event()
+    with offload:
+        h = x * 1
+        for _ in range(12):
+            h = h.cos()
+        h = Pause.apply(h).exp() * 1
+        loss = (h * 2).exp().sum()
+    offload.stats()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    assert Pause.reached.wait(30)
+    return thread, loss
+
+
+@pytest.mark.parametrize(("spare", "ahead"), [(0, 3), (12 * MIB, 6)])
+def test_as_much_comes_early_as_there_is_memory(
+    client: storm.Client, way: FakeInPlace, daemon: DaemonThread, spare: int, ahead: int
+) -> None:
+    session = client._supply.sessions.of(torch.device("cpu"))
+    session.transfers.window._ceiling = 32 * MIB
+    way.spare = spare
+    x = leaf()
+    thread, loss = paused(client.offload(min_bytes=1), x)
+    transfers = session.transfers
+    wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
+    assert len(transfers.incoming) == ahead
+    Pause.go_on.set()
+    thread.join(30)
+    assert x.grad is not None
+    del loss
+
+
+def test_what_is_fetched_ahead_travels_together(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = client._supply.sessions.of(torch.device("cpu"))
+    session.transfers.window._ceiling, session.transfers.window.limit = 32 * MIB, MIB
+    way.spare = 12 * MIB
+    numbers: list[int] = []
+    real = way.produced
+
+    def produced(count: int) -> range:
+        numbers.append(count)
+        return real(count)
+
+    x = leaf()
+    expected = gradient(chain(x, 4), x)
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 4)
+    offload.stats()
+    monkeypatch.setattr(way, "produced", produced)
+    assert torch.equal(gradient(loss, x), expected)
+    assert numbers
+    assert len(numbers) < way.came_back
+    del loss
+
+
+def test_where_nothing_is_away_no_room_is_measured(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(way, "headroom", lambda: measured.append(1) or 0)
+    session = client._supply.sessions.of(torch.device("cpu"))
+    session.transfers.window._ceiling = session.transfers.window.limit = 64 * MIB
+    x = leaf()
+    offload = client.offload(min_bytes=1)
+    with offload:
+        loss = chain(x, 8)
+    gradient(loss, x)
+    assert not measured
+    assert offload.stats().restore_wait_seconds == 0
+    session.transfers.window.limit = MIB
+    with offload:
+        loss = chain(x, 8)
+    gradient(loss, x)
+    assert measured
+    assert offload.stats().restore_wait_seconds > 0
+    del loss
+
+
+def test_what_nobody_wants_any_more_is_let_go(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    session = client._supply.sessions.of(torch.device("cpu"))
+    transfers = session.transfers
+    thread, loss = paused(client.offload(min_bytes=1), x)
+    with session.connection.lock:
+        transfers.forget_early()
+    wait_until(lambda: not transfers.early_bytes, 30, lambda: transfers.early_bytes)
+    Pause.go_on.set()
+    thread.join(30)
+    assert x.grad is not None
+    del loss
+    assert not transfers.incoming
+
+
+def test_a_damaged_blob_is_an_error(
+    client: storm.Client, way: FakeInPlace, daemon: DaemonThread
+) -> None:
+    offload = client.offload(min_bytes=1)
+    x = leaf()
+    with offload:
+        loss = chain(x, 8)
+    offload.stats()
+    pool = daemon.server._pool
+    ctypes.memset(pool.address + 300, 0x55, 8 * MIB)
+    with pytest.raises(storm.CorruptBlob):
+        loss.backward()
+    assert x.grad is None
+    transfers = client._supply.sessions.of(torch.device("cpu")).transfers
+    del loss
+    wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
+
+
+def test_a_daemon_that_does_not_deliver_is_an_error(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it may still be writing to is kept until it has answered."""
+    offload = client.offload(min_bytes=1)
+    x = leaf()
+    expected = gradient(chain(x, 8), x)
+    with offload:
+        loss = chain(x, 8)
+    offload.stats()
+    session = client._supply.sessions.of(torch.device("cpu"))
+    transfers, unheard = session.transfers, []
+    reply = transfers.reply
+
+    def without_restores(request: int, message: Message) -> None:
+        if isinstance(message, Restored | RestoredParts):
+            unheard.append((request, message))
+        else:
+            reply(request, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inbound, "STALL_SECONDS", 0.2)
+        patch.setattr(transfers, "reply", without_restores)
+        with pytest.raises(storm.ActivationLost, match="did not restore entry"):
+            loss.backward(retain_graph=True)
+        assert transfers.writes_to_memory()
+    with session.connection.lock:
+        for request, message in unheard:
+            transfers.reply(request, message)
+        transfers.assert_invariants()
+    loss.backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:
+    x = leaf()
+    thread, loss = paused(client.offload(min_bytes=1), x)
+    client._supply.sessions.of(torch.device("cpu")).connection._fail(
+        storm.DaemonLost("the daemon ended")
+    )
+    failures: list[str] = []
+    threading.excepthook, before = (
+        (lambda args: failures.append(args.exc_type.__name__)),
+        threading.excepthook,
+    )
+    try:
+        Pause.go_on.set()
+        thread.join(30)
+    finally:
+        threading.excepthook = before
+    assert not thread.is_alive()
+    assert failures == ["DaemonLost"]
+    assert x.grad is None
+    del loss

@@ -1,0 +1,208 @@
+"""With on_daemon_loss="keep" training survives its daemon, and finds the next one by itself."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.transport import outage
+from storm_client.transport.supply import Supply
+from support.checked_training import LEAST_BYTES, Training
+from support.daemon_process import DaemonProcess, start_daemon
+from support.waiting import wait_until
+
+DEADLINE_SECONDS = 30.0
+
+
+class Place:
+    """An address at which one daemon after the other listens."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.daemon = self.start()
+
+    def start(self) -> DaemonProcess:
+        self.daemon = start_daemon(self._directory, "--pool-bytes", "64MiB")
+        return self.daemon
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    with tempfile.TemporaryDirectory(prefix="storm-") as base:  # pytest's own paths are too long
+        place = Place(Path(base))
+        yield place
+        place.daemon.stop()
+
+
+@pytest.fixture
+def keeping(place: Place) -> Iterator[storm.Client]:
+    with storm.connect(
+        place.daemon.address, embedded="never", on_daemon_loss="keep", timeout=DEADLINE_SECONDS
+    ) as client:
+        yield client
+
+
+def test_steps_go_on_without_a_daemon_and_return_to_the_next(
+    place: Place, keeping: storm.Client
+) -> None:
+    training = Training()
+    offload = keeping.offload(training.model, min_bytes=LEAST_BYTES)
+    assert training.is_right(offload)
+    offloaded = offload.stats().offloaded_bytes
+    assert offloaded > 0
+    for _ in range(2):
+        place.daemon.kill()
+        with pytest.warns(RuntimeWarning, match="stay in memory") as warned:
+            assert all(training.is_right(offload) for _ in range(3))
+        assert len(warned) == 1
+        stats = offload.stats()
+        assert stats.offloaded_bytes == offloaded
+        assert stats.kept["daemon_lost"] > 0
+        assert stats.saved_bytes >= stats.skipped_bytes + stats.kept_bytes
+        place.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            wait_until(lambda: _offloads(offload), DEADLINE_SECONDS)
+            assert training.is_right(offload)
+        offloaded = offload.stats().offloaded_bytes
+        assert keeping.status().version
+        assert len(keeping.status().sessions) == 1
+
+
+def test_what_was_lost_is_lost_also_when_a_daemon_is_back(
+    place: Place, keeping: storm.Client
+) -> None:
+    offload = keeping.offload(min_bytes=1)
+    x = torch.ones(1 << 16, requires_grad=True)
+    with offload:
+        lost = x.exp().square().sum()
+    offload.stats()
+    place.daemon.kill()
+    wait_until(lambda: keeping._supply.sessions.lost, DEADLINE_SECONDS)
+    with pytest.warns(RuntimeWarning), offload:
+        kept = x.exp().square().sum()
+    place.start()
+    wait_until(lambda: _offloads(offload), DEADLINE_SECONDS)
+    with pytest.raises(
+        storm.DaemonLost, match=r"held for us; repeat the step from its forward pass$"
+    ):
+        lost.backward()
+    assert x.grad is None
+    kept.backward()
+    assert torch.equal(x.grad, 2 * x.detach().exp().square())
+
+
+def test_a_death_amid_a_forward_loses_only_what_was_stored(
+    place: Place, keeping: storm.Client
+) -> None:
+    offload = keeping.offload(min_bytes=1)
+    x = torch.ones(1 << 16, requires_grad=True)
+    with offload:
+        lost = x.exp().square().sum()
+        offload.stats()
+        place.daemon.kill()
+        wait_until(lambda: keeping._supply.sessions.lost)
+        kept = x.exp().square().sum()
+    kept.backward()
+    assert torch.equal(x.grad, 2 * x.detach().exp().square())
+    with pytest.raises(storm.DaemonLost):
+        lost.backward()
+
+
+def test_changes_in_place_are_noticed_without_a_daemon(place: Place, keeping: storm.Client) -> None:
+    offload = keeping.offload(min_bytes=1)
+    place.daemon.kill()
+    wait_until(lambda: keeping._supply.sessions.lost)
+    with pytest.warns(RuntimeWarning):
+        offload.__enter__()
+    h = torch.ones(100, requires_grad=True).exp()
+    loss = h.square().sum()
+    offload.__exit__(None, None, None)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_client_closes_while_it_looks_for_a_daemon(place: Place) -> None:
+    with ExitStack() as stack:
+        client = stack.enter_context(
+            storm.connect(
+                place.daemon.address,
+                embedded="never",
+                on_daemon_loss="keep",
+                timeout=DEADLINE_SECONDS,
+            )
+        )
+        offload = client.offload(min_bytes=1)
+        place.daemon.kill()
+        wait_until(lambda: client._supply.sessions.lost)
+        with pytest.warns(RuntimeWarning), offload:
+            torch.ones(100, requires_grad=True).exp().sum().backward()
+    client.close()
+    with pytest.raises(storm.UsageError, match="closed"), offload:
+        pass
+
+
+class FakeSessions:
+    """Sessions whose daemon is lost from when a test says so; `seen` is called when that shows."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.seen: Callable[[], None] = lambda: None
+
+    def check(self) -> None:
+        if self.lost:
+            self.seen()
+            raise storm.DaemonLost("the daemon ended")
+
+    def close(self) -> None: ...
+
+
+def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An attempt succeeds when a step has seen the loss and has yet to look for a daemon."""
+    monkeypatch.setattr(outage, "ATTEMPT_SECONDS", 0.0)
+    made: list[FakeSessions] = []
+    answers = threading.Event()
+
+    def connect() -> FakeSessions:
+        assert not made or answers.wait(30)
+        made.append(FakeSessions())
+        return made[-1]
+
+    def let_one_be_found() -> None:
+        attempt = supply._attempt
+        if attempt is not None:
+            answers.set()
+            attempt.join()
+
+    supply = Supply(connect, keeps=True)  # type: ignore[arg-type]
+    made[0].lost, made[0].seen = True, let_one_be_found
+    with pytest.warns(RuntimeWarning):
+        assert [supply.current(), supply.current()] == [made[0], made[0]]
+    assert supply.current() is made[1]
+    supply.close()
+    assert len(made) == 2
+
+
+def test_only_the_two_ways_are_known() -> None:
+    with pytest.raises(storm.UsageError, match="raise, keep"):
+        storm.connect(on_daemon_loss="ignore")  # type: ignore[arg-type]
+
+
+def _offloads(offload: storm.Offload) -> bool:
+    """Do a step; tell whether it gave the daemon anything."""
+    before = offload.stats().offloaded_bytes
+    with offload:
+        loss = torch.ones(LEAST_BYTES, requires_grad=True).exp().square().sum()
+    loss.backward()
+    return offload.stats().offloaded_bytes > before

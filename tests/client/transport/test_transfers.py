@@ -1,0 +1,461 @@
+"""The transfers of a session, driven by random events: nothing of it needs a daemon or a device."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from storm_client.errors import CorruptBlob
+from storm_client.lanes import Mapped, Route, Slot, Staged
+from storm_client.planner import DeviceWindow
+from storm_client.saved.ranges import RangePhase, StoredRange
+from storm_client.transport.transfers import (
+    AHEAD_SHARE,
+    Incoming,
+    Outgoing,
+    Phase,
+    Transfer,
+    Transfers,
+)
+from support.records import record_of
+
+from stormd.protocol import (
+    Admitted,
+    Envelope,
+    Failed,
+    Refused,
+    Rejected,
+    Release,
+    Restore,
+    Restored,
+    RestoredParts,
+    Store,
+    Stored,
+    pack,
+)
+
+STAGING = 1024
+PART = 256
+
+
+def transfers_of(*, keeps_stored: bool = False, window: int = 1 << 30) -> Transfers:
+    return Transfers(
+        count(1),
+        [],
+        staging_bytes=STAGING,
+        part_bytes=PART,
+        window=DeviceWindow(window),
+        keeps_stored=keeps_stored,
+    )
+
+
+def record(nbytes: int = 2 * PART) -> StoredRange:
+    return record_of(torch.zeros(nbytes, dtype=torch.uint8))
+
+
+def send_all(transfers: Transfers, one: StoredRange) -> tuple[Outgoing, list[Transfer]]:
+    """Send a record through the staging area, as far as there is room."""
+    out = transfers.leave(one)
+    sent = []
+    for part in transfers.split(one.nbytes):
+        slot = transfers.reserve(len(part))
+        assert slot is not None
+        sent.append(send(transfers, out, part, Staged(slot.offset), slot))
+    return out, sent
+
+
+def send(
+    transfers: Transfers, out: Outgoing, part: range, route: Route, slot: Slot | None = None
+) -> Transfer:
+    transfer = transfers.store(out, part, route, 0, slot)
+    message = transfers._outbox[-1].message
+    assert isinstance(message, Store)
+    assert (message.segment, message.offset) == (route.segment, route.offset)
+    assert (message.entry, message.nbytes) == (transfer.number, len(part))
+    return transfer
+
+
+def stored(transfer: Transfer) -> Stored:
+    return Stored(transfer.number, 10, "window")
+
+
+def away(transfers: Transfers, nbytes: int = 2 * PART) -> StoredRange:
+    """Return a record that is with the daemon alone."""
+    one = record(nbytes)
+    _, sent = send_all(transfers, one)
+    for transfer in sent:
+        transfers.reply(0, Admitted(transfer.number))
+        transfers.reply(0, stored(transfer))
+    assert one.phase is RangePhase.AWAY
+    return one
+
+
+def request(transfers: Transfers, incoming: Incoming, index: int) -> Transfer:
+    slot = transfers.reserve_ahead(incoming.parts[index].nbytes)
+    assert slot is not None
+    transfer = transfers.restore(incoming, index, Staged(slot.offset), 0, slot)
+    message = transfers._outbox[-1].message
+    assert isinstance(message, Restore)
+    assert message.entry == incoming.parts[index].entry
+    return transfer
+
+
+def free_bytes(transfers: Transfers) -> int:
+    return transfers._space.free_bytes
+
+
+# --- out ----------------------------------------------------------------------------------------
+
+
+def test_a_storage_goes_with_the_last_admission() -> None:
+    transfers, one = transfers_of(), record()
+    out, (first, second) = send_all(transfers, one)
+    transfers.reply(0, Admitted(first.number))
+    assert one.source is not None
+    transfers.reply(0, stored(first))
+    transfers.reply(0, Admitted(second.number))
+    assert (one.source, one.phase) == (None, RangePhase.AWAY)
+    assert one.stats.snapshot().stored_bytes == 10
+    transfers.reply(0, stored(second))
+    assert out.is_over
+    assert one.stats.snapshot().stored_bytes == 20
+    assert free_bytes(transfers) == STAGING
+
+
+@pytest.mark.parametrize("kind", ["Rejected", "Refused"])
+def test_one_refusal_keeps_the_record_and_releases_the_others(kind: str) -> None:
+    transfers, one = transfers_of(), record()
+    out, (first, second) = send_all(transfers, one)
+    transfers.reply(0, Admitted(first.number))
+    if kind == "Rejected":
+        transfers.reply(0, Rejected(second.number, "quota", "more than 8 MiB"))
+        assert out.refusal == ("quota", "more than 8 MiB")
+    else:
+        transfers.reply(second.number, Refused("UsageError", "no such segment"))
+    assert transfers._outbox[2:] == [Envelope(0, Release([first.number, second.number]))]
+    assert one.phase is RangePhase.STAYING
+    assert one.source is not None
+    transfers.reply(0, stored(first))
+    assert len(transfers._outbox) == 3
+    assert one.stats.snapshot().stored_bytes == 0
+    assert free_bytes(transfers) == STAGING
+
+
+def test_an_admitted_part_that_is_lost_is_an_error_of_the_record() -> None:
+    transfers, one = transfers_of(), record(PART)
+    _, (only,) = send_all(transfers, one)
+    transfers.reply(0, Admitted(only.number))
+    transfers.reply(0, Failed(0, only.number, "CorruptBlob", "the disk broke"))
+    assert one.phase is RangePhase.LOST
+    assert isinstance(one.error, CorruptBlob)
+
+
+def test_an_answer_may_be_handled_twice() -> None:
+    """A handler that an interrupt ended is called again."""
+    transfers, one = transfers_of(), record()
+    _, (first, second) = send_all(transfers, one)
+    for message in (Admitted(first.number), stored(first), Admitted(second.number)):
+        transfers.reply(0, message)
+        transfers.reply(0, message)
+    assert one.phase is RangePhase.AWAY
+    assert one.stats.snapshot().stored_bytes == 10
+
+
+# --- sources that are held ----------------------------------------------------------------------
+
+
+def test_the_oldest_source_goes_when_more_is_held_than_may_be() -> None:
+    transfers = transfers_of(window=5 * PART)
+    transfers.window.limit = 5 * PART
+    outs = [transfers.leave(record()) for _ in range(3)]
+    for out in outs[:2]:
+        transfers.hold(out)
+        assert transfers.excess() is None
+    transfers.hold(outs[2])
+    assert transfers.excess() is outs[0]
+    transfers.let_go(outs[0].key)
+    transfers.let_go(outs[0].key)
+    assert transfers.excess() is None
+    assert [transfers.is_held(out.key) for out in outs] == [False, True, True]
+    transfers.assert_invariants()
+
+
+def test_a_held_source_keeps_no_record_alive() -> None:
+    transfers = transfers_of(window=0)
+    out = transfers.leave(record())
+    transfers.hold(out)
+    assert transfers.excess() is out
+    assert out.living() is None
+
+
+# --- back ---------------------------------------------------------------------------------------
+
+
+def test_a_part_that_nobody_wants_keeps_its_slot_until_it_is_answered() -> None:
+    transfers = transfers_of()
+    one = away(transfers)
+    incoming = transfers.expect(one.key, one.parts)
+    first, second = request(transfers, incoming, 0), request(transfers, incoming, 1)
+    transfers.reply(0, Restored(first.number))
+    transfers.forget(one.key)
+    assert free_bytes(transfers) == STAGING - PART
+    assert second.phase is Phase.DROPPED
+    transfers.reply(0, Restored(second.number))
+    assert free_bytes(transfers) == STAGING
+
+
+def test_memory_counts_as_early_until_somebody_waits_for_it() -> None:
+    transfers = transfers_of()
+    one, other = away(transfers), away(transfers)
+    for each in (one, other):
+        storage = torch.UntypedStorage(each.nbytes)
+        incoming = transfers.expect_into(each.key, each.parts, storage, is_demanded=False)
+        for index in range(2):
+            transfers.restore(incoming, index, Mapped(1, 0), 1)
+    assert transfers.early_bytes == 4 * PART
+    transfers.demand(one.key, one.parts, 0)
+    assert transfers.early_bytes == 2 * PART
+    transfers.forget_early()
+    assert transfers.early_bytes == 2 * PART, "the daemon may be writing to it"
+    assert transfers.incoming.get(other.key) is None
+    for number in list(transfers._pending):
+        transfers.reply(0, Restored(number))
+    assert transfers.early_bytes == 0
+
+
+def test_what_was_stored_may_stay_in_its_slot_and_gives_way() -> None:
+    transfers = transfers_of(keeps_stored=True)
+    one, other = away(transfers, PART), away(transfers, PART)
+    kept = transfers.incoming.get(one.key)
+    assert kept is not None
+    assert [transfer.phase for transfer in kept.transfers.values()] == [Phase.ARRIVED]
+    slots = [transfers.reserve(PART) for _ in range(3)]
+    assert None not in slots
+    assert transfers.incoming.get(one.key) is kept
+    assert not kept.transfers, "the oldest goes first"
+    assert transfers.incoming.get(other.key) is not None
+    transfers.assert_invariants()
+
+
+def test_only_a_share_of_the_area_is_fetched_ahead() -> None:
+    transfers = transfers_of()
+    ahead = 0
+    while transfers.reserve_ahead(PART) is not None and ahead < 10:
+        one = away(transfers, PART)
+        request(transfers, transfers.expect(one.key, one.parts), 0)
+        ahead += 1
+    assert ahead * PART <= AHEAD_SHARE * STAGING
+
+
+def test_a_pass_ends_when_something_is_asked_back() -> None:
+    """And not when a part that is stored stays in its slot."""
+    transfers = transfers_of(keeps_stored=True)
+    limit = transfers.window.limit
+    transfers.hold(transfers.leave(record()))
+    one = away(transfers)
+    assert transfers.incoming.get(one.key) is not None
+    assert transfers.window.limit == limit
+    transfers.forget(one.key)
+    transfers.demand(one.key, one.parts, 0)
+    assert transfers.window.limit < limit
+
+
+# --- any order ----------------------------------------------------------------------------------
+
+
+class TransfersMachine(RuleBasedStateMachine):
+    """A session's events in any order that its lock allows, answered by a daemon in any order."""
+
+    records = Bundle("records")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfers = transfers_of()
+        self.living: list[StoredRange] = []
+        self.asked: dict[int, Transfer] = {}
+
+    @initialize(keeps_stored=st.booleans())
+    def begins(self, keeps_stored: bool) -> None:
+        self.transfers = transfers_of(keeps_stored=keeps_stored, window=4 * PART)
+
+    def demanded(self) -> list[tuple[Incoming, Transfer]]:
+        """Return the parts that threads wait for and have not used."""
+        ways = [one for one in self.transfers.incoming.values() if one.is_demanded]
+        return [(way, part) for way in ways for part in way.transfers.values()]
+
+    @rule(target=records, nbytes=st.integers(1, 3 * PART))
+    def sends(self, nbytes: int) -> StoredRange:
+        one = record(nbytes)
+        self.living.append(one)
+        demanded = self.demanded()
+        out = self.transfers.leave(one)
+        for part in self.transfers.split(nbytes):
+            slot = self.transfers.reserve(len(part))
+            assert self.demanded() == demanded, "what a thread waits for is not given up"
+            if slot is None:
+                self.transfers.refuse(out, "daemon_slow")
+                break
+            transfer = send(self.transfers, out, part, Staged(slot.offset), slot)
+            self.asked[transfer.number] = transfer
+        return one
+
+    @rule(target=records, parts=st.integers(1, 3))
+    def sends_and_is_answered(self, parts: int) -> StoredRange:
+        one = record(parts * PART)
+        self.living.append(one)
+        out = self.transfers.leave(one)
+        for part in self.transfers.split(one.nbytes):
+            transfer = send(self.transfers, out, part, Mapped(1, part.start))
+            self.transfers.reply(0, Admitted(transfer.number))
+            self.transfers.reply(0, stored(transfer))
+        return one
+
+    @rule(target=records, nbytes=st.integers(1, 3 * PART))
+    def sends_from_where_it_lies(self, nbytes: int) -> StoredRange:
+        one = record(nbytes)
+        self.living.append(one)
+        out = self.transfers.leave(one)
+        self.transfers.hold(out)
+        for part in self.transfers.split(nbytes):
+            transfer = send(self.transfers, out, part, Mapped(1, part.start))
+            self.asked[transfer.number] = transfer
+        out.sequence = 1
+        return one
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def is_answered(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.asked)))
+        transfer = self.asked[number]
+        if isinstance(transfer.of, Incoming):
+            self._restored(transfer, data.draw(st.booleans()))
+        else:
+            self._stored(transfer, data.draw(st.sampled_from(["next", "next", "refuse", "fail"])))
+
+    def _restored(self, transfer: Transfer, is_there: bool) -> None:
+        number = transfer.number
+        there = RestoredParts(pack([number])) if number % 2 else Restored(number)
+        failed = Failed(number, 1, "CorruptBlob", "damaged")
+        self.transfers.reply(0, there if is_there else failed)
+        del self.asked[transfer.number]
+
+    def _stored(self, transfer: Transfer, how: str) -> None:
+        number = transfer.number
+        if how == "next" and transfer.phase is Phase.SENT:
+            self.transfers.reply(0, Admitted(number))
+            return
+        if how == "next":
+            self.transfers.reply(0, stored(transfer))
+        elif transfer.phase is Phase.SENT and how == "refuse":
+            self.transfers.reply(0, Rejected(number, "quota", "too much"))
+        elif transfer.phase is Phase.ADMITTED and how == "fail":
+            self.transfers.reply(0, Failed(0, number, "CorruptBlob", "lost"))
+        else:
+            return
+        del self.asked[number]
+
+    @rule(one=records)
+    def fetches(self, one: StoredRange) -> None:
+        incoming = self.transfers.incoming.get(one.key)
+        if one.phase is not RangePhase.AWAY or (incoming and incoming.storage is not None):
+            return
+        incoming = self.transfers.demand(one.key, one.parts, 0)
+        for index in range(len(one.parts)):
+            if index not in incoming.transfers:
+                self.transfers.require(incoming, index, 0)
+        self._note_requests(incoming)
+
+    @rule(one=records)
+    def fetches_ahead(self, one: StoredRange) -> None:
+        if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
+            return
+        incoming = self.transfers.expect(one.key, one.parts)
+        is_all = self.transfers.request_ahead(incoming, 0, 0)
+        assert is_all == (len(incoming.transfers) == len(one.parts))
+        self._note_requests(incoming)
+
+    @rule(one=records, is_demanded=st.booleans())
+    def fetches_into_memory(self, one: StoredRange, is_demanded: bool) -> None:
+        if one.phase is not RangePhase.AWAY or self.transfers.incoming.get(one.key):
+            return
+        storage = torch.UntypedStorage(one.nbytes)
+        incoming = self.transfers.expect_into(one.key, one.parts, storage, is_demanded=is_demanded)
+        for index in range(len(one.parts)):
+            self.transfers.restore(incoming, index, Mapped(2, 0), 0)
+        self._note_requests(incoming)
+
+    @rule(one=records)
+    def comes_back(self, one: StoredRange) -> None:
+        incoming = self.transfers.incoming.get(one.key)
+        for transfer in list(incoming.transfers.values()) if incoming is not None else ():
+            if transfer.phase is Phase.REQUESTED:
+                self._restored(transfer, is_there=True)
+
+    def _note_requests(self, incoming: Incoming) -> None:
+        """Have the daemon answer what is asked for now."""
+        for transfer in incoming.transfers.values():
+            if transfer.phase is Phase.REQUESTED:
+                self.asked[transfer.number] = transfer
+
+    @rule(one=records, index=st.integers(0, 2))
+    def uses_a_part(self, one: StoredRange, index: int) -> None:
+        incoming = self.transfers.incoming.get(one.key)
+        part = None if incoming is None else incoming.transfers.get(index)
+        if incoming is not None and part is not None and part.phase is Phase.ARRIVED:
+            self.transfers.take(incoming, index)
+
+    @rule(one=consumes(records))
+    def dies(self, one: StoredRange) -> None:
+        self.transfers.forget(one.key)
+        self.transfers.let_go(one.key)
+        self.living = [other for other in self.living if other is not one]
+
+    @rule()
+    def lets_the_oldest_source_go(self) -> None:
+        out = self.transfers.excess()
+        if out is not None and out.is_answered:
+            self.transfers.let_go(out.key)
+
+    @rule()
+    def runs_out_of_memory(self) -> None:
+        self.transfers.window.shrink()
+        self.transfers.forget_early()
+
+    @invariant()
+    def holds(self) -> None:
+        self.transfers.assert_invariants()
+
+    def teardown(self) -> None:
+        """When all is answered and nothing lives, nothing is left."""
+        for one in self.living:
+            self.transfers.forget(one.key)
+            self.transfers.let_go(one.key)
+        for transfer in list(self.asked.values()):
+            if isinstance(transfer.of, Incoming):
+                self._restored(transfer, is_there=True)
+            else:
+                self.transfers.reply(0, Admitted(transfer.number))
+                self.transfers.reply(0, stored(transfer))
+        for key in list(self.transfers.incoming):  # what was kept when it was stored
+            self.transfers.forget(key)
+        self.transfers.assert_invariants()
+        assert not self.transfers._pending
+        assert not self.transfers._held
+        assert self.transfers.early_bytes == self.transfers._ahead_bytes == 0
+        assert free_bytes(self.transfers) == STAGING
+
+
+TestTransfersMachine = TransfersMachine.TestCase
+TestTransfersMachine.settings = settings(max_examples=200, stateful_step_count=50)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from storm_client.transport import transfers
+from storm_client.transport.transfers import ALIGNMENT, StagingSpace
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
+
+
+def test_ranges_do_not_overlap_and_are_aligned() -> None:
+    space = StagingSpace(4096)
+    first, second = space.allocate(100), space.allocate(1)
+    assert (first, second) == (0, 128)
+    space.assert_invariants()
+
+
+def test_a_full_area_gives_nothing() -> None:
+    space = StagingSpace(1024)
+    assert space.allocate(1024) == 0
+    assert space.allocate(1) is None
+    space.free(0)
+    assert space.allocate(1024) == 0
+
+
+def test_a_range_longer_than_the_area_is_never_given() -> None:
+    assert StagingSpace(1024).allocate(1025) is None
+
+
+def test_a_tail_shorter_than_the_alignment_is_not_used() -> None:
+    assert StagingSpace(1000).capacity == 960
+
+
+def test_what_was_not_handed_out_cannot_be_freed() -> None:
+    with pytest.raises(KeyError):
+        StagingSpace(1024).free(64)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 2000)), max_size=80), st.integers(0, 9000))
+def test_the_area_is_whole_again_in_whatever_order_it_is_freed(
+    events: list[tuple[bool, int]], nbytes: int
+) -> None:
+    space, used = StagingSpace(nbytes), []
+    for is_allocation, number in events:
+        if is_allocation:
+            offset = space.allocate(number)
+            if offset is not None:
+                assert offset % ALIGNMENT == 0
+                assert offset + number <= nbytes
+                used.append(offset)
+        elif used:
+            space.free(used.pop(number % len(used)))
+        space.assert_invariants()
+    for offset in used:
+        space.free(offset)
+    space.assert_invariants()
+    assert space.free_bytes == space.capacity
+    if space.capacity:
+        assert space.allocate(space.capacity) == 0
+
+
+@pytest.mark.parametrize("line", range(1, 150))
+def test_an_interrupt_hands_no_byte_out_twice(line: int) -> None:
+    """It comes before the line of the module that is the `line`th to run."""
+    space = StagingSpace(16 * ALIGNMENT)
+    held: set[int] = set()
+    with suppress(KeyboardInterrupt), interrupted_in(transfers.__file__, line):
+        for _ in range(8):
+            held.add(space.allocate(ALIGNMENT))
+        for offset in (0, 128, 64, 320):
+            held.discard(offset)
+            space.free(offset)
+    while (offset := space.allocate(ALIGNMENT)) is not None:
+        assert offset not in held
+        held.add(offset)
+
+
+@contextmanager
+def interrupted_in(path: str, line: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt before the `line`th line of the file at `path` that is run."""
+    lines = count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        if frame.f_code.co_filename != path:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -1,0 +1,241 @@
+"""The arena: promises that hold, blocks that never overlap, space that comes back whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    rule,
+)
+
+from stormd.ledger.arena import GRANULE, Block, Extent, Space, granules, slack_of
+
+CAPACITY = 64 * GRANULE
+
+
+def placed(space: Space, nbytes: int) -> Block:
+    assert space.promise(nbytes)
+    return space.place(nbytes, nbytes)
+
+
+def test_a_block_takes_its_exact_size_in_granules() -> None:
+    space = Space(CAPACITY)
+    assert space.promise(10 * GRANULE)
+    block = space.place(10 * GRANULE, GRANULE + 1)
+    assert block.nbytes == GRANULE + 1
+    assert space.use().used == 2 * GRANULE
+    assert space.use().promised == 0
+
+
+def test_promises_are_refused_when_their_sum_would_not_fit() -> None:
+    space = Space(CAPACITY)
+    assert space.promise(CAPACITY - GRANULE)
+    assert not space.promise(GRANULE + 1)
+    assert space.promise(GRANULE)
+    space.withdraw(CAPACITY - GRANULE)
+    assert space.promise(2 * GRANULE)
+    space.assert_invariants()
+
+
+def test_a_promise_is_placed_in_pieces_where_no_hole_is_large_enough() -> None:
+    space = Space(8 * GRANULE)
+    blocks = [placed(space, GRANULE) for _ in range(8)]
+    for block in blocks[::2]:
+        space.release(block)
+    assert space.use().largest_free == GRANULE
+    scattered = placed(space, 3 * GRANULE - 10)
+    assert scattered.offset is None
+    assert [piece.nbytes for piece in scattered.pieces()] == [GRANULE, GRANULE, GRANULE - 10]
+    space.assert_invariants()
+
+
+def test_the_smallest_hole_that_fits_is_taken() -> None:
+    space = Space(16 * GRANULE)
+    first, _, second, _ = (placed(space, n * GRANULE) for n in (4, 1, 2, 1))
+    space.release(first)
+    space.release(second)
+    assert placed(space, 2 * GRANULE).extents == second.extents
+
+
+def test_neighbours_become_one_hole_again() -> None:
+    space = Space(CAPACITY)
+    blocks = [placed(space, 5 * GRANULE) for _ in range(12)]
+    for block in [*blocks[1::2], *blocks[::2]]:
+        space.release(block)
+    assert space.use().largest_free == CAPACITY
+
+
+def test_unplacing_restores_the_promise() -> None:
+    space = Space(CAPACITY)
+    assert space.promise(CAPACITY)
+    block = space.place(CAPACITY, GRANULE)
+    space.unplace(block, CAPACITY)
+    assert (space.use().used, space.use().promised) == (0, CAPACITY)
+    assert not space.promise(1)
+    space.assert_invariants()
+
+
+def test_a_space_has_whole_granules_only() -> None:
+    assert Space(GRANULE + 7).capacity == GRANULE
+    empty = Space(GRANULE - 1)
+    assert not empty.promise(1)
+    empty.assert_invariants()
+
+
+def test_placing_more_than_was_promised_is_our_own_bug() -> None:
+    space = Space(CAPACITY)
+    assert space.promise(GRANULE)
+    with pytest.raises(AssertionError, match="promise"):
+        space.place(GRANULE, GRANULE + 1)
+
+
+def test_95_percent_of_a_churned_pool_serve_large_requests() -> None:
+    """However the holes lie, a promise that fits is kept: blocks may be in pieces."""
+    space = Space(1000 * GRANULE)
+    blocks = [placed(space, (1 + n % 7) * GRANULE) for n in range(200)]
+    for block in blocks[::3]:
+        space.release(block)
+    use = space.use()
+    free = use.capacity - use.used
+    placed(space, free)
+    assert space.use().used == use.capacity
+    space.assert_invariants()
+
+
+@given(st.integers(1, 1 << 40))
+def test_granules_round_up(nbytes: int) -> None:
+    assert 0 <= granules(nbytes) - nbytes < GRANULE
+    assert granules(nbytes) % GRANULE == 0
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Random promises, placements and releases, checked against a map of owned granules."""
+
+    promises = Bundle("promises")
+    blocks = Bundle("blocks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = Space(CAPACITY)
+        self.owned: dict[int, int] = {}  # granule -> the block that owns it
+        self.count = 0
+
+    @rule(target=promises, nbytes=st.integers(1, CAPACITY // 2))
+    def promise(self, nbytes: int) -> object:
+        use = self.space.use()
+        fits = use.used + use.promised + granules(nbytes) <= use.capacity
+        assert self.space.promise(nbytes) == fits
+        return nbytes if fits else multiple()
+
+    @rule(promised=consumes(promises))
+    def withdraw(self, promised: int) -> None:
+        self.space.withdraw(promised)
+
+    @rule(target=blocks, promised=consumes(promises), share=st.floats(0.01, 1.0))
+    def place(self, promised: int, share: float) -> tuple[int, Block]:
+        nbytes = max(1, int(promised * share))
+        block = self.space.place(promised, nbytes)
+        assert sum(extent.nbytes for extent in block.extents) == granules(nbytes)
+        assert sum(piece.nbytes for piece in block.pieces()) == nbytes
+        self.count += 1
+        for granule in self._granules(block):
+            assert granule not in self.owned, "two blocks overlap"
+            assert 0 <= granule < CAPACITY // GRANULE
+            self.owned[granule] = self.count
+        return self.count, block
+
+    @rule(made=consumes(blocks))
+    def release(self, made: tuple[int, Block]) -> None:
+        number, block = made
+        for granule in self._granules(block):
+            assert self.owned.pop(granule) == number
+        self.space.release(block)
+
+    @invariant()
+    def holds(self) -> None:
+        self.space.assert_invariants()
+        assert self.space.use().used == len(self.owned) * GRANULE
+
+    @staticmethod
+    def _granules(block: Block) -> list[int]:
+        return [
+            start // GRANULE
+            for offset, nbytes in block.extents
+            for start in range(offset, offset + nbytes, GRANULE)
+        ]
+
+
+TestArenaMachine = ArenaMachine.TestCase
+TestArenaMachine.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+def test_a_contiguous_block_says_where_it_is() -> None:
+    assert Block((Extent(512, 256),), 10).offset == 512
+    assert Block((Extent(512, 256), Extent(0, 256)), 300).offset is None
+
+
+def test_what_is_not_there_yet_is_neither_free_nor_promised() -> None:
+    space = Space(33 * GRANULE, base=GRANULE, slack=11 * GRANULE, committed=0)
+    assert not space.promise(1)
+    assert space.lacks(1)
+    assert space.is_growing
+    space.grow(4 * GRANULE)  # a quarter of which is slack, as of the whole
+    assert space.use().ready == 3 * GRANULE
+    assert space.use().capacity == 33 * GRANULE
+    assert placed(space, 3 * GRANULE).offset == GRANULE
+    assert space.lacks(1)
+    assert not space.promise(1)
+    space.grow(40 * GRANULE)
+    assert not space.is_growing
+    assert not space.lacks(1 << 40), "what cannot be had at all is waited for by nobody"
+    assert placed(space, 30 * GRANULE).offset == 4 * GRANULE
+    space.assert_invariants()
+
+
+def test_who_waits_for_more_is_known_until_it_has_come_or_cannot_be_had() -> None:
+    space = Space(8 * GRANULE, committed=2 * GRANULE)
+    space.want(5 * GRANULE)
+    space.want(3 * GRANULE)
+    assert space.wanted == 5 * GRANULE
+    space.grow(2 * GRANULE)
+    assert space.wanted == 5 * GRANULE
+    space.grow(2 * GRANULE)
+    assert space.wanted == 0
+    space.want(1 << 40)
+    assert space.wanted == 8 * GRANULE
+    space.allow_growth(allowed=False)
+    assert space.wanted == 0
+    assert not space.lacks(8 * GRANULE)
+    assert space.use().capacity == space.use().ready == 6 * GRANULE
+    space.allow_growth(allowed=True)
+    assert space.lacks(8 * GRANULE)
+    space.assert_invariants()
+
+
+def test_slack_keeps_blocks_of_a_full_space_whole() -> None:
+    whole, splintered = _extents_a_block(slack_of(64 << 20)), _extents_a_block(0)
+    assert whole < 2.5 < splintered
+
+
+def _extents_a_block(slack: int) -> float:
+    """Return the mean over the later half of 4,000 blocks in a space that stays full."""
+    chance = random.Random(5)
+    space = Space(64 << 20, slack=slack)
+    blocks: list[Block] = []
+    counts = []
+    for _ in range(4000):
+        wanted = chance.choice([16 << 10, 64 << 10, 256 << 10, 512 << 10])
+        while not space.promise(wanted):
+            space.release(blocks.pop(chance.randrange(len(blocks))))
+        blocks.append(space.place(wanted, int(wanted * chance.uniform(0.5, 0.8))))
+        counts.append(len(blocks[-1].extents))
+    space.assert_invariants()
+    return sum(counts[2000:]) / 2000

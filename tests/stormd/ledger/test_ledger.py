@@ -1,0 +1,519 @@
+"""The ledger: events in, instructions out, and nothing of anybody left at the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
+
+from stormd.ledger import ledger
+from stormd.ledger.arena import granules
+from stormd.ledger.events import Detach, Probe, Skip, Unmap, Wait
+from stormd.ledger.ledger import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
+from stormd.ledger.parts import blob_bound
+from stormd.protocol import (
+    NO_LANE,
+    Admitted,
+    Failed,
+    Mapped,
+    MapSegment,
+    Refused,
+    Rejected,
+    Restored,
+    RestoredParts,
+    Store,
+    Stored,
+    UnmapSegment,
+    pack,
+)
+
+
+@pytest.fixture
+def made() -> LedgerBench:
+    fixture = LedgerBench()
+    fixture.open()
+    return fixture
+
+
+# --- an entry's life ----------------------------------------------------------------------------
+
+
+def test_a_store_is_admitted_promised_placed_and_said(made: LedgerBench) -> None:
+    made.store(1)
+    assert made.lane.replies == [(1, 7, Admitted(1))]
+    assert (made.used, made.promised) == (0, 1280)
+    made.lane.finish(share=0.5)
+    assert made.lane.replies[1:] == [(1, 0, Stored(1, 640, "raw"))]
+    assert (made.used, made.promised) == (768, 0)
+    made.ledger.assert_invariants()
+
+
+def test_a_restore_waits_for_its_store(made: LedgerBench) -> None:
+    made.store(1)
+    made.restore(1)
+    assert len(made.lane.jobs) == 1
+    made.lane.finish()
+    made.lane.finish()
+    assert made.lane.replies[-1] == (1, 8, Restored(1))
+    made.ledger.assert_invariants()
+
+
+def test_restores_begin_in_the_order_of_asking(made: LedgerBench) -> None:
+    """The one that was encoded first must not take the link from what is needed before it."""
+    for entry in (1, 2, 3):
+        made.store(entry)
+    for entry in (3, 2, 1):
+        made.restore(entry, ticket=entry)
+        made.ledger.assert_invariants()
+    made.lane.finish()
+    made.lane.finish()
+    assert [job.entry for job in made.lane.jobs] == [3], "its store: it is asked for first"
+    made.lane.finish()
+    assert [job.entry for job in made.lane.jobs] == [3, 2, 1]
+    for _ in range(3):
+        made.lane.finish()
+    made.ledger.assert_invariants()
+
+
+def test_restores_that_were_asked_for_together_are_answered_so_and_those_in_vain_alone(
+    made: LedgerBench,
+) -> None:
+    made.store(1)
+    made.lane.finish()
+    made.lane.replies.clear()
+    made.restore_together((1, 1, KIB), (2, 999, KIB), (3, 1, KIB), (3, 1, KIB), (4, 1, 1 << 40))
+    failed = [one for _, _, one in made.lane.replies if isinstance(one, Failed)]
+    assert [(one.ticket, one.kind) for one in failed] == [
+        (2, "ActivationLost"),
+        (3, "UsageError"),
+        (4, "UsageError"),
+    ]
+    made.lane.replies.clear()
+    made.lane.finish()
+    made.lane.finish(fail=True)
+    told = [one for _, _, one in made.lane.replies]
+    assert told[0] == RestoredParts(pack([1]))
+    assert isinstance(told[1], Failed)
+    assert made.ledger.told() == []
+
+
+def restored(made: LedgerBench, count: int) -> None:
+    """Have a lane answer restores that were asked for together, and the ledger not yet tell it."""
+    made.store(1)
+    made.lane.finish()
+    made.restore_together(*((n, 1, KIB) for n in range(1, count + 1)))
+    done = [made.lane._done(job, 1.0) for job in made.lane.jobs]
+    made.lane.jobs.clear()
+    assert made.ledger.results(1, done, 0.0) == []
+
+
+def test_more_restores_than_a_message_holds_are_told_in_several(
+    made: LedgerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_BATCH", 2)
+    restored(made, 5)
+    made.lane.replies.clear()
+    made.lane.take(made.ledger.told())
+    said = [RestoredParts(pack(tickets)) for tickets in ([1, 2], [3, 4], [5])]
+    assert [one for _, _, one in made.lane.replies] == said
+
+
+def test_what_a_session_that_ends_would_have_been_told_is_not_said(made: LedgerBench) -> None:
+    restored(made, 2)
+    made.end()
+    assert made.ledger.told() == []
+
+
+def test_a_store_that_fails_lets_those_behind_it_begin(made: LedgerBench) -> None:
+    made.store(1)
+    made.store(2)
+    made.restore(1, ticket=1)
+    made.restore(2, ticket=2)
+    made.lane.finish(1)
+    made.lane.finish(0, fail=True)
+    assert [job.entry for job in made.lane.jobs] == [2]
+    made.ledger.assert_invariants()
+    made.lane.finish()
+    assert made.lane.last() == Restored(2)
+
+
+def test_a_release_waits_for_what_uses_the_entry(made: LedgerBench) -> None:
+    made.store(1)
+    made.restore(1)
+    made.release(1)
+    assert made.ledger.entries == 1
+    made.lane.finish()
+    assert made.used, "a restore that was asked for before the release is served"
+    made.lane.finish()
+    assert isinstance(made.lane.last(), Restored)
+    assert (made.used, made.ledger.entries) == (0, 0)
+    made.ledger.assert_invariants()
+
+
+def test_a_released_entry_is_gone_for_its_client_at_once(made: LedgerBench) -> None:
+    made.store(1)
+    made.release(1)
+    made.restore(1)
+    failed = made.lane.last()
+    assert isinstance(failed, Failed)
+    assert failed.kind == "ActivationLost"
+    made.lane.finish()
+    assert made.used == 0
+
+
+def test_a_failed_store_fails_what_waits_for_it(made: LedgerBench) -> None:
+    made.store(1)
+    made.restore(1, ticket=5)
+    made.lane.finish(fail=True)
+    failures = [reply for reply in made.lane.replies if isinstance(reply[2], Failed)]
+    assert [(request, reply.ticket) for _, request, reply in failures] == [(0, 0), (8, 5)]
+    assert (made.used, made.promised, made.ledger.entries) == (0, 0, 0)
+    made.ledger.assert_invariants()
+
+
+def test_a_damaged_blob_keeps_its_entry_and_is_counted(made: LedgerBench) -> None:
+    made.store(1)
+    made.lane.finish()
+    made.restore(1)
+    made.lane.finish(fail=True)
+    assert made.lane.last() == Failed(1, 1, "CorruptBlob", "damaged")
+    assert made.counters.corrupt == 1
+    assert made.ledger.entries == 1
+
+
+def test_a_rejected_store_has_its_sequence_passed_over(made: LedgerBench) -> None:
+    made.store(1, 9 * KIB, sequence=4)
+    assert isinstance(made.lane.last(), Rejected)
+    assert made.lane.others == [Skip(session=1, sequence=4)]
+
+
+def test_a_full_pool_rejects_until_there_is_room(made: LedgerBench) -> None:
+    made.open(2)
+    for entry in range(1, 5):
+        made.store(entry, 8 * KIB)
+    for entry in range(1, 4):
+        made.store(entry, 8 * KIB, session=2)
+    made.store(4, 8 * KIB, session=2)
+    rejected = made.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "pool_full"
+    assert made.counters.rejected["pool_full"] == 1
+    made.lane.finish(share=0.1)
+    made.store(5, 8 * KIB, session=2)
+    assert isinstance(made.lane.last(), Admitted)
+    made.ledger.assert_invariants()
+
+
+# --- a pool that grows ----------------------------------------------------------------------
+
+
+def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
+    made = LedgerBench(committed=2 * KIB)
+    made.open()
+    store = Store(
+        entry=1, segment=0, offset=0, nbytes=4 * KIB, dtype="uint8", codec="raw", sequence=0
+    )
+    assert made.ledger.store(1, 7, store, 0.0) == [Wait(1)]
+    assert made.space.wanted == granules(blob_bound(4 * KIB))
+    assert (made.ledger.entries, made.promised, made.counters.rejected["pool_full"]) == (0, 0, 0)
+    made.space.grow(4 * KIB)
+    made.store(1, 4 * KIB)
+    assert made.lane.last() == Admitted(1)
+    made.ledger.assert_invariants()
+
+
+def test_where_no_more_memory_can_be_had_a_full_pool_is_told_of_as_it_is() -> None:
+    made = LedgerBench(committed=2 * KIB)
+    made.open()
+    made.space.allow_growth(allowed=False)
+    made.store(1, 4 * KIB)
+    answer = made.lane.last()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == "pool_full"
+    assert "0 B of 2.0 KiB are taken" in answer.detail
+    assert "no memory left for more of pool_bytes=64.0 KiB: free some" in answer.detail
+
+
+# --- sessions -----------------------------------------------------------------------------------
+
+
+def test_a_session_frees_all_it_held_when_its_lane_lets_go(made: LedgerBench) -> None:
+    for entry in (1, 2, 3):
+        made.store(entry)
+    made.lane.finish()
+    made.restore(1)
+    made.end()
+    assert made.used == 1280, "entry 1 is being read"
+    made.ledger.assert_invariants()
+    made.lane.detach(1)
+    assert (made.used, made.promised, made.ledger.entries) == (0, 0, 0)
+    assert made.lane.ended == [1]
+    assert made.counters.ended["died"] == 1
+
+
+def test_what_a_session_held_is_freed_in_slices() -> None:
+    many = 3 * FREED_A_TURN
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open()
+    for entry in range(1, many + 1):
+        made.store(entry, 1)
+        made.lane.finish()
+    made.end()
+    assert made.ledger.entries == many - FREED_A_TURN
+    made.lane.detach(1)
+    made.ledger.assert_invariants()
+    assert made.lane.ended == [], "it holds something yet"
+    made.lane.take(made.ledger.free_some())
+    assert made.ledger.entries == many - 2 * FREED_A_TURN
+    assert made.ledger.is_freeing
+    made.lane.take(made.ledger.free_some())
+    assert not made.ledger.is_freeing
+    assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
+
+
+def test_a_session_that_held_nothing_ends_once_behind_one_that_is_being_freed() -> None:
+    many = 2 * FREED_A_TURN
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open(1)
+    made.open(2)
+    for entry in range(1, many + 1):
+        made.store(entry, 1)
+        made.lane.finish()
+    made.end(1)
+    made.end(2)
+    made.lane.detach(2)
+    assert made.lane.ended == [2]
+    made.lane.take(made.ledger.free_some())
+    made.lane.detach(1)
+    assert made.lane.ended == [2, 1]
+
+
+def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
+    made.end()
+    assert made.ledger.end(1, "goodbye") == []
+    made.lane.detach(1)
+    assert made.counters.deaths == 1
+
+
+def test_all_sessions_end_though_the_end_of_one_lets_another_go() -> None:
+    many = FREED_A_TURN + 1
+    made = LedgerBench(replace(LIMITS, max_entries=many, quota_bytes=0), capacity=many * KIB)
+    made.open(1)
+    made.open(2)
+    for entry in range(1, many + 1):
+        made.store(entry, 1, session=2)
+        made.lane.finish()
+    made.end(2)
+    made.lane.detach(2)
+    assert made.ledger.is_freeing
+    for session in made.ledger.sessions:
+        made.end(session)
+    assert made.lane.ended == [2]
+    made.lane.detach(1)
+    assert made.lane.ended == [2, 1]
+    assert made.ledger.end(2, "shutdown") == []
+    assert made.counters.deaths == 2
+
+
+def test_a_late_result_of_an_ending_session_is_freed_and_not_answered(made: LedgerBench) -> None:
+    made.store(1)
+    made.end()
+    replies = len(made.lane.replies)
+    made.lane.finish()
+    assert (made.used, len(made.lane.replies)) == (0, replies)
+
+
+def test_a_session_that_never_attaches_ends(made: LedgerBench) -> None:
+    made.open(2, attach=False)
+    made.lane.take(made.ledger.tick(ATTACH_SECONDS))
+    assert made.lane.detaching == set()
+    made.ledger.touch(1, ATTACH_SECONDS)
+    made.lane.take(made.ledger.tick(ATTACH_SECONDS + 0.1))
+    assert made.lane.detaching == {2}
+
+
+def test_a_silent_session_is_probed_once_a_lease(made: LedgerBench) -> None:
+    assert made.ledger.tick(5.0) == []
+    assert made.ledger.tick(5.1) == [Probe(1)]
+    assert made.ledger.tick(10.0) == []
+    assert made.ledger.tick(10.2) == [Probe(1)]
+
+
+def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -> None:
+    made.open(2)
+    made.open(3)
+    refusal = made.ledger.refusal(0)
+    assert refusal is not None
+    assert refusal.kind == "QuotaExceeded"
+    made.ledger.drain()
+    refusal = made.ledger.refusal(0)
+    assert refusal is not None
+    assert refusal.kind == "DaemonLost"
+    made.store(1)
+    rejected = made.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "draining"
+
+
+def test_one_user_has_so_many_sessions_and_the_others_theirs(made: LedgerBench) -> None:
+    """The bench gives sessions of even numbers to user 0, of odd ones to user 1."""
+    made.ledger.limit(replace(LIMITS, max_sessions=4, user_sessions=2))
+    made.open(3)
+    refusal = made.ledger.refusal(1)
+    assert refusal is not None
+    assert "max_sessions_per_uid" in refusal.detail
+    assert made.ledger.refusal(1, has_lane=False) is None
+    made.open(2)
+    assert made.ledger.refusal(0) is None
+    made.end(3)
+    assert made.ledger.refusal(1) is not None, "it may still hold something"
+    made.lane.detach(3)
+    assert made.ledger.refusal(1) is None
+
+
+def test_a_session_without_a_lifeline_gives_way_where_no_place_is_free(made: LedgerBench) -> None:
+    made.open(3, attach=False)
+    made.open(5, attach=False)
+    assert made.ledger.refusal(0) is not None
+    assert made.ledger.make_place(0, STALE_SECONDS / 2) == []
+    assert made.ledger.make_place(0, STALE_SECONDS) == [Detach(3)]
+    assert made.ledger.refusal(0) is None
+    made.open(2)
+    assert made.ledger.make_place(0, STALE_SECONDS, has_lane=False) == []
+
+
+def test_a_users_own_session_gives_way_where_that_user_has_too_many(made: LedgerBench) -> None:
+    made.ledger.limit(replace(LIMITS, max_sessions=8, user_sessions=2))
+    made.open(2, attach=False)
+    made.open(3, attach=False)
+    assert made.ledger.make_place(0, 100.0) == []
+    assert made.ledger.make_place(1, 100.0) == [Detach(3)]
+    assert made.ledger.refusal(1) is None
+
+
+# --- segments -----------------------------------------------------------------------------------
+
+
+def test_a_session_for_control_takes_no_place_and_holds_nothing(made: LedgerBench) -> None:
+    made.open(2)
+    made.open(3)
+    assert made.ledger.refusal(0) is not None
+    for session in (4, 5, 6):
+        made.open(session, device=NO_LANE)
+    assert made.ledger.refusal(0, has_lane=False) is not None
+    made.end(4)
+    made.lane.detach(4)
+    assert made.ledger.refusal(0) is not None
+    assert made.ledger.refusal(0, has_lane=False) is None
+    made.store(1, session=5)
+    rejected = made.lane.last()
+    assert isinstance(rejected, Rejected)
+    assert rejected.reason == "invalid"
+    assert "for control alone" in rejected.detail
+    made.map(1, KIB, session=5)
+    refused = made.lane.last()
+    assert isinstance(refused, Refused)
+    assert "for control alone" in refused.detail
+    made.ledger.assert_invariants()
+
+
+def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> None:
+    def store(entry: int) -> None:
+        message = Store(
+            entry=entry, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
+        )
+        made.lane.take(made.ledger.store(1, 0, message, 0.0))
+
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
+    )
+    store(1)
+    assert isinstance(made.lane.last(), Rejected)
+    made.lane.finish()
+    assert made.lane.replies[-1] == (1, 3, Mapped(4))
+    store(1)
+    assert isinstance(made.lane.last(), Admitted)
+    made.lane.take(made.ledger.unmap_segment(1, 0, UnmapSegment(4)))
+    assert made.lane.others[-1] == Unmap(session=1, segment=4)
+    store(2)
+    assert isinstance(made.lane.last(), Rejected)
+
+
+def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
+    made: LedgerBench,
+) -> None:
+    """What was checked against the old segment could lie outside the new one."""
+    made.map(4, 8 * KIB)
+    made.lane.finish()
+    made.store(1, 8 * KIB)
+    made.store(2)
+    made.restore(1, 8 * KIB, ticket=1, segment=4)
+    made.restore(2, ticket=2)
+    made.release(1)
+    made.lane.finish(1)
+    assert len(made.lane.jobs) == 1, "the second restore waits behind the first"
+    made.unmap(4)
+    failed = made.lane.last()
+    assert isinstance(failed, Failed)
+    assert (failed.ticket, failed.kind) == (1, "UsageError")
+    assert len(made.lane.jobs) == 2, "and begins once that has failed"
+    made.map(4, KIB)
+    made.ledger.assert_invariants()
+    while made.lane.jobs:
+        made.lane.finish()
+    assert made.ledger.entries == 1
+
+
+def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
+    )
+    made.lane.finish(fail=True)
+    assert made.lane.replies[-1] == (1, 3, Refused("UsageError", "no such handle"))
+    made.lane.take(
+        made.ledger.map_segment(1, 3, MapSegment(segment=0, handle=b"handle", nbytes=KIB))
+    )
+    assert isinstance(made.lane.last(), Refused)
+    made.lane.take(made.ledger.unmap_segment(1, 3, UnmapSegment(9)))
+    assert isinstance(made.lane.last(), Refused)
+
+
+# --- shares and users' quotas -------------------------------------------------------------------
+
+
+def test_a_share_is_there_however_full_the_pool_is() -> None:
+    made = LedgerBench(replace(LIMITS, quota_bytes=0, share_bytes=SHARE, max_entries=99))
+    greedy, modest = made.open(1), made.open(2)
+    for entry in range(1, 20):
+        made.store(entry, 4 * KIB, session=greedy)
+    last = made.lane.last()
+    assert isinstance(last, Rejected)
+    assert (last.reason, "session_share_bytes" in last.detail) == ("pool_full", True)
+    assert made.ledger._sessions[greedy].used_bytes <= CAPACITY - 2 * SHARE
+    for entry in range(1, 4):
+        made.store(entry, 4 * KIB, session=modest)
+        assert isinstance(made.lane.last(), Admitted)
+
+
+def test_a_users_sessions_share_a_quota() -> None:
+    made = LedgerBench(replace(LIMITS, user_quota_bytes=12 * KIB))
+    made.open(1), made.open(2), made.open(3)
+    made.store(1, 8 * KIB, session=1)
+    made.store(1, 8 * KIB, session=3)  # of the same user
+    last = made.lane.last()
+    assert isinstance(last, Rejected)
+    assert (last.reason, "uid_quota_bytes" in last.detail) == ("quota", True)
+    made.store(1, 8 * KIB, session=2)
+    assert isinstance(made.lane.last(), Admitted)
+
+
+def test_shares_may_change_while_sessions_hold_more() -> None:
+    made = LedgerBench(replace(LIMITS, quota_bytes=0))
+    made.open(1), made.open(2)
+    for entry in range(1, 7):
+        made.store(entry, 8 * KIB, session=1)
+    made.ledger.limit(replace(LIMITS, share_bytes=SHARE))
+    made.ledger.assert_invariants()
+    made.store(1, 4 * KIB, session=2)
+    assert isinstance(made.lane.last(), Admitted)

@@ -1,0 +1,170 @@
+"""The pool's memory: resident when it is said to be, shown while it is made, given back."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from stormd.errors import PoolUnavailable, StartStopped
+from stormd.memory import host_pool
+from stormd.memory.host_pool import CHUNK_BYTES, MAX_TOUCHERS, HostPool
+
+MIB = 1 << 20
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def test_the_pool_is_resident_zeroed_and_given_back() -> None:
+    before = resident_bytes()
+    pool = HostPool(192 * MIB)
+    assert resident_bytes() - before > 180 * MIB
+    assert ctypes.string_at(pool.address + 100 * MIB, 64) == bytes(64)
+    ctypes.memset(pool.address, 7, 192 * MIB)
+    pool.close()
+    pool.close()
+    assert resident_bytes() - before < 20 * MIB
+
+
+def test_progress_grows_to_the_whole() -> None:
+    seen: list[tuple[int, int]] = []
+    pool = HostPool(3 * CHUNK_BYTES, on_progress=lambda done, total: seen.append((done, total)))
+    pool.close()
+    assert [total for _, total in seen] == [3 * CHUNK_BYTES] * 3
+    assert [done for done, _ in seen] == [CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES]
+
+
+def test_a_start_that_is_given_up_leaves_the_rest_untouched() -> None:
+    before, seen = resident_bytes(), list[int]()
+    with pytest.raises(StartStopped, match="told to end"):
+        HostPool(
+            64 * CHUNK_BYTES,
+            on_progress=lambda done, _: seen.append(done),
+            is_stopped=lambda: bool(seen),
+        )
+    assert len(seen) <= MAX_TOUCHERS
+    assert resident_bytes() - before < 20 * MIB
+
+
+def test_a_start_is_given_up_between_pieces_that_are_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    locked: list[int] = []
+
+    def mlock(_address: int, nbytes: int) -> int:
+        locked.append(nbytes)
+        return 0
+
+    monkeypatch.setattr(host_pool._libc, "mlock", mlock)
+    with pytest.raises(StartStopped):
+        HostPool(3 * CHUNK_BYTES, is_stopped=lambda: bool(locked))
+    assert locked == [CHUNK_BYTES]
+
+
+def test_a_pool_that_leaves_no_room_beside_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "memory_available", lambda: 24 * MIB)
+    HostPool(16 * MIB, beside=7 * MIB).close()
+    with pytest.raises(
+        PoolUnavailable, match=r"16\.0 MiB together.* 8\.0 MiB beside.*24\.0 MiB of"
+    ):
+        HostPool(16 * MIB, beside=8 * MIB)
+
+
+def test_older_kernels_write_to_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such_call(*_: object) -> int:
+        ctypes.set_errno(22)
+        return -1
+
+    monkeypatch.setattr(host_pool._libc, "madvise", no_such_call)
+    before = resident_bytes()
+    pool = HostPool(64 * MIB)
+    assert resident_bytes() - before > 60 * MIB
+    pool.close()
+
+
+def test_a_pool_may_begin_with_a_part_of_its_memory_and_take_more() -> None:
+    before = resident_bytes()
+    pool = HostPool(1 << 40, first=64 * MIB)
+    assert pool.ranges == ((0, 64 * MIB),)
+    assert 60 * MIB < resident_bytes() - before < 80 * MIB
+    pool.commit(128 * MIB, 96 * MIB, beside=0)
+    assert pool.ranges == ((0, 64 * MIB), (128 * MIB, 96 * MIB))
+    assert resident_bytes() - before > 150 * MIB
+    ctypes.memset(pool.address + 128 * MIB, 7, 96 * MIB)
+    pool.give_back(128 * MIB, 96 * MIB)
+    assert resident_bytes() - before < 80 * MIB
+    pool.close()
+
+
+def test_a_pool_grows_no_further_than_the_memory_that_others_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = HostPool(64 * MIB, first=MIB)
+    monkeypatch.setattr(host_pool, "memory_available", lambda: 40 * MIB)
+    with pytest.raises(PoolUnavailable, match=r"grow by 8\.0 MiB.*40\.0 MiB.*32\.0 MiB are left"):
+        pool.commit(MIB, 8 * MIB, beside=32 * MIB)
+    pool.commit(MIB, 7 * MIB, beside=32 * MIB)
+    pool.close()
+
+
+@pytest.mark.parametrize("failure", ["madvise", "stopped"])
+def test_what_could_not_be_taken_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    stopped: list[bool] = []
+    pool = HostPool(1 << 30, first=MIB, is_stopped=lambda: bool(stopped))
+    before = resident_bytes()
+    touch, touched = host_pool._populate, []
+
+    def populate(address: int, nbytes: int) -> None:
+        touch(address, nbytes)
+        touched.append(address)
+        if failure == "stopped":
+            stopped.append(True)
+        else:
+            raise PoolUnavailable("Cannot allocate memory")
+
+    monkeypatch.setattr(host_pool, "_populate", populate)
+    with pytest.raises((PoolUnavailable, StartStopped)):
+        pool.commit(MIB, 512 * MIB, beside=0)
+    assert touched
+    assert resident_bytes() - before < 20 * MIB
+    assert pool.ranges == ((0, MIB),)
+    pool.close()
+
+
+def test_too_much_is_refused_with_what_there_is() -> None:
+    with pytest.raises(PoolUnavailable, match=r"pool_bytes.*1024.0 TiB.*--pool-bytes"):
+        HostPool(1 << 50)
+
+
+def test_what_the_kernel_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> int:
+        ctypes.set_errno(12)
+        return -1
+
+    monkeypatch.setattr(host_pool._libc, "madvise", no_memory)
+    with pytest.raises(PoolUnavailable, match="Cannot allocate memory"):
+        HostPool(4 * MIB)
+
+
+def test_an_unlocked_pool_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_pool._libc, "mlock", lambda *_: -1)
+    pool = HostPool(4 * MIB)
+    assert not pool.locked
+    assert "LimitMEMLOCK" in caplog.text
+    pool.close()
+
+
+def test_a_pool_that_may_be_in_use_stays_mapped() -> None:
+    pool = HostPool(4 * MIB)
+    pool.keep()
+    pool.close()
+    ctypes.memset(pool.address, 1, 4 * MIB)
+    pool._mapping.close()

@@ -1,0 +1,56 @@
+"""The counters: sums, rates, who counts as dead, and buckets that hold what they say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stormd.monitoring.counters import WAIT_BOUNDS, Counters, Histogram
+
+
+def test_directions_are_summed_over_codecs() -> None:
+    counters = Counters()
+    counters.stores["raw"].add(1000, 1256, 0.5, 0.7)
+    counters.stores["ancf"].add(3000, 1000, 1.5, 1.6)
+    store = counters.throughput()["store"]
+    assert (store["operations"], store["raw_bytes"], store["blob_bytes"]) == (2, 4000, 2256)
+    assert store["bytes_per_second"] == 2000.0
+    assert counters.throughput()["restore"]["bytes_per_second"] == 0.0
+    assert counters.stores["raw"].waits.count == 1
+
+
+def test_an_ordered_end_is_no_death() -> None:
+    counters = Counters()
+    for cause in counters.ended:
+        counters.ended[cause] += 1
+    assert counters.deaths == len(counters.ended) - 2
+
+
+def test_the_status_is_json() -> None:
+    counters = Counters()
+    json.dumps([counters.as_status(), counters.throughput()])
+
+
+def test_a_bound_belongs_to_its_bucket() -> None:
+    histogram = Histogram((0.1, 1.0))
+    for seconds in (0.05, 0.1, 0.5, 1.0, 7.0):
+        histogram.observe(seconds)
+    assert histogram.cumulative() == [("0.1", 2.0), ("1.0", 4.0), ("+Inf", 5.0)]
+    assert histogram.total_seconds == pytest.approx(8.65)
+    assert histogram.count == 5
+
+
+@given(st.lists(st.floats(0, 100)))
+def test_cumulative_counts_are_counts_below(seconds: list[float]) -> None:
+    histogram = Histogram()
+    for value in seconds:
+        histogram.observe(value)
+    wanted = [float(sum(value <= bound for value in seconds)) for bound in WAIT_BOUNDS]
+    assert [count for _, count in histogram.cumulative()] == [*wanted, float(len(seconds))]
+
+
+def test_bounds_ascend() -> None:
+    assert list(WAIT_BOUNDS) == sorted(set(WAIT_BOUNDS))

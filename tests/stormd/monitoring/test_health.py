@@ -1,0 +1,103 @@
+"""Stuck and ended workers are named, idle ones are not."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.daemon_thread import DaemonThread
+from support.raw_client import RawClient
+from support.waiting import wait_until
+
+from stormd.lanes.host_codec import HostCodec
+from stormd.monitoring.health import Heartbeat, stuck_workers
+from stormd.protocol import Stored
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_idle_worker_is_healthy_for_ever() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat("cpu-0", clock=clock)
+    with heartbeat:
+        pass
+    clock.now += 1e6
+    assert stuck_workers([heartbeat]) == []
+
+
+def test_a_long_job_is_stuck_until_it_ends() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat("cpu-0", clock=clock)
+    with heartbeat:
+        clock.now += 5
+        assert stuck_workers([heartbeat], limit_seconds=5) == []
+        clock.now += 1
+        assert stuck_workers([heartbeat], limit_seconds=5) == [
+            "cpu-0 has been at one job for 6 s, limit 5 s"
+        ]
+    assert stuck_workers([heartbeat], limit_seconds=5) == []
+
+
+def test_a_job_that_raises_is_over() -> None:
+    clock = Clock()
+    heartbeat = Heartbeat("cpu-0", clock=clock)
+    with pytest.raises(ZeroDivisionError), heartbeat:
+        raise ZeroDivisionError
+    clock.now += 1e6
+    assert stuck_workers([heartbeat]) == []
+
+
+def test_a_thread_that_ended_is_named() -> None:
+    healthy, gone = Heartbeat("cpu-0"), Heartbeat("cpu-1")
+    gone.ended("MemoryError()")
+    assert stuck_workers([healthy, gone]) == ["cpu-1 has ended: MemoryError()"]
+
+
+def test_a_worker_of_a_real_daemon_that_hangs_is_named(
+    daemon: DaemonThread, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    store = HostCodec.store
+
+    def hang(self: HostCodec, *arguments: Any) -> Any:
+        entered.set()
+        assert go_on.wait(30)
+        return store(self, *arguments)
+
+    def named() -> list[str]:
+        heartbeats = [
+            heartbeat for lane in daemon.server._lanes.values() for heartbeat in lane.heartbeats
+        ]
+        return stuck_workers(heartbeats, limit_seconds=0.0)
+
+    monkeypatch.setattr(HostCodec, "store", hang)
+    entry = client.store(b"x" * 1000)
+    assert entered.wait(10)
+    try:
+        (trouble,) = named()
+        assert re.match(r"stormd-cpu-[01] has been at one job", trouble)
+        assert daemon.on_loop(daemon.server.stuck) == []  # far below the daemon's own limit
+    finally:
+        go_on.set()
+    client.wait_for(Stored, entry=entry)
+    wait_until(lambda: named() == [], found=named)
+
+
+def test_a_worker_whose_thread_dies_is_named(
+    make_daemon: Callable[..., DaemonThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no scratch")
+
+    monkeypatch.setattr(HostCodec, "__init__", fail)
+    daemon = make_daemon(encode_threads=1)
+    wait_until(lambda: bool(daemon.server.stuck()), found=daemon.status)
+    assert daemon.server.stuck() == ["stormd-cpu-0 has ended: MemoryError: no scratch"]

@@ -1,0 +1,81 @@
+"""link_meter.py: totals, and what the last interval was, by a clock that the test sets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from stormd.monitoring.link_meter import DIRECTIONS, LinkMeter
+
+GB = 10**9
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def meter(clock: Clock) -> LinkMeter:
+    return LinkMeter("cuda:0", "a uuid", clock=clock)
+
+
+def test_nothing_was_copied(meter: LinkMeter, clock: Clock) -> None:
+    clock.now += 5
+    idle = {"bytes": 0, "busy_seconds": 0.0, "bytes_per_second": 0.0, "busy_share": 0.0}
+    assert meter.as_status() == dict.fromkeys(DIRECTIONS, idle)
+
+
+def test_speed_is_that_while_busy(meter: LinkMeter, clock: Clock) -> None:
+    clock.now += 0.5
+    meter.copied("store", 5 * GB, 0.1)
+    status = meter.as_status()
+    assert status["store"]["bytes"] == 5 * GB
+    assert status["store"]["bytes_per_second"] == pytest.approx(50 * GB)
+    assert status["store"]["busy_share"] == pytest.approx(0.2)
+    assert status["restore"]["bytes"] == 0
+
+
+def test_what_was_long_ago_is_in_the_totals_alone(meter: LinkMeter, clock: Clock) -> None:
+    meter.copied("restore", GB, 0.5)
+    for _ in range(2):
+        clock.now += 1.5
+        meter.as_status()
+    clock.now += 0.5
+    meter.copied("restore", GB, 0.1)
+    found = meter.as_status()["restore"]
+    assert found["bytes"] == 2 * GB
+    assert found["busy_seconds"] == pytest.approx(0.6)
+    assert found["bytes_per_second"] == pytest.approx(10 * GB)
+    assert found["busy_share"] == pytest.approx(0.1 / 2.0)
+
+
+def test_a_busy_link_is_busy_whenever_one_looks(meter: LinkMeter, clock: Clock) -> None:
+    for step in range(100):
+        clock.now += 0.05
+        meter.copied("store", GB, 0.05)
+        found = meter.as_status()["store"]
+        assert found["busy_share"] == pytest.approx(1.0), step
+        assert found["bytes_per_second"] == pytest.approx(20 * GB)
+
+
+def test_no_copy_of_several_threads_is_lost(meter: LinkMeter) -> None:
+    def copy() -> None:
+        for _ in range(2000):
+            meter.copied("store", 3, 0.25)
+
+    threads = [threading.Thread(target=copy) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.as_status()["store"]["bytes"] == 4 * 2000 * 3
+    assert meter.as_status()["store"]["busy_seconds"] == 4 * 2000 * 0.25

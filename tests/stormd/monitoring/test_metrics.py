@@ -1,0 +1,169 @@
+"""The exposition as a scraper reads it: the declared families, and the daemon's numbers."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as parse_openmetrics,
+)
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from stormd.monitoring.counters import ENDINGS, Counters
+from stormd.monitoring.metrics import FAMILIES, DaemonCollector, health_route, metrics_route
+from stormd.protocol import CODECS, DEVICES, REJECTIONS
+
+STATUS: dict[str, Any] = {
+    "version": "1.2.3",
+    "pool": {
+        "capacity_bytes": 4096,
+        "committed_bytes": 2048,
+        "used_bytes": 1000,
+        "promised_bytes": 200,
+        "peak_used_bytes": 1500,
+        "largest_free_bytes": 2048,
+    },
+    "cache": {"capacity_bytes": 512, "used_bytes": 256, "items": 2},
+    "entries": 3,
+    "raw_bytes": 1440,
+    "log": {"dropped_lines": 4},
+    "gpus": [
+        {
+            "device": "cuda:0",
+            "busy_percent": 40,
+            "link": {
+                "store": {"bytes": 700, "busy_seconds": 1.5},
+                "restore": {"bytes": 0, "busy_seconds": 0.0},
+            },
+        },
+        {"device": "cuda:1", "busy_percent": None, "link": {}},
+    ],
+    "sessions": [
+        {"id": 11, "uid": 7, "device": "cpu", "used_bytes": 400},
+        {"id": 12, "uid": 7, "device": "cuda", "used_bytes": 500},
+        {"id": 13, "uid": 8, "device": "cpu", "used_bytes": 100},
+    ],
+}
+
+
+def collector(counters: Counters, stuck: tuple[str, ...] = ()) -> DaemonCollector:
+    return DaemonCollector(status=lambda: STATUS, counters=counters, stuck=lambda: stuck)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    counters = Counters()
+    counters.stores["ancf"].add(raw_bytes=100, blob_bytes=70, seconds=0.25, waited=0.002)
+    counters.restores["raw"].failures += 2
+    counters.rejected["quota"] += 5
+    counters.ended["died"] += 1
+    counters.sessions += 4
+    counters.cache.evictions += 6
+    found = CollectorRegistry()
+    found.register(collector(counters, stuck=("cpu-0 is stuck",)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("stormd_build_info", {"version": "1.2.3"}, 1),
+        ("stormd_pool_bytes", {}, 4096),
+        ("stormd_pool_committed_bytes", {}, 2048),
+        ("stormd_pool_used_bytes", {}, 1000),
+        ("stormd_entries_raw_bytes", {}, 1440),
+        ("stormd_sessions", {"device": "cpu"}, 2),
+        ("stormd_user_used_bytes", {"uid": "7"}, 900),
+        ("stormd_stuck_workers", {}, 1),
+        ("stormd_link_bytes_total", {"gpu": "cuda:0", "direction": "store"}, 700),
+        ("stormd_link_busy_seconds_total", {"gpu": "cuda:0", "direction": "store"}, 1.5),
+        ("stormd_gpu_busy_ratio", {"gpu": "cuda:0"}, 0.4),
+        ("stormd_gpu_busy_ratio", {"gpu": "cuda:1"}, None),
+        ("stormd_operations_total", {"direction": "store", "codec": "ancf"}, 1),
+        ("stormd_raw_bytes_total", {"direction": "store", "codec": "ancf"}, 100),
+        ("stormd_stored_bytes_total", {"direction": "store", "codec": "ancf"}, 70),
+        ("stormd_work_seconds_total", {"direction": "store", "codec": "ancf"}, 0.25),
+        ("stormd_failures_total", {"direction": "restore", "codec": "raw"}, 2),
+        ("stormd_wait_seconds_sum", {"direction": "store", "codec": "ancf"}, 0.002),
+        ("stormd_wait_seconds_count", {"direction": "store", "codec": "ancf"}, 1),
+        (
+            "stormd_wait_seconds_bucket",
+            {"direction": "store", "codec": "ancf", "le": "0.001"},
+            0,
+        ),
+        ("stormd_rejections_total", {"reason": "quota"}, 5),
+        ("stormd_sessions_ended_total", {"cause": "died"}, 1),
+        ("stormd_sessions_opened_total", {}, 4),
+        ("stormd_deaths_total", {}, 1),
+        ("stormd_log_dropped_lines_total", {}, 4),
+        ("stormd_cache_bytes", {}, 512),
+        ("stormd_cache_used_bytes", {}, 256),
+        ("stormd_cache_items", {}, 2),
+        ("stormd_cache_evictions_total", {}, 6),
+        ("stormd_cache_hits_total", {}, 0),
+    ],
+)
+def test_value(
+    registry: CollectorRegistry, name: str, labels: dict[str, str], value: float
+) -> None:
+    assert registry.get_sample_value(name, labels) == value
+
+
+def test_exactly_the_declared_families_have_samples(registry: CollectorRegistry) -> None:
+    found = {
+        metric.name + ("_total" if metric.type == "counter" else ""): metric
+        for metric in registry.collect()
+    }
+    assert set(found) == set(FAMILIES)
+    for name, family in FAMILIES.items():
+        assert found[name].samples, name
+        assert (found[name].type, found[name].documentation) == (family.kind, family.help)
+        for sample in found[name].samples:
+            assert tuple(label for label in sample.labels if label != "le") == family.labels
+
+
+def test_a_series_exists_before_its_first_event() -> None:
+    # A counter that appears with its first event has no rate at that event.
+    registry = CollectorRegistry()
+    registry.register(collector(Counters()))
+    for codec in CODECS:
+        labels = {"direction": "restore", "codec": codec}
+        assert registry.get_sample_value("stormd_operations_total", labels) == 0
+    for name, label, values in [
+        ("stormd_rejections_total", "reason", REJECTIONS),
+        ("stormd_sessions_ended_total", "cause", ENDINGS),
+        ("stormd_sessions", "device", DEVICES),
+    ]:
+        assert all(registry.get_sample_value(name, {label: value}) is not None for value in values)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_names_follow_the_conventions(family: Any) -> None:
+    assert re.fullmatch(r"stormd_[a-z_]+", family.name)
+    assert family.name.endswith("_total") == (family.kind == "counter")
+    assert family.kind != "histogram" or family.name.endswith("_seconds")
+    assert family.help.endswith(".")
+
+
+def test_the_route_speaks_both_formats() -> None:
+    route = metrics_route(collector(Counters()))
+    text = route("")
+    assert text.content_type.startswith("text/plain")
+    names = {metric.name for metric in parse_text(text.body.decode())}
+    assert {"stormd_pool_bytes", "process_resident_memory_bytes"} <= names
+    openmetrics = route("application/openmetrics-text; version=1.0.0")
+    assert openmetrics.content_type.startswith("application/openmetrics-text")
+    assert {metric.name for metric in parse_openmetrics(openmetrics.body.decode())} >= {
+        "stormd_rejections"
+    }
+
+
+def test_health_names_who_is_stuck() -> None:
+    stuck: list[str] = []
+    route = health_route(lambda: stuck)
+    assert (route("").status, route("").body) == (200, b"ok\n")
+    stuck += ["cpu-0 is stuck", "cpu-1 has ended"]
+    assert (route("").status, route("").body) == (503, b"cpu-0 is stuck\ncpu-1 has ended\n")

@@ -1,0 +1,343 @@
+"""The control socket: no frame is left lying, nobody makes it wait, nobody fills it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import zmq
+from support.other_user import ANOTHER_UID, as_another_user, let_pass, root_only
+
+from stormd import open_files
+from stormd.protocol.limits import MAX_FRAME_BYTES
+from stormd.transport import control
+from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.zmtp import OPENING, framed
+
+SECONDS = 10.0
+HELD_MOST = 4 << 20
+
+
+class Bench:
+    """A bound socket that echoes, and keeps what it has seen; everybody who speaks is adopted."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.control = ControlSocket(asyncio.get_running_loop(), address, held_most=HELD_MOST)
+        self.context = zmq.Context()
+        self.seen: asyncio.Queue[tuple[Connection, bytes | None]] = asyncio.Queue()
+        self.given_up: list[Connection] = []
+        self.batches = 0
+        self.adopts = True
+        self.work: Callable[[bytes], Iterator[None]] | None = None
+        self.control.allow(frozenset({os.getuid()}))
+        self.control.start(self.take, self.end_batch, self.given_up.append)
+
+    def take(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
+        if self.adopts and not connection.has_session:
+            self.control.adopt(connection)
+        if frame is not None and self.work is not None:
+            yield from self.work(frame)
+        self.seen.put_nowait((connection, frame))
+        if frame is not None:
+            self.control.send(connection, frame)
+
+    def end_batch(self) -> None:
+        self.batches += 1
+
+    async def next(self) -> tuple[Connection, bytes | None]:
+        async with asyncio.timeout(SECONDS):
+            return await self.seen.get()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not condition():  # noqa: ASYNC110 - nothing else tells of it
+                await asyncio.sleep(0.001)
+
+    def connect(self) -> zmq.Socket[bytes]:
+        client = self.context.socket(zmq.DEALER)
+        client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVTIMEO, int(SECONDS * 1000))
+        client.connect(self.address)
+        return client
+
+    async def raw(self, data: bytes = b"") -> socket.socket:
+        """Return a connection that has sent these bytes, which reads nothing by itself."""
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        line.settimeout(SECONDS)
+        await asyncio.to_thread(line.connect, self.address.removeprefix("ipc://"))
+        await asyncio.to_thread(line.sendall, data)
+        return line
+
+
+CLIENT_OPENING = OPENING.replace(b"\6ROUTER", b"\6DEALER")
+
+
+@pytest_asyncio.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(f"ipc://{tmp_path}/s")
+    yield bench
+    bench.control.close()
+    bench.control.close()
+    bench.context.destroy(linger=0)
+    assert not (tmp_path / "s").exists()
+    assert bench.control._held_bytes == 0
+
+
+async def test_a_burst_is_handed_on_whole(bench: Bench) -> None:
+    client = bench.connect()
+    for number in range(200):
+        client.send(b"%d" % number)
+    for number in range(200):
+        assert (await bench.next())[1] == b"%d" % number
+    assert [await asyncio.to_thread(client.recv) for _ in range(200)] == [
+        b"%d" % number for number in range(200)
+    ]
+
+
+async def test_many_talk_at_once(bench: Bench) -> None:
+    clients = [bench.connect() for _ in range(4)]
+
+    def talk(client: zmq.Socket[bytes]) -> None:
+        for number in range(200):
+            client.send(b"%d" % number)
+            assert client.recv() == b"%d" % number
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        for client in clients:
+            group.create_task(asyncio.to_thread(talk, client))
+
+
+async def test_large_frames_pass_both_ways(bench: Bench) -> None:
+    client = bench.connect()
+    client.send(b"first, to be adopted")
+    data = os.urandom(MAX_FRAME_BYTES)
+    for _ in range(3):
+        client.send(data)
+    assert [len(await asyncio.to_thread(client.recv)) for _ in range(4)][1:] == [len(data)] * 3
+
+
+async def test_the_work_of_a_frame_is_shared_out_between_connections(bench: Bench) -> None:
+    """While one asks for much, others are served in each turn, and its own come in their order."""
+    steps = 0
+
+    def slow(frame: bytes) -> Iterator[None]:
+        nonlocal steps
+        if frame == b"slow":
+            for _ in range(300):
+                steps += 1
+                end = asyncio.get_running_loop().time() + 0.0002
+                while asyncio.get_running_loop().time() < end:
+                    pass
+                yield
+
+    busy, other = bench.connect(), bench.connect()
+    for client in (busy, other):
+        client.send(b"before")
+        await bench.next()
+    bench.work = slow
+    busy.send(b"slow")
+    busy.send(b"next")
+    await bench.until(lambda: steps > 10)
+    other.send(b"quick")
+    assert (await bench.next())[1] == b"quick"
+    assert steps < 300
+    assert (await bench.next())[1] == b"slow"
+    assert (await bench.next())[1] == b"next"
+    assert bench.batches > 300 * 0.0002 / control.TURN_SECONDS / 2
+
+
+async def test_a_message_of_several_parts_is_told_apart(bench: Bench) -> None:
+    client = bench.connect()
+    client.send_multipart([b"one", b"two", b"three"])
+    client.send(b"after")
+    assert (await bench.next())[1] is None
+    assert (await bench.next())[1] == b"after"
+
+
+async def test_the_parts_of_a_message_are_not_kept(bench: Bench) -> None:
+    """However many, and however large they are in all."""
+    line = await bench.raw(CLIENT_OPENING)
+    part = b"\3" + (60_000).to_bytes(8) + bytes(60_000)
+    for _ in range(3 * HELD_MOST // len(part)):
+        await asyncio.to_thread(line.sendall, part)
+    await asyncio.to_thread(line.sendall, b"\1\0" * 100_000 + framed(b"") + framed(b"after"))
+    assert (await bench.next())[1] is None
+    assert (await bench.next())[1] == b"after"
+    assert not bench.given_up
+    line.close()
+
+
+async def test_a_connection_without_a_session_sends_small_frames_alone(bench: Bench) -> None:
+    bench.adopts = False
+    line = await bench.raw(CLIENT_OPENING + b"\2" + (control.STRANGER_BYTES + 1).to_bytes(8))
+    assert await asyncio.to_thread(_is_ended, line)
+    assert bench.seen.empty()
+
+
+async def test_who_reads_nothing_fills_nothing_but_its_own_place(bench: Bench) -> None:
+    """Answers wait until those of all are too many: then who has most of them is given up."""
+    reader = bench.connect()
+    reader.send(b"here")
+    modest, _ = await bench.next()
+    line = await bench.raw(CLIENT_OPENING + framed(b"hello"))
+    greedy, _ = await bench.next()
+    while greedy.is_open:
+        bench.control.send(greedy, bytes(100_000))
+        assert bench.control._held_bytes < HELD_MOST + 200_000
+        await asyncio.sleep(0)
+    assert bench.given_up == [greedy]
+    assert greedy.unsent == 0
+    assert not greedy.is_reachable
+    assert modest.is_open
+    assert await asyncio.to_thread(_is_ended, line)
+
+
+async def test_of_halves_of_frames_no_more_is_kept_than_may_be(bench: Bench) -> None:
+    """Each may hold one that is not complete, all together no more than the sum."""
+    lines, connections = [], []
+    for _ in range(2 * HELD_MOST // MAX_FRAME_BYTES):
+        lines.append(await bench.raw(CLIENT_OPENING + framed(b"hello")))
+        connections.append((await bench.next())[0])
+        half = b"\2" + MAX_FRAME_BYTES.to_bytes(8) + bytes(MAX_FRAME_BYTES - 1000)
+        await asyncio.to_thread(lines[-1].sendall, half)
+        await bench.until(
+            lambda one=connections[-1]: (
+                one.reader.held_bytes >= MAX_FRAME_BYTES - 1000 or not one.is_open
+            )
+        )
+        assert bench.control._held_bytes <= HELD_MOST + control.READ_BYTES
+    assert len(bench.given_up) >= 4
+    for line in lines:
+        line.close()
+
+
+async def test_who_breaks_zmtp_is_ended(bench: Bench) -> None:
+    assert await asyncio.to_thread(_is_ended, await bench.raw(b"GET / HTTP/1.1\r\n"))
+    client = bench.connect()
+    client.send(b"served")
+    await bench.next()
+
+
+async def test_who_says_nothing_is_ended_unless_it_has_a_session(bench: Bench) -> None:
+    client = bench.connect()
+    client.send(b"adopted")
+    served, _ = await bench.next()
+    silent, greeted = await bench.raw(), await bench.raw(CLIENT_OPENING)
+    await bench.until(lambda: len(bench.control._connections) == 3)
+    for _ in range(control.SILENT_TICKS + 1):
+        bench.control.tick()
+    for line in (silent, greeted):
+        assert await asyncio.to_thread(_is_ended, line)
+    assert served.is_open
+    bench.control.disown(served)
+    for _ in range(control.SILENT_TICKS + 1):
+        bench.control.tick()
+    assert not served.is_open
+
+
+async def test_the_idle_keep_nobody_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "MAX_STRANGERS", 3)
+    bench.control._strangers = control.Strangers(3, 3)
+    client = bench.connect()
+    client.send(b"adopted")
+    await bench.next()
+    idle = [await bench.raw() for _ in range(5)]
+    for line in idle[:2]:
+        assert await asyncio.to_thread(_is_ended, line)
+    late = bench.connect()
+    late.send(b"late")
+    assert (await bench.next())[1] == b"late"
+    client.send(b"still")
+    assert (await bench.next())[1] == b"still"
+    for line in idle:
+        line.close()
+
+
+async def test_while_descriptors_are_scarce_one_goes_for_each_that_comes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = await bench.raw()
+    await bench.until(lambda: len(bench.control._connections) == 1)
+    monkeypatch.setattr(open_files, "are_scarce", lambda: True)
+    late = bench.connect()
+    late.send(b"late")
+    assert await asyncio.to_thread(_is_ended, idle)
+
+
+async def test_users_are_heard_from_when_they_are_allowed(bench: Bench) -> None:
+    """And not from when they are not; who has a session keeps it."""
+    bench.adopts = False
+    client = bench.connect()
+    client.send(b"one")
+    connection, _ = await bench.next()
+    bench.control.adopt(connection)
+    idle = await bench.raw()
+    await bench.until(lambda: len(bench.control._connections) == 2)
+    bench.control.allow(frozenset())
+    assert await asyncio.to_thread(_is_ended, idle)
+    assert connection.is_open
+
+
+CROWD = """
+import socket, sys
+BECOME
+lines = []
+for _ in range(int(sys.argv[2])):
+    lines.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    lines[-1].connect(sys.argv[1])
+ended = 0
+for line in lines:
+    line.settimeout(10)
+    try:
+        while line.recv(256):
+            pass
+    except OSError:
+        pass
+    ended += 1
+    if ended == len(lines) - int(sys.argv[3]):
+        print("ended", flush=True)
+        sys.stdin.readline()
+"""
+
+
+@root_only
+async def test_who_is_not_allowed_has_a_few_places_of_its_own(bench: Bench) -> None:
+    path = Path(bench.address.removeprefix("ipc://"))
+    let_pass(path)
+    idle = await bench.raw()
+    count = 5 * control.MAX_UNWELCOME
+    crowd = as_another_user(CROWD, str(path), str(count), str(control.MAX_UNWELCOME))
+    assert crowd.stdout is not None
+    assert await asyncio.to_thread(crowd.stdout.readline) == "ended\n"
+    uids = [one.credentials.uid for one in bench.control._connections]
+    assert uids.count(ANOTHER_UID) == control.MAX_UNWELCOME
+    assert uids.count(os.getuid()) == 1
+    for _ in range(control.SILENT_TICKS + 1):
+        bench.control.tick()
+    assert not bench.control._connections
+    await asyncio.to_thread(crowd.communicate, "\n")
+    idle.close()
+
+
+def _is_ended(line: socket.socket) -> bool:
+    """Whether the other side ends the connection, whatever it has said before."""
+    with line:
+        try:
+            while line.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+    return True
+
+
+async def test_an_address_that_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        ControlSocket(
+            asyncio.get_running_loop(), f"ipc://{tmp_path}/no/such/directory", held_most=HELD_MOST
+        )

@@ -1,0 +1,75 @@
+"""The mailbox: everything once, in order, in batches, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from stormd.transport.mailbox import DELIVERED_A_TURN, Mailbox
+
+
+async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> None:
+    arrived: list[tuple[int, int]] = []
+    complete = asyncio.Event()
+
+    def deliver(batch: list[tuple[int, int]]) -> None:
+        arrived.extend(batch)
+        if len(arrived) == 400:
+            complete.set()
+
+    mailbox = Mailbox(asyncio.get_running_loop(), deliver)
+
+    def post(thread: int) -> None:
+        for number in range(100):
+            mailbox.post((thread, number))
+
+    threads = [threading.Thread(target=post, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    async with asyncio.timeout(10):
+        await complete.wait()
+    for thread in threads:
+        thread.join()
+    for thread_number in range(4):
+        assert [n for t, n in arrived if t == thread_number] == list(range(100))
+
+
+async def test_the_loop_is_woken_once_for_a_batch() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    for number in range(5):
+        mailbox.post(number)
+    await asyncio.sleep(0)
+    assert batches == [[0, 1, 2, 3, 4]]
+
+
+async def test_many_results_come_in_several_turns_and_in_their_order() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    everything = list(range(3 * DELIVERED_A_TURN))
+    mailbox.post(*everything[:-1])
+    await asyncio.sleep(0)
+    mailbox.post(everything[-1])
+    assert [len(batch) for batch in batches] == [DELIVERED_A_TURN]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [one for batch in batches for one in batch] == everything
+
+
+async def test_close_delivers_however_much_waits() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox.post(*range(3 * DELIVERED_A_TURN))
+    mailbox.close()
+    assert sum(map(len, batches)) == 3 * DELIVERED_A_TURN
+
+
+async def test_close_delivers_what_waits_and_drops_what_comes_later() -> None:
+    batches: list[list[int]] = []
+    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox.post(1)
+    mailbox.close()
+    mailbox.post(2)
+    mailbox.close()
+    await asyncio.sleep(0)
+    assert batches == [[1]]

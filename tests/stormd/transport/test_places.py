@@ -1,0 +1,40 @@
+"""Places of sessions: how many each user has, and which are longest without a lifeline."""
+
+from __future__ import annotations
+
+from stormd.protocol import NO_LANE
+from stormd.sessions import Phase, Session, SessionInfo
+from stormd.transport.places import Places
+
+
+def session(number: int, uid: int = 0, device: str = "cpu") -> Session:
+    info = SessionInfo(session=number, device=device, uid=uid, pid=1, name="x")
+    return Session(info=info, part_bytes=1, seen=0.0, segments={})
+
+
+def test_a_place_is_taken_until_it_is_left_once() -> None:
+    places = Places()
+    one, other, control = session(1), session(2, uid=7), session(3, uid=7, device=NO_LANE)
+    for record in (one, other, control):
+        places.take(record)
+    assert places.taken(0, has_lane=True) == (1, 2)
+    assert places.taken(7, has_lane=False) == (1, 1)
+    places.assert_invariants([one, other, control])
+    places.leave(other)
+    places.leave(other)
+    other.phase = Phase.ENDING
+    assert places.taken(7, has_lane=True) == (0, 1)
+    places.assert_invariants([one, other, control])
+
+
+def test_the_stalest_is_of_the_user_who_has_most_of_them() -> None:
+    places = Places()
+    assert places.stalest(has_lane=True) is None
+    modest, first, second, third = session(1, 5), session(2, 6), session(3, 6), session(4, 6)
+    for record in (modest, first, second, third):
+        places.take(record)
+    places.attached(first)
+    assert places.stalest(has_lane=True) is second
+    assert places.stalest(has_lane=True, uid=5) is modest
+    assert places.stalest(has_lane=True, uid=8) is None
+    assert places.stalest(has_lane=False) is None
