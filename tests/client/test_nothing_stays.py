@@ -39,7 +39,6 @@ def test_a_random_program_of_which_nothing_stays(
     seed: int, is_staged: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_staged:
-        monkeypatch.setattr(Outbound, "_coder", lambda outbound, out: None)
         monkeypatch.setattr(Outbound, "_mapped", lambda outbound, source, nbytes: None)
     offload = client.offload(min_bytes=1)
     expected = run(seed, "cuda", nullcontext)

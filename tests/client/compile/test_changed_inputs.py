@@ -79,6 +79,54 @@ def test_parameters_that_are_given_other_data_are_computed_from_as_they_were(
     assert_as_without_offload(given_other_data, codegen, client, device)
 
 
+class Returning(nn.Module):
+    """Returns a product that its backward pass reads, and could compute again."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.first = nn.Parameter(seeded(device, 32, 32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        product = x @ self.first
+        return product.sin() * product, product
+
+
+def written_without_a_count(wrap: Wrap, device: str) -> list[Tensor]:
+    net = Returning(device)
+    made, product = wrap(net)(seeded(device, 64, 32))
+    product.data.mul_(1.5)
+    made.square().mean().backward()
+    return [made.detach(), *gradients(net)]
+
+
+@pytest.mark.parametrize("codegen", PLAIN)
+def test_a_result_is_read_as_its_caller_has_left_it(
+    codegen: str, device: str, client: storm.Client, full_link: None
+) -> None:
+    """As PyTorch reads it, which has saved it: it is not computed again from what made it."""
+    expected = written_without_a_count(partial(torch.compile, backend=PLAIN[codegen]), device)
+    torch._dynamo.reset()
+    options = {"client": client, "min_bytes": 1, "codegen": codegen, "budget": 0.0}
+    assert_identical(written_without_a_count(partial(storm.compile, **options), device), expected)
+
+
+@pytest.mark.parametrize("codegen", PLAIN)
+def test_a_result_that_its_caller_has_changed_raises(
+    codegen: str, device: str, client: storm.Client, full_link: None
+) -> None:
+    net = Returning(device)
+    for wrap in (
+        partial(torch.compile, backend=PLAIN[codegen]),
+        partial(storm.compile, client=client, min_bytes=1, codegen=codegen, budget=0.0),
+    ):
+        torch._dynamo.reset()
+        made, product = wrap(net)(seeded(device, 64, 32))
+        with torch.no_grad():
+            product.mul_(1.5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.sum().backward()
+
+
 def test_a_parameter_that_is_changed_before_it_is_computed_from_raises(
     device: str, client: storm.Client, full_link: None
 ) -> None:

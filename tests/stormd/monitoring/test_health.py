@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from stormd.lanes.host_codec import HostCodec
 from stormd.monitoring.health import Heartbeat, stuck_workers
-from stormd.protocol import Stored
+from stormd.protocol import Failed, Stored
 
 
 class Clock:
@@ -92,12 +92,17 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
 
 
 def test_a_worker_whose_thread_dies_is_named(
-    make_daemon: Callable[..., DaemonThread], monkeypatch: pytest.MonkeyPatch
+    make_daemon: Callable[..., DaemonThread],
+    connect: Callable[..., RawClient],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise MemoryError("no scratch")
+    def end(*_: Any) -> None:
+        raise SystemExit("no scratch")
 
-    monkeypatch.setattr(HostCodec, "__init__", fail)
+    monkeypatch.setattr(HostCodec, "store", end)
     daemon = make_daemon(encode_threads=1)
+    client = connect(daemon).open()
+    lost = client.wait_for(Failed, entry=client.store(b"x" * 1000))
+    assert lost.kind == "ActivationLost"
     wait_until(lambda: bool(daemon.server.stuck()), found=daemon.status)
-    assert daemon.server.stuck() == ["stormd-cpu-0 has ended: MemoryError: no scratch"]
+    assert daemon.server.stuck() == ["stormd-cpu-0 has ended: SystemExit: no scratch"]
