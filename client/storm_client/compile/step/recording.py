@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storm_client.compile.step.generators import Generators, is_same
+from storm_client.compile.step.kernels import as_the_kernel_does
 from storm_client.compile.step.recurrent import (
     BACKWARD_LAYER,
     LAYER,
@@ -235,6 +236,7 @@ class Recording:
                 made = function(*faked, **faked_options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise data_dependent(str(function)) from error
+            made = as_the_kernel_does(function, faked, faked_options, made)
         self._check_layout(function, made)
         self._check_memory(function, (faked, faked_options), made)
         node = self.graph.call_function(function, *given)
