@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from storm_client.compile.exactness import draws
 from storm_client.compile.step.generators import Generators, is_same
 from storm_client.compile.step.kernels import as_the_kernel_does
 from storm_client.compile.step.recurrent import (
@@ -480,7 +481,7 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node)
+    return draws(target) and not _draws_nothing(node)
 
 
 def _draws_nothing(node: fx.Node) -> bool:
