@@ -28,7 +28,7 @@ import storm_client as storm
 import torch
 from storm_bench.child_daemon import ChildDaemon
 from storm_client import hook_stack as blocks
-from storm_client import offload as hooks
+from storm_client import offloading
 from storm_client.planner import in_flight as window
 from storm_client.transport.connection import Connection
 from storm_kernels.ancf import DType
@@ -194,7 +194,7 @@ def thread_seconds(pid: int) -> dict[str, float]:
     return found
 
 
-def step(x: Tensor, case: Case, offload: hooks.Offload) -> None:
+def step(x: Tensor, case: Case, offload: offloading.Offload) -> None:
     """Save `case.tensors` tensors, and use them again."""
     with offload:
         for _ in range(case.tensors):

@@ -174,8 +174,8 @@ def words_of(script: str, *, arguments: Sequence[str] = (), **environ: str) -> l
 def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
     script = """
         import os, threading, torch, storm_client as storm
-        from storm_client import offload as hooks
-        hooks.SETTLE_SECONDS = 30
+        from storm_client import offloading
+        offloading.SETTLE_SECONDS = 30
         one, two = storm.offload(min_bytes=1), storm.offload(torch.nn.Linear(2, 2), codec="raw")
         x = torch.ones(64, 64, requires_grad=True)
         with one:

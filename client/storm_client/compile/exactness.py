@@ -1,4 +1,4 @@
-"""Which operations give the same bits wherever they run, by who generates the code.
+"""Which operations give the same bits wherever they run, by who generates the code; which draw.
 
 PyTorch's own kernels do where they are deterministic. Generated code fuses operations, and rounds
 otherwise where others stand beside them.
@@ -13,7 +13,14 @@ from torch import fx
 
 from storm_client.compile.views import is_view
 
-__all__ = ["MOVES", "exact_in_eager", "exact_in_generated_code", "is_conversion"]
+__all__ = [
+    "MOVES",
+    "draws",
+    "exact_in_eager",
+    "exact_in_generated_code",
+    "is_conversion",
+    "is_seed",
+]
 
 aten = torch.ops.aten
 
@@ -54,6 +61,30 @@ MOVES = {
 }
 """Operations that move, compare or choose, and round nothing: exact wherever they are fused."""
 
+_SEEDS = {"philox_seed", "philox_offset", "rng_state", "unused"}
+"""What attention calls where its numbers were drawn from, in its results and its backward pass's
+arguments. PyTorch has it in the host's memory or the device's, whatever a fake tensor says."""
+
+
+def draws(target: torch._ops.OpOverload) -> bool:
+    """Tell whether an operation may draw random numbers.
+
+    One that is given what another has drawn from makes the same numbers again, and draws nothing.
+    """
+    is_given = any(one.name in _SEEDS for one in target._schema.arguments)
+    return torch.Tag.nondeterministic_seeded in target.tags and not is_given
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Tell whether a value is where an operation's random numbers were drawn from."""
+    if node.target is not operator.getitem:
+        return False
+    source, index = node.args
+    target = source.target if isinstance(source, fx.Node) else None
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(index, int):
+        return False
+    return target._schema.returns[index].name in _SEEDS
+
 
 def exact_in_generated_code(node: fx.Node) -> bool:
     """Tell whether generated code gives the same bits of an operation wherever it is fused."""
@@ -66,7 +97,10 @@ def exact_in_generated_code(node: fx.Node) -> bool:
 
 
 def exact_in_eager(node: fx.Node) -> bool:
-    """Tell whether PyTorch's own kernels give the same bits of an operation each time."""
+    """Tell whether PyTorch's own kernels give the same bits of an operation each time.
+
+    Attention's backward pass may not, even where it draws nothing.
+    """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem

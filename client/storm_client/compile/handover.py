@@ -17,6 +17,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor
 
 from storm_client.compile.costs import nbytes_of
+from storm_client.compile.exactness import is_seed
 from storm_client.compile.symbols import can_compute, symbols_of
 from storm_client.compile.views import is_tensor, memory_of, source_of
 
@@ -114,7 +115,7 @@ class Handover:
             value
         ):
             return False
-        if not self.has_known_sizes(made):
+        if not self.has_known_sizes(made) or is_seed(made):
             return False
         if any(use.op == "output" for use in uses_there):
             return False  # a gradient that is the saved tensor itself

@@ -30,7 +30,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from storm_client.compile.costs import PRODUCTS
-from storm_client.compile.exactness import exact_in_generated_code
+from storm_client.compile.exactness import draws, exact_in_generated_code
 from storm_client.compile.operators import FETCH, HOLD, SEEN, STORE, WAIT
 from storm_client.compile.partition import NUMBER, partition
 from storm_client.compile.runtime import Graph
@@ -445,7 +445,7 @@ def _draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.overloadpacket is aten.bernoulli:
         return False  # Inductor draws in place, and what reads that would not wait for it
-    return target in _SEEDS or torch.Tag.nondeterministic_seeded in target.tags
+    return target in _SEEDS or draws(target)
 
 
 _SEEDS = {torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default}

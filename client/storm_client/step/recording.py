@@ -29,9 +29,16 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+<<<<<<< HEAD:client/storm_client/step/recording.py
 from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
 from storm_client.step.recurrent import (
+=======
+from storm_client.compile.exactness import draws
+from storm_client.compile.step.generators import Generators, is_same
+from storm_client.compile.step.kernels import as_the_kernel_does
+from storm_client.compile.step.recurrent import (
+>>>>>>> main:client/storm_client/compile/step/recording.py
     BACKWARD_LAYER,
     LAYER,
     TRAINED_LAYER,
@@ -235,6 +242,7 @@ class Recording:
                 made = function(*faked, **faked_options)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise data_dependent(str(function)) from error
+            made = as_the_kernel_does(function, faked, faked_options, made)
         self._check_layout(function, made)
         self._check_memory(function, (faked, faked_options), made)
         node = self.graph.call_function(function, *given)
@@ -478,7 +486,7 @@ def is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    return torch.Tag.nondeterministic_seeded in target.tags and not _draws_nothing(node)
+    return draws(target) and not _draws_nothing(node)
 
 
 def _draws_nothing(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import pytest
 import storm_client as storm
 import torch
-from storm_client import offload as hooks
+from storm_client import offloading
 from storm_client.transport import store as outbound
 from support.daemon_process import DaemonProcess
 from support.waiting import wait_until
@@ -191,7 +191,7 @@ def test_a_daemon_that_does_not_read(
     options = ("--staging-bytes-cpu", "2MiB", "--part-bytes-cpu", "1MiB")
     daemon = make_daemon("--pool-bytes", "64MiB", *options)
     monkeypatch.setattr(outbound, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(hooks, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(offloading, "SETTLE_SECONDS", 0.1)
     with connected(daemon) as client:
         offload = client.offload(min_bytes=1)
         x = torch.ones(1 << 18, requires_grad=True)
