@@ -29,16 +29,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-<<<<<<< HEAD:client/storm_client/step/recording.py
+from storm_client.compile.exactness import draws
 from storm_client.errors import UsageError
 from storm_client.step.generators import Generators, is_same
+from storm_client.step.kernels import as_the_kernel_does
 from storm_client.step.recurrent import (
-=======
-from storm_client.compile.exactness import draws
-from storm_client.compile.step.generators import Generators, is_same
-from storm_client.compile.step.kernels import as_the_kernel_does
-from storm_client.compile.step.recurrent import (
->>>>>>> main:client/storm_client/compile/step/recording.py
     BACKWARD_LAYER,
     LAYER,
     TRAINED_LAYER,

@@ -64,7 +64,7 @@ def test_nvtx_is_told_where_a_profiler_listens(monkeypatch: pytest.MonkeyPatch) 
             told.append("end")
 
     monkeypatch.setattr(ranges, "_listening", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx_range)
     with pytest.raises(ZeroDivisionError), span("pack", 5):
         raise ZeroDivisionError

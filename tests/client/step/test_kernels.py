@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compile.step.kernels import as_the_kernel_does
+from storm_client.step.kernels import as_the_kernel_does
 from support.training import assert_identical, seeded
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
