@@ -15,7 +15,7 @@ import storm_client as storm
 import torch
 from storm_client import hook_stack as stacks
 from support import compiling_first
-from support.planning import replay_all
+from support.planning import mind_the_device_alone, replay_all
 from support.training import Context, assert_identical, gradients, seeded
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
@@ -381,8 +381,10 @@ def test_dynamo_may_be_loaded_in_a_block(client: storm.Client) -> None:
 
 
 def test_the_plan_says_that_recomputation_is_switched_off(
-    device: str, client: storm.Client
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of what is offloaded: what stays because the step is bound by its thread would do so too."""
+    mind_the_device_alone(monkeypatch)
     net, x = curved(device)
     offload = client.offload(net, min_bytes=1, replay=False)
     for _ in range(3):
