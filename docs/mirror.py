@@ -2,7 +2,7 @@
 
 A page includes a file, or one section of it, by a line of its own:
 
-    <!-- include: README.md # The way of a tensor -->
+    <!-- include: README.md # A step -->
 
 Every Markdown file of the repository, and every file that one links to, is also part of the site
 under source/, at its own path: links between them work as they do in the repository. A link to a

@@ -1,15 +1,21 @@
-"""Every command of ours that a document shows is one that the command line takes."""
+"""What documents show and how they say it: commands that are taken, sentences that are short."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import storm_client
 
 from stormd import cli
+from stormd.config import Option, config_options, default_of
+from stormd.example_config import render_value
+from stormd.protocol.variables import CLIENT_SETTINGS, PREFIX
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -50,3 +56,112 @@ def test_commands_are_taken(path: Path, capsys: pytest.CaptureFixture[str]) -> N
         except SystemExit as end:
             if end.code:
                 pytest.fail(f"stormd {command}: {capsys.readouterr().err}")
+
+
+# --- sentences ------------------------------------------------------------------------------
+
+MOST_WORDS = 35
+PAGES = sorted(
+    [
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        ROOT / "deploy" / "README.md",
+    ]
+)
+
+NOT_PROSE = re.compile(
+    r"^```.*?^```|<!--.*?-->|^(?: {4,}(?![-*\d])|\||#+ |:::|!!! |---$)[^\n]*$",
+    re.MULTILINE | re.DOTALL,
+)
+"""Code, comments, tables, headings, and what mkdocs reads as its own."""
+
+ITEM = re.compile(r"^ *(?:[-*]|\d+\.) ", re.MULTILINE)
+LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+END = re.compile(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*[A-Z0-9`])")
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a document's prose: quoted code is a word, a link is its text."""
+    prose = ITEM.sub("\n\n", NOT_PROSE.sub("\n", text))
+    for paragraph in re.split(r"\n\s*\n", prose):
+        plain = re.sub(r"`+[^`]+`+", "`code`", LINK.sub(r"\1", paragraph))
+        yield from (part for part in END.split(" ".join(plain.split())) if part)
+
+
+def words(sentence: str) -> list[str]:
+    """Return what is read as words: dashes and signs are none."""
+    return [word for word in sentence.split() if re.search(r"\w", word)]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("One two. Three `a b c` [four five](six/seven.md).", [2, 4]),
+        ("One two\nthree:\n\n- four\n- five\n  six.", [3, 1, 2]),
+        ("One.\n\n| a | b |\n|---|---|\n\n```\ncode\n```\n\n    more code\n\nTwo three.", [1, 2]),
+        ("# Heading\n<!-- a comment -->\nOf 3.5 GiB, e.g. two. `Code` begins.", [5, 2]),
+    ],
+)
+def test_sentences_are_told_apart(text: str, counts: list[int]) -> None:
+    assert [len(words(sentence)) for sentence in sentences(text)] == counts
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sentences_can_be_read_once(path: Path) -> None:
+    long = [part for part in sentences(path.read_text("utf-8")) if len(words(part)) > MOST_WORDS]
+    assert not long, f"more than {MOST_WORDS} words: " + "\n\n".join(long)
+
+
+# --- the page of settings -------------------------------------------------------------------
+
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+
+
+def settings_table() -> str:
+    """The daemon's settings as the page has to have them."""
+    head = ["| Setting | Default | Limits | Reload | Meaning |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *map(_setting, config_options())])
+
+
+def _setting(option: Option) -> str:
+    default = option.default_note or f"`{_shown(option, default_of(option))}`"
+    cells = (
+        f"`{option.name}`",
+        "nothing" if default in ("empty", '`""`', "`[]`") else default,
+        ", ".join(f"`{choice}`" for choice in option.choices) or _limits(option),
+        "yes" if option.reloadable else "",
+        option.help.replace("|", "\\|"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _limits(option: Option) -> str:
+    least, most = (
+        None if limit is None else _shown(option, type(default_of(option))(limit))
+        for limit in (option.least, option.most)
+    )
+    if most is None:
+        return "" if least is None else f"from {least}"
+    return f"{least} to {most}"
+
+
+def _shown(option: Option, value: Any) -> str:
+    return render_value(option, value).strip('"') if value != "" else '""'
+
+
+def test_the_page_has_the_settings_of_the_code() -> None:
+    assert settings_table() in CONFIGURATION, f"docs/configuration.md needs\n{settings_table()}"
+
+
+@pytest.mark.parametrize("function", [storm_client.connect, storm_client.Client.offload])
+def test_the_page_has_the_options_of_a_script(function: Callable[..., Any]) -> None:
+    table = CONFIGURATION.partition(f"| Option of `{function.__name__}` |")[2].partition("\n\n")[0]
+    options = [name for name in inspect.signature(function).parameters if name != "self"]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        name for name in options if name != "unknown"
+    ]
+
+
+def test_the_page_has_the_variables_of_a_script() -> None:
+    for name in CLIENT_SETTINGS:
+        assert f"| `{PREFIX}{name.upper()}` |" in CONFIGURATION
