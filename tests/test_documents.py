@@ -6,6 +6,7 @@ import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,26 @@ def test_the_page_has_the_options_of_a_script(function: Callable[..., Any]) -> N
 def test_the_page_has_the_variables_of_a_script() -> None:
     for name in CLIENT_SETTINGS:
         assert f"| `{PREFIX}{name.upper()}` |" in CONFIGURATION
+
+
+# --- the page of the API --------------------------------------------------------------------
+
+API = (ROOT / "docs" / "api.md").read_text("utf-8")
+
+
+def _named(identifier: str) -> Any:
+    """Return what the page names: the longest part that is a module, and what that has."""
+    module, _, name = identifier.rpartition(".")
+    return getattr(import_module(module), name) if module else import_module(identifier)
+
+
+def test_the_api_begins_with_what_scripts_call() -> None:
+    """By their modules: mkdocstrings takes `storm_client.connect` for the module of that name."""
+    found = [_named(name) for name in re.findall(r"^::: (\S+)$", API, re.MULTILINE)[:3]]
+    assert found == [storm_client.connect, storm_client.offload, storm_client.compile]
+
+
+def test_the_api_has_every_public_name() -> None:
+    shown = re.findall(r"\w+", API)
+    for name in storm_client.__all__:
+        assert name in shown or name.startswith("__"), name
