@@ -65,7 +65,8 @@ MOST_WORDS = 35
 PAGES = sorted(
     [
         *(ROOT / "docs").glob("*.md"),
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+        *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        ROOT / "deploy" / "README.md",
     ]
 )
 
