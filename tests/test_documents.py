@@ -174,9 +174,9 @@ API = (ROOT / "docs" / "api.md").read_text("utf-8")
 
 
 def _named(identifier: str) -> Any:
-    """Return what the page names: the longest part that is a module, and what that has."""
+    """Return what the page names by its module and its name there."""
     module, _, name = identifier.rpartition(".")
-    return getattr(import_module(module), name) if module else import_module(identifier)
+    return getattr(import_module(module), name)
 
 
 def test_the_api_begins_with_what_scripts_call() -> None:
