@@ -113,6 +113,56 @@ def test_sentences_can_be_read_once(path: Path) -> None:
     assert not long, f"more than {MOST_WORDS} words: " + "\n\n".join(long)
 
 
+# --- files and tests that are named ----------------------------------------------------------
+
+FILES = [
+    path.relative_to(ROOT)
+    for folder in ("client", "deploy", "docs", "kernels", "stormd", "tests", ".")
+    for path in (ROOT / folder).glob("*" if folder == "." else "**/*")
+    if path.is_file() and "__pycache__" not in path.parts
+]
+SOURCES = sorted(ROOT / path for path in FILES if path.suffix == ".py" and path.parts[0] != "tests")
+TESTS = {
+    name
+    for path in FILES
+    if path.parts[0] == "tests" and path.suffix == ".py"
+    for name in re.findall(
+        r"^ *(?:async )?def (test_\w+)", (ROOT / path).read_text("utf-8"), re.MULTILINE
+    )
+}
+QUOTED_FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|c|h|cu|json))`")
+QUOTED_FOLDER = re.compile(r"`((?:[\w-]+/)+)`")
+QUOTED_TEST = re.compile(r"`(test_\w+)(\u2026?)`")
+OTHERS = {"train.py"}
+"""What examples call a file of the reader's."""
+
+
+def _missing(text: str) -> Iterator[str]:
+    """Yield the files, folders and tests between backquotes that the repository does not have."""
+    names = [f"/{path}" for path in FILES]
+    for found in QUOTED_FILE.findall(text):
+        if found not in OTHERS and not any(name.endswith(f"/{found}") for name in names):
+            yield found
+    for found in QUOTED_FOLDER.findall(text):
+        if not any(f"/{found}" in name for name in names):
+            yield found
+    for found, cut in QUOTED_TEST.findall(text):
+        if not any(name == found or (cut and name.startswith(found)) for name in TESTS):
+            yield found
+
+
+def test_missing_files_are_found() -> None:
+    text = (
+        "`no_such.py` `test_documents.py` `stormd/nowhere/` `client/` `test_nothing` `test_miss…`"
+    )
+    assert list(_missing(text)) == ["no_such.py", "stormd/nowhere/", "test_nothing"]
+
+
+def test_named_files_and_tests_exist() -> None:
+    missing = {path: list(_missing(path.read_text("utf-8"))) for path in (*DOCUMENTS, *SOURCES)}
+    assert not {str(path.relative_to(ROOT)): found for path, found in missing.items() if found}
+
+
 # --- the page of settings -------------------------------------------------------------------
 
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text("utf-8")

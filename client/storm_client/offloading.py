@@ -1,7 +1,7 @@
 """What a script holds of offloading: an Offload, each of whose `with` blocks is a step.
 
 An Offload may be entered in several threads at once and inside itself: every block is a step of
-its own, with its pair of hooks (`packing.py`), and PyTorch applies the innermost of the thread.
+its own, with its pair of hooks (`hooks.py`), and PyTorch applies the innermost of the thread.
 """
 
 from __future__ import annotations

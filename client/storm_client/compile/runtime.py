@@ -5,7 +5,7 @@ not take, or must not have, is held here, and given back as it is. Autograd's to
 keeps a value; its death, in whatever thread, is noticed where a graph runs next.
 
 Where a budget is one of bytes, what a call may keep depends on what others keep meanwhile
-(`room.py`).
+(`shared_budget.py`).
 """
 
 from __future__ import annotations
