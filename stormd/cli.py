@@ -16,15 +16,15 @@ from typing import Final
 
 from stormd import __version__
 from stormd.commands import bench, completion, demo, doctor, run, serve, status, top
-from stormd.commands.output import (
+from stormd.commands.parsing import Parser
+from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
+from stormd.output import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NO_DAEMON,
     EXIT_OK,
     EXIT_USAGE,
 )
-from stormd.commands.parsing import Parser
-from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
 from stormd.protocol import ProtocolError
 from stormd.saying import say
 
@@ -45,6 +45,7 @@ _COMMANDS: Final[dict[str, ModuleType]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, sys.argv where None, and return the exit status."""
     line = parser()
+    line.set_defaults(line=line)  # of which completions are made
     chosen = line.parse_args(arguments)
     if chosen.command is None:
         line.print_help()

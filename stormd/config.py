@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 
 from stormd.errors import ConfigError
 from stormd.host_port import parse_host_port
-from stormd.ledger.arena import GRANULE, slack_of
+from stormd.memory.arena import GRANULE, slack_of
 from stormd.options import Kind, Option, check_value, read_value
 from stormd.protocol import ProtocolError, default_addresses, parse_address, unknown_variables
 from stormd.protocol.limits import MAX_ENTRY_BYTES

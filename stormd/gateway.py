@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from stormd import __version__
 from stormd.cache.items import Caller
-from stormd.cache.requests import CACHE_REQUESTS
 from stormd.errors import LaneUnavailable
 from stormd.lanes import Attachment, Lane
+from stormd.ledger.cache_requests import CACHE_REQUESTS
 from stormd.ledger.events import (
     Detach,
     Ended,
@@ -41,6 +41,7 @@ from stormd.ledger.events import (
     Wait,
 )
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import SessionInfo, session_name
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     CACHE_FEATURE,
@@ -73,7 +74,6 @@ from stormd.protocol import (
     hello_version,
 )
 from stormd.protocol.limits import TOKEN_BYTES
-from stormd.sessions import SessionInfo, session_name
 from stormd.transport.control import Connection, ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.listener import Credentials

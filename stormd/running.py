@@ -25,9 +25,9 @@ import uvloop
 from stormd import open_files
 from stormd.config import Config
 from stormd.errors import StartStopped
-from stormd.ledger.operation import StartReport, operated, reload_settings
 from stormd.monitoring.log_queue import LogQueue
 from stormd.notify import Notifier, watchdog_seconds
+from stormd.operation import StartReport, operated, reload_settings
 from stormd.server import Server
 
 __all__ = ["run_daemon"]

@@ -23,10 +23,11 @@ from stormd.gateway import Gateway, Terms
 from stormd.lanes import Lane
 from stormd.lanes.none import NoLane
 from stormd.lanes.opening import open_lanes
-from stormd.ledger.arena import Space, slack_of
 from stormd.ledger.events import Result
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.parts import blob_bound
+from stormd.ledger.sessions import Limits
+from stormd.memory.arena import Space, slack_of
 from stormd.memory.growth import FIRST_BYTES, PoolGrowth
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.counters import Counters
@@ -35,7 +36,6 @@ from stormd.monitoring.health import stuck_workers
 from stormd.monitoring.logs import dropped_lines
 from stormd.protocol import NO_LANE, lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
-from stormd.sessions import Limits
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.mailbox import Mailbox

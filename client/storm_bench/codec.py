@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from stormd.commands.output import write_line
 from stormd.errors import ChildFailed
+from stormd.output import write_line
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -24,9 +24,9 @@ from storm_bench.ternary import (
 )
 from storm_bench.train.command import add_train_arguments, measure_train, print_train
 from stormd.commands.arguments import check_picture, positive_int
-from stormd.commands.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
 from stormd.errors import ChildFailed
 from stormd.machine import describe
+from stormd.output import EXIT_INTERRUPTED, EXIT_OK, write_json, write_line
 from stormd.sizes import format_size, parse_size
 
 __all__ = ["add_arguments", "run"]

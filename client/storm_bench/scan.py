@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.pictures import draw_scan
 from stormd.commands.arguments import check_picture, positive_int
-from stormd.commands.output import write_line
 from stormd.errors import ChildFailed
 from stormd.machine import package_versions
+from stormd.output import write_line
 
 if TYPE_CHECKING:
     from torch import Tensor

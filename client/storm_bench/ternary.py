@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from storm_bench.pictures import draw_ternary
 from stormd.commands.arguments import check_picture, positive_int
-from stormd.commands.output import write_line
+from stormd.output import write_line
 
 if TYPE_CHECKING:
     import numpy as np

@@ -25,7 +25,7 @@ from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 from stormd.cache.names import NameIndex
-from stormd.ledger.arena import Block, Space, granules
+from stormd.memory.arena import Block, Space, granules
 from stormd.monitoring.counters import CacheCounts
 from stormd.sizes import format_size
 

@@ -10,9 +10,9 @@ import argparse
 from importlib.util import find_spec
 from typing import Final
 
-from stormd.commands.output import EXIT_OK, write_line
 from stormd.commands.parsing import all_commands
 from stormd.errors import ConfigError
+from stormd.output import EXIT_OK, write_line
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script.
+    """Print the script for the command line that `args.line` parses.
 
     Raises:
         ConfigError: shtab, of which it is made, is not installed.
@@ -44,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("completions are made with shtab: pip install shtab")
     import shtab
 
-    from stormd.cli import parser
-
-    line = parser()
+    line: argparse.ArgumentParser = args.line
     for command in all_commands(line):
         for action in command._actions:
             metavar = action.metavar

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from stormd.commands.output import EXIT_OK, write_line
 from stormd.config import Config, Option, config_options, default_of, load_config
 from stormd.errors import ConfigError, PoolUnavailable
 from stormd.example_config import render_example, render_value
 from stormd.machine import memory_limit
 from stormd.monitoring.logs import logging_process
+from stormd.output import EXIT_OK, write_line
 from stormd.sizes import format_size
 
 __all__ = ["HELP", "add_arguments", "check_pool", "fitted", "run"]

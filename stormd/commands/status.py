@@ -10,7 +10,7 @@ import argparse
 from typing import Any
 
 from stormd.commands.arguments import add_daemon_arguments
-from stormd.commands.output import EXIT_OK, write_json
+from stormd.output import EXIT_OK, write_json
 from stormd.query import StatusQuery, find_address
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from stormd.commands.arguments import add_daemon_arguments, positive_int, positive_seconds
-from stormd.commands.output import EXIT_OK, write_json
+from stormd.output import EXIT_OK, write_json
 from stormd.query import StatusQuery, find_address
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Final
 
 from storm_kernels import ancf
 
-from stormd.ledger.arena import Block
 from stormd.ledger.events import StoreJob
 from stormd.ledger.parts import blob_bound
+from stormd.memory.arena import Block
 from stormd.memory.host_pool import HostPool
 from stormd.memory.huge_pages import advise_huge_pages
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from stormd.ledger.arena import Space, granules
 from stormd.ledger.parts import blob_bound
+from stormd.ledger.sessions import Entry, Limits, Phase, Session
+from stormd.memory.arena import Space, granules
 from stormd.protocol import MapSegment, Store
 from stormd.protocol.limits import FIRST_LEASED
-from stormd.sessions import Entry, Limits, Phase, Session
 from stormd.sizes import format_size
 
 __all__ = [

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stormd.ledger.arena import Block, Space
 from stormd.ledger.parts import Part
+from stormd.memory.arena import Block, Space
 from stormd.protocol import MapSegment, Message
 
 __all__ = [

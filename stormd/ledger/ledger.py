@@ -18,7 +18,6 @@ from itertools import groupby
 from typing import Any, Final
 
 from stormd.cache.items import Cache, Caller
-from stormd.cache.requests import CacheRequests
 from stormd.ledger.accounting import (
     Holdings,
     assert_session,
@@ -28,7 +27,7 @@ from stormd.ledger.accounting import (
     share_problem,
     store_problem,
 )
-from stormd.ledger.arena import Space, granules
+from stormd.ledger.cache_requests import CacheRequests
 from stormd.ledger.events import (
     Detach,
     Detached,
@@ -52,6 +51,18 @@ from stormd.ledger.events import (
     Wait,
 )
 from stormd.ledger.parts import Part, blob_bound
+from stormd.ledger.places import Places
+from stormd.ledger.sessions import (
+    CacheAccess,
+    Destination,
+    Entry,
+    Limits,
+    Phase,
+    Session,
+    SessionInfo,
+    Ticket,
+)
+from stormd.memory.arena import Space, granules
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     RESTORE_FIELDS,
@@ -76,18 +87,7 @@ from stormd.protocol import (
     unpack,
 )
 from stormd.protocol.limits import MAX_BATCH
-from stormd.sessions import (
-    CacheAccess,
-    Destination,
-    Entry,
-    Limits,
-    Phase,
-    Session,
-    SessionInfo,
-    Ticket,
-)
 from stormd.sizes import format_size
-from stormd.transport.places import Places
 
 __all__ = ["ATTACH_SECONDS", "Ledger"]
 

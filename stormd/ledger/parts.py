@@ -7,7 +7,7 @@ from typing import NamedTuple
 from storm_kernels import ancf
 from storm_kernels.ancf import DType
 
-from stormd.ledger.arena import granules
+from stormd.memory.arena import granules
 
 __all__ = ["Part", "blob_bound", "parse_dtype"]
 

@@ -14,12 +14,11 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from typing import Final, Protocol
 
 from stormd.errors import LaneUnavailable, PoolUnavailable, StartStopped
-from stormd.lanes import Lane
-from stormd.ledger.arena import Space
 from stormd.machine import memory_limit
+from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
 from stormd.sizes import format_size
 
@@ -43,6 +42,17 @@ LEFT_PART: Final = 16
 LEFT_LEAST: Final = 64 << 20
 LEFT_MOST: Final = 2 << 30
 """Of the machine's or the container's memory, what is left to others: a 16th within these."""
+
+
+class Extendable(Protocol):
+    """A lane, of which nothing else is needed here."""
+
+    def extend(self, offset: int, nbytes: int) -> None:
+        """Take in a further range of the pool, which is resident.
+
+        Raises:
+            LaneUnavailable: a device cannot reach it; nothing of it is kept.
+        """
 
 
 def next_step(space: Space) -> int:
@@ -75,7 +85,7 @@ class PoolGrowth:
         self,
         pool: HostPool,
         spaces: Sequence[Space],
-        lanes: Iterable[Lane],
+        lanes: Iterable[Extendable],
         loop: asyncio.AbstractEventLoop,
         on_step: Callable[[], None],
     ) -> None:

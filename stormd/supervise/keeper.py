@@ -19,8 +19,8 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any, Final, NoReturn
 
-from stormd.commands.output import EXIT_FAILED
 from stormd.errors import ChildFailed, CommandUnusable, MpsUnavailable, NoDaemon, StormdError
+from stormd.output import EXIT_FAILED
 from stormd.protocol import (
     BUDGET_VARIABLE,
     accepts_connections,

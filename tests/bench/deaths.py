@@ -31,8 +31,8 @@ from storm_bench.child_daemon import ChildDaemon
 from support.trainers import Trainers
 from support.waiting import wait_until
 
-from stormd.ledger.arena import slack_of
 from stormd.machine import describe
+from stormd.memory.arena import slack_of
 from stormd.monitoring.nvml import open_nvml
 
 NOTICED_SECONDS = 60.0

@@ -29,8 +29,8 @@ from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 
 from stormd.config import Config
-from stormd.ledger.arena import Block, Space
 from stormd.machine import describe
+from stormd.memory.arena import Block, Space
 from stormd.protocol import Rejected, Restore, Restored, Store, Stored
 
 KIB, MIB = 1 << 10, 1 << 20

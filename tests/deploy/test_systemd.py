@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from stormd.commands.output import EXIT_USAGE
 from stormd.config import Config, load_config
 from stormd.monitoring.health import STUCK_SECONDS
+from stormd.output import EXIT_USAGE
 from stormd.protocol import parse_address
 from stormd.protocol.addresses import SYSTEM_DIRECTORY
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from stormd.config import Config
 from stormd.lanes.cpu import CpuLane
 from stormd.lanes.host_codec import HostCodec
-from stormd.ledger.arena import Block
 from stormd.ledger.events import StoreJob
+from stormd.memory.arena import Block
 
 KIB = 1 << 10
 WAIT_SECONDS = 60.0

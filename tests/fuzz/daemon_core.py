@@ -15,7 +15,6 @@ from unittest.mock import Mock
 from stormd.cache.items import Cache
 from stormd.gateway import Gateway, Terms
 from stormd.lanes import Attachment
-from stormd.ledger.arena import Space
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -28,6 +27,8 @@ from stormd.ledger.events import (
     StoreJob,
 )
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import Limits
+from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     PROTOCOL_VERSION,
@@ -39,7 +40,6 @@ from stormd.protocol import (
     decode,
     encode,
 )
-from stormd.sessions import Limits
 from stormd.transport.listener import Credentials
 
 __all__ = ["DaemonCore"]

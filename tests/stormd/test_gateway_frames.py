@@ -8,9 +8,10 @@ from typing import Any, cast
 from unittest.mock import Mock
 
 from stormd.gateway import LARGE_BYTES, RELEASED_AT_ONCE, SMALL_BYTES, Gateway, Peer
-from stormd.ledger.arena import Space
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import Limits, SessionInfo
+from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Admitted,
@@ -27,7 +28,6 @@ from stormd.protocol import (
 )
 from stormd.protocol.framing import Envelope
 from stormd.protocol.limits import MAX_BATCH
-from stormd.sessions import Limits, SessionInfo
 from stormd.transport.listener import Credentials
 
 MIB = 1 << 20

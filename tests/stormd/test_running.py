@@ -23,8 +23,8 @@ from support.raw_client import RawClient
 from support.waiting import wait_until
 
 from stormd.config import Config
-from stormd.ledger.operation import StartReport
 from stormd.memory.host_pool import CHUNK_BYTES
+from stormd.operation import StartReport
 from stormd.protocol import Goodbye, Refused, StatusRequest, Welcome
 from stormd.running import run_daemon
 from stormd.server import Server

@@ -15,9 +15,9 @@ from storm_kernels import ancf
 from support import fake_cuda
 from support.waiting import wait_until
 
-from stormd.ledger.arena import Space
 from stormd.ledger.events import Detached, RestoreJob, Result, SegmentMapped, StoreJob
 from stormd.ledger.parts import Part
+from stormd.memory.arena import Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import Hello, MapSegment
 from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines

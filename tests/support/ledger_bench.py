@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from support.fake_lane import FakeLane
 
-from stormd.ledger.arena import Space
 from stormd.ledger.events import Wait
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import Limits, SessionInfo
+from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     NO_LANE,
@@ -20,7 +21,6 @@ from stormd.protocol import (
     UnmapSegment,
     pack,
 )
-from stormd.sessions import Limits, SessionInfo
 
 KIB = 1024
 CAPACITY = 64 * KIB

@@ -18,8 +18,8 @@ from storm_bench.demo.report import Comparison, Report
 from storm_bench.demo.run import Plan, run_demo
 from storm_bench.demo.trainers import OnStep
 from stormd.commands.arguments import positive_int
-from stormd.commands.output import EXIT_FAILED, EXIT_OK, write_json
 from stormd.machine import describe
+from stormd.output import EXIT_FAILED, EXIT_OK, write_json
 from stormd.sizes import format_size, parse_size
 
 if TYPE_CHECKING:

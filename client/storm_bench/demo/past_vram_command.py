@@ -10,9 +10,9 @@ import argparse
 import dataclasses
 
 from storm_bench.demo.past_vram import PastPlan, PastReport, run_past_vram
-from stormd.commands.output import EXIT_FAILED, EXIT_OK, write_json, write_line
 from stormd.errors import ConfigError, LaneUnavailable
 from stormd.machine import describe
+from stormd.output import EXIT_FAILED, EXIT_OK, write_json, write_line
 from stormd.sizes import format_size, parse_size
 
 __all__ = ["add_past_vram_arguments", "run_past"]

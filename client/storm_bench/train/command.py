@@ -27,11 +27,11 @@ from storm_bench.interrupts import noted_interrupts
 from storm_bench.pictures import draw_train, total_bytes
 from storm_bench.train import BUDGET_PREFIX, again, plain_seconds
 from stormd.commands.arguments import check_picture, positive_int
-from stormd.commands.output import write_line
 from stormd.doctor.cuda import check_mps
 from stormd.errors import ChildFailed
 from stormd.machine import memory_limit
 from stormd.monitoring.nvml import Nvml, open_nvml
+from stormd.output import write_line
 from stormd.protocol import parse_budget
 from stormd.sizes import parse_size
 

@@ -25,7 +25,7 @@ from storm_kernels.cuda_driver import (
 )
 from storm_kernels.errors import CudaDriverError
 
-from stormd.ledger.arena import Block
+from stormd.memory.arena import Block
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.health import Heartbeat
 from stormd.monitoring.link_meter import LinkMeter

@@ -22,9 +22,9 @@ from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.device import CudaDevice
 from stormd.lanes.cuda.direct import Outlook, goes_direct
 from stormd.lanes.cuda.ring import RingPair, Side
-from stormd.ledger.arena import GRANULE, Block, granules
 from stormd.ledger.events import RestoreJob, StoreJob
 from stormd.ledger.parts import blob_bound
+from stormd.memory.arena import GRANULE, Block, granules
 
 __all__ = [
     "RESULT_WORDS",

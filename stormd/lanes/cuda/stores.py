@@ -22,8 +22,8 @@ from stormd.lanes.cuda.checks import Check
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, DirectScratch, Scratch
 from stormd.lanes.cuda.turns import Turns
-from stormd.ledger.arena import Block
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
+from stormd.memory.arena import Block
 from stormd.monitoring.nvtx import nvtx_range
 from stormd.protocol.timeline import STORED
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from stormd.cache import items as cache_module
 from stormd.cache.items import FREED_AT_ONCE, Cache, CachePart, Caller, Item, Label, Loan
-from stormd.ledger.arena import GRANULE, Space
+from stormd.memory.arena import GRANULE, Space
 from stormd.monitoring.counters import CacheCounts
 
 CAPACITY = 16 * GRANULE

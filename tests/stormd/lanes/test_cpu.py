@@ -16,7 +16,6 @@ from stormd.errors import LaneUnavailable
 from stormd.lanes import Attachment, cpu
 from stormd.lanes.cpu import CpuLane
 from stormd.lanes.host_codec import HostCodec
-from stormd.ledger.arena import Block, Space
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -29,6 +28,7 @@ from stormd.ledger.events import (
     StoreJob,
 )
 from stormd.ledger.parts import Part
+from stormd.memory.arena import Block, Space
 from stormd.memory.host_pool import HostPool
 from stormd.protocol import PROTOCOL_VERSION, Hello, MapSegment
 from stormd.protocol.timeline import POISON, STORED

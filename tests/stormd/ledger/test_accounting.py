@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stormd.ledger.accounting import Holdings, assert_session, assert_space
-from stormd.ledger.arena import Space, granules
-from stormd.sessions import Entry, Session, SessionInfo
+from stormd.ledger.sessions import Entry, Session, SessionInfo
+from stormd.memory.arena import Space, granules
 
 NBYTES = 300
 

@@ -14,9 +14,9 @@ from stormd.ledger.accounting import (
     share_problem,
     store_problem,
 )
-from stormd.ledger.arena import Space
+from stormd.ledger.sessions import Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.memory.arena import Space
 from stormd.protocol import MapSegment, Store
-from stormd.sessions import Entry, Limits, Phase, Session, SessionInfo, Ticket
 
 LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
 STORE = Store(entry=5, segment=0, offset=0, nbytes=100, dtype="uint8", codec="raw", sequence=0)

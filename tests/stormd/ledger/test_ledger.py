@@ -8,10 +8,10 @@ import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd.ledger import ledger
-from stormd.ledger.arena import granules
 from stormd.ledger.events import Detach, Probe, Skip, Unmap, Wait
 from stormd.ledger.ledger import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
 from stormd.ledger.parts import blob_bound
+from stormd.memory.arena import granules
 from stormd.protocol import (
     NO_LANE,
     Admitted,

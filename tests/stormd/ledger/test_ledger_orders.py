@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
 from stormd.ledger import ledger
-from stormd.ledger.arena import granules
 from stormd.ledger.parts import blob_bound
+from stormd.memory.arena import granules
 from stormd.protocol import Admitted, Rejected
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from stormd.errors import LaneUnavailable
-from stormd.ledger.arena import GRANULE, Space
 from stormd.memory import growth, host_pool
+from stormd.memory.arena import GRANULE, Space
 from stormd.memory.growth import FIRST_BYTES, MOST_A_STEP, PoolGrowth, left_to_others, next_step
 from stormd.memory.host_pool import HostPool
 

@@ -17,7 +17,6 @@ from support.cuda_bench import PART, SESSION, Bench, fill, held, held_back, offe
 from support.waiting import wait_until
 
 from stormd.lanes.cuda.direct import LATE_SECONDS, MOST_COPIES, Outlook, goes_direct
-from stormd.ledger.arena import GRANULE, Block
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -27,6 +26,7 @@ from stormd.ledger.events import (
     StoreFailed,
 )
 from stormd.ledger.parts import blob_bound
+from stormd.memory.arena import GRANULE, Block
 from stormd.protocol.timeline import STORED
 
 ROOM_PARTS = 3

@@ -13,9 +13,9 @@ import pytest
 
 from stormd.config import Config
 from stormd.errors import AddressInUse, ConfigError
-from stormd.ledger.operation import StartReport, operated, reload_settings
 from stormd.monitoring.counters import Counters
 from stormd.notify import Notifier
+from stormd.operation import StartReport, operated, reload_settings
 
 SECONDS = 20.0
 

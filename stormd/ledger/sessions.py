@@ -11,7 +11,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from stormd.cache.items import Caller, Loan
-from stormd.ledger.arena import Block, Space
+from stormd.memory.arena import Block, Space
 from stormd.protocol import NO_LANE, CachePut, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
 

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.fake_lane import FakeLane
 
 from stormd.cache.items import Cache, Caller
-from stormd.cache.requests import PUT_SECONDS
-from stormd.ledger.arena import Space
+from stormd.ledger.cache_requests import PUT_SECONDS
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import Limits, SessionInfo
+from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Admitted,
@@ -38,7 +39,6 @@ from stormd.protocol import (
     Store,
 )
 from stormd.protocol.limits import FIRST_LEASED
-from stormd.sessions import Limits, SessionInfo
 
 KIB = 1024
 POOL, CACHE = 16 * KIB, 32 * KIB

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from stormd.cache.items import Cache, CachePart, Caller, Label
 from stormd.ledger.accounting import Holdings, assert_space
-from stormd.ledger.arena import Space, granules
 from stormd.ledger.parts import blob_bound
+from stormd.ledger.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
+from stormd.memory.arena import Space, granules
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheCancel,
@@ -32,7 +33,6 @@ from stormd.protocol import (
     Refused,
     part_count,
 )
-from stormd.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
 from stormd.sizes import format_size
 
 __all__ = ["CACHE_REQUESTS", "PUT_SECONDS", "CacheRequests"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from stormd.sessions import Phase, Session
+from stormd.ledger.sessions import Phase, Session
 
 __all__ = ["Places"]
 

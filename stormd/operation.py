@@ -24,7 +24,7 @@ from stormd.sizes import format_size
 
 __all__ = ["Operated", "StartReport", "operated", "reload_settings"]
 
-_LOGGER: Final = logging.getLogger("stormd.ledger.operation")
+_LOGGER: Final = logging.getLogger("stormd.operation")
 
 _REPORT_SECONDS: Final = 1.0
 """Least time between two reports of how far the start has come."""

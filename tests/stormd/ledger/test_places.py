@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from stormd.ledger.places import Places
+from stormd.ledger.sessions import Phase, Session, SessionInfo
 from stormd.protocol import NO_LANE
-from stormd.sessions import Phase, Session, SessionInfo
-from stormd.transport.places import Places
 
 
 def session(number: int, uid: int = 0, device: str = "cpu") -> Session:

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from stormd.ledger.arena import GRANULE, Block, Extent, Space, granules, slack_of
+from stormd.memory.arena import GRANULE, Block, Extent, Space, granules, slack_of
 
 CAPACITY = 64 * GRANULE
 
