@@ -131,9 +131,35 @@ def interrupt_often(seed: int, client: storm.Client) -> None:
             until_interrupted(step, fired)
         assert len(fired) == number + 1
         assert not hooks_are_on()
+        assert_tables_are_right(client)
         if number % 20 == 0:
             assert_identical(step(), expected)
     gc.collect()
+    client._supply.sessions.settle(30)
+    wait_until(lambda: has_whole_staging_area(client), 30, lambda: client._supply.sessions)
+
+
+def assert_tables_are_right(client: storm.Client) -> None:
+    """Check what an interrupt has left, once the reply that it may have struck is handled."""
+    for session in client._supply.sessions._open_sessions():
+        with session.connection.lock:
+            session.connection.flush()
+            session.transfers.assert_invariants()
+
+
+def has_whole_staging_area(client: storm.Client) -> bool:
+    """Tell whether what was given up has all been given back."""
+    gc.collect()
+    for session in client._supply.sessions._open_sessions():
+        with session.connection.lock:
+            session.on_wake()
+            session.connection.flush()
+            session.transfers.assert_invariants()
+            space = session.transfers._space
+            space.reclaim()
+            if space.free_bytes != space.capacity:
+                return False
+    return True
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -117,17 +117,19 @@ class InPlaceCpuLane(CpuLane):
         self.area_bytes = welcome.staging_bytes
         self.staging_bytes = welcome.staging_bytes // 2
         self._memory = StagingSpace(welcome.staging_bytes - self.staging_bytes)
+        self._taken: list[Slot] = []
         self.unread = Unread(descriptors[0])
         self.part_bytes = welcome.part_bytes - welcome.part_bytes % ALIGNMENT
         self.in_place = FakeInPlace(self)
 
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a range of the area's other half, which stands for the device's memory."""
-        offset = self._memory.allocate(nbytes)
-        if offset is None:
+        taken = self._memory.allocate(nbytes)
+        if taken is None:
             self.unread.read_all()  # whoever waits for room gives the device the time
             return None
-        return Slot(self.staging_bytes + offset, nbytes)
+        self._taken.append(taken)
+        return Slot(self.staging_bytes + taken.offset, nbytes)
 
     def publish(self) -> int:
         self.unread.read_all()

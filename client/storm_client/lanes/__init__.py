@@ -56,9 +56,9 @@ class LaneHello:
     features: tuple[str, ...] = ()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
-    """A range of the staging area that one part has for itself."""
+    """A range of the staging area that one part has for itself; whoever holds it owns the range."""
 
     offset: int
     nbytes: int

@@ -106,11 +106,14 @@ class Segments:
 
     def answered(self, request: int, *, mapped: bool) -> None:
         """Note the daemon's answer to an offer."""
-        segment = self._offers.pop(request)
+        segment = self._offers[request]
+        unmap = UnmapSegment(segment.number)
         forgotten = all(segment is not known for known in self._known.values())
-        if forgotten and mapped:
-            self.outbox.append(UnmapSegment(segment.number))
+        # All of it or nothing, for no call is between; see transport/transfers.py.
+        del self._offers[request]
         segment.state = _State.MAPPED if mapped else _State.REFUSED
+        if forgotten and mapped:
+            self.outbox.append(unmap)
 
     def sweep(self) -> bool:
         """Forget allocations that are gone; tell whether a mapping of one is being given up."""

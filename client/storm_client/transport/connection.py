@@ -61,7 +61,10 @@ class Listener:
     """Who is told of what comes: the session that is built on a connection."""
 
     def on_message(self, request: int, message: Message) -> None:
-        """Handle a reply that no request waits for; with the lock held. Here: nobody asked."""
+        """Handle a reply that no request waits for; with the lock held. Here: nobody asked.
+
+        One may come twice, behind an interrupt, which must do what it does once.
+        """
 
     def on_wake(self) -> None:
         """Post what is to be sent, after `wake` and with each heartbeat; with the lock held."""
@@ -235,10 +238,6 @@ class Connection:
         """Post a message and flush."""
         self.post(request, message)
         self.flush()
-
-    def again(self, request: int, message: Message) -> None:
-        """Have a reply handled once more, before all others; call with the lock held."""
-        self._inbox.appendleft(Envelope(request, message))
 
     def notify(self) -> None:
         """Have every wait look again; call with the lock held."""
@@ -440,14 +439,15 @@ class Connection:
             self.check()
 
     def _handle_all(self) -> None:
-        """Handle what was received; what interrupts that, as Ctrl-C does, leaves the rest."""
+        """Handle what was received; a reply at which that is interrupted is handled once more."""
         try:
             while self._inbox:
-                request, message = self._inbox.popleft()
+                request, message = self._inbox[0]
                 if request in self._answers:
                     self._answers[request] = message
                 elif not isinstance(message, Pong):
                     self._listener.on_message(request, message)
+                self._inbox.popleft()
         finally:
             if self.waiting:
                 self.changed.notify_all()

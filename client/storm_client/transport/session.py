@@ -323,18 +323,14 @@ class Session(Listener):
     # --- what the connection tells of ---------------------------------------------------------
 
     def on_message(self, request: int, message: Message) -> None:
-        """Handle a reply; one at which that is interrupted is handled again."""
-        try:
-            if self._in_place is not None and isinstance(message, Mapped | Refused):
-                segments = self._in_place.segments
-                if segments.concerns(request):
-                    segments.answered(request, mapped=isinstance(message, Mapped))
-                    tell(self.connection, segments)
-                    return
-            self.transfers.reply(request, message)
-        except KeyboardInterrupt:
-            self.connection.again(request, message)
-            raise
+        """Handle a reply; to do so twice, as behind an interrupt, is what it is to do it once."""
+        if self._in_place is not None and isinstance(message, Mapped | Refused):
+            segments = self._in_place.segments
+            if segments.concerns(request):
+                segments.answered(request, mapped=isinstance(message, Mapped))
+                tell(self.connection, segments)
+                return
+        self.transfers.reply(request, message)
 
     def on_wake(self) -> None:
         """Release what died meanwhile."""

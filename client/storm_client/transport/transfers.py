@@ -6,15 +6,19 @@ out are an `Outgoing`, those on its way back an `Incoming`. All of them share th
 lies there, and what of it gives way to what, is decided here, too.
 
 What happens comes in as calls, which sessions make with their lock held; what the daemon has to be
-told goes to the outbox, in this order. Nothing here waits, sends, copies or looks at a clock. A
-call that an interrupt ended may be made again: phases are assigned before anything else, and a slot
-is given back once at the most.
+told goes to the outbox, in this order. Nothing here waits, sends, copies or looks at a clock.
+
+A call that an interrupt ended may be made again, and leaves the tables as they should be if it is
+not. Python looks for signals at calls and loops alone, so what must change together does so in
+statements without one, and a call that ends them is that of a function written in C, whose work is
+done before signals are looked at.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -200,38 +204,63 @@ class Incoming:
         return 0 if self.storage is None else int(self.storage.nbytes())
 
 
+class _Used(weakref.ref[Slot]):
+    """A slot that was handed out, and its range; it has none before the range is taken."""
+
+    begin = end = -1
+
+
 class StagingSpace:
     """Which ranges of the staging area are in use: a first-fit allocator.
 
     Free neighbours are merged at once, so the area is whole again when everything has been given
-    back, in whatever order. What is free changes by one assignment, so whatever interrupts a
-    method, as Ctrl-C does, loses its range at the worst, and never has one handed out twice.
+    back, in whatever order. A slot that nobody holds any more, as where an interrupt came between
+    its reservation and its use, is free at the next look. Both tables change by statements without
+    a call, where no signal is looked at.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Start with everything free; a tail shorter than ALIGNMENT is not used."""
         self.capacity = nbytes - nbytes % ALIGNMENT
         self._free = [(0, self.capacity)] if self.capacity else []  # begins and ends
-        self._used: dict[int, int] = {}
+        self._used: dict[int, _Used] = {}
+        self._dropped: deque[_Used] = deque()
+        """Of slots that died without having been given back."""
 
     @property
     def free_bytes(self) -> int:
         """How much is free, in however many ranges."""
         return sum(end - begin for begin, end in self._free)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a free range of `nbytes`, None where no free range is that long."""
+    def allocate(self, nbytes: int) -> Slot | None:
+        """Return a slot of `nbytes`, None where no free range is that long."""
+        self.reclaim()
         size = _aligned(nbytes)
         for index, (begin, end) in enumerate(self._free):
             if end - begin >= size:
-                self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
-                self._used[begin] = size
-                return begin
+                slot = Slot(begin, nbytes)
+                used = _Used(slot, self._dropped.append)
+                used.begin, used.end = begin, begin + size
+                left = [(begin + size, end)] if begin + size < end else []
+                self._free[index : index + 1] = left
+                self._used[begin] = used
+                return slot
         return None
 
-    def free(self, offset: int) -> None:
-        """Give the range at `offset` back; it must have been handed out."""
-        begin, end = offset, offset + self._used.pop(offset)
+    def free(self, slot: Slot) -> None:
+        """Give a slot's range back; it must have been handed out."""
+        self._give_back(self._used[slot.offset])
+
+    def reclaim(self) -> None:
+        """Give the ranges of slots back that nobody holds."""
+        while self._dropped:
+            used = self._dropped[0]
+            if self._used.get(used.begin) is used:
+                self._give_back(used)
+            self._dropped.popleft()
+
+    def _give_back(self, used: _Used) -> None:
+        begin, end = used.begin, used.end
         first = last = bisect_left(self._free, (begin, end))
         if first and self._free[first - 1][1] == begin:
             first -= 1
@@ -239,13 +268,15 @@ class StagingSpace:
         if last < len(self._free) and self._free[last][0] == end:
             end = self._free[last][1]
             last += 1
+        del self._used[used.begin]
         self._free[first:last] = [(begin, end)]
 
     def assert_invariants(self) -> None:
         """Check that free and used ranges tile the area and that no two free ones touch."""
-        used = [(begin, begin + size) for begin, size in self._used.items()]
         reached = 0
-        for begin, end in sorted([*self._free, *used]):
+        for begin, end in sorted(
+            [*self._free, *((one.begin, one.end) for one in self._used.values())]
+        ):
             assert begin == reached, f"a gap or overlap at {reached}: the next range is at {begin}"
             assert end > begin, f"an empty range at {begin}"
             reached = end
@@ -312,14 +343,14 @@ class Transfers:
         The one that is needed last goes first: of what was fetched ahead the newest, else what has
         been kept longest.
         """
-        slot = self._reserve(nbytes)
+        slot = self._space.allocate(nbytes)
         while slot is None and (self._drop_newest_fetched() or self._drop_oldest_kept()):
-            slot = self._reserve(nbytes)
+            slot = self._space.allocate(nbytes)
         return slot
 
     def free(self, slot: Slot) -> None:
         """Take a slot back that no transfer occupies."""
-        self._space.free(slot.offset)
+        self._space.free(slot)
         self.freed += 1
 
     # --- out --------------------------------------------------------------------------------
@@ -348,7 +379,8 @@ class Transfers:
     ) -> Transfer:
         """Have the daemon store a part, whose bytes lie where `route` says: in `slot`, if staged.
 
-        In this order: what an interrupt leaves half done is released, and waited for by nobody.
+        In this order: what an interrupt leaves half done is released, and waited for by nobody. No
+        call is between the table and the outbox: a slot is owned for as long as it may be read.
         """
         record = out.living()
         entry = next(self._numbers)
@@ -363,10 +395,11 @@ class Transfers:
             ready=out.ready if isinstance(route, Mapped) else 0,
         )
         transfer = Transfer(entry, len(part), route, slot, out, Phase.SENT)
+        envelope = Envelope(entry, message)
         if record is not None:
             record.parts.append(Part(entry, part.start, len(part)))
-        self._outbox.append(Envelope(entry, message))
         self._pending[entry] = transfer
+        self._outbox.append(envelope)
         return transfer
 
     def refuse(self, out: Outgoing, reason: str, detail: str = "") -> None:
@@ -412,9 +445,10 @@ class Transfers:
 
     def let_go(self, key: int) -> None:
         """Hold a source no longer: its record died, or its turn to go has come."""
-        out = self._held.pop(key, None)
+        out = self._held.get(key)
         if out is None:
             return
+        del self._held[key]
         self.held_bytes -= out.nbytes
         if out.sequence is None and out.refusal is None and out.stats is not None:
             out.stats.kept(out.nbytes, "needed_at_once")  # before there was a reason to send it
@@ -472,9 +506,15 @@ class Transfers:
             nbytes=part.nbytes,
             sequence=sequence,
         )
-        self._outbox.append(Envelope(number, message))
+        envelope = Envelope(number, message)
+        # All of it or nothing, for no call is between: nobody waits for what was never asked for,
+        # and nobody else gets what the daemon may write to.
         self._pending[number] = transfer
-        self._put(incoming, transfer)  # last: nobody waits for what was never asked for
+        incoming.transfers[index] = transfer
+        if slot is not None:
+            self._ahead_bytes += slot.nbytes
+            self._ahead_parts += 1
+        self._outbox.append(envelope)
         return transfer
 
     def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
@@ -487,7 +527,7 @@ class Transfers:
         nbytes = incoming.parts[index].nbytes
         slot = self.reserve(nbytes)
         while slot is None and self._drop_last(incoming):
-            slot = self._reserve(nbytes)
+            slot = self._space.allocate(nbytes)
         if slot is None:
             return None
         transfer = self.restore(incoming, index, Staged(slot.offset), sequence, slot)
@@ -510,7 +550,7 @@ class Transfers:
 
     def reserve_ahead(self, nbytes: int) -> Slot | None:
         """Return a slot for what is fetched before it is needed, None where its share is used."""
-        return self._reserve(nbytes) if self._has_room_ahead(nbytes) else None
+        return self._space.allocate(nbytes) if self._has_room_ahead(nbytes) else None
 
     @property
     def looks_ahead(self) -> bool:
@@ -523,22 +563,34 @@ class Transfers:
         transfer = incoming.transfers.get(index)
         if transfer is None:
             return
-        if transfer.phase is Phase.REQUESTED:
-            transfer.move_to(Phase.DROPPED)  # the daemon may be writing it
-        elif transfer.phase is not Phase.DROPPED:
-            transfer.move_to(Phase.DONE)
-            self._give_back(transfer)
-        self._kept.pop(transfer, None)
-        incoming.transfers.pop(index, None)
+        slot = None
+        is_pending = transfer.phase in (Phase.REQUESTED, Phase.DROPPED)
+        phase = Phase.DROPPED if is_pending else Phase.DONE  # the daemon may be writing it
+        # All of it or nothing, for no call is between.
+        transfer.phase = phase
+        del incoming.transfers[index]
+        if transfer in self._kept:
+            del self._kept[transfer]
+        if not is_pending:
+            slot, transfer.slot = transfer.slot, None
+        if slot is not None:
+            self._ahead_bytes -= slot.nbytes
+            self._ahead_parts -= 1
+            self.free(slot)
 
     def forget(self, key: int) -> None:
         """Give up what is left of a record's way back."""
-        incoming = self.incoming.pop(key, None)
-        if incoming is not None:
-            for index in list(incoming.transfers):
-                self.take(incoming, index)
-            if incoming.storage is not None:
-                self._count_early(incoming)
+        incoming = self.incoming.get(key)
+        if incoming is None:
+            return
+        for index in list(incoming.transfers):
+            self.take(incoming, index)
+        ends_early = incoming.is_early and not self._is_written(incoming)
+        nbytes = incoming.nbytes
+        del self.incoming[key]
+        if ends_early:
+            incoming.is_early = False
+            self.early_bytes -= nbytes
 
     def forget_early(self) -> None:
         """Give up all memory that was taken early: there is none left."""
@@ -574,7 +626,7 @@ class Transfers:
             return
         self.answered += 1
         if isinstance(transfer.of, Incoming):
-            self._came(transfer, transfer.of, message)
+            self._came(transfer, message)
         else:
             self._went(transfer, transfer.of, message)
 
@@ -596,9 +648,9 @@ class Transfers:
                 return
         self._end(transfer)
 
-    def _came(self, transfer: Transfer, incoming: Incoming, message: Message) -> None:
+    def _came(self, transfer: Transfer, message: Message) -> None:
         """Handle an answer about a part on its way back: it is there, or cannot be had."""
-        if transfer.phase is Phase.DROPPED:
+        if transfer.phase in (Phase.DROPPED, Phase.DONE):  # DONE: this was interrupted here
             transfer.move_to(Phase.DONE)
             self._give_back(transfer)
         elif transfer.phase is Phase.REQUESTED:
@@ -606,8 +658,6 @@ class Transfers:
                 transfer.error = named(message.kind, message.detail)  # for whoever needs it
             transfer.move_to(Phase.ARRIVED if transfer.error is None else Phase.FAILED)
         self._end(transfer)
-        if incoming.storage is not None:
-            self._count_early(incoming)
 
     def _admitted(self, transfer: Transfer, out: Outgoing) -> None:
         """Let the record's storage go once the daemon has promised room for all parts."""
@@ -656,15 +706,29 @@ class Transfers:
         self._give_back(transfer)
 
     def _end(self, transfer: Transfer) -> None:
-        """Forget a transfer whose answer has come."""
-        self._pending.pop(transfer.number, None)
+        """Forget a transfer whose answer has come, and memory that was kept for it alone."""
+        early = self._early_until(transfer)
+        nbytes = 0 if early is None else early.nbytes
+        del self._pending[transfer.number]
         self.freed += 1
+        if early is not None:
+            early.is_early = False
+            self.early_bytes -= nbytes
+
+    def _early_until(self, transfer: Transfer) -> Incoming | None:
+        """Return what nobody wants any more, where this is the last answer about it."""
+        incoming = transfer.of
+        if not isinstance(incoming, Incoming) or not incoming.is_early:
+            return None
+        if self.incoming.get(incoming.key) is incoming or self._is_written(incoming, transfer):
+            return None
+        return incoming
+
+    def _is_written(self, incoming: Incoming, but: Transfer | None = None) -> bool:
+        """Tell whether the daemon may still write to a storage, for another transfer than one."""
+        return any(one.of is incoming and one is not but for one in self._pending.values())
 
     # --- helpers ----------------------------------------------------------------------------
-
-    def _reserve(self, nbytes: int) -> Slot | None:
-        offset = self._space.allocate(nbytes)
-        return None if offset is None else Slot(offset, nbytes)
 
     def _give_back(self, transfer: Transfer) -> None:
         """Give a transfer's slot back, if it has one."""
@@ -676,12 +740,6 @@ class Transfers:
             self._ahead_bytes -= slot.nbytes
             self._ahead_parts -= 1
         self.free(slot)
-
-    def _put(self, incoming: Incoming, transfer: Transfer) -> None:
-        incoming.transfers[transfer.index] = transfer
-        if transfer.slot is not None:
-            self._ahead_bytes += transfer.slot.nbytes
-            self._ahead_parts += 1
 
     def _keep(self, transfer: Transfer, out: Outgoing) -> bool:
         """Leave a stored part in its slot as one that has come back already, if there is room."""
@@ -697,11 +755,14 @@ class Transfers:
         index = next(i for i, part in enumerate(record.parts) if part.entry == transfer.number)
         if index in incoming.transfers or incoming.storage is not None:
             return False
-        transfer.slot = None
         kept = Transfer(
             transfer.number, slot.nbytes, transfer.route, slot, incoming, Phase.ARRIVED, index
         )
-        self._put(incoming, kept)
+        # All of it or nothing, for no call is between.
+        transfer.slot = None
+        incoming.transfers[index] = kept
+        self._ahead_bytes += slot.nbytes
+        self._ahead_parts += 1
         self._kept[kept] = incoming
         return True
 
@@ -738,7 +799,7 @@ class Transfers:
         """Count a storage as early while nobody waits for it and it is wanted, or written to."""
         is_early = incoming.storage is not None and not incoming.is_demanded
         if is_early and self.incoming.get(incoming.key) is not incoming:
-            is_early = any(one.of is incoming for one in self._pending.values())
+            is_early = self._is_written(incoming)
         if is_early != incoming.is_early:
             more = incoming.nbytes if is_early else -incoming.nbytes
             incoming.is_early = is_early

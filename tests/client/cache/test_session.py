@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from storm_client.cache.names import session as cache_session
+from storm_client.cache import session as cache_session
 from storm_client.cache.session import CacheSession
 from storm_client.errors import (
     ActivationLost,
@@ -31,6 +31,7 @@ from stormd.protocol import (
     CacheFound,
     CacheGet,
     CacheTensor,
+    Envelope,
     Failed,
     Rejected,
     Restored,
@@ -148,7 +149,8 @@ def test_a_part_that_is_rejected_ends_the_put(
         """Have the daemon not hear of the store, and answer it itself."""
         transfer = store(*told)
         assert connection.outbox.pop().request == transfer.number
-        connection.again(transfer.number, Rejected(transfer.number, reason, "because"))
+        answer = Rejected(transfer.number, reason, "because")
+        connection._inbox.append(Envelope(transfer.number, answer))
         return transfer
 
     with monkeypatch.context() as patch:

@@ -10,25 +10,32 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from storm_client.lanes import Slot
 from storm_client.transport import transfers
 from storm_client.transport.transfers import ALIGNMENT, StagingSpace
 
 TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
+def taken(space: StagingSpace, nbytes: int) -> Slot:
+    slot = space.allocate(nbytes)
+    assert slot is not None
+    return slot
+
+
 def test_ranges_do_not_overlap_and_are_aligned() -> None:
     space = StagingSpace(4096)
-    first, second = space.allocate(100), space.allocate(1)
-    assert (first, second) == (0, 128)
+    first, second = taken(space, 100), taken(space, 1)
+    assert (first.offset, second.offset) == (0, 128)
     space.assert_invariants()
 
 
 def test_a_full_area_gives_nothing() -> None:
     space = StagingSpace(1024)
-    assert space.allocate(1024) == 0
+    slot = taken(space, 1024)
     assert space.allocate(1) is None
-    space.free(0)
-    assert space.allocate(1024) == 0
+    space.free(slot)
+    assert taken(space, 1024).offset == 0
 
 
 def test_a_range_longer_than_the_area_is_never_given() -> None:
@@ -40,8 +47,24 @@ def test_a_tail_shorter_than_the_alignment_is_not_used() -> None:
 
 
 def test_what_was_not_handed_out_cannot_be_freed() -> None:
+    space = StagingSpace(1024)
     with pytest.raises(KeyError):
-        StagingSpace(1024).free(64)
+        space.free(Slot(64, 64))
+    slot = taken(space, 64)
+    space.free(slot)
+    with pytest.raises(KeyError):
+        space.free(slot)
+
+
+def test_what_nobody_holds_any_more_is_free_again() -> None:
+    space = StagingSpace(1024)
+    kept, dropped = taken(space, 512), taken(space, 512)
+    del dropped
+    assert taken(space, 512).offset == 512
+    space.free(kept)
+    del kept  # which is no second time
+    assert taken(space, 1024).offset == 0
+    space.assert_invariants()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 2000)), max_size=80), st.integers(0, 9000))
@@ -51,36 +74,40 @@ def test_the_area_is_whole_again_in_whatever_order_it_is_freed(
     space, used = StagingSpace(nbytes), []
     for is_allocation, number in events:
         if is_allocation:
-            offset = space.allocate(number)
-            if offset is not None:
-                assert offset % ALIGNMENT == 0
-                assert offset + number <= nbytes
-                used.append(offset)
+            slot = space.allocate(number)
+            if slot is not None:
+                assert slot.offset % ALIGNMENT == 0
+                assert slot.offset + number <= nbytes
+                used.append(slot)
+            del slot
         elif used:
-            space.free(used.pop(number % len(used)))
+            slot = used.pop(number % len(used))
+            if number % 2:
+                space.free(slot)
+            del slot  # or lose it
         space.assert_invariants()
-    for offset in used:
-        space.free(offset)
+    used.clear()
+    space.reclaim()
     space.assert_invariants()
     assert space.free_bytes == space.capacity
     if space.capacity:
-        assert space.allocate(space.capacity) == 0
+        assert taken(space, space.capacity).offset == 0
 
 
-@pytest.mark.parametrize("line", range(1, 150))
+@pytest.mark.parametrize("line", range(1, 200))
 def test_an_interrupt_hands_no_byte_out_twice(line: int) -> None:
     """It comes before the line of the module that is the `line`th to run."""
     space = StagingSpace(16 * ALIGNMENT)
-    held: set[int] = set()
+    held: dict[int, Slot] = {}
     with suppress(KeyboardInterrupt), interrupted_in(transfers.__file__, line):
         for _ in range(8):
-            held.add(space.allocate(ALIGNMENT))
+            slot = taken(space, ALIGNMENT)
+            held[slot.offset] = slot
         for offset in (0, 128, 64, 320):
-            held.discard(offset)
-            space.free(offset)
-    while (offset := space.allocate(ALIGNMENT)) is not None:
-        assert offset not in held
-        held.add(offset)
+            space.free(held.pop(offset))
+    while (slot := space.allocate(ALIGNMENT)) is not None:
+        assert slot.offset not in held
+        held[slot.offset] = slot
 
 
 @contextmanager
