@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch.overrides import TorchFunctionMode
 
-    from storm_client.eager.signature import Kind, Value
+    from storm_client.eager.signature import Kind, RecordedValue
     from storm_client.transport.session import Session
     from storm_client.transport.sessions import Sessions
 
@@ -280,7 +280,7 @@ class StepHooks:
         self,
         tensor: torch.Tensor,
         storage: torch.UntypedStorage,
-        value: Value,
+        value: RecordedValue,
         result: Result,
         session: Session,
     ) -> Replayed:

@@ -190,7 +190,7 @@ def main() -> None:
     options.overhead = overhead()
     gc.collect()
     gc.freeze()  # a collection before each step would walk over what imports have made
-    planning.CPU_COSTS = FREE_REPLAYS
+    planning.machine_of = lambda _: FREE_REPLAYS
     flags = ["--device=cpu", "--pool-bytes=256MiB"]
     with (
         ChildDaemon(flags=flags) as daemon,

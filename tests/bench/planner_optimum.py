@@ -29,16 +29,10 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_bench.train.gpt import Workload
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.workloads import WORKLOADS, make
-from storm_client.eager.signature import Value
 from storm_client.planner.decisions import Keep, Replay
-from storm_client.planner.solver import (
-    CUDA_COSTS,
-    DEEPEST,
-    Choice,
-    Costs,
-    choose,
-    operation_seconds,
-)
+from storm_client.planner.machine import CUDA, Machine
+from storm_client.planner.problem import Problem, Value
+from storm_client.planner.solver import MOST_DEPTH, Choice, choose, operation_seconds
 from torch import device as torch_device
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -110,9 +104,10 @@ def recorded(name: str, address: str) -> list[Value]:
         training.net.loss(x, training.targets).backward()  # type: ignore[no-untyped-call]
         kind = offload._planning._kinds.latest
         assert kind is not None
+        values = [value.planned() for value in kind.values]
         return [
-            replace(value, nbytes=value.nbytes * SCALE**2, seconds=_gpu_seconds(value, kind.values))
-            for value in kind.values
+            replace(value, nbytes=value.nbytes * SCALE**2, seconds=_gpu_seconds(value, values))
+            for value in values
         ]
 
 
@@ -127,7 +122,7 @@ def _gpu_seconds(value: Value, values: Sequence[Value]) -> float:
     nbytes = value.nbytes * SCALE**2
     if value.operation == "scaled_dot_product_attention":
         return nbytes / 2 * 4 * (value.shape[-2] * SCALE / 2) / ATTENTION
-    if value.is_dear:
+    if value.is_expensive:
         inner = next((values[n].shape[-1] for n in value.inputs if n >= 0), value.shape[-1])
         return nbytes / 2 * 2 * inner * SCALE / ARITHMETIC
     return 3 * nbytes / MEMORY if value.operation else 0.0
@@ -137,13 +132,13 @@ def compared(
     values: Sequence[Value], room: int, window: float, solver_seconds: float
 ) -> dict[str, Any]:
     """Return what the choice of the planner and the best one cost, and what finding them took."""
-    costs = CUDA_COSTS.at(RATIO)
+    machine = CUDA.compressing(RATIO)
     begin = time.perf_counter()
-    choice = choose(values, {}, costs, room=room, forward_seconds=window)
+    choice = choose(Problem(tuple(values), forward_seconds=window), machine, budget_bytes=room)
     chosen = time.perf_counter() - begin
-    greedy = cost_of(choice, values, costs, window)
+    greedy = cost_of(choice, values, machine, window)
     begin = time.perf_counter()
-    best, gap = optimum(values, costs, room, window, solver_seconds)
+    best, gap = optimum(values, machine, room, window, solver_seconds)
     return {
         "values": len(values),
         "greedy_ms": greedy * 1e3,
@@ -156,9 +151,9 @@ def compared(
     }
 
 
-def cost_of(choice: Choice, values: Sequence[Value], costs: Costs, window: float) -> float:
+def cost_of(choice: Choice, values: Sequence[Value], machine: Machine, window: float) -> float:
     """Return the seconds that a choice adds to a step."""
-    seconds = operation_seconds(values, costs)
+    seconds = operation_seconds(values, machine)
     replays = [n for n, one in enumerate(choice.decisions) if isinstance(one, Replay)]
     shipped = [
         value.nbytes
@@ -166,14 +161,14 @@ def cost_of(choice: Choice, values: Sequence[Value], costs: Costs, window: float
         if not isinstance(decision, Keep | Replay) and reason != "not saved"
     ]
     return (
-        sum(max(seconds[n], costs.replay_floor) for n in replays)
-        + sum(nbytes * costs.shipping + costs.ship_floor for nbytes in shipped)
-        + max(0.0, sum(shipped) * costs.link - window)
+        sum(max(seconds[n], machine.thread_recompute) for n in replays)
+        + sum(nbytes * machine.codec + machine.thread_store for nbytes in shipped)
+        + max(0.0, sum(shipped) * machine.link - window)
     )
 
 
 def optimum(
-    values: Sequence[Value], costs: Costs, room: int, window: float, seconds: float
+    values: Sequence[Value], machine: Machine, room: int, window: float, seconds: float
 ) -> tuple[float, float]:
     """Return a bound of the least that a choice can add to a step, and the solver's relative gap.
 
@@ -182,15 +177,15 @@ def optimum(
     and what is made again needs one of them for each input.
     """
     count = len(values)
-    takes = operation_seconds(values, costs)
+    takes = operation_seconds(values, machine)
     kept, shipped, made, depth, exposed = (n * count for n in range(5))
     objective, upper = np.zeros(exposed + 1), np.ones(exposed + 1)
     for value in values:
         n = value.number
-        objective[shipped + n] = value.nbytes * costs.shipping + costs.ship_floor
-        objective[made + n] = max(takes[n], costs.replay_floor)
+        objective[shipped + n] = value.nbytes * machine.codec + machine.thread_store
+        objective[made + n] = max(takes[n], machine.thread_recompute)
         upper[kept + n] = float(value.is_saved)
-        upper[depth + n] = DEEPEST
+        upper[depth + n] = MOST_DEPTH
         if not value.operation or math.isinf(takes[n]):
             upper[made + n], objective[made + n] = 0.0, 0.0
         if not value.is_result and not value.is_saved:
@@ -211,10 +206,10 @@ def optimum(
             had = {kept + source: 1.0, shipped + source: 1.0, made + source: 1.0}
             need({**had, made + n: -1.0}, 0.0)
             deeper = {depth + n: 1.0, depth + source: -1.0}
-            both = {made + n: -DEEPEST, made + source: -DEEPEST}
-            need({**deeper, **both}, 1.0 - 2 * DEEPEST)
+            both = {made + n: -MOST_DEPTH, made + source: -MOST_DEPTH}
+            need({**deeper, **both}, 1.0 - 2 * MOST_DEPTH)
     need({kept + v.number: -float(v.nbytes) / 1e6 for v in values}, -room / 1e6)
-    need({exposed: 1.0} | {shipped + v.number: -v.nbytes * costs.link for v in values}, -window)
+    need({exposed: 1.0} | {shipped + v.number: -v.nbytes * machine.link for v in values}, -window)
     result = milp(
         objective * 1e3,
         constraints=LinearConstraint(rows.tocsr()[: len(least)], np.array(least), np.inf),

@@ -464,7 +464,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     if args.costs == "free":
-        planning.CPU_COSTS = planning.CUDA_COSTS = FREE_REPLAYS
+        planning.machine_of = lambda _: FREE_REPLAYS
     rows: dict[str, dict[str, str]] = {}
     with storm.connect(embedded="always", pool_bytes=POOL_BYTES, timeout=60.0) as client:
         os.environ["STORMD_ADDRESS"] = client.address

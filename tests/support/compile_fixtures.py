@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from storm_client.compile import costs, partition
-from storm_client.planner.solver import CPU_COSTS
+from storm_client.compile import partition
+from storm_client.planner.machine import CPU
 
 
 @pytest.fixture(autouse=True)
@@ -17,12 +17,11 @@ def kernels(nothing_is_measured: None) -> None:
 @pytest.fixture
 def full_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the link work beside what computes, and need longer than anything else."""
-    dear = replace(CPU_COSTS, link=1e-3, shipping=1e-15, ship_floor=0.0, replay_floor=0.0)
-    slow = replace(costs.CPU, costs=dear, hides=True)
+    slow = replace(CPU, link=1e-3, codec=1e-15, graph_store=0.0, thread_recompute=0.0, hides=True)
     monkeypatch.setattr(partition, "machine_of", lambda _: slow)
 
 
 @pytest.fixture
 def cpu_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have all devices plan as a CPU does: on a GPU a fetch of what is small begins at once."""
-    monkeypatch.setattr(partition, "machine_of", lambda _: costs.CPU)
+    monkeypatch.setattr(partition, "machine_of", lambda _: CPU)

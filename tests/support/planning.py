@@ -1,25 +1,33 @@
-"""Values to plan for, and plans that make again whatever can be made again, however dear."""
+"""Values to plan for, and plans that recompute whatever can be recomputed, however expensive."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from storm_client.eager import controller as planning
-from storm_client.eager.signature import Value
-from storm_client.planner.solver import Costs
+from storm_client.eager.signature import RecordedValue
+from storm_client.planner.machine import CPU
+from storm_client.planner.problem import Value
 
-__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "replay_all", "value"]
+__all__ = ["FREE_REPLAYS", "mind_the_device_alone", "recorded", "replay_all", "value"]
 
-FREE_REPLAYS = Costs(
-    link=1.0, shipping=1.0, ship_floor=1.0, replay_floor=1e-9, default=1e-9, dear=1e-9
+FREE_REPLAYS = replace(
+    CPU,
+    link=1.0,
+    codec=1.0,
+    thread_store=1.0,
+    thread_recompute=1e-9,
+    unmeasured=1e-9,
+    unmeasured_expensive=1e-9,
 )
-"""Shipping takes for ever, and no operation takes any time."""
+"""Offloading takes for ever, and no operation takes any time."""
 
 
 def replay_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every plan that is made from now on replay all that it can."""
-    monkeypatch.setattr(planning, "CPU_COSTS", FREE_REPLAYS)
-    monkeypatch.setattr(planning, "CUDA_COSTS", FREE_REPLAYS)
+    """Have every plan that is made from now on recompute all that it can."""
+    monkeypatch.setattr(planning, "machine_of", lambda _: FREE_REPLAYS)
     mind_the_device_alone(monkeypatch)
 
 
@@ -35,17 +43,33 @@ def value(
     *inputs: int,
     saved: bool = True,
     seconds: float = 0.0,
-    dear: bool = False,
+    expensive: bool = False,
+    is_result: bool = True,
 ) -> Value:
     """Return a value of a step, saved once, as the planner is given it."""
     return Value(
         number=number,
         nbytes=nbytes,
         dtype=torch.float32,
-        shape=torch.Size((nbytes,)),
+        shape=(nbytes,),
         operation=operation,
         inputs=inputs,
         uses=int(saved),
         seconds=seconds,
-        is_dear=dear,
+        is_expensive=expensive,
+        is_result=is_result,
+    )
+
+
+def recorded(value: Value, device: torch.device | str = "cpu") -> RecordedValue:
+    """Return a value as a recorded step has it."""
+    return RecordedValue(
+        number=value.number,
+        nbytes=value.nbytes,
+        dtype=value.dtype,
+        shape=torch.Size(value.shape),
+        device=torch.device(device),
+        operation=value.operation,
+        inputs=value.inputs,
+        uses=value.uses,
     )

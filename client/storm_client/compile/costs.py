@@ -6,21 +6,16 @@ operations are fused, what one hands to the next is no traffic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from storm_client.planner.solver import CPU_COSTS, CUDA_COSTS, Costs
+from storm_client.planner.machine import Machine
 
-__all__ = ["Machine", "is_product", "machine_of", "nbytes_of", "ratio_of", "seconds_of"]
-
-RATIOS = {torch.bfloat16: 1.41, torch.float16: 1.12, torch.float32: 1.17, torch.bool: 8.0}
-"""By how much the codec compresses what models save, dense values of each type."""
+__all__ = ["is_product", "nbytes_of", "seconds_of"]
 
 aten = torch.ops.aten
 
@@ -40,58 +35,6 @@ ATTENTION = {
 """How many products each has over the width of a head of the keys, and of the values."""
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Rates of one kind of device."""
-
-    flops: float
-    """Multiplications and additions a second, of half precision."""
-    single_flops: float
-    """The same of single precision."""
-    bandwidth: float
-    """Bytes of memory traffic a second."""
-    hides: bool
-    """Whether the link works beside what computes."""
-    latency: float
-    """Seconds of a fetch that are not the link's: the daemon looks for it, decodes and answers."""
-    longest_beside: float
-    """Seconds through which the link has something to carry beside one kernel: large products and
-    attention leave the codec no room, and it gets in where one ends and the next begins."""
-    costs: Costs
-
-
-CUDA = Machine(
-    flops=6.5e14,
-    single_flops=5e13,
-    bandwidth=3e12,
-    hides=True,
-    latency=1e-3,
-    longest_beside=4e-3,
-    costs=replace(CUDA_COSTS, ship_floor=2e-5),
-)
-"""An H200 at large products, and at memory traffic of several fused operations. What a store costs
-the training thread hides as well: it runs ahead of the device. A session's scratch holds three of
-the largest parts at a time, for which the link takes 4 ms."""
-
-CPU = Machine(
-    flops=5e10,
-    single_flops=5e10,
-    bandwidth=1e10,
-    hides=False,
-    latency=0.0,
-    longest_beside=math.inf,
-    costs=CPU_COSTS,
-)
-
-TF32_SHARE = 0.5
-"""Of what products of half precision reach, where those of single precision may be rounded."""
-
-
-def machine_of(device: torch.device) -> Machine:
-    """Return the rates for tensors of `device`."""
-    return CUDA if device.type == "cuda" else CPU
-
-
 def nbytes_of(value: object) -> int:
     """Return the bytes of a traced tensor or of several, by the sizes seen when it was traced."""
     if isinstance(value, (tuple, list)):
@@ -99,11 +42,6 @@ def nbytes_of(value: object) -> int:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return 0
     return _hint(value.numel()) * value.element_size()
-
-
-def ratio_of(dtype: torch.dtype, codec: str) -> float:
-    """Return by how much `codec` probably compresses values of a type."""
-    return 1.0 if codec == "none" else RATIOS.get(dtype, 1.0)
 
 
 def is_product(node: fx.Node) -> bool:
@@ -167,9 +105,9 @@ def _rate(node: fx.Node, machine: Machine) -> float:
     value = node.meta.get("val")
     first = value[0] if isinstance(value, (tuple, list)) and value else value
     if not isinstance(first, torch.Tensor) or first.dtype.itemsize < torch.float32.itemsize:
-        return machine.flops
+        return machine.half_flops
     if torch.get_float32_matmul_precision() != "highest" and first.dtype == torch.float32:
-        return max(machine.single_flops, TF32_SHARE * machine.flops)
+        return max(machine.single_flops, machine.rounded_share * machine.half_flops)
     return machine.single_flops
 
 

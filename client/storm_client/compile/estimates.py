@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
-from storm_client.planner.solver import Costs
+from storm_client.planner.machine import Machine
 
 __all__ = ["Draft", "Problem", "Recipe", "Saved"]
 
@@ -105,14 +105,14 @@ class Problem:
 
     values: tuple[Saved, ...]
     seconds: tuple[float, ...]
-    costs: Costs
+    machine: Machine
     forward_seconds: float | None
-    latency: float
+    """For how long the link can carry beside the forward graph; None where nothing hides it."""
 
     @cached_property
     def transfers(self) -> npt.NDArray[np.float64]:
         """Seconds of the link for each value, one way."""
-        return np.array([v.nbytes * self.costs.link / v.ratio for v in self.values])
+        return np.array([v.nbytes * self.machine.link / v.ratio for v in self.values])
 
     @cached_property
     def _made(self) -> npt.NDArray[np.float64]:
@@ -120,8 +120,8 @@ class Problem:
 
     @cached_property
     def ships(self) -> npt.NDArray[np.float64]:
-        costs = self.costs
-        return np.array([v.nbytes * costs.shipping + costs.ship_floor for v in self.values])
+        machine = self.machine
+        return np.array([v.nbytes * machine.codec + machine.graph_store for v in self.values])
 
     @cached_property
     def _backward_seconds(self) -> float:
@@ -129,7 +129,7 @@ class Problem:
 
     def replay_seconds(self, number: int) -> float:
         recipe = self.values[number].recipe
-        return math.inf if recipe is None else max(recipe.seconds, self.costs.replay_floor)
+        return math.inf if recipe is None else max(recipe.seconds, self.machine.thread_recompute)
 
     def sources(self, again: Iterable[int]) -> set[int]:
         """Return what values are computed from that nothing else uses."""
@@ -312,7 +312,7 @@ class Problem:
         by_use = sorted(shipped, key=lambda n: (needed[n].first, n))
         free = begins[-1]
         for number in reversed(by_use):
-            ready = begins[needed[number].first] - self.latency
+            ready = begins[needed[number].first] - self.machine.fetch_latency
             free = min(free, ready) - self.transfers[number]
             positions[number] = max(0, bisect_right(begins, free) - 1)
         for number in by_use:
@@ -339,7 +339,7 @@ class Problem:
         for position, is_use, _, number in sorted(events):
             now = begins[position] + waited
             if is_use:
-                waited += max(0.0, begun[number] + self.latency - now)
+                waited += max(0.0, begun[number] + self.machine.fetch_latency - now)
             else:
                 free = begun[number] = max(free, now) + float(self.transfers[number])
         return waited

@@ -22,10 +22,7 @@ from torch._subclasses.fake_tensor import extract_tensor_metadata
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from storm_client.compile.costs import (
-    Machine,
-    machine_of,
     nbytes_of,
-    ratio_of,
     seconds_of,
 )
 from storm_client.compile.estimates import Draft, Recipe, Saved
@@ -46,6 +43,7 @@ from storm_client.compile.views import (
 from storm_client.errors import UsageError
 from storm_client.planner.decisions import Decision, Keep, Offload, Replay
 from storm_client.planner.in_flight import last_bytes
+from storm_client.planner.machine import Machine, expected_ratio, machine_of
 from storm_client.planner.plan import Plan, Row
 from storm_client.sizes import format_apart
 from stormd.protocol import Budget
@@ -203,7 +201,7 @@ class _Pair:
         can_leave: bool,
     ) -> Saved:
         val = node.meta["val"]
-        nbytes, ratio = nbytes_of(val), ratio_of(val.dtype, self.there.rules.codec)
+        nbytes, ratio = nbytes_of(val), expected_ratio(val.dtype, self.there.rules.codec)
         users = uses(self.there.placeholders[node.name])
         if not users and can_leave:
             return Saved.only_a_source(nbytes, made=made, ratio=ratio)
@@ -253,7 +251,7 @@ class _Pair:
             forward = sum(map(self._seconds_of, self.forward.graph.nodes))
             window = sum(map(self._link_seconds_of, self.forward.graph.nodes))
         saved = [value.saved for value in values]
-        chosen = schedule(saved, seconds, self.machine.costs, window, latency=self.machine.latency)
+        chosen = schedule(saved, seconds, self.machine, window)
         if type(budget) is int and budget < chosen.least:
             given, needed = format_apart(budget, chosen.least)
             raise UsageError(
@@ -491,7 +489,7 @@ def _see(node: fx.Node) -> None:
 
 
 def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine: Machine) -> Plan:
-    rows, costs = [], machine.costs
+    rows = []
     for value, decision, is_handed in zip(values, draft.decisions, draft.is_handed, strict=True):
         saved, val = value.saved, value.made.meta["val"]
         if not is_handed:
@@ -501,11 +499,14 @@ def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine
             name, reason = "offload", "shipped"
             if saved.is_only_a_source:
                 reason = "others are computed again from it"
-            cost = saved.nbytes * costs.link / saved.ratio
+            cost = saved.nbytes * machine.link / saved.ratio
         elif isinstance(decision, Replay):
             assert saved.recipe is not None
             name, reason, cost = "replay", "computed sooner than shipped", saved.recipe.seconds
-            if max(cost, costs.replay_floor) > saved.nbytes * costs.shipping + costs.ship_floor:
+            if (
+                max(cost, machine.thread_recompute)
+                > saved.nbytes * machine.codec + machine.graph_store
+            ):
                 reason = "the link is full"
         shape = tuple(map(int, val.shape)) if not free_symbols(val) else ()
         operation = str(value.made.target)

@@ -25,7 +25,7 @@ from itertools import accumulate
 import numpy as np
 
 from storm_client.compile.estimates import Draft, Problem, Saved
-from storm_client.planner.solver import Costs
+from storm_client.planner.machine import Machine
 
 __all__ = ["Schedule", "schedule", "seconds_of_choice"]
 
@@ -88,19 +88,16 @@ class Schedule:
 def schedule(
     values: Sequence[Saved],
     seconds: Sequence[float],
-    costs: Costs,
+    machine: Machine,
     forward_seconds: float | None = None,
-    *,
-    latency: float = 0.0,
 ) -> Schedule:
     """Return the schedule of values that are used in a backward graph.
 
     `seconds` is for how long the link can carry beside the node at each position of that graph,
     `forward_seconds` for how long beside the forward graph; None where transfers hide behind
-    nothing, and cost what `costs` say of the processor. A fetch takes `latency` more than the link,
-    however small it is.
+    nothing, and cost the processor that computes what `machine` says.
     """
-    problem = Problem(tuple(values), tuple(seconds), costs, forward_seconds, latency)
+    problem = Problem(tuple(values), tuple(seconds), machine, forward_seconds)
     state = _State(problem)
     state.compute_cheap()
     state.relieve_link()

@@ -23,11 +23,12 @@ from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.recompute import Trial
 from storm_client.eager.recorder import Mark, Recorder
 from storm_client.eager.recording import Recording
-from storm_client.eager.signature import HostPass, Kind, Kinds, StepRecord
+from storm_client.eager.signature import Kind, Kinds, StepRecord
 from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import Decision
 from storm_client.planner.host import (
+    HostPass,
     choose_for_host,
     host_bound,
     load_of,
@@ -37,10 +38,11 @@ from storm_client.planner.in_flight import (
     device_bytes,
     free_bytes,
     give_back_unused,
-    last_bytes,
 )
+from storm_client.planner.machine import machine_of
 from storm_client.planner.plan import Plan
-from storm_client.planner.solver import CPU_COSTS, CUDA_COSTS, choose
+from storm_client.planner.problem import Problem
+from storm_client.planner.solver import choose
 from storm_client.sizes import format_apart
 from stormd.protocol import Budget
 
@@ -67,6 +69,8 @@ class PlanOptions:
 
 LITTLE: Final = 1 / 128
 """Of a device's memory: to free less is not worth a step that the thread makes longer."""
+
+_HOST: Final = torch.device("cpu")
 
 _SWITCHED_OFF: Final = "replay=False was passed"
 _COMPILED: Final = "the step runs compiled code, whose operations are not seen"
@@ -170,8 +174,9 @@ class Planning:
         return () if kind is None else kind.devices
 
     def _make(self, kind: Kind) -> None:
-        costs = (CUDA_COSTS if kind.is_on_gpu else CPU_COSTS).at(self._ratio())
-        largest = max((value.nbytes for value in kind.values if value.is_saved), default=0)
+        machine = machine_of(kind.clock or _HOST).compressing(self._ratio())
+        problem = self._problem(kind)
+        largest = max((value.nbytes for value in problem.saved), default=0)
         budget = self.options.budget
         if type(budget) is int and budget < largest:
             given, needed = format_apart(budget, largest)
@@ -180,17 +185,8 @@ class Planning:
                 "least possible; raise it, or pass budget='least'"
             )
         room = _room(budget, kind.saved_bytes, kind)
-        forward_seconds = kind.measure()
-        choice = choose(
-            kind.values,
-            self._impossible(kind),
-            costs,
-            room=room,
-            forward_seconds=forward_seconds,
-            in_flight=last_bytes(kind.saved_bytes) if kind.is_on_gpu else 0,
-            turn_seconds=kind.turn_seconds(),
-        )
-        _look_for_host(kind, forward_seconds)
+        choice = choose(problem, machine, budget_bytes=room)
+        _look_for_host(kind, problem)
         kind.is_not_worth_it = (
             kind.host is not None and budget == "least" and kind.saved_bytes <= _little_bytes(kind)
         )
@@ -198,28 +194,28 @@ class Planning:
             spare = 0.0 if kind.is_not_worth_it else spare_seconds(kind.host)
             choice = choose_for_host(
                 choice,
-                kind.values,
+                problem.values,
                 kind.host,
-                link=costs.link,
+                link=machine.link,
                 functions=kind.functions,
                 room=None if budget == "least" else room,
                 spare=spare,
             )
         kind.follow(choice.decisions)
-        kind.plan, kind.told = Plan.of(kind, choice), None
+        kind.plan, kind.told = Plan.of(problem, choice), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_without_functions(kind)
 
-    def _impossible(self, kind: Kind) -> dict[int, str]:
-        """Return what of a kind cannot be recomputed, and why as far as that is known.
+    def _problem(self, kind: Kind) -> Problem:
+        """Return what the planner is told of a kind, waiting until its passes are timed.
 
-        Nothing can where nobody watches its functions.
+        Nothing is recomputed where nobody watches its functions.
         """
-        if kind.has_functions and not self._runs_compiled_code:
-            return kind.rejected
         switched_off = "" if self.options.replays else _SWITCHED_OFF
-        reason = _COMPILED if self._runs_compiled_code else switched_off
-        return dict.fromkeys(range(len(kind.values)), reason) | kind.rejected
+        return kind.problem(
+            recomputes=kind.has_functions and not self._runs_compiled_code,
+            why_not=_COMPILED if self._runs_compiled_code else switched_off,
+        )
 
     def _go_on_without_functions(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
@@ -324,10 +320,11 @@ def _little_bytes(kind: Kind) -> float:
     return LITTLE * device_bytes(kind.devices)
 
 
-def _look_for_host(kind: Kind, forward_seconds: float | None) -> None:
+def _look_for_host(kind: Kind, problem: Problem) -> None:
     """Note of a kind whose forward pass has been timed whether it is bound by the host."""
+    forward_seconds = problem.forward_seconds
     if kind.host is None and kind.decisions is not None and forward_seconds and kind.device_waits:
-        expected = load_of(kind.values, kind.decisions, kind.functions).forward
+        expected = load_of(problem.values, kind.decisions, kind.functions).forward
         kind.host = host_bound(kind.passes, forward_seconds, expected)
 
 

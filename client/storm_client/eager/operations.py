@@ -1,4 +1,4 @@
-"""Which functions can be recomputed for the same bits, and which of them are dear.
+"""Which functions can be recomputed for the same bits, and which of them are expensive.
 
 Each is deterministic, reads nothing but its arguments, changes none of them and makes its results
 in new memory; where a call does otherwise, by an argument such as `inplace`, it is not recorded.
@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.nn import functional
 
-__all__ = ["DEAR", "REPLAYABLE", "Function", "bound", "is_bound", "is_simple"]
+__all__ = ["EXPENSIVE", "REPLAYABLE", "Function", "bound", "is_bound", "is_simple"]
 
 Function = Callable[..., Any]
 
@@ -210,18 +210,18 @@ def _functions(names: Iterable[str]) -> Iterator[Function]:
 
 _CANNOT_BE_REPLACED: Final = (BuiltinFunctionType, MethodDescriptorType)
 
-DEAR: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
+EXPENSIVE: frozenset[Function] = frozenset(_functions(_PRODUCTS.split()))
 """What costs more than moving its result through memory does."""
 
-REPLAYABLE: frozenset[Function] = DEAR | frozenset(
+REPLAYABLE: frozenset[Function] = EXPENSIVE | frozenset(
     _functions(" ".join((_ELEMENTWISE, _SHAPING, _ACTIVATIONS, _ROWS)).split())
 )
 
-_SIMPLE: Final = REPLAYABLE - DEAR
+_SIMPLE: Final = REPLAYABLE - EXPENSIVE
 
 
 def is_simple(function: Function) -> bool:
-    """Tell whether that is a function of the table, not of the user's own, and not dear."""
+    """Tell whether that is a function of the table, not of the user's own, and not expensive."""
     return function in _SIMPLE
 
 
@@ -238,7 +238,7 @@ def is_bound(function: Function, arguments: Sequence[Any], options: Mapping[str,
     and where the kernel is chosen by measuring, which each thread does for itself.
     """
     known = _BOUND.get(function)
-    if (known is not None and not known.is_original) or (function in DEAR and _tunes()):
+    if (known is not None and not known.is_original) or (function in EXPENSIVE and _tunes()):
         return False
     depends = _DEPENDS.get(function)
     return depends is None or not depends(arguments, options)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from storm_client.eager.operations import DEAR, Function
+from storm_client.eager.operations import EXPENSIVE, Function
 from storm_client.eager.recompute import (
     Alias,
     Input,
@@ -33,7 +33,7 @@ from storm_client.eager.recompute import (
     checksum,
     copied,
 )
-from storm_client.eager.signature import CAST, SAVED, Expected, StepRecord, Value
+from storm_client.eager.signature import CAST, SAVED, Expected, RecordedValue, StepRecord
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.decisions import OFFLOAD, Decision, Replay
 from storm_client.saved.ranges import WeakStorage
@@ -69,7 +69,7 @@ class _Seen:
 
     __slots__ = ("number", "pin", "result", "value", "version")
 
-    def __init__(self, value: Value, version: int, pin: WeakStorage) -> None:
+    def __init__(self, value: RecordedValue, version: int, pin: WeakStorage) -> None:
         """It is `value` of the step as long as it has this version; `pin` knows the storage."""
         self.value = value
         self.number = value.number
@@ -85,7 +85,7 @@ _Inputs: TypeAlias = list[_Seen | None]
 class SavedValue(NamedTuple):
     """What autograd saves."""
 
-    value: Value
+    value: RecordedValue
     decision: Decision
     result: Result | None
     """Set for one that is made again."""
@@ -293,7 +293,7 @@ class Recording:
             seen = self._find(output, storage)
             value = seen.value
             value.operation = _name(function)
-            value.is_dear = function in DEAR
+            value.is_expensive = function in EXPENSIVE
             value.inputs, value.timing = _numbers(inputs), timing
             event = (function, seen.number, value.nbytes, value.dtype, value.inputs)
             if isinstance(step.happened(event, seen.number), Replay):
@@ -499,7 +499,9 @@ class Recording:
             and output.nbytes >= self._least
         )
 
-    def _see(self, value: Value, tensor: torch.Tensor, storage: torch.UntypedStorage) -> _Seen:
+    def _see(
+        self, value: RecordedValue, tensor: torch.Tensor, storage: torch.UntypedStorage
+    ) -> _Seen:
         """Note which value a storage has now."""
         address = storage._cdata
         before = self._seen.get(address)
@@ -513,7 +515,7 @@ class Recording:
         if seen is not None and seen.version == tensor._version:
             return seen
         number = len(self.step.values)
-        value = Value(
+        value = RecordedValue(
             number=number,
             nbytes=storage.nbytes(),
             dtype=tensor.dtype,

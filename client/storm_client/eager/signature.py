@@ -30,6 +30,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 import torch
 
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
+from storm_client.planner.host import HostBound, HostPass
+from storm_client.planner.in_flight import last_bytes
+from storm_client.planner.problem import Problem, Value
 
 if TYPE_CHECKING:
     from storm_client.planner.plan import Plan
@@ -40,12 +43,10 @@ __all__ = [
     "SAVED",
     "Event",
     "Expected",
-    "HostBound",
-    "HostPass",
     "Kind",
     "Kinds",
+    "RecordedValue",
     "StepRecord",
-    "Value",
 ]
 
 KNOWN_KINDS = 8
@@ -96,7 +97,7 @@ SAVED, CAST = "saved", "cast"
 
 
 @dataclass(slots=True)
-class Value:
+class RecordedValue:
     """A storage at one version: what an operation made, or what autograd saved of unknown origin.
 
     `nbytes` is that of the whole storage, `seconds` what making it took.
@@ -111,7 +112,7 @@ class Value:
     """Whether an operation made it that autograd knows of: then its changes are counted."""
     operation: str = ""
     """The function's name; empty where it is not known, or cannot be run again."""
-    is_dear: bool = False
+    is_expensive: bool = False
     inputs: tuple[int, ...] = ()
     """Numbers of the large values among its arguments."""
     uses: int = 0
@@ -127,29 +128,22 @@ class Value:
         """Whether autograd has saved it."""
         return self.uses > 0
 
-    def timed(self) -> float:
-        """Return how long it took to make, as far as that is known."""
+    def planned(self) -> Value:
+        """Return what the planner is told of it; waits until the device has made it."""
         if self.timing is not None:
             self.seconds, self.timing = self.timing(), None
-        return self.seconds
-
-
-class HostPass(NamedTuple):
-    """What a forward pass took the thread that trains, in seconds of its processor."""
-
-    seconds: float
-    ours: float
-    """Of them, in what is done for the offload of single values."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostBound:
-    """What is known of a step for which the device waits for the thread that trains."""
-
-    forward_seconds: float
-    """Of the thread, for the forward pass without offload."""
-    slower: float = 1.0
-    """How many times as long an event takes here as on the machine of host.py's constants."""
+        return Value(
+            self.number,
+            self.nbytes,
+            self.dtype,
+            tuple(self.shape),
+            operation=self.operation,
+            is_expensive=self.is_expensive,
+            inputs=self.inputs,
+            seconds=self.seconds,
+            uses=self.uses,
+            is_result=self.is_result,
+        )
 
 
 class Expected(NamedTuple):
@@ -157,7 +151,7 @@ class Expected(NamedTuple):
 
     what: Any
     """As an event begins."""
-    value: Value
+    value: RecordedValue
     decision: Decision
     matters: bool
     """Whether the value is made again, or another one from it."""
@@ -172,7 +166,7 @@ class Expected(NamedTuple):
 
 
 _NOTHING = Expected(
-    None, Value(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, ""
+    None, RecordedValue(-1, -1, torch.uint8, torch.Size()), OFFLOAD, False, False, (), False, ""
 )
 """Like which no event is: comes behind a script's last, and where there is none."""
 
@@ -185,7 +179,9 @@ class Kind:
     _was_settled = False
     """Whether its plan was made anew once steps had settled."""
 
-    def __init__(self, events: tuple[Event, ...], values: list[Value], functions: int = 0) -> None:
+    def __init__(
+        self, events: tuple[Event, ...], values: list[RecordedValue], functions: int = 0
+    ) -> None:
         """Describe a step that made and saved `values`, and ran `functions` of the table."""
         self.events = events
         self.values = values
@@ -362,13 +358,28 @@ class Kind:
         limit = SHORTER * self.window
         return all(one.is_known and one() < limit for one in self._forwards)
 
+    def problem(self, *, recomputes: bool, why_not: str) -> Problem:
+        """Return what the planner is told of it, waiting until its passes are timed.
+
+        `recomputes` says whether anything may be recomputed, `why_not` for what reason it may not.
+        """
+        return Problem(
+            tuple(value.planned() for value in self.values),
+            dict(self.rejected),
+            recomputes=recomputes,
+            why_not=why_not,
+            forward_seconds=self.measure(),
+            turn_seconds=self.turn_seconds(),
+            last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
+        )
+
     def reject(self, number: int, reason: str) -> None:
         """Note that a value cannot be had again by its operation."""
         self.rejected.setdefault(number, reason)
         self.is_outdated = True
 
 
-def _gpus(values: Iterable[Value]) -> tuple[torch.device, ...]:
+def _gpus(values: Iterable[RecordedValue]) -> tuple[torch.device, ...]:
     nbytes: Counter[torch.device] = Counter()
     for value in values:
         if value.device.type == "cuda":
@@ -413,7 +424,7 @@ class StepRecord:
         if walks and kind is not None and kind.script is not None:
             self._follow(kind.script, 0)
         self._events: list[Event] = []
-        self.values: list[Value] = []
+        self.values: list[RecordedValue] = []
         self.functions = 0
         """How many of the table it has run, as far as they were watched."""
 
@@ -457,7 +468,7 @@ class StepRecord:
             return None
         return tuple(self._events)
 
-    def add(self, value: Value) -> Value:
+    def add(self, value: RecordedValue) -> RecordedValue:
         """Number a new value."""
         self.values.append(value)
         return value
@@ -504,7 +515,7 @@ class StepRecord:
 
 
 def _script(
-    events: tuple[Event, ...], values: list[Value], decisions: list[Decision]
+    events: tuple[Event, ...], values: list[RecordedValue], decisions: list[Decision]
 ) -> list[Expected]:
     """Return the events as a step that follows the decisions expects them, and nothing behind."""
     made = {number for number, decision in enumerate(decisions) if isinstance(decision, Replay)}
@@ -524,19 +535,20 @@ def _script(
     return [*found, _NOTHING]
 
 
-def values_of(events: list[Event], known: list[Value]) -> list[Value]:
+def values_of(events: list[Event], known: list[RecordedValue]) -> list[RecordedValue]:
     """Return the values of some events, the first of a step whose values are known."""
     numbers = chain.from_iterable((number, *inputs) for _, number, _, _, inputs in events)
     count = max(numbers, default=-1) + 1
     values = [
-        replace(value, operation="", is_dear=False, inputs=(), uses=0) for value in known[:count]
+        replace(value, operation="", is_expensive=False, inputs=(), uses=0)
+        for value in known[:count]
     ]
     for what, number, *_ in events:
         value, like = values[number], known[number]
         if what is SAVED:
             value.uses += 1
         else:
-            value.operation, value.is_dear = like.operation, like.is_dear
+            value.operation, value.is_expensive = like.operation, like.is_expensive
             value.inputs = like.inputs
     return values
 

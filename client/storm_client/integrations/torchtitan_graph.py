@@ -18,17 +18,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from storm_client.eager.signature import Value
 from storm_client.errors import UsageError
 from storm_client.monitoring.layers import MODEL, layer_name
 from storm_client.planner.decisions import Decision, Keep, Replay
-from storm_client.planner.solver import CUDA_COSTS, choose
+from storm_client.planner.machine import CUDA
+from storm_client.planner.problem import Problem, Value
+from storm_client.planner.solver import choose
 from stormd.protocol import Budget, parse_budget
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def tag_activations(gm: GraphModule, *, budget: Budget = "least", host_bytes: in
     saved = sum(value.nbytes for value in values if value.is_saved)
     room = int(budget * saved) if isinstance(budget, float) else 0
     room = budget if type(budget) is int else room
-    decisions = choose(values, {}, CUDA_COSTS, room=room).decisions
+    decisions = choose(Problem(tuple(values)), CUDA, budget_bytes=room).decisions
     last = activations[-1].layer if activations else ""
     wanted = {
         one.value.number
@@ -204,13 +205,14 @@ def _activations(gm: GraphModule) -> list[_Activation]:
 def _use(made: list[_Activation], by_node: dict[Node, _Activation]) -> None:
     """Note what the backward pass reads, and what may not be computed again."""
     for node, one in by_node.items():
-        one.value.uses += any(user.meta.get("autograd_backward") for user in node.users)
         one.is_written |= any(map(_writes, node.users))
+        if any(user.meta.get("autograd_backward") for user in node.users):
+            one.value = replace(one.value, uses=one.value.uses + 1)
     for one in made:
         if one.is_written:
-            one.value.uses = 0
+            one.value = replace(one.value, uses=0)
         if one.is_written or any(source.is_written for source in _sources(one.node, by_node)):
-            one.value.operation = ""
+            one.value = replace(one.value, operation="")
 
 
 def _sources(node: Node, by_node: dict[Node, _Activation]) -> Iterator[_Activation]:
@@ -226,10 +228,9 @@ def _value(node: Node, number: int, inputs: tuple[int, ...]) -> Value:
         number=number,
         nbytes=sum(val.nbytes for val in vals),
         dtype=vals[0].dtype,
-        shape=vals[0].shape,
-        device=vals[0].device,
+        shape=tuple(vals[0].shape),
         operation=name if can_replay else "",
-        is_dear=name in _DEAR,
+        is_expensive=name in _DEAR,
         inputs=inputs,
     )
 

@@ -1,4 +1,4 @@
-"""What may become of a saved tensor: a closed type, decided in one place."""
+"""The decision for a saved tensor: keep, offload or replay. A closed type, made in one place."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ __all__ = ["LAST", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The tensor stays with autograd, for the `reason` that statistics name."""
+    """The tensor is kept on the device by autograd, for the `reason` that statistics name."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The tensor leaves as soon as nobody else can write to it."""
+    """The tensor is offloaded as soon as nobody else can write to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The tensor is given up, and made again by the operation that has made it."""
+    """The tensor is freed, and recomputed by the operation that has made it."""
 
 
 Decision: TypeAlias = Keep | Offload | Replay
 
 OFFLOAD, REPLAY = Offload(), Replay()
 LAST = Keep("last")
-"""Of what is asked for before the link would have taken it."""
+"""Of what is asked for before the link would have offloaded it."""

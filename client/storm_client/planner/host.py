@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from storm_client.eager.signature import HostBound, HostPass, Value
 from storm_client.planner.decisions import LAST, OFFLOAD, Decision, Keep, Replay
+from storm_client.planner.problem import Value
 from storm_client.planner.solver import Choice
 
 __all__ = [
+    "HostBound",
+    "HostPass",
     "Load",
     "choose_for_host",
     "host_bound",
@@ -44,6 +47,24 @@ MOST_SLOWER: Final = 8.0
 LEAST_OWN: Final = 0.1
 """Of the thread's time the least that is taken to be the script's: what is counted as ours is
 measured around single events, and may be too much."""
+
+
+class HostPass(NamedTuple):
+    """What a forward pass took the thread that trains, in seconds of its processor."""
+
+    seconds: float
+    ours: float
+    """Of them, in what is done for the offload of single values."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostBound:
+    """What is known of a step for which the device waits for the thread that trains."""
+
+    forward_seconds: float
+    """Of the thread, for the forward pass without offload."""
+    slower: float = 1.0
+    """How many times as long an event takes here as on the machine of this module's constants."""
 
 
 class Load(NamedTuple):

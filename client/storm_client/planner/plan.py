@@ -1,4 +1,4 @@
-"""What a plan is for people: a table of what becomes of each value, and a picture of a step."""
+"""A plan as people see it: a table of what is decided for each value, and a picture of a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from storm_client.eager.signature import Kind
 from storm_client.errors import UsageError
 from storm_client.planner.decisions import Keep, Offload, Replay
+from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice
 from storm_client.sizes import format_size
 
@@ -24,7 +24,7 @@ __all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One saved tensor's storage, or one that is stored for others to be made from."""
+    """One saved tensor's storage, or one that is stored so that others are recomputed from it."""
 
     operation: str
     """The function that made it, "unknown" where none was seen."""
@@ -35,40 +35,40 @@ class Row:
     """"keep", "offload" or "replay"."""
     reason: str
     cost: float
-    """Seconds: of the replay, or of the link one way."""
+    """Seconds: of the recomputation, or of the link one way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions for one kind of step, in the order in which their values were made."""
+    """The decisions for one step signature, in the order in which its values are made."""
 
     rows: tuple[Row, ...]
     peak_bytes: int
-    """Of saved tensors that stay on the device by decision, at the end of the forward pass."""
+    """Of saved tensors that are kept by decision, at the end of the forward pass."""
     link_seconds: float
     """Of the link in one direction, a step."""
     replay_seconds: float
-    """Of operations that are run again, a step."""
+    """Of recomputed operations, a step."""
     forward_seconds: float
     """Of the forward pass as it was timed; before that, of its operations together."""
     stall_seconds: float = 0.0
     """For which a compiled graph is expected to wait for the link."""
     host_seconds: float = 0.0
-    """Of the training thread a step, where the step is bound by that; 0.0 where it is not."""
+    """Of the training thread a step, where the step is CPU-bound; 0.0 where it is not."""
 
     @classmethod
-    def of(cls, kind: Kind, choice: Choice) -> Plan:
-        """Describe what was chosen for a kind of step."""
+    def of(cls, problem: Problem, choice: Choice) -> Plan:
+        """Describe what was chosen for a step."""
         rows = []
         for value, decision, reason, cost in zip(
-            kind.values, choice.decisions, choice.reasons, choice.costs, strict=True
+            problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
         ):
             if not (value.is_saved or isinstance(decision, Replay) or cost):
                 continue
-            why = kind.rejected.get(value.number, reason)
+            why = problem.rejected.get(value.number, reason)
             row = Row(
                 value.operation or "unknown",
-                tuple(value.shape),
+                value.shape,
                 value.dtype,
                 value.nbytes,
                 _NAMES[type(decision)],
@@ -115,7 +115,7 @@ class Plan:
         return sums
 
     def draw(self, path: str | Path) -> None:
-        """Draw a step: bytes that are kept, on the link and made again, value by value.
+        """Draw a step: bytes that are kept, on the link and recomputed, value by value.
 
         Raises:
             UsageError: matplotlib is missing, or does not know the kind of file.
@@ -127,7 +127,7 @@ class Plan:
         save_figure(figure, path)
 
     def draw_bytes(self, axes: Axes) -> None:
-        """Draw what becomes of the bytes, in the order in which they are made."""
+        """Draw the bytes of each decision, in the order in which they are made."""
         totals: dict[str, list[float]] = {name: [0.0] for name in _NAMES.values()}
         for row in self.rows:
             for decision, sums in totals.items():
@@ -138,7 +138,7 @@ class Plan:
         axes.set_title("the plan")
 
     def draw_seconds(self, axes: Axes) -> None:
-        """Draw what that takes of the link and of replays, beside the forward pass."""
+        """Draw the seconds of the link and of recomputing, beside the forward pass."""
         for decision, label in (("offload", "link, each way"), ("replay", "replay")):
             sums = [0.0]
             for row in self.rows:

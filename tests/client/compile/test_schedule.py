@@ -11,9 +11,9 @@ from hypothesis import strategies as some
 from storm_client.compile.estimates import Draft, Recipe, Saved
 from storm_client.compile.schedule import Schedule, schedule, seconds_of_choice
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
-from storm_client.planner.solver import Costs
+from storm_client.planner.machine import CPU
 
-COSTS = Costs(link=1.0, shipping=0.1, ship_floor=0.0, replay_floor=0.0, default=0.0)
+MACHINE = replace(CPU, link=1.0, codec=0.1, graph_store=0.0, thread_recompute=0.0)
 """A byte takes a second on the link."""
 
 POSITIONS = 30
@@ -75,7 +75,7 @@ def peak(values: list[Saved], draft: Draft) -> int:
 def test_peaks_are_what_is_there_and_grow_with_the_budget(
     found: list[Saved], seconds: list[float], window: float | None, in_runs: bool
 ) -> None:
-    chosen = schedule(found, seconds, COSTS, window)
+    chosen = schedule(found, seconds, MACHINE, window)
     assert list(chosen.peaks) == sorted(chosen.peaks)
     kept: set[int] = set()
     for count in range(len(chosen.order) + 1):
@@ -107,14 +107,14 @@ def test_less_that_is_computed_again_may_need_more_at_once() -> None:
         saved(1, 1),
         source,
     ]
-    chosen = schedule(found, [*[0.0] * (POSITIONS - 1), 1.0], COSTS, None)
+    chosen = schedule(found, [*[0.0] * (POSITIONS - 1), 1.0], MACHINE, None)
     for count in range(len(chosen.order) + 1):
         assert peak(found, chosen.draft(count, in_runs=True)) <= chosen.least
 
 
 @given(values(), windows)
 def test_what_is_computed_again_has_its_sources(found: list[Saved], window: float | None) -> None:
-    chosen = schedule(found, [1.0] * POSITIONS, COSTS, window)
+    chosen = schedule(found, [1.0] * POSITIONS, MACHINE, window)
     for count in range(len(chosen.order) + 1):
         draft = chosen.draft(count)
         used = set()
@@ -130,7 +130,7 @@ def test_what_is_computed_again_has_its_sources(found: list[Saved], window: floa
 
 @given(values(), some.integers(0, 400))
 def test_no_budget_is_exceeded(found: list[Saved], budget: int) -> None:
-    chosen = schedule(found, [1.0] * POSITIONS, COSTS)
+    chosen = schedule(found, [1.0] * POSITIONS, MACHINE)
     if budget >= chosen.least:
         assert chosen.peaks[chosen.fitting(budget)] <= budget
     assert sum(found[n].nbytes for n in chosen.order[: chosen.holding(budget)]) <= budget
@@ -174,7 +174,7 @@ def test_with_nothing_kept_the_choice_is_nearly_the_cheapest(
     scale: list[int], window: float
 ) -> None:
     found = like_a_model(scale, window)
-    chosen = schedule(found, [10.0] * POSITIONS, COSTS, window)
+    chosen = schedule(found, [10.0] * POSITIONS, MACHINE, window)
     can = [n for n, value in enumerate(found) if value.recipe is not None]
     best = min(seconds_of_choice(chosen, (), again) for again in subsets(can))
     again = [n for n, one in enumerate(chosen.draft(0).decisions) if one == REPLAY]
@@ -191,7 +191,7 @@ def test_a_choice_is_no_worse_than_any_that_keeps_one_value_less(
 ) -> None:
     """The kept sets are nested: what fits no more into a budget stays empty."""
     found = like_a_model(scale, window)
-    chosen = schedule(found, [10.0] * POSITIONS, COSTS, window)
+    chosen = schedule(found, [10.0] * POSITIONS, MACHINE, window)
     budget = int(chosen.least + share * (chosen.peaks[-1] - chosen.least))
     draft = chosen.draft(chosen.fitting(budget))
     again = [n for n, one in enumerate(draft.decisions) if one == REPLAY]
@@ -215,21 +215,21 @@ def test_what_relieves_the_link_most_for_its_time_is_computed_again() -> None:
         saved(20, 7, made=0.0),
     ]
     for window, expected in ((60.0, 0), (50.0, 1), (25.0, 2)):
-        draft = schedule(found, [10.0] * POSITIONS, COSTS, window).draft(0)
+        draft = schedule(found, [10.0] * POSITIONS, MACHINE, window).draft(0)
         again = [n for n, one in enumerate(draft.decisions) if one == REPLAY]
         assert again == [[], [1], [0, 1]][expected]
 
 
 def test_what_costs_more_than_the_link_is_shipped_all_the_same() -> None:
     found = [saved(20, 9, recipe=Recipe(30.0)), saved(20, 8)]
-    draft = schedule(found, [10.0] * POSITIONS, COSTS, 20.0).draft(0)
+    draft = schedule(found, [10.0] * POSITIONS, MACHINE, 20.0).draft(0)
     assert draft.decisions == (OFFLOAD, OFFLOAD)
     assert draft.stall_seconds >= 20.0
 
 
 def test_as_the_budget_grows_what_is_dear_is_kept_or_shipped_sooner_than_computed() -> None:
     found = like_a_model([1, 1, 1, 1], 30.0, layers=3)
-    chosen = schedule(found, [10.0] * POSITIONS, COSTS, 30.0)
+    chosen = schedule(found, [10.0] * POSITIONS, MACHINE, 30.0)
     replays = [chosen.draft(count).replay_seconds for count in range(len(chosen.order) + 1)]
     assert replays == sorted(replays, reverse=True)
     assert replays[-1] == 0.0
@@ -238,21 +238,21 @@ def test_as_the_budget_grows_what_is_dear_is_kept_or_shipped_sooner_than_compute
 
 def test_a_smaller_value_on_the_link_takes_less_of_it() -> None:
     found = [saved(40, 9, recipe=Recipe(5.0)), saved(10, 8)]
-    full = schedule(found, [10.0] * POSITIONS, COSTS, 30.0).draft(0)
+    full = schedule(found, [10.0] * POSITIONS, MACHINE, 30.0).draft(0)
     small = [replace(one, ratio=2.0) for one in found]
     assert full.decisions[0] == REPLAY
-    assert schedule(small, [10.0] * POSITIONS, COSTS, 30.0).draft(0).decisions[0] == OFFLOAD
+    assert schedule(small, [10.0] * POSITIONS, MACHINE, 30.0).draft(0).decisions[0] == OFFLOAD
 
 
 def test_a_fetch_begins_as_early_as_its_transfer_takes() -> None:
     large = saved(10, 20)  # what is needed at once somewhere: room for one of 5 elsewhere
-    draft = schedule([saved(5, 9), large], [1.0] * POSITIONS, COSTS).draft(0)
+    draft = schedule([saved(5, 9), large], [1.0] * POSITIONS, MACHINE).draft(0)
     assert draft.fetches == (4, 10)
 
 
 def test_what_is_free_below_the_peak_from_each_position_on() -> None:
     large = saved(10, 20)
-    chosen = schedule([saved(5, 9, 12), large, saved(4, 25)], [1.0] * POSITIONS, COSTS)
+    chosen = schedule([saved(5, 9, 12), large, saved(4, 25)], [1.0] * POSITIONS, MACHINE)
     draft = chosen.draft(0)
     assert draft.fetches == (4, 10, 21)
     assert chosen.peaks[0] == 15  # the first two at once
@@ -265,23 +265,23 @@ def test_what_is_free_below_the_peak_from_each_position_on() -> None:
 
 def test_transfers_go_one_after_the_other() -> None:
     room = saved(100, 29, recipe=Recipe(0.0))
-    draft = schedule([saved(5, 9), saved(5, 10), room], [1.0] * POSITIONS, COSTS).draft(0)
+    draft = schedule([saved(5, 9), saved(5, 10), room], [1.0] * POSITIONS, MACHINE).draft(0)
     assert draft.fetches[:2] == (0, 5)
 
 
 def test_a_fetch_waits_for_memory() -> None:
     """Both at once would be the peak: the second begins when the first is not needed any more."""
-    chosen = schedule([saved(8, 3, 6), saved(8, 9)], [100.0] * POSITIONS, COSTS)
+    chosen = schedule([saved(8, 3, 6), saved(8, 9)], [100.0] * POSITIONS, MACHINE)
     assert chosen.least == 8
     assert chosen.draft(0).fetches == (2, 8)
     long = [100.0] * 8 + [1.0] * (POSITIONS - 8)
-    chosen = schedule([saved(8, 3, 7), saved(8, 9)], long, COSTS)
+    chosen = schedule([saved(8, 3, 7), saved(8, 9)], long, MACHINE)
     assert chosen.least == 8
     assert chosen.draft(0).fetches == (2, 8)
 
 
 def test_the_least_leaves_room_for_fetches_to_be_in_time() -> None:
-    chosen = schedule([saved(8, 3, 6), saved(8, 7)], [10.0] * POSITIONS, COSTS)
+    chosen = schedule([saved(8, 3, 6), saved(8, 7)], [10.0] * POSITIONS, MACHINE)
     assert chosen.least == 16
     assert chosen.draft(0).fetches == (2, 6)
     assert chosen.draft(0).stall_seconds == pytest.approx(0.0)
@@ -292,7 +292,7 @@ def test_what_is_cheap_to_compute_is_computed_and_its_source_is_there() -> None:
     made = saved(8, 5, recipe=Recipe(0.1, (0,)))
     dear = saved(8, 12, recipe=Recipe(100.0))
     large = saved(30, 20)
-    draft = schedule([source, made, dear, large], [1.0] * POSITIONS, COSTS).draft(0)
+    draft = schedule([source, made, dear, large], [1.0] * POSITIONS, MACHINE).draft(0)
     assert draft.decisions == (OFFLOAD, REPLAY, OFFLOAD, OFFLOAD)
     assert draft.first_uses[0] == 5
 
@@ -301,18 +301,18 @@ def test_computing_again_does_not_take_more_memory_than_it_spares() -> None:
     source = saved(8, 20)
     made = saved(8, 5, recipe=Recipe(0.1, (0,)))
     other = saved(8, 10)
-    chosen = schedule([source, made, other], [100.0] * POSITIONS, COSTS)
+    chosen = schedule([source, made, other], [100.0] * POSITIONS, MACHINE)
     assert chosen.least == 8
     assert chosen.draft(0).decisions[1] == OFFLOAD
 
 
 def test_what_cannot_leave_counts() -> None:
-    chosen = schedule([saved(7, 3, can_leave=False), saved(5, 2)], [1.0] * POSITIONS, COSTS)
+    chosen = schedule([saved(7, 3, can_leave=False), saved(5, 2)], [1.0] * POSITIONS, MACHINE)
     assert chosen.least == 12
     assert chosen.order == (1,)
 
 
 def test_no_values_need_no_memory() -> None:
-    chosen = schedule([], [], COSTS)
+    chosen = schedule([], [], MACHINE)
     assert (chosen.least, chosen.order) == (0, ())
     assert isinstance(chosen, Schedule)

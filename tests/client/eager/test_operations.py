@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from storm_client.eager import operations
-from storm_client.eager.operations import DEAR, REPLAYABLE, bound, is_bound
+from storm_client.eager.operations import EXPENSIVE, REPLAYABLE, bound, is_bound
 from support.training import seeded
 from torch import Tensor
 from torch.nn import functional
@@ -124,7 +124,7 @@ def test_what_is_chosen_by_measuring_is_not_bound(monkeypatch: pytest.MonkeyPatc
         assert not is_bound(torch.conv2d, arguments, {})
         assert is_bound(torch.mm, (), {})
     monkeypatch.setattr(operations, "_tunes", lambda: True)
-    assert not any(is_bound(product, ("", ""), {}) for product in DEAR)
+    assert not any(is_bound(product, ("", ""), {}) for product in EXPENSIVE)
     assert is_bound(torch.mul, (), {})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,10 +20,11 @@ from storm_client import hooks as packing
 from storm_client.eager import controller as planning
 from storm_client.eager import recording
 from storm_client.eager import signature as kinds
-from storm_client.eager.signature import Value
+from storm_client.eager.signature import RecordedValue
 from storm_client.planner import in_flight as window
 from storm_client.planner.in_flight import DeviceWindow
-from storm_client.planner.solver import Costs
+from storm_client.planner.machine import CPU
+from storm_client.planner.problem import Value
 from storm_client.saved.ranges import StoredRange
 from storm_client.transport.transfers import Outgoing, Transfers
 from support.planning import mind_the_device_alone
@@ -34,8 +35,14 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 STEPS = 6
 
-SOME_REPLAYS = Costs(
-    link=1.0, shipping=1.0, ship_floor=1e-9, replay_floor=1e-9, default=1e-9, dear=1e9
+SOME_REPLAYS = replace(
+    CPU,
+    link=1.0,
+    codec=1.0,
+    thread_store=1e-9,
+    thread_recompute=1e-9,
+    unmeasured=1e-9,
+    unmeasured_expensive=1e9,
 )
 """Products leave, and all else is made again."""
 
@@ -64,16 +71,20 @@ class Reader:
 
 
 LEAVE = Transfers.leave
+PLANNED = RecordedValue.planned
+
+
+def untimed(value: RecordedValue) -> Value:
+    return replace(PLANNED(value), seconds=0.0)
 
 
 @pytest.fixture
 def reader(device: str, monkeypatch: pytest.MonkeyPatch) -> Reader:
     reader = Reader()
-    monkeypatch.setattr(planning, "CPU_COSTS", SOME_REPLAYS)
-    monkeypatch.setattr(planning, "CUDA_COSTS", SOME_REPLAYS)
+    monkeypatch.setattr(planning, "machine_of", lambda _: SOME_REPLAYS)
     mind_the_device_alone(monkeypatch)
-    monkeypatch.setattr(Value, "timed", lambda _value: 0.0)  # so that products leave
-    monkeypatch.setattr(planning, "last_bytes", lambda _saved: 0)
+    monkeypatch.setattr(RecordedValue, "planned", untimed)  # so that products leave
+    monkeypatch.setattr(kinds, "last_bytes", lambda _saved: 0)
     monkeypatch.setattr(recording, "LARGE_BYTES", 0)
     monkeypatch.setattr(window, "START_BYTES", 0)  # so that all leaves
     monkeypatch.setattr(DeviceWindow, "saw", lambda _window, _nbytes: None)

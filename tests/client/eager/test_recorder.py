@@ -10,7 +10,7 @@ import pytest
 import torch
 from storm_client.eager import recorder
 from storm_client.eager.recorder import Mark
-from storm_client.eager.signature import SAVED, Kind, Value
+from storm_client.eager.signature import SAVED, Kind, RecordedValue
 from storm_kernels.errors import CudaDriverError
 from support import fake_cuda
 from support.fake_torch_cuda import FakeTorch, faked
@@ -83,7 +83,7 @@ def test_marks_of_two_devices_would_be_an_error(fake: FakeTorch) -> None:
 
 def values(*where: tuple[torch.device | str, int]) -> Kind:
     made = [
-        Value(number, nbytes, torch.uint8, torch.Size((nbytes,)), torch.device(device))
+        RecordedValue(number, nbytes, torch.uint8, torch.Size((nbytes,)), torch.device(device))
         for number, (device, nbytes) in enumerate(where)
     ]
     events: tuple[Any, ...] = tuple((SAVED, one.number, one.nbytes, None, ()) for one in made)

@@ -18,7 +18,7 @@ from storm_client.eager import controller as planning
 from storm_client.eager.recorder import Recorder
 from storm_client.eager.signature import Kind, StepRecord, values_of
 from storm_client.planner import Decision
-from storm_client.planner import solver as planner
+from storm_client.planner.machine import CPU
 from storm_client.policy import Policy
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.daemon_process import DaemonProcess
@@ -394,7 +394,7 @@ def test_casts_that_autocast_has_kept(
     changes: bool, client: storm.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are of what parameters were when they were made, which they may not be any more."""
-    monkeypatch.setattr(planning, "CPU_COSTS", planner.CPU_COSTS)  # so no products are made again
+    monkeypatch.setattr(planning, "machine_of", lambda _: CPU)  # so no products are recomputed
     net, x = blocks("cpu"), seeded("cpu", 32, WIDTH)
     offload = client.offload(net, min_bytes=1)
 

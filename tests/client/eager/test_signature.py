@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from storm_client.eager.signature import SAVED, Kind, Value
+from storm_client.eager.signature import SAVED, Kind, RecordedValue
 from storm_client.planner.decisions import OFFLOAD, Keep
 
 
@@ -24,7 +24,7 @@ class Passed:
 
 def kind(*, is_on_gpu: bool = True) -> Kind:
     device = torch.device("cuda", 1) if is_on_gpu else torch.device("cpu")
-    value = Value(0, 100, torch.float32, torch.Size((25,)), device)
+    value = RecordedValue(0, 100, torch.float32, torch.Size((25,)), device)
     made = Kind(((SAVED, 0, 100, None, ()),), [value])
     made.is_outdated = False
     return made

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import storm_client as storm
@@ -12,21 +14,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.eager import controller as planning
-from storm_client.eager.signature import SAVED, HostBound, HostPass, Kind, Value
+from storm_client.eager.signature import SAVED, Kind
 from storm_client.planner import host as host_module
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
 from storm_client.planner.host import (
+    HostBound,
+    HostPass,
     Load,
     choose_for_host,
     host_bound,
     load_of,
     spare_seconds,
 )
-from storm_client.planner.solver import Costs, choose
-from support.planning import value
+from storm_client.planner.machine import CPU
+from storm_client.planner.problem import Problem, Value
+from storm_client.planner.solver import Choice, choose
+from support.planning import recorded, value
 from torch import nn
 
-COSTS = Costs(link=1e-9, shipping=1e-9, ship_floor=0.0, replay_floor=0.0, default=5e-11)
+MACHINE = replace(
+    CPU, link=1e-9, codec=1e-9, thread_store=0.0, thread_recompute=0.0, unmeasured=5e-11
+)
 STAYS, FITS = Keep("host"), Keep("budget")
 EVENTS = host_module.STORED.forward + host_module.STORED.backward
 
@@ -43,10 +51,14 @@ class Passed:
         return self._seconds
 
 
+def chosen(values: Sequence[Value], budget_bytes: int = 0, **more: Any) -> Choice:
+    return choose(Problem(tuple(values), **more), MACHINE, budget_bytes=budget_bytes)
+
+
 def decided(
     values: Sequence[Value], host: HostBound, *, room: int | None = None, link: float = 0.0
 ) -> list[Decision]:
-    choice = choose(values, {}, COSTS, room=room or 0)
+    choice = chosen(values, budget_bytes=room or 0)
     return choose_for_host(choice, values, host, link=link, room=room).decisions
 
 
@@ -101,7 +113,7 @@ def test_a_budget_lets_the_fewest_leave() -> None:
 
 def test_what_is_asked_for_at_once_stays_as_it_would() -> None:
     values = [value(0, 10), value(1, 1000)]
-    choice = choose(values, {}, COSTS, turn_seconds=0.0)
+    choice = chosen(values, turn_seconds=0.0)
     assert choice.decisions == [OFFLOAD, LAST]
     assert choose_for_host(choice, values, HostBound(0.0), link=0.0).decisions == [STAYS, LAST]
 
@@ -115,7 +127,7 @@ def test_neither_the_time_nor_the_budget_is_passed(
 ) -> None:
     values = [value(number, nbytes) for number, nbytes in enumerate(sizes)]
     host = HostBound(seconds)
-    choice = choose(values, {}, COSTS)
+    choice = chosen(values)
     least = choose_for_host(choice, values, host, link=0.0)
     load = load_of(values, least.decisions, 0)
     if OFFLOAD in least.decisions:
@@ -140,8 +152,7 @@ def test_functions_are_watched_where_something_is_made_again() -> None:
 
 
 def test_what_nobody_saved_and_nobody_makes_costs_nothing() -> None:
-    one = value(0)
-    one.uses = 0
+    one = value(0, saved=False)
     assert load_of([one], [OFFLOAD], 0) == Load(0.0, 0.0)
 
 
@@ -162,8 +173,7 @@ def test_what_is_measured_is_never_all_ours() -> None:
 
 def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
     """Return a kind whose one value has left in such forward passes of a second."""
-    one = value(0)
-    one.device = torch.device("cuda", 0)
+    one = recorded(value(0), "cuda:0")
     made = Kind(((SAVED, 0, 100, None, ()),), [one])
     assert not made.times_the_host
     made.follow([OFFLOAD])
@@ -177,26 +187,26 @@ def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:
 def test_a_kind_is_bound_by_the_host_if_the_device_has_waited_each_time() -> None:
     passes = [HostPass(0.9, 0.4)] * 2
     made = timed(passes, [True, True])
-    planning._look_for_host(made, made.measure())
+    planning._look_for_host(made, made.problem(recomputes=True, why_not=""))
     assert made.host is not None
     assert made.host.forward_seconds == pytest.approx(0.5)
     assert not made.times_the_host
     for waits in ([True, False], [False, True]):
         behind = timed(passes, waits)
-        planning._look_for_host(behind, behind.measure())
+        planning._look_for_host(behind, behind.problem(recomputes=True, why_not=""))
         assert behind.host is None
 
 
 def test_a_kind_is_not_if_the_thread_had_time_though_the_device_was_waited_for() -> None:
     made = timed([HostPass(0.3, 0.1)] * 2, [True, True])
-    planning._look_for_host(made, made.measure())
+    planning._look_for_host(made, made.problem(recomputes=True, why_not=""))
     assert made.host is None
 
 
 def test_a_kind_without_its_functions_has_what_is_saved_alone() -> None:
     linear, silu = (torch.nn.functional.linear, 1, 8, None, ()), (torch.sigmoid, 0, 8, None, (1,))
     events = (linear, (SAVED, 1, 8, None, ()), silu, (SAVED, 0, 8, None, ()))
-    values = [value(0, 8, "sigmoid", 1), value(1, 8, "linear")]
+    values = [recorded(value(0, 8, "sigmoid", 1)), recorded(value(1, 8, "linear"))]
     made = Kind((*events, (SAVED, 1, 8, None, ())), values).without_functions()
     assert made.events == tuple((SAVED, number, 8, None, ()) for number in (0, 1, 0))
     assert [(one.number, one.operation, one.inputs) for one in made.values] == [
@@ -230,7 +240,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> HostBound:
     """Have each kind that is planned be bound by the host, with time for little."""
     found = HostBound(4 * EVENTS)
 
-    def note(kind: Kind, _forward_seconds: float | None) -> None:
+    def note(kind: Kind, _problem: Problem) -> None:
         kind.host = found
 
     monkeypatch.setattr(planning, "_look_for_host", note)

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from storm_client.eager.signature import Value
 from storm_client.planner.decisions import OFFLOAD, REPLAY, Decision, Keep
-from storm_client.planner.solver import Choice, Costs, choose
+from storm_client.planner.machine import CPU
+from storm_client.planner.problem import Problem, Value
+from storm_client.planner.solver import Choice, choose
 from support.planning import value
 
-COSTS = Costs(link=1.0, shipping=0.1, ship_floor=0.0, replay_floor=0.0, default=0.05)
-"""A byte takes a second on the link, a tenth of one to encode, a twentieth to make again."""
+MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0, unmeasured=0.05)
+"""A byte takes a second on the link, a tenth of one to encode, a twentieth to recompute."""
 
 
-def decided(values: Sequence[Value], **options: object) -> list[Decision]:
-    return choose(values, {}, COSTS, **options).decisions  # type: ignore[arg-type]
+def chosen(values: Sequence[Value], budget_bytes: int = 0, **more: Any) -> Choice:
+    return choose(Problem(tuple(values), **more), MACHINE, budget_bytes=budget_bytes)
+
+
+def decided(values: Sequence[Value], budget_bytes: int = 0, **more: Any) -> list[Decision]:
+    return chosen(values, budget_bytes, **more).decisions
 
 
 def test_what_nothing_is_known_of_is_offloaded() -> None:
     assert decided([value(0)]) == [OFFLOAD]
 
 
-def test_what_is_cheap_is_made_again() -> None:
+def test_what_is_cheap_is_recomputed() -> None:
     assert decided([value(0), value(1, 100, "silu", 0)]) == [OFFLOAD, REPLAY]
 
 
@@ -37,12 +44,12 @@ def test_what_takes_longer_than_shipping_is_not() -> None:
 
 def test_what_was_found_to_differ_is_not() -> None:
     values = [value(0), value(1, 100, "silu", 0)]
-    choice = choose(values, {1: "made again it had other bits"}, COSTS)
+    choice = chosen(values, rejected={1: "recomputed it had other bits"})
     assert choice.decisions == [OFFLOAD, OFFLOAD]
-    assert choice.reasons[1] == "made again it had other bits"
+    assert choice.reasons[1] == "recomputed it had other bits"
 
 
-def test_a_chain_is_made_again_from_its_beginning() -> None:
+def test_a_chain_is_recomputed_from_its_beginning() -> None:
     values = [
         value(0),
         value(1, 100, "pow", 0, saved=False),
@@ -56,22 +63,21 @@ def test_a_smaller_input_is_stored_in_its_place() -> None:
     """As a norm in float32 saves its input in float32, which was bfloat16."""
     values = [value(0, 50, saved=False), value(1, 100, "to", 0)]
     assert decided(values) == [OFFLOAD, REPLAY]
-    assert choose(values, {}, COSTS).reasons[0] == "others are made again from it"
+    assert chosen(values).reasons[0] == "others are recomputed from it"
 
 
 def test_an_input_as_large_as_the_result_is_not_stored_for_it() -> None:
     values = [value(0, 100, saved=False), value(1, 100, "exp", 0)]
-    assert choose(values, {}, COSTS).reasons == ["not saved", "shipped sooner than made again"]
+    assert chosen(values).reasons == ["not saved", "offloaded sooner than recomputed"]
 
 
 def test_an_input_that_may_change_uncounted_is_never_stored_for_another() -> None:
-    source = value(0, 10, saved=False)
-    source.is_result = False
+    source = value(0, 10, saved=False, is_result=False)
     assert decided([source, value(1, 100, "exp", 0)]) == [OFFLOAD, OFFLOAD]
 
 
-def test_products_are_made_again_only_for_a_link_that_is_behind() -> None:
-    values = [value(0), value(1, 100, "linear", 0, seconds=20.0, dear=True)]
+def test_products_are_recomputed_only_for_a_link_that_is_behind() -> None:
+    values = [value(0), value(1, 100, "linear", 0, seconds=20.0, expensive=True)]
     assert decided(values, forward_seconds=1000.0) == [OFFLOAD, OFFLOAD]
     assert decided(values, forward_seconds=150.0) == [OFFLOAD, REPLAY]
 
@@ -79,8 +85,8 @@ def test_products_are_made_again_only_for_a_link_that_is_behind() -> None:
 def test_what_relieves_the_link_most_for_its_time_comes_first() -> None:
     values = [
         value(0),
-        value(1, 100, "linear", 0, seconds=50.0, dear=True),
-        value(2, 101, "linear", 0, seconds=20.0, dear=True),
+        value(1, 100, "linear", 0, seconds=50.0, expensive=True),
+        value(2, 101, "linear", 0, seconds=20.0, expensive=True),
     ]
     assert decided(values, forward_seconds=210.0) == [OFFLOAD, OFFLOAD, REPLAY]
 
@@ -90,15 +96,15 @@ LAST = Keep("last")
 
 def test_what_the_link_has_no_time_for_at_the_end_stays() -> None:
     values = [value(number) for number in range(4)]
-    assert decided(values, forward_seconds=250.0, in_flight=250) == [*[OFFLOAD] * 2, *[LAST] * 2]
-    assert decided(values, forward_seconds=350.0, in_flight=250) == [*[OFFLOAD] * 3, LAST]
-    assert decided(values, forward_seconds=400.0, in_flight=250) == [OFFLOAD] * 4
-    assert decided(values, forward_seconds=1.0, in_flight=199) == [*[OFFLOAD] * 3, LAST]
+    assert decided(values, forward_seconds=250.0, last_bytes=250) == [*[OFFLOAD] * 2, *[LAST] * 2]
+    assert decided(values, forward_seconds=350.0, last_bytes=250) == [*[OFFLOAD] * 3, LAST]
+    assert decided(values, forward_seconds=400.0, last_bytes=250) == [OFFLOAD] * 4
+    assert decided(values, forward_seconds=1.0, last_bytes=199) == [*[OFFLOAD] * 3, LAST]
 
 
 def test_what_is_too_large_to_stay_at_the_end_does_not_keep_others_from_it() -> None:
     values = [value(0), value(1), value(2, 1000)]
-    assert decided(values, forward_seconds=1100.0, in_flight=250) == [OFFLOAD, LAST, OFFLOAD]
+    assert decided(values, forward_seconds=1100.0, last_bytes=250) == [OFFLOAD, LAST, OFFLOAD]
 
 
 def test_what_is_asked_for_before_the_link_could_have_taken_it_stays() -> None:
@@ -119,8 +125,8 @@ def test_what_is_computed_behind_it_is_counted_thrice() -> None:
 def test_what_is_asked_for_at_once_is_of_the_budget_where_that_has_room() -> None:
     values = [value(0), value(1)]
     options = {"forward_seconds": 1000.0, "turn_seconds": 0.0}
-    assert decided(values, room=100, **options) == [OFFLOAD, Keep("budget")]
-    assert decided(values, room=99, **options) == [OFFLOAD, LAST]
+    assert decided(values, budget_bytes=100, **options) == [OFFLOAD, Keep("budget")]
+    assert decided(values, budget_bytes=99, **options) == [OFFLOAD, LAST]
 
 
 def test_what_is_made_again_may_rest_on_what_is_asked_for_at_once() -> None:
@@ -128,22 +134,22 @@ def test_what_is_made_again_may_rest_on_what_is_asked_for_at_once() -> None:
     assert decided(values, forward_seconds=1000.0, turn_seconds=0.0) == [LAST, REPLAY]
 
 
-def test_products_are_made_again_only_for_what_cannot_stay_either() -> None:
-    values = [value(0), *[value(n, 100, "mm", 0, seconds=20.0, dear=True) for n in (1, 2, 3)]]
+def test_products_are_recomputed_only_for_what_cannot_stay_either() -> None:
+    values = [value(0), *[value(n, 100, "mm", 0, seconds=20.0, expensive=True) for n in (1, 2, 3)]]
     options = {"forward_seconds": 200.0}
-    assert decided(values, **options, in_flight=200) == [*[OFFLOAD] * 2, *[LAST] * 2]
-    assert decided(values, **options, in_flight=100).count(REPLAY) == 1
+    assert decided(values, **options, last_bytes=200) == [*[OFFLOAD] * 2, *[LAST] * 2]
+    assert decided(values, **options, last_bytes=100).count(REPLAY) == 1
     assert decided(values, **options).count(REPLAY) == 2
 
 
 def test_what_stays_last_is_not_of_the_budget() -> None:
-    choice = choose([value(n) for n in range(4)], {}, COSTS, forward_seconds=1.0, in_flight=200)
+    choice = chosen([value(n) for n in range(4)], forward_seconds=1.0, last_bytes=200)
     assert choice.kept_bytes == 0
     assert choice.link_seconds == 200.0
 
 
-def test_a_dear_operation_that_was_not_timed_is_not_run_again() -> None:
-    values = [value(0), value(1, 100, "linear", 0, dear=True)]
+def test_an_expensive_operation_that_was_not_timed_is_not_recomputed() -> None:
+    values = [value(0), value(1, 100, "linear", 0, expensive=True)]
     assert decided(values, forward_seconds=1.0) == [OFFLOAD, OFFLOAD]
 
 
@@ -156,12 +162,12 @@ def test_operations_that_are_alike_take_what_the_fastest_took() -> None:
     assert decided(values) == [OFFLOAD, REPLAY, REPLAY]
 
 
-def test_the_budget_keeps_what_is_dearest_to_give_up() -> None:
+def test_the_budget_keeps_what_costs_most_otherwise() -> None:
     values = [value(0), value(1), value(2, 100, "silu", 0)]
-    choice = choose(values, {}, COSTS, room=100)
+    choice = chosen(values, budget_bytes=100)
     assert choice.decisions == [OFFLOAD, Keep("budget"), REPLAY]  # what is needed first stays
     assert choice.kept_bytes == 100
-    everything = choose(values, {}, COSTS, room=300)
+    everything = chosen(values, budget_bytes=300)
     assert everything.decisions == [Keep("budget")] * 3
     assert everything.link_seconds == everything.replay_seconds == 0
 
@@ -179,17 +185,17 @@ def steps(draw: st.DrawFn) -> list[Value]:
                 *inputs,
                 saved=draw(st.booleans()),
                 seconds=draw(st.floats(0.01, 60)),
-                dear=draw(st.booleans()),
+                expensive=draw(st.booleans()),
             )
         )
     return values
 
 
 @given(steps(), st.integers(0, 200), st.floats(0.1, 300))
-def test_what_is_made_again_rests_on_what_is_there(
+def test_what_is_recomputed_rests_on_what_is_there(
     values: list[Value], room: int, window: float
 ) -> None:
-    choice = choose(values, {}, COSTS, room=room, forward_seconds=window)
+    choice = chosen(values, budget_bytes=room, forward_seconds=window)
     assert choice.kept_bytes <= room
     for one, decision in zip(values, choice.decisions, strict=True):
         if decision != REPLAY:
@@ -202,7 +208,7 @@ def test_what_is_made_again_rests_on_what_is_there(
 
 @given(steps(), st.integers(0, 200))
 def test_a_larger_budget_keeps_no_less(values: list[Value], room: int) -> None:
-    kept = [choose(values, {}, COSTS, room=each).kept_bytes for each in (0, room, 1000)]
+    kept = [chosen(values, budget_bytes=each).kept_bytes for each in (0, room, 1000)]
     assert kept[0] == 0
     assert kept[1] <= kept[2] == sum(one.nbytes for one in values if one.is_saved)
 
@@ -214,8 +220,8 @@ def step_seconds(values: Sequence[Value], choice: Choice, window: float) -> floa
         for one, decision, reason in zip(values, choice.decisions, choice.reasons, strict=True)
         if decision == OFFLOAD and reason != "not saved"
     )
-    processor = shipped * COSTS.shipping + choice.replay_seconds
-    return processor + max(0.0, shipped * COSTS.link - window)
+    processor = shipped * MACHINE.codec + choice.replay_seconds
+    return processor + max(0.0, shipped * MACHINE.link - window)
 
 
 @pytest.mark.parametrize("room", [0, 100, 200])
@@ -225,23 +231,23 @@ def test_it_is_close_to_the_best_of_all_choices(window: float, room: int) -> Non
     values = [
         value(0, 40),
         value(1, 40, "rms_norm", 0, seconds=1.0),
-        value(2, 110, "linear", 1, seconds=24.0, dear=True),
-        value(3, 110, "linear", 1, seconds=24.0, dear=True),
+        value(2, 110, "linear", 1, seconds=24.0, expensive=True),
+        value(3, 110, "linear", 1, seconds=24.0, expensive=True),
         value(4, 110, "silu", 2, seconds=3.0),
         value(5, 110, "mul", 4, 3, seconds=4.0),
-        value(6, 40, "linear", 5, seconds=24.0, dear=True),
+        value(6, 40, "linear", 5, seconds=24.0, expensive=True),
     ]
     best = math.inf
-    for ways in product("ksm", repeat=len(values)):  # kept, shipped, made again
+    for ways in product("ksm", repeat=len(values)):  # kept, shipped, recomputed
         if ways[0] == "m":
             continue
         kept = sum(v.nbytes for v, way in zip(values, ways, strict=True) if way == "k")
         shipped = sum(v.nbytes for v, way in zip(values, ways, strict=True) if way == "s")
         spent = sum(v.seconds for v, way in zip(values, ways, strict=True) if way == "m")
         if kept <= room:
-            waits = max(0.0, shipped * COSTS.link - window)
-            best = min(best, shipped * COSTS.shipping + spent + waits)
-    choice = choose(values, {}, COSTS, room=room, forward_seconds=window)
+            waits = max(0.0, shipped * MACHINE.link - window)
+            best = min(best, shipped * MACHINE.codec + spent + waits)
+    choice = chosen(values, budget_bytes=room, forward_seconds=window)
     assert step_seconds(values, choice, window) <= 1.05 * best
 
 
@@ -257,14 +263,14 @@ def test_what_a_chain_rests_on_is_weighed_once() -> None:
     assert decided(values, forward_seconds=1000.0) == [OFFLOAD, *[REPLAY] * 4]
 
 
-def test_what_stays_spares_what_others_would_be_made_from() -> None:
+def test_what_stays_spares_what_others_would_be_recomputed_from() -> None:
     """It is weighed before replays are chosen, else the room goes to what is cheap by then."""
     values = [
         value(0, 100, saved=False),
-        value(1, 100, "linear", 0, seconds=90.0, dear=True),
+        value(1, 100, "linear", 0, seconds=90.0, expensive=True),
         value(2, 100, "silu", 1, seconds=1.0),
     ]
-    choice = choose(values, {}, COSTS, room=100, forward_seconds=1.0)
+    choice = chosen(values, budget_bytes=100, forward_seconds=1.0)
     assert choice.decisions == [OFFLOAD, Keep("budget"), REPLAY]
     assert choice.link_seconds == 0
 
@@ -283,5 +289,5 @@ def test_values_that_rest_on_each_other_crosswise_are_planned() -> None:
         inputs = (n - 2, n - 1) if n % 2 == 0 else (n - 3, n - 2)
         values.append(value(n, 100, "add", *inputs, saved=False))
     values.append(value(200, 100, "exp", 199, 198))
-    choice = choose(values, {}, COSTS, room=50)
+    choice = chosen(values, budget_bytes=50)
     assert choice.decisions[-1] == OFFLOAD

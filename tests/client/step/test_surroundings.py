@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import storm_client as storm
 import torch
-from storm_client.compile import costs, partition
+from storm_client.compile import partition
 from storm_client.errors import UsageError
-from storm_client.planner.solver import CPU_COSTS
+from storm_client.planner.machine import CPU
 from storm_client.step.compiled import CompiledStep
 from support.steps import everything
 from support.training import assert_identical, seeded
@@ -813,8 +813,8 @@ def test_a_step_may_run_in_inference_mode(
     wrap: Callable[..., CompiledStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such tensors have no versions, by which what leaves is known to be unchanged."""
-    free = replace(CPU_COSTS, link=1e-15, shipping=1e-18, ship_floor=0.0, replay_floor=1.0)
-    monkeypatch.setattr(partition, "machine_of", lambda _: replace(costs.CPU, costs=free))
+    free = replace(CPU, link=1e-15, codec=1e-18, graph_store=0.0, thread_recompute=1.0)
+    monkeypatch.setattr(partition, "machine_of", lambda _: free)
     net = Trainer().net
 
     def step(x: Tensor) -> Tensor:
