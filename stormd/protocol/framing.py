@@ -7,7 +7,7 @@ answer; 0 marks a message that answers nothing (Stored, Failed of a store, Relea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgpack
@@ -29,6 +29,9 @@ class Envelope(NamedTuple):
 
 
 _TYPES = message_types()
+
+_NOT_MSGPACK = (ValueError, msgpack.exceptions.UnpackException, RecursionError)
+"""What msgpack raises where bytes are none of its."""
 
 
 def encode(batch: Iterable[Envelope]) -> bytes:
@@ -54,7 +57,10 @@ def decode(frame: bytes) -> list[Envelope]:
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {len(frame)} bytes; the limit is {MAX_FRAME_BYTES}")
-    batch = _unpack(frame)
+    try:
+        batch = msgpack.unpackb(frame, raw=False, strict_map_key=True, use_list=True)
+    except _NOT_MSGPACK as error:
+        raise ProtocolError(f"a frame that is not msgpack: {error}") from error
     if type(batch) is not list or not 0 < len(batch) <= MAX_BATCH:
         raise ProtocolError(f"a frame must be a list of 1 to {MAX_BATCH} messages")
     envelopes = [_envelope(item) for item in batch]
@@ -87,7 +93,7 @@ def decode_each(frame: bytes) -> Iterator[Envelope]:
     costly = parts = 0
     for _ in range(_batch_length(reader)):
         lists = 0
-        envelope = _envelope(_read(reader.unpack))
+        envelope = _envelope(_read(reader))
         costly += envelope.message.COSTLY
         parts += _parts_of(envelope.message)
         _check_sums(costly, parts)
@@ -128,7 +134,7 @@ def _first_numbers(frame: bytes, count: int) -> list[int | None]:
         for place in range(min(count, reader.read_array_header())):
             value = reader.unpack()
             found[place] = value if type(value) is int else None
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError):
+    except _NOT_MSGPACK:
         pass
     return found
 
@@ -162,16 +168,12 @@ def _batch_length(reader: msgpack.Unpacker) -> int:
     return int(length)
 
 
-def _unpack(frame: bytes) -> Any:
-    return _read(msgpack.unpackb, frame, raw=False, strict_map_key=True, use_list=True)
-
-
-def _read(function: Callable[..., Any], *values: Any, **options: Any) -> Any:
+def _read(reader: msgpack.Unpacker) -> Any:
     try:
-        return function(*values, **options)
+        return reader.unpack()
     except ProtocolError:
         raise
-    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+    except _NOT_MSGPACK as error:
         raise ProtocolError(f"a frame that is not msgpack: {error}") from error
 
 

@@ -20,6 +20,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 from stormd import open_files
@@ -70,12 +71,12 @@ WARNING_SECONDS: Final = 1.0
 class Connection:
     """One client's connection. It is changed by its ControlSocket alone.
 
-    `unsent` are the bytes of frames that the kernel has not taken yet. `is_reachable` says whether
-    anybody may still read what is sent.
+    `is_open` says whether it can still say something, `is_reachable` whether anybody may still read
+    what is sent. `unsent` are the bytes of frames that the kernel has not taken yet.
     """
 
     __slots__ = (
-        "_line", "credentials", "descriptor", "has_session", "held_bytes", "is_parked",
+        "_line", "credentials", "descriptor", "has_session", "held_bytes", "is_open", "is_parked",
         "is_paused", "is_queued", "is_reachable", "output", "reader", "silent_ticks", "unsent",
         "work", "work_bytes",
     )  # fmt: skip
@@ -86,6 +87,7 @@ class Connection:
         self.credentials = credentials
         self.reader = Reader(STRANGER_BYTES)
         self.has_session = False
+        self.is_open = True
         self.is_reachable = True
         self.is_queued = False  # among those whose turn comes
         self.is_parked = False  # its work goes on when it is told to
@@ -96,11 +98,6 @@ class Connection:
         self.work: Iterator[None] | None = None  # what the last frame asks for, as far as undone
         self.work_bytes = 0  # of that frame
         self.held_bytes = 0  # as counted in the sum of all
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it can still say something."""
-        return self.descriptor >= 0
 
     @property
     def identity(self) -> bytes:
@@ -120,8 +117,7 @@ class Connection:
         """Have the kernel take what it takes of the output."""
         try:
             while self.output:
-                pieces = [self.output[i] for i in range(min(len(self.output), PIECES_AT_ONCE))]
-                self._sent(self._line.sendmsg(pieces))
+                self._sent(self._line.sendmsg(list(islice(self.output, PIECES_AT_ONCE))))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:  # nobody reads any more; what was said before is still to be heard
@@ -129,15 +125,10 @@ class Connection:
             self.output.clear()
             self.unsent = 0
 
-    def add_output(self, data: bytes) -> None:
-        """Add a frame, as it travels, to what is to be sent."""
-        self.output.append(memoryview(data))
-        self.unsent += len(data)
-
     def shut(self) -> None:
         """Close it. Twice is fine."""
         self.descriptor = -1
-        self.is_reachable = False
+        self.is_open = self.is_reachable = False
         self.output.clear()
         self.unsent = self.work_bytes = 0
         self.work = None
@@ -328,19 +319,20 @@ class ControlSocket:
         if not count:
             self.close_connection(connection)
             return
-        connection.reader.feed(self._view[:count])
+        connection.reader.data += self._view[:count]
         self._count(connection)
         if not connection.is_queued:
             connection.is_queued = True
             self._fresh.append(connection)
-        elif connection.reader.held_bytes >= READ_BYTES:
+        elif len(connection.reader.data) >= READ_BYTES:
             connection.is_paused = True
             self._loop.remove_reader(connection.descriptor)
         self._schedule()
 
     def _send_as_it_is(self, connection: Connection, data: bytes) -> None:
         is_waiting = bool(connection.output)
-        connection.add_output(data)
+        connection.output.append(memoryview(data))
+        connection.unsent += len(data)
         if not is_waiting:
             connection.transmit()
             if connection.output:
@@ -359,7 +351,7 @@ class ControlSocket:
         """Have the sum of all hold what waits of a connection now."""
         if not connection.is_open:
             return
-        held = connection.reader.held_bytes + connection.work_bytes + connection.unsent
+        held = len(connection.reader.data) + connection.work_bytes + connection.unsent
         self._held_bytes += held - connection.held_bytes
         connection.held_bytes = held
         if self._held_bytes > self._held_most and self._relief is None:
@@ -437,6 +429,8 @@ class ControlSocket:
                 if connection.is_parked or time.monotonic() > end:
                     return not connection.is_open
             connection.work, connection.work_bytes = None, 0
+            if not connection.reader.data:
+                return True
             if not connection.has_session or time.monotonic() > end:
                 return False
         return True

@@ -3,8 +3,7 @@
 libzmq bounds its queues in messages, keeps the parts of a message until the last has come, however
 many they are, and lets in whoever connects. So the daemon speaks its protocol
 (https://rfc.zeromq.org/spec/23/, with the heartbeats of 37/ZMTP) itself, to any DEALER. Pure: bytes
-go in, messages come out, and never more is kept than one part of the largest size and what one call
-of `feed` brought.
+go in, messages come out, and what is kept is what was added and not read.
 """
 
 from __future__ import annotations
@@ -27,9 +26,6 @@ COMMAND: Final = 4
 MAX_SHORT: Final = 255
 COMMAND_BYTES: Final = 4096
 """Of the largest command: READY holds a few properties, PING a context of 16 bytes."""
-
-COMPACT_BYTES: Final = 1 << 16
-"""Of what was read already, from which on it is dropped rather than kept until all is read."""
 
 SOCKET_TYPES: Final = (b"DEALER", b"REQ", b"ROUTER")
 """What may speak to a ROUTER."""
@@ -62,9 +58,12 @@ class Phase(Enum):
 
 
 class Reader:
-    """What one peer sends, cut into messages. `limit` is the bytes of the largest part."""
+    """What one peer sends, cut into messages. `limit` is the bytes of the largest part.
 
-    __slots__ = ("_at", "_data", "_has_parts", "_phase", "identity", "limit", "replies")
+    `data` is what has arrived and was not read; whoever reads of the socket adds to it.
+    """
+
+    __slots__ = ("_has_parts", "_phase", "data", "identity", "limit", "replies")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -73,24 +72,8 @@ class Reader:
         self.replies: list[bytes] = []
         """Frames that answer heartbeats, to be sent and cleared by the caller."""
         self._phase = Phase.GREETING
-        self._data = bytearray()
-        self._at = 0  # up to where it was read
         self._has_parts = False
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that were fed and not read."""
-        return len(self._data) - self._at
-
-    def feed(self, data: bytes | memoryview) -> None:
-        """Add what has arrived."""
-        if self._at == len(self._data):
-            self._data.clear()
-            self._at = 0
-        elif self._at > COMPACT_BYTES:
-            del self._data[: self._at]
-            self._at = 0
-        self._data += data
+        self.data = bytearray()
 
     def read(self) -> bytes | Token | None:
         """Return the next message, or what there is in its place; None where more must arrive.
@@ -100,28 +83,31 @@ class Reader:
         """
         if self._phase is Phase.GREETING:
             return OTHER if self._greeted() else None
-        data, at = self._data, self._at
-        left = len(data) - at
-        if left < 2:
+        data = self.data
+        if len(data) < 2:
             return None
-        flags = data[at]
+        flags = data[0]
         if flags & LONG:
-            if left < 9:
+            if len(data) < 9:
                 return None
-            size, begin = int.from_bytes(data[at + 1 : at + 9]), at + 9
+            size, begin = int.from_bytes(data[1:9]), 9
         else:
-            size, begin = data[at + 1], at + 2
-        self._check(flags, size)
-        if len(data) < begin + size:
+            size, begin = data[1], 2
+        is_plain = not flags & ~LONG and self._phase is Phase.OPEN and not self._has_parts
+        if not is_plain or size > self.limit:
+            self._check(flags, size)
+        end = begin + size
+        if len(data) < end:
             return None
-        self._at = begin + size
-        body = bytes(data[begin : begin + size])
+        body = bytes(data[begin:end])
+        del data[:end]
+        return body if is_plain else self._special(flags, body)
+
+    def _special(self, flags: int, body: bytes) -> bytes | Token:
+        """Return what stands for a command, or for a part of several."""
         if flags & COMMAND:
             self._obey(body)
             return OTHER
-        return self._part(flags, body)
-
-    def _part(self, flags: int, body: bytes) -> bytes | Token:
         if flags & MORE:
             self._has_parts = True
             return OTHER
@@ -132,7 +118,7 @@ class Reader:
 
     def _greeted(self) -> bool:
         """Read the greeting; False where it is not complete. What cannot be one is told at once."""
-        data = bytes(self._data[:GREETING_BYTES])
+        data = bytes(self.data[:GREETING_BYTES])
         if data[:1] != SIGNATURE[:1][: len(data)] or data[9:10] != SIGNATURE[9:][: len(data[9:10])]:
             raise ZmtpError("not ZMTP")
         if data[10:11] and data[10] < LEAST_VERSION:
@@ -141,7 +127,7 @@ class Reader:
             return False
         if data[12:32] != MECHANISM:
             raise ZmtpError("another mechanism of ZMTP than NULL")
-        self._at = GREETING_BYTES
+        del self.data[:GREETING_BYTES]
         self._phase = Phase.HANDSHAKE
         return True
 
