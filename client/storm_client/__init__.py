@@ -15,14 +15,12 @@ Losses and gradients are bit for bit those of the script without offload, or an 
 
 from storm_client import errors
 from storm_client.cache.names import Cache
-from storm_client.client import Client
+from storm_client.client import Client, connect, offload
 from storm_client.compile import (
     compile,  # noqa: A004 - torch.compile's name
-    compile_step,
     compiled_plans,
     compiled_stats,
 )
-from storm_client.connect import connect, offload
 from storm_client.errors import (
     ActivationLost,
     CorruptBlob,
@@ -39,6 +37,7 @@ from storm_client.monitoring.report import Report
 from storm_client.monitoring.stats import OffloadStats
 from storm_client.monitoring.status import CacheStatus, DaemonStatus, PoolStatus, SessionStatus
 from storm_client.offloading import Offload
+from storm_client.step import compile_step
 from storm_client.step.feeder import Feeder
 from storm_client.step.loops import micro_batches
 from storm_client.step.receiver import Receiver

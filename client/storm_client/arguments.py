@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from itertools import chain
 from typing import Any
@@ -18,6 +17,7 @@ from stormd.protocol import BUDGET_VARIABLE, CODECS, parse_budget
 from stormd.protocol.sizes import parse_size
 
 __all__ = [
+    "Layer",
     "Modules",
     "check_codec",
     "check_options",
@@ -51,21 +51,16 @@ def modules_of(model: Modules) -> list[torch.nn.Module]:
     return modules
 
 
-def check_options(given: Iterable[str]) -> None:
-    """Check the names of options of `offload`.
+def check_options(given: Iterable[str], known: Sequence[str], of_connect: Sequence[str]) -> None:
+    """Check the names of options of `offload`, which are `known`.
 
     Raises:
-        UsageError: one is no option of it; it may be one of connect().
+        UsageError: one is no option of it; it may be one of connect(), which are `of_connect`.
     """
-    # Both use this module; their signatures are where options are defined.
-    from storm_client.client import Client
-    from storm_client.connect import connect
-
-    known = _options(Client.offload)
     for name in given:
         if name in known:
             continue
-        if name in inspect.signature(connect).parameters:
+        if name in of_connect:
             raise UsageError(
                 f"{name} is an option of connect(): write client = storm_client.connect({name}=...)"
                 " and client.offload(model)"
@@ -195,11 +190,6 @@ _LAYERS = (
 )
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
-
-
-def _options(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
 _WANTED = (

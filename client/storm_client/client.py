@@ -1,10 +1,12 @@
 """The object that a script holds: a connection to a daemon, and what one does with it.
 
-Closing it ends its sessions and, if it started a daemon, that daemon too.
+Closing it ends its sessions and, if it started a daemon, that daemon too. How a daemon is found is
+`connect.py`'s.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Never
@@ -20,15 +22,14 @@ from storm_client.arguments import (
     size_of,
 )
 from storm_client.cache.names import Cache
+from storm_client.connect import TIMEOUT, Embedded, OnDaemonLoss, connected, shared_supply
 from storm_client.embedded import EmbeddedDaemon
-from storm_client.errors import ProtocolMismatch
 from storm_client.monitoring.status import DaemonStatus
 from storm_client.offloading import Offload
 from storm_client.policy import Policy
 from storm_client.transport.supply import Supply
-from stormd.protocol import Status, StatusRequest
 
-__all__ = ["Client"]
+__all__ = ["Client", "connect", "offload"]
 
 
 class Client:
@@ -88,7 +89,7 @@ class Client:
             UsageError: a bad value, an unknown option, or the client is closed.
         """
         sessions = self._supply.current()
-        check_options(unknown)
+        _check_options(unknown)
         least = size_of(min_bytes, "min_bytes")
         check_codec(codec)
         modules = modules_of(model)
@@ -105,13 +106,7 @@ class Client:
         Raises:
             DaemonLost: the daemon is gone or does not answer.
         """
-        sessions = self._supply.current()
-        sessions.sweep()
-        control = sessions.control
-        answer = control.connection.request(StatusRequest(), self._timeout)
-        if not isinstance(answer, Status):
-            raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")
-        return DaemonStatus.of(answer.state)
+        return self._supply.status(self._timeout)
 
     def close(self) -> None:
         """End the sessions; what is still stored is lost. Calling it twice is fine."""
@@ -133,3 +128,55 @@ class Client:
     ) -> None:
         """Close."""
         self.close()
+
+
+def connect(
+    address: str | None = None,
+    embedded: Embedded = "auto",
+    pool_bytes: int | str | None = None,
+    timeout: float = TIMEOUT,
+    on_daemon_loss: OnDaemonLoss = "raise",
+) -> Client:
+    """Connect to a daemon.
+
+    Without `address`, it is the one named by STORMD_ADDRESS, else the system's, else the user's.
+    `embedded` says whether a private daemon is started: "auto" when none answers, "never", or
+    "always". With "auto" all clients of the process share one, unless they ask for pools of other
+    sizes. `pool_bytes` is how large its pool may grow, in bytes or as "8GiB"; without it, what
+    STORMD_POOL_BYTES says, or 4 GiB, less where the machine or container has less. It takes memory
+    as it is used. An address that was named, here or in the environment, is never replaced by
+    another daemon. `timeout` is in seconds.
+
+    `on_daemon_loss` is for what is saved after the daemon was lost; what it held raises in any
+    case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
+    until a daemon answers at the same address again.
+
+    Raises:
+        UsageError: a malformed address or a value out of range.
+        DaemonUnavailable: no daemon answers, or none may be started.
+        ProtocolMismatch: the daemon speaks another version.
+    """
+    found = connected(address, embedded, pool_bytes, timeout, on_daemon_loss)
+    return Client(found.supply, found.embedded, timeout)
+
+
+def offload(model: Modules = None, **options: Any) -> Offload:
+    """Return `Client.offload(model, **options)` of a client that the whole process shares.
+
+    It connects as `connect()` does at the first call, and is closed when the process ends. A
+    forked child gets one of its own.
+
+    Raises:
+        UsageError: what Client.offload does not take; options of `connect` belong there.
+        DaemonUnavailable, ProtocolMismatch: as `connect`.
+    """
+    modules = modules_of(model)
+    _check_options(options)
+    return Client(shared_supply(), None, TIMEOUT).offload(modules, **options)
+
+
+def _check_options(given: Iterable[str]) -> None:
+    """Check the names of options by the signatures, which are where options are defined."""
+    offers = inspect.signature(Client.offload).parameters.values()
+    known = [one.name for one in offers if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    check_options(given, known, list(inspect.signature(connect).parameters))

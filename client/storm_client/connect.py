@@ -1,7 +1,6 @@
-"""`connect`: finds a daemon by its address or by convention, or starts one.
+"""Finds a daemon by its address or by convention, or starts one.
 
-It returns a client whose daemon has answered in our version of the protocol, or raises and leaves
-nothing open.
+Its daemon has answered in our version of the protocol, or this raises and leaves nothing open.
 """
 
 from __future__ import annotations
@@ -10,55 +9,55 @@ import atexit
 import os
 import threading
 import warnings
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
-from storm_client.arguments import Modules, check_options, modules_of, size_of
-from storm_client.client import Client
+from storm_client.arguments import size_of
 from storm_client.embedded import EmbeddedDaemon, shared_daemon
 from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.monitoring.summary import say
-from storm_client.offloading import Offload
 from storm_client.sizes import format_size
 from storm_client.transport.handshake import is_listening, socket_path
 from storm_client.transport.sessions import Sessions
 from storm_client.transport.supply import Supply
 from stormd.protocol import default_addresses, socket_trouble, unknown_variables
 
-__all__ = ["ADDRESS_VARIABLE", "Embedded", "OnDaemonLoss", "connect", "offload", "shared_supply"]
+__all__ = ["TIMEOUT", "Connected", "Embedded", "OnDaemonLoss", "connected", "shared_supply"]
 
 ADDRESS_VARIABLE = "STORMD_ADDRESS"
 
 LEAST_POOL_BYTES = 1 << 20
 
+TIMEOUT = 5.0
+"""Seconds within which a daemon has to answer, where nobody says otherwise."""
+
 Embedded = Literal["auto", "never", "always"]
 OnDaemonLoss = Literal["raise", "keep"]
 
 
-def connect(
+class Connected(NamedTuple):
+    """The sessions with a daemon, and the daemon itself where it is one of our own."""
+
+    supply: Supply
+    embedded: EmbeddedDaemon | None
+
+    def close(self) -> None:
+        """End the sessions, and leave the daemon of our own, which ends with its last user."""
+        self.supply.close()
+        if self.embedded is not None:
+            self.embedded.close()
+
+
+def connected(
     address: str | None = None,
     embedded: Embedded = "auto",
     pool_bytes: int | str | None = None,
-    timeout: float = 5.0,
+    timeout: float = TIMEOUT,
     on_daemon_loss: OnDaemonLoss = "raise",
-) -> Client:
-    """Connect to a daemon.
-
-    Without `address`, it is the one named by STORMD_ADDRESS, else the system's, else the user's.
-    `embedded` says whether a private daemon is started: "auto" when none answers, "never", or
-    "always". With "auto" all clients of the process share one, unless they ask for pools of other
-    sizes. `pool_bytes` is how large its pool may grow, in bytes or as "8GiB"; without it, what
-    STORMD_POOL_BYTES says, or 4 GiB, less where the machine or container has less. It takes memory
-    as it is used. An address that was named, here or in the environment, is never replaced by
-    another daemon. `timeout` is in seconds.
-
-    `on_daemon_loss` is for what is saved after the daemon was lost; what it held raises in any
-    case when it is needed. "raise": DaemonLost. "keep": it stays in memory, with one warning,
-    until a daemon answers at the same address again.
+) -> Connected:
+    """Connect to a daemon, as `storm_client.connect` says.
 
     Raises:
-        UsageError: a malformed address or a value out of range.
-        DaemonUnavailable: no daemon answers, or none may be started.
-        ProtocolMismatch: the daemon speaks another version.
+        UsageError, DaemonUnavailable, ProtocolMismatch: as it does.
     """
     _check(embedded, timeout)
     pool = _pool_size(pool_bytes)
@@ -74,7 +73,7 @@ def connect(
         return _connect_embedded(EmbeddedDaemon(pool), timeout, keeps)
     found = named or _running()
     if found is not None:
-        return Client(_supply(found, timeout, keeps), None, timeout)
+        return Connected(_supply(found, timeout, keeps), None)
     if embedded == "never":
         raise DaemonUnavailable(
             f"no daemon that this user can use listens at {_looked()}; start one with "
@@ -83,72 +82,63 @@ def connect(
     return _connect_embedded(shared_daemon(pool), timeout, keeps)
 
 
-def offload(model: Modules = None, **options: Any) -> Offload:
-    """Return `Client.offload(model, **options)` of a client that the whole process shares.
+def shared_supply() -> Supply:
+    """Return the sessions that the whole process shares, connecting by convention if need be.
 
-    The client is made by `connect()` at the first call and closed when the process ends. A
-    forked child gets one of its own.
+    They are closed when the process ends. A forked child gets some of its own.
 
     Raises:
-        UsageError: what Client.offload does not take; options of `connect` belong there.
-        DaemonUnavailable, ProtocolMismatch: as `connect`.
+        DaemonUnavailable, ProtocolMismatch: as `connected`.
     """
-    modules = modules_of(model)
-    check_options(options)
-    return _SHARED.client().offload(modules, **options)
+    return _SHARED.connected().supply
 
 
-def shared_supply() -> Supply:
-    """Return where the shared client's Offloads get their sessions, connecting if need be."""
-    return _SHARED.client()._supply
-
-
-class _SharedClient:
-    """The client behind `offload`, one a process."""
+class _Shared:
+    """What `shared_supply` has, one a process."""
 
     def __init__(self) -> None:
-        self._client: Client | None = None
+        self._connected: Connected | None = None
         self._lock = threading.Lock()  # protects it
 
-    def client(self) -> Client:
+    def connected(self) -> Connected:
         with self._lock:
-            if self._client is None:
-                self._client = connect()
-                atexit.register(self._client.close)
-            return self._client
+            if self._connected is None:
+                self._connected = connected()
+                atexit.register(self._connected.close)
+            return self._connected
 
     def forked(self) -> None:
         """Begin anew in a child, where a thread that was connecting does not live."""
-        self._client, self._lock = None, threading.Lock()
+        self._connected, self._lock = None, threading.Lock()
 
 
-_SHARED = _SharedClient()
+_SHARED = _Shared()
 os.register_at_fork(after_in_child=_SHARED.forked)
 
 
-def _connect_embedded(daemon: EmbeddedDaemon, timeout: float, keeps: bool) -> Client:
+def _connect_embedded(daemon: EmbeddedDaemon, timeout: float, keeps: bool) -> Connected:
     try:
-        client = Client(_supply(daemon.address, timeout, keeps), daemon, timeout)
-        _tell_once(client, daemon)
+        supply = _supply(daemon.address, timeout, keeps)
+        _tell_once(supply, daemon, timeout)
     except BaseException:
         if daemon.users > 1:
             daemon.close()
         else:
             daemon.kill()
         raise
-    return client
+    return Connected(supply, daemon)
 
 
 _told: set[str] = set()
 """Whether the process was told of a private daemon: it holds one text at most."""
 
 
-def _tell_once(client: Client, daemon: EmbeddedDaemon) -> None:
+def _tell_once(supply: Supply, daemon: EmbeddedDaemon, timeout: float) -> None:
     """Say what a private daemon takes, and how to change it: nobody has asked for it by name."""
     if _told:
         return
     _told.add(daemon.address)
-    most = client.status().pool.capacity_bytes
+    most = supply.status(timeout).pool.capacity_bytes
     say(
         f"stormd: started a private daemon (process {daemon.pid}), which takes "
         f"{format_size(daemon.resident_bytes())} of host memory now, and up to "
@@ -178,7 +168,7 @@ def _looked() -> str:
 
 def _warn_of_unknown_variables() -> None:
     for text in unknown_variables(os.environ).values():
-        warnings.warn(f"{text}; it has no effect", stacklevel=3)
+        warnings.warn(f"{text}; it has no effect", stacklevel=4)
 
 
 def _check(embedded: str, timeout: float) -> None:

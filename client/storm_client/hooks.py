@@ -26,7 +26,8 @@ from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
-from storm_client.policy import NO_ACTIVATIONS, Policy
+from storm_client.planner.decisions import NO_ACTIVATIONS
+from storm_client.policy import Policy
 from storm_client.saved.ranges import Handle, RangePhase, StoredRange
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View

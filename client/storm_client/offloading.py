@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from storm_client.checkpointing import CheckpointedLayers
+from storm_client.connect import shared_supply
 from storm_client.eager.controller import Planning, PlanOptions
 from storm_client.errors import UsageError
 from storm_client.hook_stack import Blocks, Leaving, untraced
@@ -27,7 +28,8 @@ from storm_client.monitoring.stats import OffloadStats, StatsRecorder
 from storm_client.monitoring.summary import Summary, say
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import OrderHistory
-from storm_client.policy import NO_ACTIVATIONS, Policy
+from storm_client.planner.decisions import NO_ACTIVATIONS
+from storm_client.policy import Policy
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -235,7 +237,5 @@ class Offload:
     def _found(self) -> Supply:
         """Return where the sessions come from: for one that was unpickled, the shared client."""
         if self._supply is None:
-            from storm_client.connect import shared_supply  # makes Offloads
-
             self._supply = shared_supply()
         return self._supply

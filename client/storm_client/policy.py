@@ -16,10 +16,7 @@ import torch
 from storm_client.monitoring.layers import parts_of
 from storm_client.planner import OFFLOAD, Decision, Keep
 
-__all__ = ["NO_ACTIVATIONS", "Inside", "Policy"]
-
-NO_ACTIVATIONS = frozenset({"parameter", "leaf", "zero", "meta"})
-"""Reasons of what takes no memory of its own besides the model's and the batch's."""
+__all__ = ["Inside", "Policy"]
 
 LOOK_EVERY: Final = 64
 """One in so many looks for the modules' storages is for those that are new, too."""

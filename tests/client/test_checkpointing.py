@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
-from storm_client import checkpointing
+from storm_client import checkpointing, offloading
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.errors import UsageError
 from support.tiny_llama import tiny_llama, token_rows
@@ -470,11 +470,7 @@ def test_copies_that_are_made_in_a_block_have_their_own_forward(
 def test_a_copied_offload_has_the_layers_of_the_copied_model(
     client: storm.Client, net: Model, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
-    monkeypatch.setattr(
-        sys.modules["storm_client.connect"], "shared_supply", lambda: client._supply
-    )
+    monkeypatch.setattr(offloading, "shared_supply", lambda: client._supply)
     net.offload = client.offload(net, min_bytes=1, layers=net.blocks)
     copied = COPIES[way](net)
     plain = step(net, nullcontext)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 
@@ -42,6 +43,17 @@ def test_bad_offload_options(
 ) -> None:
     with pytest.raises(storm.UsageError, match=message):
         client.offload(**options)
+
+
+@pytest.mark.parametrize("name", inspect.signature(storm.connect).parameters)
+def test_an_option_of_connect_is_sent_there(client: storm.Client, name: str) -> None:
+    with pytest.raises(storm.UsageError, match=rf"{name} is an option of connect\(\)"):
+        client.offload(None, **{name: 1})
+
+
+def test_an_unknown_option_is_named_with_what_is_known(client: storm.Client) -> None:
+    with pytest.raises(storm.UsageError, match="no option 'models': known are min_bytes"):
+        client.offload(None, models=None)
 
 
 def test_a_closed_client_says_so(daemon: DaemonProcess) -> None:

@@ -201,7 +201,7 @@ def test_the_process_shares_one_client(daemon: DaemonProcess) -> None:
 def test_misuse_is_told_before_anything_is_started(script: str, words: str) -> None:
     with pytest.raises(storm.UsageError, match=re.escape(words)):
         eval(script, {"storm": storm, "torch": torch})
-    assert CONNECT._SHARED._client is None
+    assert CONNECT._SHARED._connected is None
 
 
 def test_a_child_that_was_forked_while_the_process_connected(daemon: DaemonProcess) -> None:

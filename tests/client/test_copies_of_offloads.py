@@ -63,13 +63,13 @@ COPIES: dict[str, Callable[[torch.nn.Sequential], torch.nn.Sequential]] = {
 @pytest.fixture(autouse=True)
 def shared(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> object:
     """Have the shared client, which copies may find, connect here, and close it."""
-    shared = CONNECT._SharedClient()
+    shared = CONNECT._Shared()
     monkeypatch.setattr(CONNECT, "_SHARED", shared)
     monkeypatch.setenv("STORMD_ADDRESS", daemon.address)
     yield shared
-    if shared._client is not None:
-        CONNECT.atexit.unregister(shared._client.close)
-        shared._client.close()
+    if shared._connected is not None:
+        CONNECT.atexit.unregister(shared._connected.close)
+        shared._connected.close()
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -105,10 +105,10 @@ def test_unpickling_connects_to_nobody(client: storm.Client, shared: object) -> 
     threads = set(threading.enumerate())
     net = pickle.loads(written)
     assert net.offload.stats().saved_bytes == 0
-    assert shared._client is None
+    assert shared._connected is None
     assert set(threading.enumerate()) == threads
     assert is_right(net)
-    assert shared._client is not None
+    assert shared._connected is not None
     assert pickle.loads(pickle.dumps(net)).offload._supply is None
 
 

@@ -23,6 +23,7 @@ import torch
 
 from storm_client.compile.shared_budget import Room, room_for
 from storm_client.compile.tokens import TOKENS, Held, Lent, Stored, Unversioned, version_of
+from storm_client.connect import shared_supply
 from storm_client.devices import is_capturing
 from storm_client.errors import ActivationLost, DaemonLost, lost_in_forward
 from storm_client.monitoring.compiled_models import HANDLED
@@ -183,14 +184,8 @@ def shared_target(budget: Budget, codec: str, min_bytes: int) -> Target:
     key = (budget, codec, min_bytes)
     found = _SHARED.get(key)
     if found is None:
-        found = _SHARED.setdefault(key, Target(_shared_supply, *key, room_for(None, budget)))
+        found = _SHARED.setdefault(key, Target(shared_supply, *key, room_for(None, budget)))
     return found
-
-
-def _shared_supply() -> Supply:
-    from storm_client.connect import shared_supply  # loads all that a script may hold
-
-    return shared_supply()
 
 
 _SHARED: dict[tuple[Budget, str, int], Target] = {}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from storm_client.arguments import Modules
-from storm_client.client import Client
-from storm_client.connect import offload
+from storm_client.client import Client, offload
 from storm_client.errors import UsageError
 from storm_client.offloading import Offload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["LAST", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
+__all__ = ["LAST", "NO_ACTIVATIONS", "OFFLOAD", "REPLAY", "Decision", "Keep", "Offload", "Replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,9 @@ class Replay:
 
 
 Decision: TypeAlias = Keep | Offload | Replay
+
+NO_ACTIVATIONS = frozenset({"parameter", "leaf", "zero", "meta"})
+"""Reasons of what takes no memory of its own besides the model's and the batch's."""
 
 OFFLOAD, REPLAY = Offload(), Replay()
 LAST = Keep("last")

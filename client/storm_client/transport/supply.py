@@ -12,9 +12,11 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
-from storm_client.errors import DaemonLost, StormError, lost_in_forward
+from storm_client.errors import DaemonLost, ProtocolMismatch, StormError, lost_in_forward
+from storm_client.monitoring.status import DaemonStatus
 from storm_client.transport.outage import Outage
 from storm_client.transport.sessions import Sessions
+from stormd.protocol import Status, StatusRequest
 
 __all__ = ["Supply"]
 
@@ -62,6 +64,19 @@ class Supply:
                 raise lost_in_forward(loss) from loss
             self._look(loss, sessions)
         return sessions
+
+    def status(self, timeout: float) -> DaemonStatus:
+        """Return the daemon's state, within `timeout` seconds.
+
+        Raises:
+            DaemonLost: the daemon is gone or does not answer.
+        """
+        sessions = self.current()
+        sessions.sweep()
+        answer = sessions.control.connection.request(StatusRequest(), timeout)
+        if not isinstance(answer, Status):
+            raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")
+        return DaemonStatus.of(answer.state)
 
     def close(self) -> None:
         """End all sessions. Calling it twice is fine."""

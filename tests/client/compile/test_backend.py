@@ -103,7 +103,7 @@ def step(call: Callable[..., Tensor], x: Tensor) -> Tensor:
 def test_the_name_of_the_backend_is_enough(
     monkeypatch: pytest.MonkeyPatch, client: storm.Client
 ) -> None:
-    monkeypatch.setattr(runtime, "_shared_supply", lambda: client._supply)
+    monkeypatch.setattr(runtime, "shared_supply", lambda: client._supply)
     monkeypatch.setattr(runtime, "_SHARED", {})
     net = perceptron("cpu")
     expected = step(torch.compile(net, backend="aot_eager"), seeded("cpu", 16, 32))

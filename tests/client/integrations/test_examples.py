@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import storm_client as storm
-from storm_client.connect import _SHARED
+from storm_client.connect import _SHARED, Connected
 
 EXAMPLES = Path(__file__).parents[3] / "client" / "examples"
 TWICE = ["transformers_trainer", "lightning_fit"]
@@ -24,7 +24,7 @@ def printed(
     """Run an example, with the test's client as the one that the process shares."""
     script, *arguments = line.split()
     pytest.importorskip(script.partition("_")[0], reason="the framework is not installed")
-    monkeypatch.setattr(_SHARED, "_client", client)
+    monkeypatch.setattr(_SHARED, "_connected", Connected(client._supply, None))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import storm_client as storm
 import torch
-from storm_client.connect import _SHARED
+from storm_client.connect import _SHARED, Connected
 from storm_client.integrations import torchtitan as integration
 from support.training import assert_identical, gradients, seeded
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ def policy(monkeypatch: pytest.MonkeyPatch, client: storm.Client) -> Iterator[An
     for name in ("torchtitan", "torchtitan.distributed"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr(_SHARED, "_client", client)
+    monkeypatch.setattr(_SHARED, "_connected", Connected(client._supply, None))
     yield integration.StormOffload
     del integration.StormOffload
 
