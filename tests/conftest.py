@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -63,7 +64,12 @@ STARTING = Path(__file__).parent / "support" / "starting"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have processes that tests start run `sitecustomize.py`, workers of xdist excepted."""
+    """Have processes that tests start run `sitecustomize.py`, workers of xdist excepted.
+
+    And have them hear SIGINT, which a shell has its jobs in the background ignore.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "numprocesses", None) is None:
         paths = [str(STARTING), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
