@@ -16,6 +16,7 @@ import operator
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ MEMORY, WRITTEN, BACKWARD, PART = (
 )
 """In a node's `meta`: the storages its results lie in, those it writes to, whether a backward pass
 ran it, and which micro-batch it belongs to."""
+
+_OURS = f"{Path(__file__).parents[1]}/"
+"""What the names of this package's files begin with."""
 
 _NODE = "_stormd_node"
 """Where a fake tensor has its node. Any table would have to outlive the tensor, and autograd asks
@@ -597,4 +601,4 @@ def _line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return "/storm_client/compile/" in name or name.startswith("<")
+    return name.startswith((_OURS, "<"))

@@ -15,7 +15,7 @@ from storm_client.errors import ActivationLost
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.thread_counts import omp_threads, one_thread
 from support.training import seeded
-from tests.client.test_settings import OTHERS, in_a_new_thread, overridden, small_numbers_as_zero
+from tests.client.eager.test_settings import OTHERS, in_a_new_thread, overridden, small_numbers_as_zero
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
