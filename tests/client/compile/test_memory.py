@@ -68,8 +68,9 @@ def test_stored_values_live_until_their_last_use(
     call = storm.compile(net, client=client, budget=0.0, min_bytes=1 << 12, codegen=codegen)
     call(seeded("cpu", 64, 64)).square().mean().backward()
     torch._dynamo.reset()
-    assert len(stored.seen) >= LAYERS // 2  # the others are made from these
-    assert stored.most <= 3
+    # the last result is the caller's and stays; of the others every second is made from these
+    assert len(stored.seen) >= (LAYERS - 1) // 2
+    assert stored.most <= 2
     assert len(brought.seen) >= LAYERS // 2
     assert brought.most <= 3
 

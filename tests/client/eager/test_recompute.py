@@ -15,9 +15,15 @@ from storm_client.errors import ActivationLost
 from support.altering_modes import ScaledBelow, SteeperSlopes
 from support.thread_counts import omp_threads, one_thread
 from support.training import seeded
-from tests.client.eager.test_settings import OTHERS, in_a_new_thread, overridden, small_numbers_as_zero
 from torch import Tensor, nn
 from torch.nn.functional import silu
+
+from tests.client.eager.test_settings import (
+    OTHERS,
+    in_a_new_thread,
+    overridden,
+    small_numbers_as_zero,
+)
 
 MANY = 1 << 17
 """Elements, which PyTorch shares among threads."""
