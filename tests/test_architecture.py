@@ -129,6 +129,89 @@ def test_the_protocol_needs_the_standard_library_and_msgpack_alone() -> None:
             assert known or name.startswith("stormd.protocol"), f"{path.name} imports {name}"
 
 
+# --- circles --------------------------------------------------------------------------------
+
+
+def _imports_of_a_package(package: str) -> dict[str, set[str]]:
+    """Return what each module imports of its package, at once or in functions, but for types."""
+    folder = PACKAGES[package]
+    names = {
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix("__init__").strip(".")
+        or package: path
+        for path in sorted(folder.rglob("*.py"))
+    }
+    return {
+        name: {
+            target
+            for found in _imported_to_run(ast.parse(path.read_text()))
+            if (target := _module_of(found, package, names)) and target != name
+        }
+        for name, path in names.items()
+        if name != package
+    }
+
+
+def _imported_to_run(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from (name.name for name in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0
+        yield from (f"{node.module}.{name.name}" for name in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from _imported_to_run(child)
+
+
+def _module_of(found: str, package: str, names: dict[str, Path]) -> str:
+    """Return the module that is meant by \"package.module.name\", empty for none of the package."""
+    while found.startswith(f"{package}."):
+        if (name := found.removeprefix(f"{package}.")) in names:
+            return name
+        found = found.rpartition(".")[0]
+    return ""
+
+
+def _circles(imports: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Return the sets of those that reach each other."""
+    reached = {name: _reached(name, imports) for name in imports}
+    return {
+        frozenset({name, *(other for other in reached[name] if name in reached[other])})
+        for name in imports
+        if name in reached[name]
+    }
+
+
+def _reached(name: str, imports: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    ahead = [name]
+    while ahead:
+        new = imports.get(ahead.pop(), set()) - found
+        found |= new
+        ahead += new
+    return found
+
+
+def test_circles_are_found() -> None:
+    imports = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert _circles(imports) == {frozenset("abc"), frozenset("de")}
+
+
+@pytest.mark.parametrize("package", ["storm_client", "stormd"])
+def test_modules_do_not_import_each_other(package: str) -> None:
+    assert not _circles(_imports_of_a_package(package))
+
+
+@pytest.mark.parametrize("package", ["storm_client", "stormd"])
+def test_rooms_do_not_import_each_other(package: str) -> None:
+    """The same of folders, and of the modules beside them."""
+    rooms: dict[str, set[str]] = {}
+    for name, imports in _imports_of_a_package(package).items():
+        room = name.partition(".")[0]
+        rooms.setdefault(room, set()).update({one.partition(".")[0] for one in imports} - {room})
+    assert not _circles(rooms)
+
+
 def test_every_file_opens_with_what_it_is_for() -> None:
     for _, path in _modules():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
