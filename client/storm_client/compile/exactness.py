@@ -83,7 +83,8 @@ def is_seed(node: fx.Node) -> bool:
     target = source.target if isinstance(source, fx.Node) else None
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(index, int):
         return False
-    return target._schema.returns[index].name in _SEEDS
+    returns = target._schema.returns  # one of them may be a list, of any length
+    return index < len(returns) and returns[index].name in _SEEDS
 
 
 def exact_in_generated_code(node: fx.Node) -> bool:

@@ -66,3 +66,12 @@ def test_attention_hands_its_seed_to_its_backward_pass(kind: str) -> None:
     assert not is_random(again)
     assert not is_seed(made)
     assert not any(map(is_seed, given))
+
+
+def test_no_part_of_a_list_is_a_seed() -> None:
+    """Fused updates return lists, and a list counts as one of an operation's results."""
+    graph = fx.Graph()
+    given = graph.placeholder("given")
+    made = graph.call_function(aten._foreach_add.List, ([given] * 3, [given] * 3))
+    parts = [graph.call_function(operator.getitem, (made, number)) for number in range(3)]
+    assert not any(map(is_seed, parts))
