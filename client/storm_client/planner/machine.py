@@ -74,9 +74,9 @@ CUDA = Machine(
     thread_store=1.5e-4,
     # A compiled graph's thread runs ahead of the device, which hides most of `thread_store`.
     graph_store=2e-5,
-    # One H200: the launch of a kernel from Python.
+    # Taken for the launch of a kernel from Python; not measured.
     thread_recompute=2.5e-5,
-    # One H200: elementwise kernels read and write once.
+    # Taken for elementwise kernels, which read and write once; not measured.
     unmeasured=5e-13,
     unmeasured_expensive=math.inf,
     # One H200: large products, and several elementwise operations fused.
