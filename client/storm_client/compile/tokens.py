@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -155,8 +156,9 @@ class Tokens:
 
     def make(self, content: Held | Lent | Stored | Unversioned) -> torch.Tensor:
         """Return a token for `content`, which lives as long as the token's memory."""
-        while self._dead:
-            self._owners.pop(self._dead.popleft().key, None)
+        with suppress(IndexError):  # another thread may have taken the last
+            while self._dead:
+                self._owners.pop(self._dead.popleft().key, None)
         key = next(_KEYS)
         owner = _Owner(_KEY.pack(key))
         owner.content = content
