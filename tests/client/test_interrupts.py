@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
-from storm_client.transport.waiting import Changes
+from storm_client.transport.interrupts import Changes
 from support.daemon_process import DaemonProcess
 from support.training import assert_identical, seeded, trained
 from support.waiting import wait_until

@@ -45,8 +45,8 @@ from storm_client.planner.decisions import Decision, Keep, Offload, Replay
 from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.machine import Machine, expected_ratio, machine_of
 from storm_client.planner.plan import Plan, Row
-from storm_client.sizes import format_apart
 from stormd.protocol import Budget
+from stormd.protocol.sizes import format_apart
 
 __all__ = ["NUMBER", "divided", "partition"]
 

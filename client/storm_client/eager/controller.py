@@ -43,8 +43,8 @@ from storm_client.planner.machine import machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import choose
-from storm_client.sizes import format_apart
 from stormd.protocol import Budget
+from stormd.protocol.sizes import format_apart
 
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from storm_client.monitoring.stats import Staying
-from storm_client.sizes import format_size
+from stormd.protocol.sizes import format_size
 
 __all__ = ["FirstSteps", "advice"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from storm_client.hook_stack import untraced
-from storm_client.sizes import format_size
+from stormd.protocol.sizes import format_size
 
 __all__ = ["HANDLED", "CompiledModels"]
 

@@ -14,7 +14,7 @@ from storm_client.errors import UsageError
 from storm_client.monitoring.stats import OffloadStats
 from storm_client.monitoring.trace import Timeline
 from storm_client.planner.plan import Plan, new_figure, save_figure
-from storm_client.sizes import format_size
+from stormd.protocol.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

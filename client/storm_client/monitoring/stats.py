@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from storm_client.lanes.dtypes import dtype_name
-from storm_client.sizes import format_size
+from stormd.protocol.sizes import format_size
 
 __all__ = ["OffloadStats", "StatsRecorder", "Staying"]
 

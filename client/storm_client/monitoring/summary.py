@@ -14,7 +14,7 @@ from typing import NamedTuple
 from storm_client.monitoring.advice import LEAST_BYTES
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder, Staying
 from storm_client.planner.decisions import NO_ACTIVATIONS
-from storm_client.sizes import format_size
+from stormd.protocol.sizes import format_size
 
 __all__ = ["Summary", "say"]
 

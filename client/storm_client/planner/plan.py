@@ -13,7 +13,7 @@ from storm_client.errors import UsageError
 from storm_client.planner.decisions import Keep, Offload, Replay
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice
-from storm_client.sizes import format_size
+from stormd.protocol.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,12 +23,9 @@ import zmq
 
 from storm_client.errors import ConnectionClosed, DaemonLost, StormError, UsageError, named
 from storm_client.lanes import Lane, LaneHello
-from storm_client.transport.frames import Frames
+from storm_client.transport.frames import Frames, joined
 from storm_client.transport.handshake import FIRST_NUMBER, SEND_QUEUE, open_channel
-from storm_client.transport.joining import joined
-from storm_client.transport.living import Living
-from storm_client.transport.waiting import Changes
-from storm_client.transport.wakeup import Wakeup
+from storm_client.transport.interrupts import Changes, Living, Wakeup
 from stormd.protocol import (
     Envelope,
     Goodbye,

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import TypeAlias
 
 import zmq
 from zmq.backend.cython import _zmq
 
+from stormd.protocol import Envelope, Restore, RestoreParts, pack
 from stormd.protocol.limits import MAX_FRAME_BYTES
 
-__all__ = ["Frames"]
+__all__ = ["Frames", "joined"]
 
 _LIBZMQ = ctypes.CDLL(_zmq.__file__, use_errno=True)  # the one that pyzmq has loaded
 _SEND, _RECEIVE = _LIBZMQ.zmq_send, _LIBZMQ.zmq_recv
@@ -96,3 +98,26 @@ def _check(error: int) -> None:
         raise zmq.Again(error)
     if error != errno.EINTR:
         raise zmq.ZMQError(error)
+
+
+def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:
+    """Return messages that say the same in the same order, in as few envelopes as may be.
+
+    What a part costs is mostly its message. Parts are asked for one by one where they are needed,
+    and restores that are neighbours are joined where a frame is made: nobody waits for others to
+    come, and the order stays. A batch has at most MAX_BATCH restores.
+    """
+    made: list[Envelope] = []
+    for is_restore, group in groupby(batch, _is_restore):
+        same = list(group)
+        made += [_join(same)] if is_restore and len(same) > 1 else same
+    return made
+
+
+def _is_restore(envelope: Envelope) -> bool:
+    return isinstance(envelope.message, Restore)
+
+
+def _join(restores: Iterable[Envelope]) -> Envelope:
+    numbers = [number for _, message in restores for number in message.to_wire()]
+    return Envelope(0, RestoreParts(pack(numbers)))

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 
 from storm_client.errors import DaemonUnavailable
-from storm_client.transport.living import Living
+from storm_client.transport.interrupts import Living
 from stormd.protocol import distrust, peer_uid
 
 __all__ = ["MAX_DESCRIPTORS", "Lifeline"]

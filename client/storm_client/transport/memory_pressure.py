@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from storm_client.transport.living import Living
+from storm_client.transport.interrupts import Living
 
 __all__ = ["watch"]
 

@@ -14,11 +14,13 @@ from contextlib import suppress
 
 from storm_client.errors import DaemonLost, ProtocolMismatch, StormError, lost_in_forward
 from storm_client.monitoring.status import DaemonStatus
-from storm_client.transport.outage import Outage
 from storm_client.transport.sessions import Sessions
 from stormd.protocol import Status, StatusRequest
 
-__all__ = ["Supply"]
+__all__ = ["ATTEMPT_SECONDS", "Outage", "Supply"]
+
+ATTEMPT_SECONDS = 1.0
+"""Between the beginnings of two attempts."""
 
 
 class Supply:
@@ -134,3 +136,40 @@ class Supply:
             with self._lock:
                 self._outage.attempted()
                 self._found = found
+
+
+class Outage:
+    """When to look for a daemon again after one was lost; it looks at no clock itself.
+
+    An outage is announced once, and every step that begins asks whether to look. So attempts are
+    made one at a time, and begin ATTEMPT_SECONDS apart or more. `now` is in seconds of any clock
+    that does not step back.
+    """
+
+    def __init__(self) -> None:
+        """Start with a daemon that answers."""
+        self._announced = False
+        self._trying = False
+        self._next = float("-inf")
+
+    def announce(self) -> bool:
+        """Note that the daemon is lost; tell whether that is news."""
+        news = not self._announced
+        self._announced = True
+        return news
+
+    def attempt(self, now: float) -> bool:
+        """Tell whether an attempt is due; one that is has begun with that."""
+        if self._trying or now < self._next:
+            return False
+        self._trying = True
+        self._next = now + ATTEMPT_SECONDS
+        return True
+
+    def attempted(self) -> None:
+        """Note that the attempt under way has ended, however it did."""
+        self._trying = False
+
+    def end(self) -> None:
+        """Note that there is a daemon again: the next loss is another outage."""
+        self._announced = False

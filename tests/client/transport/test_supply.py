@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import storm_client as storm
 import torch
-from storm_client.transport import outage
-from storm_client.transport.supply import Supply
+from hypothesis import given
+from hypothesis import strategies as st
+from storm_client.transport.supply import ATTEMPT_SECONDS, Outage, Supply
 from support.checked_training import LEAST_BYTES, Training
 from support.daemon_process import DaemonProcess, start_daemon
 from support.waiting import wait_until
@@ -170,7 +171,7 @@ def test_a_daemon_that_was_found_meanwhile_is_not_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An attempt succeeds when a step has seen the loss and has yet to look for a daemon."""
-    monkeypatch.setattr(outage, "ATTEMPT_SECONDS", 0.0)
+    monkeypatch.setattr("storm_client.transport.supply.ATTEMPT_SECONDS", 0.0)
     made: list[FakeSessions] = []
     answers = threading.Event()
 
@@ -206,3 +207,38 @@ def _offloads(offload: storm.Offload) -> bool:
         loss = torch.ones(LEAST_BYTES, requires_grad=True).exp().square().sum()
     loss.backward()
     return offload.stats().offloaded_bytes > before
+
+
+# --- when to look for a daemon again ---
+
+
+def test_it_is_announced_once_until_it_ends() -> None:
+    outage = Outage()
+    assert [outage.announce(), outage.announce()] == [True, False]
+    outage.end()
+    assert outage.announce()
+
+
+def test_attempts_keep_their_distance() -> None:
+    outage = Outage()
+    assert outage.attempt(10.0)
+    assert not outage.attempt(10.0 + 5 * ATTEMPT_SECONDS)  # one is under way
+    outage.attempted()
+    assert outage.attempt(10.0 + ATTEMPT_SECONDS)
+    outage.attempted()
+    assert not outage.attempt(10.0 + 1.9 * ATTEMPT_SECONDS)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans()), max_size=50))
+def test_whenever_it_is_asked(events: list[tuple[float, bool]]) -> None:
+    outage, now, begun, under_way = Outage(), 0.0, [-ATTEMPT_SECONDS], False
+    for pause, ends in events:
+        now += pause
+        if ends and under_way:
+            outage.attempted()
+            under_way = False
+        due = outage.attempt(now)
+        assert due == (not under_way and now >= begun[-1] + ATTEMPT_SECONDS)
+        if due:
+            begun.append(now)
+            under_way = True

@@ -1,11 +1,32 @@
-"""A set of what lives, in whose members' death no Python code runs."""
+"""What wakes the listener, and a set of what lives: no Python code runs where an interrupt is lost.
+
+That waits keep their locks is shown by `tests/client/test_interrupts.py`.
+"""
 
 from __future__ import annotations
 
 import gc
+import select
 import sys
 
-from storm_client.transport.living import Living
+from storm_client.transport.interrupts import Living, Wakeup
+
+
+def is_readable(wakeup: Wakeup) -> bool:
+    poller = select.poll()
+    poller.register(wakeup.fileno(), select.POLLIN)
+    return bool(poller.poll(0))
+
+
+def test_a_signal_is_seen_once() -> None:
+    wakeup = Wakeup()
+    assert not is_readable(wakeup)
+    wakeup.signal()
+    wakeup.signal()
+    assert is_readable(wakeup)
+    assert wakeup.clear()
+    assert not wakeup.clear()
+    assert not is_readable(wakeup)
 
 
 class Member:
