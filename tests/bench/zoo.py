@@ -122,13 +122,48 @@ def make_moe(options: argparse.Namespace) -> Workload:
     return of_tokens(options, model.bfloat16())
 
 
+def make_gpt2(options: argparse.Namespace) -> Workload:
+    transformers = import_module("transformers")
+    options.tokens = 64 if options.small else 1024
+    with options.device:
+        config = transformers.GPT2Config(
+            n_embd=64 if options.small else 1024,
+            n_layer=16,
+            n_head=16,
+            n_positions=options.tokens,
+            vocab_size=VOCABULARY,
+            use_cache=False,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    return of_tokens(options, model, rows=8, autocast=torch.bfloat16)
+
+
+def make_bert(options: argparse.Namespace) -> Workload:
+    transformers = import_module("transformers")
+    options.tokens = 64 if options.small else 512
+    with options.device:
+        config = transformers.BertConfig(
+            hidden_size=64 if options.small else 1024,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=options.tokens,
+        )
+        model = transformers.BertForMaskedLM(config)
+    return of_tokens(options, model, rows=16, autocast=torch.bfloat16)
+
+
 def make_vit(options: argparse.Namespace) -> Workload:
-    model = import_module("timm").create_model("vit_large_patch16_224", num_classes=1000)
-    images = torch.randn(128, 3, 224, 224, device=options.device)
-    classes = torch.randint(0, 1000, (128,), device=options.device)
-    return Workload(
-        model.to(options.device), lambda it: F.cross_entropy(it(images), classes), torch.bfloat16
-    )
+    return of_images(options, "vit_large_patch16_224", 128)
+
+
+def of_images(options: argparse.Namespace, name: str, count: int) -> Workload:
+    """Return a model of timm's that classifies random images."""
+    model = import_module("timm").create_model(name, num_classes=1000).to(options.device)
+    images = torch.randn(count, 3, 224, 224, device=options.device)
+    classes = torch.randint(0, 1000, (count,), device=options.device)
+    return Workload(model, lambda it: F.cross_entropy(it(images), classes), torch.bfloat16)
 
 
 def make_ranks(options: argparse.Namespace) -> Workload:
@@ -155,13 +190,16 @@ MODELS: dict[str, Callable[[argparse.Namespace], Workload]] = {
     ),
     "float8": make_float8,
     "vit": make_vit,
+    "gpt2": make_gpt2,
+    "bert": make_bert,
+    "convnext": lambda options: of_images(options, "convnext_base", 96),
     "ranks": make_ranks,
 }
 
 
 def checkpointed(name: str, model: Any) -> None:
     """Have every block checkpointed, as the model's own library does it."""
-    if name == "vit":
+    if name in ("vit", "convnext"):  # timm's
         model.set_grad_checkpointing(True)
         return
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
