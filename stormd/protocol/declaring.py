@@ -4,14 +4,14 @@ From the declaration come the constructor, the check of every field and the orde
 message is checked, encoded or decoded by code of its own. A message object that exists is valid:
 neither side repeats a check, and a hostile frame ends in ProtocolError before any field is used.
 
-Frames are decoded for every operation, so a class's check and decoder are compiled once from its
-rules, as dataclasses compiles constructors: a loop over rules took two to five times as long.
+Frames are decoded for every operation, so a class's constructor and decoder are compiled from its
+rules: a loop over rules took two to five times as long. They are compiled when the first message of
+the class is made, since a trainer imports all classes and uses few.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import (
     Any,
     ClassVar,
@@ -144,32 +144,67 @@ Kind = TypeVar("Kind", bound="type[Message]")
 
 
 class Message:
-    """Base of all messages.
+    """Base of all messages: equal where they are of one class and have equal fields.
 
-    OP is the number on the wire, COSTLY whether the answer may take the daemon milliseconds.
-    Construction raises ProtocolError with the field, its value and what it must be.
+    OP is the number on the wire, COSTLY whether the answer may take the daemon milliseconds, FIELDS
+    the names of the fields in the order they travel. Construction raises ProtocolError with the
+    field, its value and what it must be; a message that exists cannot be changed.
     """
 
     __slots__ = ()
 
     OP: ClassVar[int] = 0
     COSTLY: ClassVar[bool] = False
+    FIELDS: ClassVar[tuple[str, ...]] = ()
+    _declared: ClassVar[_Declaration]
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        """Compile the class's own constructor, which replaces this one, and call it."""
+        _compile(type(self))
+        type(self).__init__(self, *values, **named)
 
     def check_together(self) -> None:
         """Raise ProtocolError where valid fields do not go together; few messages have such."""
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the fields in the order they travel."""
-        raise NotImplementedError  # `message` gives each its own
+        return tuple(getattr(self, field) for field in self.FIELDS)
 
     @classmethod
     def from_wire(cls, values: list[Any]) -> Self:
-        """Return the message of these fields.
+        """Return the message of these fields; the class's own decoder replaces this at first use.
 
         Raises:
             ProtocolError: they are too few, too many, or not valid.
         """
-        raise NotImplementedError  # `message` gives each its own
+        _compile(cls)
+        return cls.from_wire(values)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare the fields with those of a message of the same class."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return self.to_wire() == other.to_wire()
+
+    def __hash__(self) -> int:
+        """Return a number that equal messages share."""
+        return hash((self.OP, self.to_wire()))
+
+    def __repr__(self) -> str:
+        """Return the call that makes such a message."""
+        pairs = zip(self.FIELDS, self.to_wire(), strict=True)
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in pairs)})"
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        """Refuse: what was checked stays as it is."""
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be set: messages do not change")
+
+
+class _Declaration(NamedTuple):
+    """What the compiled functions of a class are made of."""
+
+    defaults: dict[str, Any]
+    kw_only: bool
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)
@@ -183,18 +218,21 @@ def message(number: int, *, kw_only: bool = False, costly: bool = False) -> Call
     def declare(declared: Kind) -> Kind:
         if number in _TYPES:
             raise TypeError(f"{declared.__name__} and {_TYPES[number].__name__} are both {number}")
-        hints = get_type_hints(declared, include_extras=True)
-        rules = {field: get_args(hints[field])[1] for field in declared.__annotations__}
-        compiled = _compiled(declared, rules)
-        made: Any = declared
-        made.__post_init__, made.to_wire = compiled["check"], compiled["to_wire"]
-        kind: Any = dataclass(frozen=True, slots=True, kw_only=kw_only)(made)
-        compiled["kind"] = kind
-        compiled.update({f"put_{field}": getattr(kind, field).__set__ for field in rules})
-        kind.from_wire = staticmethod(compiled["from_wire"])
-        kind.OP, kind.COSTLY = number, costly
+        fields = tuple(declared.__annotations__)
+        own = dict(vars(declared))
+        defaults = {field: own.pop(field) for field in fields if field in own}
+        for unslotted in ("__dict__", "__weakref__"):
+            own.pop(unslotted, None)
+        own.update(
+            __slots__=fields,
+            OP=number,
+            COSTLY=costly,
+            FIELDS=fields,
+            _declared=_Declaration(defaults, kw_only),
+        )
+        kind: Any = type(declared.__name__, declared.__bases__, own)
         _TYPES[number] = kind
-        return kind  # type: ignore[no-any-return]  # the class that dataclass made of it
+        return kind  # type: ignore[no-any-return]  # the class that was made of it
 
     return declare
 
@@ -204,18 +242,32 @@ def message_types() -> dict[int, type[Message]]:
     return dict(_TYPES)
 
 
-def _compiled(declared: type[Message], rules: dict[str, Rule]) -> dict[str, Any]:
-    """Return the functions of a class by name, with the globals that they look up."""
-    own = [f"self.{field}" for field in rules]
+def _compile(kind: Any) -> None:
+    """Give a class its constructor, its encoder and its decoder."""
+    hints = get_type_hints(kind, include_extras=True)
+    rules: dict[str, Rule] = {field: get_args(hints[field])[1] for field in kind.FIELDS}
+    known = _known_to(kind, rules)
+    exec(_source(kind, rules), known)  # noqa: S102 - of our own declarations
+    kind.to_wire = known["to_wire"]
+    kind.from_wire = staticmethod(known["from_wire"])
+    kind.__init__ = known["init"]
+
+
+def _source(kind: type[Message], rules: dict[str, Rule]) -> str:
+    """Return the functions' text."""
+    defaults, kw_only = kind._declared
     read = [f"v_{field}" for field in rules]
-    together = declared.check_together is not Message.check_together
+    together = kind.check_together is not Message.check_together
+    taken = [f"{field}=default_{field}" if field in defaults else field for field in rules]
+    head = ["self", *(["*"] if kw_only and taken else []), *taken]
     lines = [
-        "def check(self):",
-        f"    if not ({_test(own, rules)}):",
-        "        complain(self.to_wire())",
+        f"def init({', '.join(head)}):",
+        f"    if not ({_test(list(rules), rules)}):",
+        f"        complain(({''.join(f'{field}, ' for field in rules)}))",
+        *(f"    put_{field}(self, {field})" for field in rules),
         "    self.check_together()" if together else "    return",
         "def to_wire(self):",
-        f"    return ({''.join(f'{one}, ' for one in own)})",
+        f"    return ({''.join(f'self.{field}, ' for field in rules)})",
         "def from_wire(values):",
         f"    if len(values) != {len(rules)}:",
         "        miscount(values)",
@@ -227,20 +279,30 @@ def _compiled(declared: type[Message], rules: dict[str, Rule]) -> dict[str, Any]
         "    made.check_together()" if together else "",
         "    return made",
     ]
+    return "\n".join(lines)
+
+
+def _known_to(kind: type[Message], rules: dict[str, Rule]) -> dict[str, Any]:
+    """Return the globals of the functions of a class."""
 
     def complain(values: Sequence[Any]) -> NoReturn:
         for (field, rule), value in zip(rules.items(), values, strict=True):
             if not rule.accepts(value):
                 wrong, complaint = _culprit(rule, value)
-                raise ProtocolError(f"{declared.__name__}.{field} is {_shown(wrong)}, {complaint}")
+                raise ProtocolError(f"{kind.__name__}.{field} is {_shown(wrong)}, {complaint}")
         raise AssertionError("the rules are the test, taken one by one")
 
     def miscount(values: Sequence[Any]) -> NoReturn:
-        raise ProtocolError(f"{declared.__name__} has {len(rules)} fields, not {len(values)}")
+        raise ProtocolError(f"{kind.__name__} has {len(rules)} fields, not {len(values)}")
 
-    known = {"complain": complain, "miscount": miscount, "new": object.__new__}
-    exec("\n".join(lines), known)  # noqa: S102 - of our own declarations, at import
-    return known
+    return {
+        "complain": complain,
+        "miscount": miscount,
+        "new": object.__new__,
+        "kind": kind,
+        **{f"put_{field}": getattr(kind, field).__set__ for field in rules},
+        **{f"default_{field}": value for field, value in kind._declared.defaults.items()},
+    }
 
 
 def _test(places: Sequence[str], rules: dict[str, Rule]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, get_type_hints
 
 import msgpack
@@ -83,10 +82,10 @@ def messages(kind: type[Message]) -> st.SearchStrategy[Message]:
         return ABOUT_PARTS[kind]
     hints = get_type_hints(kind)
     values: dict[str, st.SearchStrategy[Any]] = {}
-    for field in fields(kind):
-        values[field.name] = BY_NAME.get(field.name, BY_TYPE[hints[field.name]])
-        if field.name == "nbytes" and kind.__name__ != "MapSegment":
-            values[field.name] = st.integers(1, 1 << 30)
+    for field in kind.FIELDS:
+        values[field] = BY_NAME.get(field, BY_TYPE[hints[field]])
+        if field == "nbytes" and kind.__name__ != "MapSegment":
+            values[field] = st.integers(1, 1 << 30)
     return st.builds(kind, **values)
 
 

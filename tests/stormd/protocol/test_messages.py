@@ -200,3 +200,20 @@ def test_a_message_names_what_it_was_given_in_short() -> None:
     with pytest.raises(ProtocolError) as caught:
         Store(**{**STORE, "codec": "x" * 1000})
     assert len(str(caught.value)) < 200
+
+
+def test_a_message_stays_as_it_was_checked() -> None:
+    made = Store(**STORE)
+    with pytest.raises(AttributeError, match=r"Store\.entry cannot be set"):
+        made.entry = -1  # type: ignore[misc]
+    assert made == Store(**STORE) != Store(**{**STORE, "entry": 2})
+    assert hash(made) == hash(Store(**STORE))
+    assert repr(made) == (
+        "Store(entry=1, segment=0, offset=0, nbytes=1, dtype='uint8', codec='raw', sequence=0, "
+        "ready=0)"
+    )
+
+
+def test_fields_with_several_numbers_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Store(*STORE.values())
