@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import thread_time
+from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from storm_client.eager.function_modes import is_in_compiled_code
+from storm_client.eager.operation_times import keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.recompute import Trial
 from storm_client.eager.recorder import Mark, Recorder
@@ -48,6 +49,7 @@ from stormd.protocol.sizes import format_apart
 
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins
+    from storm_client.eager.signature import Duration
     from storm_client.saved.ranges import WeakStorage
     from storm_client.saved.snapshots import Ready
 
@@ -130,10 +132,14 @@ class Planning:
             layers=self._layers,
         )
         self._pinned.append((weakref.ref(recording.pins), recording.pins.storages))
-        times = kind is not None and kind.times_the_host
+        fills = kind is not None and kind.wants_full_queue
+        times = kind is not None and kind.times_the_host and not fills
         mode = Recorder(recording, measures=kind is None, times=times) if watches else None
+        if fills and kind is not None and kind.clock is not None:
+            with torch.cuda.device(kind.clock):
+                keep_busy(kind.pass_seconds)
         begun = Mark(None if kind is None else kind.clock)
-        return PlannedStep(self, recording, mode, begun, times=times)
+        return PlannedStep(self, recording, mode, begun, times=times, fills=fills)
 
     def _may_run_compiled_code(self) -> bool:
         if not self._runs_compiled_code:
@@ -145,17 +151,31 @@ class Planning:
         self._runs_compiled_code = True
 
     def ended(
-        self, step: StepRecord, begun: Mark, host: HostPass | None, *, is_trial: bool
+        self,
+        step: StepRecord,
+        forward: Duration,
+        host: HostPass | None,
+        *,
+        pass_seconds: float,
+        is_trial: bool,
+        fills: bool,
     ) -> Kind | None:
         """Learn from a step that has ended; return its kind if it has followed that one's plan.
 
-        `host` is what its forward pass took the thread, where that was timed.
+        `host` is what its forward pass took the thread, where that was timed, `pass_seconds` how
+        long that was by the host's clock. `fills` tells whether the device's queue was full.
         """
         followed = step.kind
         kind = self._kinds.ended(step)
-        if kind is None or kind is not followed or kind.decisions is None or is_trial:
+        if kind is None or kind is not followed or kind.decisions is None:
             return None
-        kind.observe(begun.until_now(), host)
+        kind.pass_seconds = pass_seconds
+        if is_trial:
+            return None
+        if fills:
+            kind.filled(forward)
+            return None
+        kind.observe(forward, host)
         return kind
 
     def plan(self) -> Plan | None:
@@ -245,10 +265,16 @@ class PlannedStep:
         begun: Mark,
         *,
         times: bool,
+        fills: bool,
     ) -> None:
-        """Follow what `recording` says; if it `times`, what that takes the thread is counted."""
+        """Follow what `recording` says; if it `times`, what that takes the thread is counted.
+
+        `fills` tells that the device's queue is kept full in its forward pass.
+        """
         self._planning = planning
         self._begun = begun
+        self._began = perf_counter()
+        self._fills = fills
         self.times = times
         self._host_begun = thread_time() if times else 0.0
         self._is_trial = False
@@ -286,7 +312,14 @@ class PlannedStep:
             host = None
             if self.times:
                 host = HostPass(thread_time() - self._host_begun, self.recording.seconds)
-            followed = self._planning.ended(self._step, self._begun, host, is_trial=is_trial)
+            followed = self._planning.ended(
+                self._step,
+                self._begun.until_now(),
+                host,
+                pass_seconds=perf_counter() - self._began,
+                is_trial=is_trial,
+                fills=self._fills,
+            )
         self.abandon()
         return followed
 
@@ -322,10 +355,10 @@ def _little_bytes(kind: Kind) -> float:
 
 def _look_for_host(kind: Kind, problem: Problem) -> None:
     """Note of a kind whose forward pass has been timed whether it is bound by the host."""
-    forward_seconds = problem.forward_seconds
-    if kind.host is None and kind.decisions is not None and forward_seconds and kind.device_waits:
+    window = kind.window
+    if kind.host is None and kind.decisions is not None and window and kind.device_waits:
         expected = load_of(problem.values, kind.decisions, kind.functions).forward
-        kind.host = host_bound(kind.passes, forward_seconds, expected)
+        kind.host = host_bound(kind.passes, window, expected)
 
 
 def _room(budget: Budget, saved: int, kind: Kind) -> int:

@@ -8,12 +8,13 @@ runs without.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from storm_client.eager.function_modes import Watching, are_altered
+from storm_client.eager.operation_times import OperationTimes
 from storm_client.eager.operations import Function, is_bound
 from storm_client.eager.recording import Recording
 from storm_client.hook_stack import untraced
@@ -34,7 +35,7 @@ class Recorder(Watching):
         """
         super().__init__()
         self._recording: Recording | None = None if are_altered() else recording
-        self._measures = measures
+        self._operations = OperationTimes() if measures else None
         self._times = times
 
     def end(self) -> None:
@@ -60,11 +61,14 @@ class Recorder(Watching):
         ):
             return function(*args, **kwargs) if kwargs else function(*args)
         recording.begins()
-        begin = Mark(args[0].device) if self._measures and _is_on_gpu(args) else None
+        operations = self._operations if _is_on_gpu(args) else None
+        begin = None if operations is None else Mark(args[0].device)
         made = function(*args, **kwargs) if kwargs else function(*args)
         began = time.thread_time() if self._times else 0.0
         if not recording.goes_on(function, args, made):
-            timing = None if begin is None else begin.until_now()
+            timing: Callable[[], float] | None = None
+            if operations is not None and begin is not None:
+                timing = operations.of(function, args, kwargs or {}, made, begin.until_now())
             recording.ran(function, args, kwargs or {}, made, timing)
         if self._times:
             recording.seconds += time.thread_time() - began

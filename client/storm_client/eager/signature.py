@@ -63,6 +63,9 @@ SHORTER = 0.75
 """Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
 The first were longer than the step needs where another process used the device or the link."""
 
+MOST_FILLED = 0.25
+"""Seconds for which a device is kept busy at the most, so that its queue is full afterwards."""
+
 MOST_TRIES = 16
 """Of a value by one plan. So many forward passes may be under way before the first backward pass; a
 value that none has asked for by then is one that none will ask for."""
@@ -179,6 +182,11 @@ class Kind:
     _was_settled = False
     """Whether its plan was made anew once steps had settled."""
 
+    pass_seconds = 0.0
+    """Of the latest forward pass that followed a plan, by the host's clock."""
+    _full: Duration | None = None
+    """Of a forward pass for which the device had all that it needed in its queue."""
+
     def __init__(
         self, events: tuple[Event, ...], values: list[RecordedValue], functions: int = 0
     ) -> None:
@@ -218,7 +226,8 @@ class Kind:
         self.followed = 0
         """Steps that followed the present decisions, and tried nothing."""
         self.window: float | None = None
-        """Seconds of the shortest forward pass that followed the plan; None until seen."""
+        """Seconds of the shortest forward pass that followed the plan; None until seen. A device
+        that waits for the thread has waited in it."""
         self._forwards: list[Duration] = []
         """The latest that `window` does not know."""
         self._turns: list[Duration] = []
@@ -285,6 +294,23 @@ class Kind:
         """Whether it is to be found out what the next step takes the thread that trains."""
         return self.is_on_gpu and self.decisions is not None and self.window is None
 
+    @property
+    def wants_full_queue(self) -> bool:
+        """Whether the next forward pass is to begin behind something that takes the device a while.
+
+        Then all of it is queued when the device comes to it, and what it takes is what it computes.
+        """
+        return (
+            self.is_on_gpu
+            and self.decisions is not None
+            and self._full is None
+            and 0 < self.pass_seconds <= MOST_FILLED
+        )
+
+    def filled(self, forward: Duration) -> None:
+        """Note such a forward pass."""
+        self._full = forward
+
     def observe(self, forward: Duration, host: HostPass | None = None) -> None:
         """Note a forward pass that followed the plan; two of them make it anew.
 
@@ -324,6 +350,7 @@ class Kind:
         kind.rejected = {numbers[old]: why for old, why in self.rejected.items() if old in numbers}
         kind.window, kind.host = self.window, self.host
         kind._turns, kind._waits = self._turns, self._waits
+        kind._full, kind.pass_seconds = self._full, self.pass_seconds
         return kind
 
     def turn_seconds(self) -> float:
@@ -368,10 +395,17 @@ class Kind:
             dict(self.rejected),
             recomputes=recomputes,
             why_not=why_not,
-            forward_seconds=self.measure(),
+            forward_seconds=self._busy_seconds(),
             turn_seconds=self.turn_seconds(),
             last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
         )
+
+    def _busy_seconds(self) -> float | None:
+        """Return for how long the device computes in a forward pass, as far as that is known."""
+        window = self.measure()
+        if window is None or self._full is None:
+            return window
+        return min(window, self._full())
 
     def reject(self, number: int, reason: str) -> None:
         """Note that a value cannot be had again by its operation."""

@@ -1,0 +1,219 @@
+"""How long operations of a step take on a GPU: each kind of them is run again with a full queue.
+
+What lies between two events around an operation is what its kernels took only if they were queued
+before the device came to them. In a step that is watched they are not: what hooks do while the
+operation runs lies between the events, too, and is several times what a small kernel takes. So what
+is needed to run an operation again is noted, and where the plan is made it runs a few times on
+empty memory, behind something that keeps the device busy until all of it is queued.
+
+CUPTI, by `torch.profiler`, would tell the same of all kernels. It is the script's own to use: one
+profiler runs at a time in a process, and launches stay slower once it has been loaded.
+
+Long operations are not run again: of them the events tell enough. Where one cannot be run, for want
+of memory or since settings have changed, they have to do as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from storm_client.devices import is_capturing
+from storm_client.eager.operations import Function
+from storm_client.eager.recompute import Input, Recipe
+from storm_client.errors import StormError
+
+__all__ = ["OperationTimes", "keep_busy"]
+
+LONG_SECONDS: Final = 2e-3
+"""Between its events: of that what a hook does is little."""
+
+REPEATS: Final = 3
+
+MOST_SECONDS: Final = 0.1
+"""Of the host, for all kinds of operations of a step together; what is left then goes by events."""
+
+QUEUED_SECONDS: Final = 5e-4
+"""For which the device is kept busy while the repeats are queued."""
+
+CYCLES_PER_SECOND: Final = 1.7e9
+"""Of a data-centre GPU's clock, about. One that is faster is kept busy for less."""
+
+LEAST_FREE: Final = 2.0
+"""How many times the memory of an operation has to be free for it to be run again."""
+
+Timing: TypeAlias = Callable[[], float]
+
+
+def keep_busy(seconds: float) -> None:
+    """Have the current device's stream do nothing for about so long."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]  # torch's gap
+
+
+class OperationTimes:
+    """Times the operations of one step. They may be asked for once the step has ended."""
+
+    def __init__(self) -> None:
+        """Start without an operation."""
+        self._kinds: dict[object, _Repeated] = {}
+        self._spent = 0.0
+
+    def of(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        made: Any,
+        span: Timing,
+    ) -> Timing:
+        """Return what tells how long an operation takes that has just run within `span`."""
+        try:
+            key = function, _likeness(arguments), _likeness(options.items())
+            kind = self._kinds.get(key)
+        except TypeError:  # an argument that cannot be told from others
+            return span
+        if kind is None:
+            kind = self._kinds[key] = _Repeated(self, function, arguments, options)
+            kind.nbytes += _nbytes(made)
+        kind.spans.append(span)
+        return kind
+
+    def allows(self) -> bool:
+        """Tell whether there is time left to run operations again."""
+        return self._spent < MOST_SECONDS
+
+    def spent(self, seconds: float) -> None:
+        """Note that so much of it has gone."""
+        self._spent += seconds
+
+
+class _Repeated:
+    """Operations that are alike, and how long one of them takes."""
+
+    __slots__ = ("_device", "_places", "_recipe", "_seconds", "_times", "nbytes", "spans")
+
+    def __init__(
+        self,
+        times: OperationTimes,
+        function: Function,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._times = times
+        self._places: list[_Place] = []
+        """What stands for the tensors among the arguments."""
+        self.nbytes = 0
+        """Of memory that it takes, arguments and results."""
+        self._device: torch.device = arguments[0].device
+        self._recipe = Recipe(
+            function,
+            [self._replaced(argument) for argument in arguments],
+            {name: self._replaced(value) for name, value in options.items()},
+            self._device.type,
+        )
+        self.spans: list[Timing] = []
+        """Between the events of each."""
+        self._seconds: float | None = None
+
+    def __call__(self) -> float:
+        """Return the seconds; waits for the device."""
+        if self._seconds is None:
+            self._seconds = min(span() for span in self.spans)
+            if self._seconds < LONG_SECONDS and self._may_run():
+                began = time.perf_counter()
+                with suppress(RuntimeError, TypeError, StormError):  # of which memory's is one
+                    self._seconds = min(self._seconds, self._repeated())
+                self._times.spent(time.perf_counter() - began)
+            self.spans.clear()
+            self._places.clear()
+        return self._seconds
+
+    def _may_run(self) -> bool:
+        if not self._times.allows() or is_capturing(self._device):
+            return False
+        free, _ = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device)
+        unused -= torch.cuda.memory_allocated(self._device)
+        return LEAST_FREE * self.nbytes <= free + unused
+
+    def _repeated(self) -> float:
+        """Run it a few times in a row; return what one of them took."""
+        with torch.cuda.device(self._device):
+            for place in self._places:
+                place.fill()
+            try:
+                self._recipe.run()  # what the first run takes is not what the others do
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                keep_busy(QUEUED_SECONDS)
+                begin.record()
+                for _ in range(REPEATS):
+                    self._recipe.run()
+                end.record()
+                end.synchronize()
+            finally:
+                for place in self._places:
+                    place.clear()
+        return float(begin.elapsed_time(end)) / 1e3 / REPEATS
+
+    def _replaced(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            place = _Place(argument)
+            self._places.append(place)
+            self.nbytes += argument.nbytes
+            return Input(place, argument.requires_grad and argument.is_floating_point())
+        if isinstance(argument, (list, tuple)):
+            plain = list if isinstance(argument, list) else tuple
+            return plain(map(self._replaced, argument))
+        return argument
+
+
+class _Place:
+    """Memory like a tensor's, without what was in it, while that is needed."""
+
+    __slots__ = ("_device", "_dtype", "_held", "_shape", "_stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
+        self._held: torch.Tensor | None = None
+
+    def fill(self) -> None:
+        """Take the memory. Numbers that may be places in another tensor are 0."""
+        held = torch.empty_strided(
+            self._shape, self._stride, dtype=self._dtype, device=self._device
+        )
+        self._held = held if held.is_floating_point() else held.zero_()
+
+    def tensor(self) -> torch.Tensor:
+        """Return it, as a source of a recipe."""
+        assert self._held is not None
+        return self._held
+
+    def clear(self) -> None:
+        """Let go of it."""
+        self._held = None
+
+
+def _nbytes(made: Any) -> int:
+    outputs = made if isinstance(made, (list, tuple)) else (made,)
+    return sum(one.nbytes for one in outputs if isinstance(one, torch.Tensor))
+
+
+def _likeness(arguments: Iterable[Any]) -> tuple[object, ...]:
+    """Return what arguments have in common that are alike: of tensors all but what is in them."""
+    return tuple(map(_alike, arguments))
+
+
+def _alike(argument: Any) -> object:
+    if isinstance(argument, torch.Tensor):
+        if type(argument) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"{type(argument).__name__} may run anything")
+        return argument.shape, argument.stride(), argument.dtype, argument.device
+    if isinstance(argument, (list, tuple)):
+        return _likeness(argument)
+    hash(argument)
+    return type(argument), argument

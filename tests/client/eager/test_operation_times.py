@@ -1,0 +1,163 @@
+"""How long operations take: which are run again, and what has to do where none can be."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from storm_client.eager import operation_times
+from storm_client.eager.operation_times import LONG_SECONDS, REPEATS, OperationTimes
+from storm_client.eager.recorder import Mark
+
+SHORT = LONG_SECONDS / 2
+FREE = 1 << 30
+
+
+class Event:
+    """An event of a device on which an operation takes a microsecond."""
+
+    def __init__(self, **_: object) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, _: Event) -> float:
+        return REPEATS * 1e-3
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand for a device whose tensors are the host's; its operations are counted."""
+    made = SimpleNamespace(
+        Event=Event,
+        device=lambda _: nullcontext(),
+        mem_get_info=lambda _: (made.free, FREE),
+        memory_reserved=lambda _: 0,
+        memory_allocated=lambda _: 0,
+        _sleep=made_busy.append,
+        free=FREE,
+    )
+    made_busy.clear()
+    names = {name: getattr(torch, name) for name in ("Tensor", "nn", "empty_strided")}
+    monkeypatch.setattr(operation_times, "torch", SimpleNamespace(cuda=made, **names))
+    monkeypatch.setattr(operation_times, "is_capturing", lambda _: False)
+    return made
+
+
+made_busy: list[int] = []
+"""What the device was kept busy for."""
+
+
+def took(times: OperationTimes, function: Any, *arguments: Any, seconds: float = SHORT) -> Any:
+    made = function(*arguments)
+    return times.of(function, arguments, {}, made, lambda: seconds)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_operations_that_are_alike_are_run_again_once() -> None:
+    times, one = OperationTimes(), torch.ones(8, 8)
+    silus = [took(times, torch.sigmoid, one), took(times, torch.sigmoid, torch.zeros(8, 8))]
+    other = took(times, torch.sigmoid, one.t())
+    assert [one() for one in (*silus, *silus, other)] == pytest.approx([1e-6] * 5)
+    assert len(made_busy) == 2, "one of the other strides is another"
+
+
+@pytest.mark.usefixtures("cuda")
+def test_numbers_and_lists_among_the_arguments_tell_operations_apart() -> None:
+    times, one = OperationTimes(), torch.ones(8, 8)
+    timings = [
+        took(times, torch.mul, one, 2),
+        took(times, torch.mul, one, 2.0),
+        took(times, torch.mul, one, 2),
+        took(times, torch.pow, one, 3),
+    ]
+    assert [one() for one in timings] == pytest.approx([1e-6] * 4)
+    assert len(made_busy) == 3
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_long_operation_is_not_run_again() -> None:
+    times = OperationTimes()
+    timing = took(times, torch.sigmoid, torch.ones(8), seconds=LONG_SECONDS)
+    assert timing() == LONG_SECONDS
+    assert not made_busy
+
+
+def test_what_has_no_room_to_run_goes_by_its_events(cuda: SimpleNamespace) -> None:
+    times, one = OperationTimes(), torch.ones(8)
+    cuda.free = 2 * 2 * one.nbytes - 1
+    assert took(times, torch.sigmoid, one)() == SHORT
+    cuda.free += 1
+    assert took(OperationTimes(), torch.sigmoid, one)() < SHORT
+
+
+@pytest.mark.usefixtures("cuda")
+def test_what_cannot_run_as_it_did_goes_by_the_shortest_of_its_events() -> None:
+    times, one = OperationTimes(), torch.ones(8)
+    timing = took(times, torch.sigmoid, one)
+    assert took(times, torch.sigmoid, one, seconds=SHORT / 2) is timing
+    kept = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert timing() == SHORT / 2
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def test_no_more_is_run_again_than_there_is_time_for(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operation_times, "MOST_SECONDS", 0.0)
+    assert took(OperationTimes(), torch.sigmoid, torch.ones(8))() == SHORT
+    assert cuda.free == FREE
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_tensor_that_may_run_anything_is_not_looked_into() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    one = torch.ones(8).as_subclass(Own)
+    assert took(OperationTimes(), torch.sigmoid, one)() == SHORT
+
+
+@pytest.mark.usefixtures("cuda")
+def test_nothing_is_held_of_what_an_operation_was_given() -> None:
+    one = torch.ones(8)
+    times = OperationTimes()
+    timing = took(times, torch.sigmoid, one)
+    gone = weakref.ref(one)
+    del one
+    assert gone() is None
+    timing()
+    place = operation_times._Place(torch.ones(8, dtype=torch.int64))
+    place.fill()
+    assert place.tensor().tolist() == [0] * 8
+
+
+@pytest.mark.gpu
+def test_what_the_host_does_between_an_operations_events_is_not_counted() -> None:
+    """As hooks do, which run inside of it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    times, source = OperationTimes(), torch.randn(4 << 20, device=device)
+
+    def timed(wait: float) -> tuple[float, float]:
+        begin = Mark(device)
+        time.sleep(wait)
+        made = torch.sigmoid(source)
+        span = begin.until_now()
+        return times.of(torch.sigmoid, (source,), {}, made, span)(), span()
+
+    pairs = [timed(LONG_SECONDS / 2) for _ in range(5)]
+    torch.cuda.synchronize()
+    assert statistics.median(seconds for seconds, _ in pairs) < min(span for _, span in pairs) / 5
