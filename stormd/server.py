@@ -127,6 +127,7 @@ class Server:
                     await self._stopping.wait()
             except TimeoutError:
                 self._gateway.tick()
+                self._growth.look()
                 self._keep_address()
             if self._config.exit_with_last_client and self._is_deserted():
                 return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stormd.cache.items import Cache, CachePart, Caller, Label
-from stormd.ledger.accounting import Holdings, assert_space
+from stormd.ledger.holdings import Holdings, assert_space
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.sessions import CacheAccess, Entry, Limits, OpenPut, Phase, Session
 from stormd.memory.arena import Space, granules

@@ -1,6 +1,12 @@
 """What the ledger keeps: a session, its entries and the restores under way.
 
-These hold state only; every change to them is made by the ledger and its accounting.
+These hold state only; every change to them is made by the other modules of the ledger, each of
+which has one kind of event. What may follow what stands here, once:
+
+    a session   OPENED -> ATTACHED -> ENDING -> gone        (leases.py)
+                OPENED -> ENDING
+    an entry    encoding -> stored -> freed                 (stores.py; restores.py reads it)
+                given up while a lane uses it: freed when the lane is done
 """
 
 from __future__ import annotations
@@ -8,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from stormd.cache.items import Caller, Loan
 from stormd.memory.arena import Block, Space
@@ -77,6 +83,14 @@ class Phase(Enum):
     OPENED = auto()
     ATTACHED = auto()
     ENDING = auto()
+
+
+_NEXT: Final = {
+    Phase.OPENED: (Phase.ATTACHED, Phase.ENDING),
+    Phase.ATTACHED: (Phase.ENDING,),
+    Phase.ENDING: (),
+}
+"""What may follow each."""
 
 
 class Destination(NamedTuple):
@@ -182,6 +196,36 @@ class Session:
     detached: bool = False
     cause: str = ""
     plan: PlanLearned | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to another phase of its life."""
+        assert phase in _NEXT[self.phase], f"a session that is {self.phase} cannot be {phase}"
+        self.phase = phase
+
+    # --- what any request may find wrong; empty where nothing is -----------------------------
+
+    def phase_problem(self) -> str:
+        """Return why nothing may be asked of the session."""
+        if self.phase is Phase.ATTACHED:
+            return ""
+        return "the session has no lifeline yet: connect to Welcome.lifeline first"
+
+    def lane_problem(self) -> str:
+        """Return why nothing may be stored by it."""
+        if self.info.has_lane:
+            return ""
+        return "this session is for control alone: open one for a device to store what is there"
+
+    def range_problem(self, segment: int, offset: int, nbytes: int) -> str:
+        """Return why no job may name these bytes of a segment."""
+        size, end = self.segments.get(segment), offset + nbytes
+        if size is None:
+            return f"segment {segment} is not mapped"
+        if end <= size:
+            return ""
+        return f"bytes {offset} to {end} lie outside segment {segment} of {size} bytes"
+
+    # --- what the operator sees --------------------------------------------------------------
 
     def as_status(self) -> dict[str, Any]:
         """Return the session as `stormd status` shows it."""

@@ -250,7 +250,7 @@ def _watch(daemon: DaemonThread, clients: list[subprocess.Popen[str]]) -> list[S
 
 def _sample(daemon: DaemonThread) -> Sample:
     info = psutil.Process().memory_info()
-    sessions = daemon.server._ledger._sessions.values()
+    sessions = daemon.server._ledger.sessions.values()
     blocks = [entry.block for session in sessions for entry in session.entries.values()]
     extents = sum(len(block.extents) for block in blocks if block is not None)
     return Sample(info.rss - info.shared, len(blocks), extents)

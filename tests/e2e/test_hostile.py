@@ -337,7 +337,7 @@ def _flip_all_blocks(daemon: DaemonThread) -> int:
     server = daemon.server
     blocks = [
         entry.block
-        for session in server._ledger._sessions.values()
+        for session in server._ledger.sessions.values()
         for entry in session.entries.values()
         if entry.block is not None
     ]

@@ -247,7 +247,7 @@ def test_an_end_by_the_deadline_cuts_off_who_still_holds(
 def test_sessions_that_die_while_all_are_ended_end_once(
     make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stormd.ledger.ledger.FREED_A_TURN", 1)
+    monkeypatch.setattr("stormd.ledger.leases.FREED_A_TURN", 1)
     daemon = make_daemon(shutdown_seconds=0.2)
     first, dying = connect(daemon).open(), connect(daemon).open()
     others = [connect(daemon).open() for _ in range(8)]
@@ -257,17 +257,18 @@ def test_sessions_that_die_while_all_are_ended_end_once(
 
     def end_all() -> None:
         """Have the first of the ends that follow give back the last of what the dead one held."""
-        gateway._freeing = None
+        gateway._dispatch._freeing = None
         gateway.end_all("shutdown")
         daemon.server.stop()
 
     # It waits for its turn to give back.
-    monkeypatch.setattr(gateway, "_freeing", asyncio.TimerHandle(0.0, print, (), daemon._loop))
+    timer = asyncio.TimerHandle(0.0, print, (), daemon._loop)
+    monkeypatch.setattr(gateway._dispatch, "_freeing", timer)
     dying.close()
     assert dying.welcome is not None
-    record = ledger._sessions[dying.welcome.session]
+    record = ledger.sessions[dying.welcome.session]
     wait_until(lambda: record.detached)
-    daemon.on_loop(lambda: [ledger.free_some() for _ in range(6)])
+    daemon.on_loop(lambda: [ledger.leases.free_some() for _ in range(6)])
     assert len(record.to_free) == 1
     daemon.on_loop(end_all)
     daemon.stop()

@@ -68,14 +68,18 @@ class FakeLane:
         """Answer a job: a blob of `share` of what was promised, or a failure."""
         job = self.jobs.pop(index)
         result = self._failed(job) if fail else self._done(job, share)
-        self.take(self.ledger.results(result.session, [result], 0.0))
-        self.take(self.ledger.told())
+        self.answer(result.session, [result])
 
     def detach(self, session: int) -> None:
         """Answer what is left of an ending session, then let go of it."""
         while indices := [i for i, job in enumerate(self.jobs) if job.session == session]:
             self.finish(indices[0], fail=True)
-        self.take(self.ledger.results(session, [Detached(session)], 0.0))
+        self.answer(session, [Detached(session)])
+
+    def answer(self, session: int, results: list[Result]) -> None:
+        """Have the ledger take in results of one kind, all of one session."""
+        record = self.ledger.sessions[session]
+        self.take(self.ledger.on_results[type(results[0])](record, results, 0.0))
 
     def last(self) -> Message:
         """Return the last message sent to a client."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from support.fake_lane import FakeLane
 
-from stormd.ledger.events import Wait
+from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import Limits, SessionInfo
 from stormd.memory.arena import Space
@@ -14,6 +14,7 @@ from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     NO_LANE,
     MapSegment,
+    Message,
     Release,
     Restore,
     RestoreParts,
@@ -49,10 +50,15 @@ class LedgerBench:
             session=session, device=device, uid=session % 2, pid=100 + session, name="test"
         )
         staging = 0 if device == NO_LANE else STAGING
-        self.ledger.open(info, part_bytes=8 * KIB, staging_bytes=staging, now=0.0)
+        self.ledger.leases.open(info, part_bytes=8 * KIB, staging_bytes=staging, now=0.0)
         if attach:
-            self.ledger.attach(session, 0.0)
+            self.ledger.leases.attach(self.ledger.sessions[session], 0.0)
         return session
+
+    def ask(self, session: int, request: int, message: Message) -> list[Instruction]:
+        """Return what the ledger says to a message."""
+        record = self.ledger.sessions[session]
+        return self.ledger.on_request[type(message)](record, request, message, 0.0)
 
     def store(self, entry: int, nbytes: int = KIB, *, session: int = 1, sequence: int = 0) -> None:
         message = Store(
@@ -64,7 +70,7 @@ class LedgerBench:
             codec="raw",
             sequence=sequence,
         )
-        while isinstance((answer := self.ledger.store(session, 7, message, 0.0))[0], Wait):
+        while isinstance((answer := self.ask(session, 7, message))[0], Wait):
             assert self.on_wait is not None, "a wait for memory that is there"
             self.on_wait()
         self.lane.take(answer)
@@ -81,7 +87,7 @@ class LedgerBench:
         message = Restore(
             ticket=ticket, entry=entry, segment=segment, offset=0, nbytes=nbytes, sequence=0
         )
-        self.lane.take(self.ledger.restore(session, 8, message, 0.0))
+        self.lane.take(self.ask(session, 8, message))
 
     def restore_together(
         self, *asked: tuple[int, int, int], session: int = 1, segment: int = 0
@@ -89,20 +95,20 @@ class LedgerBench:
         """Ask for several by ticket, entry and bytes."""
         places = [n for t, entry, nbytes in asked for n in (t, entry, segment, 0, nbytes, 0)]
         message = RestoreParts(pack(places))
-        self.lane.take(self.ledger.restore_parts(session, 9, message, 0.0))
+        self.lane.take(self.ask(session, 9, message))
 
     def map(self, segment: int, nbytes: int, *, session: int = 1) -> None:
         message = MapSegment(segment=segment, handle=b"handle", nbytes=nbytes)
-        self.lane.take(self.ledger.map_segment(session, 3, message))
+        self.lane.take(self.ask(session, 3, message))
 
     def unmap(self, segment: int, *, session: int = 1) -> None:
-        self.lane.take(self.ledger.unmap_segment(session, 0, UnmapSegment(segment)))
+        self.lane.take(self.ask(session, 0, UnmapSegment(segment)))
 
     def release(self, *entries: int, session: int = 1) -> None:
-        self.lane.take(self.ledger.release(session, Release(list(entries))))
+        self.lane.take(self.ask(session, 0, Release(list(entries))))
 
     def end(self, session: int = 1) -> None:
-        self.lane.take(self.ledger.end(session, "died"))
+        self.lane.take(self.ledger.leases.end(session, "died"))
 
     @property
     def used(self) -> int:

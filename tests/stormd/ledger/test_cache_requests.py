@@ -62,17 +62,22 @@ class Fixture:
 
     def open(self, session: int, caller: Caller | None = ANNA, part_bytes: int = PART) -> int:
         info = SessionInfo(session=session, device="cpu", uid=0, pid=session, name="test")
-        self.ledger.open(
+        self.ledger.leases.open(
             info, part_bytes=part_bytes, staging_bytes=STAGING, now=self.now, caller=caller
         )
-        self.ledger.attach(session, self.now)
+        self.ledger.leases.attach(self.ledger.sessions[session], self.now)
         return session
 
     def ask(self, session: int, message: Message) -> Any:
         while self.ledger.tidy_cache(self.now):
             self.ledger.assert_invariants()
-        self.lane.take(self.ledger.cached(session, 5, message, self.now))
+        self._take(session, 5, message)
         return self.lane.last()
+
+    def _take(self, session: int, request: int, message: Message) -> None:
+        record = self.ledger.sessions[session]
+        answer = self.ledger.on_request[type(message)](record, request, message, self.now)
+        self.lane.take(answer)
 
     def begin(self, session: int, name: str = "a", nbytes: int = 2 * PART, ttl: float = 0.0) -> Any:
         return self.ask(
@@ -98,9 +103,10 @@ class Fixture:
             codec="raw",
             sequence=0,
         )
-        while self.ledger.make_cache_room(session, message, self.now):
+        record = self.ledger.sessions[session]
+        while self.ledger.make_cache_room(record, message, self.now):
             self.ledger.assert_invariants()
-        self.lane.take(self.ledger.store(session, 7, message, self.now))
+        self._take(session, 7, message)
         return self.lane.last()
 
     def put(self, session: int, name: str = "a", parts: int = 2, **options: Any) -> Any:
@@ -117,14 +123,14 @@ class Fixture:
 
     def restore(self, session: int, entry: int, ticket: int = 1) -> Any:
         message = Restore(ticket=ticket, entry=entry, segment=0, offset=0, nbytes=PART, sequence=0)
-        self.lane.take(self.ledger.restore(session, 8, message, self.now))
+        self._take(session, 8, message)
         return self.lane.last()
 
     def release(self, session: int, *entries: int) -> None:
-        self.lane.take(self.ledger.release(session, Release(list(entries))))
+        self._take(session, 0, Release(list(entries)))
 
     def end(self, session: int) -> None:
-        self.lane.take(self.ledger.end(session, "died"))
+        self.lane.take(self.ledger.leases.end(session, "died"))
 
 
 @pytest.fixture
@@ -456,7 +462,7 @@ def test_time_passes_at_a_tick(made: Fixture) -> None:
 
 def test_a_session_without_a_lifeline_is_refused(made: Fixture) -> None:
     info = SessionInfo(session=4, device="cpu", uid=0, pid=4, name="test")
-    made.ledger.open(info, part_bytes=PART, staging_bytes=STAGING, now=0.0, caller=ANNA)
+    made.ledger.leases.open(info, part_bytes=PART, staging_bytes=STAGING, now=0.0, caller=ANNA)
     assert "no lifeline" in made.ask(4, CacheGet("a")).detail
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
-from stormd.ledger import ledger
+from stormd.ledger import restores
 from stormd.ledger.events import Detach, Probe, Skip, Unmap, Wait
-from stormd.ledger.ledger import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
+from stormd.ledger.leases import ATTACH_SECONDS, FREED_A_TURN, STALE_SECONDS
 from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import granules
 from stormd.protocol import (
@@ -95,34 +95,37 @@ def test_restores_that_were_asked_for_together_are_answered_so_and_those_in_vain
     told = [one for _, _, one in made.lane.replies]
     assert told[0] == RestoredParts(pack([1]))
     assert isinstance(told[1], Failed)
-    assert made.ledger.told() == []
+    assert len(told) == 2
 
 
 def restored(made: LedgerBench, count: int) -> None:
-    """Have a lane answer restores that were asked for together, and the ledger not yet tell it."""
+    """Have a lane answer restores at once that were asked for together."""
     made.store(1)
     made.lane.finish()
     made.restore_together(*((n, 1, KIB) for n in range(1, count + 1)))
     done = [made.lane._done(job, 1.0) for job in made.lane.jobs]
     made.lane.jobs.clear()
-    assert made.ledger.results(1, done, 0.0) == []
+    made.lane.replies.clear()
+    made.lane.answer(1, done)
 
 
 def test_more_restores_than_a_message_holds_are_told_in_several(
     made: LedgerBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MAX_BATCH", 2)
+    monkeypatch.setattr(restores, "MAX_BATCH", 2)
     restored(made, 5)
-    made.lane.replies.clear()
-    made.lane.take(made.ledger.told())
     said = [RestoredParts(pack(tickets)) for tickets in ([1, 2], [3, 4], [5])]
     assert [one for _, _, one in made.lane.replies] == said
 
 
 def test_what_a_session_that_ends_would_have_been_told_is_not_said(made: LedgerBench) -> None:
-    restored(made, 2)
+    made.store(1)
+    made.lane.finish()
+    made.restore_together((1, 1, KIB), (2, 1, KIB))
     made.end()
-    assert made.ledger.told() == []
+    made.lane.replies.clear()
+    made.lane.finish()
+    assert made.lane.replies == []
 
 
 def test_a_store_that_fails_lets_those_behind_it_begin(made: LedgerBench) -> None:
@@ -214,7 +217,7 @@ def test_what_has_no_room_yet_waits_and_changes_nothing() -> None:
     store = Store(
         entry=1, segment=0, offset=0, nbytes=4 * KIB, dtype="uint8", codec="raw", sequence=0
     )
-    assert made.ledger.store(1, 7, store, 0.0) == [Wait(1)]
+    assert made.ask(1, 7, store) == [Wait(1)]
     assert made.space.wanted == granules(blob_bound(4 * KIB))
     assert (made.ledger.entries, made.promised, made.counters.rejected["pool_full"]) == (0, 0, 0)
     made.space.grow(4 * KIB)
@@ -264,11 +267,11 @@ def test_what_a_session_held_is_freed_in_slices() -> None:
     made.lane.detach(1)
     made.ledger.assert_invariants()
     assert made.lane.ended == [], "it holds something yet"
-    made.lane.take(made.ledger.free_some())
+    made.lane.take(made.ledger.leases.free_some())
     assert made.ledger.entries == many - 2 * FREED_A_TURN
-    assert made.ledger.is_freeing
-    made.lane.take(made.ledger.free_some())
-    assert not made.ledger.is_freeing
+    assert made.ledger.leases.is_freeing
+    made.lane.take(made.ledger.leases.free_some())
+    assert not made.ledger.leases.is_freeing
     assert (made.used, made.ledger.entries, made.lane.ended) == (0, 0, [1])
 
 
@@ -284,14 +287,14 @@ def test_a_session_that_held_nothing_ends_once_behind_one_that_is_being_freed() 
     made.end(2)
     made.lane.detach(2)
     assert made.lane.ended == [2]
-    made.lane.take(made.ledger.free_some())
+    made.lane.take(made.ledger.leases.free_some())
     made.lane.detach(1)
     assert made.lane.ended == [2, 1]
 
 
 def test_ending_twice_is_ending_once(made: LedgerBench) -> None:
     made.end()
-    assert made.ledger.end(1, "goodbye") == []
+    assert made.ledger.leases.end(1, "goodbye") == []
     made.lane.detach(1)
     assert made.counters.deaths == 1
 
@@ -306,13 +309,13 @@ def test_all_sessions_end_though_the_end_of_one_lets_another_go() -> None:
         made.lane.finish()
     made.end(2)
     made.lane.detach(2)
-    assert made.ledger.is_freeing
-    for session in made.ledger.sessions:
+    assert made.ledger.leases.is_freeing
+    for session in list(made.ledger.sessions):
         made.end(session)
     assert made.lane.ended == [2]
     made.lane.detach(1)
     assert made.lane.ended == [2, 1]
-    assert made.ledger.end(2, "shutdown") == []
+    assert made.ledger.leases.end(2, "shutdown") == []
     assert made.counters.deaths == 2
 
 
@@ -328,7 +331,7 @@ def test_a_session_that_never_attaches_ends(made: LedgerBench) -> None:
     made.open(2, attach=False)
     made.lane.take(made.ledger.tick(ATTACH_SECONDS))
     assert made.lane.detaching == set()
-    made.ledger.touch(1, ATTACH_SECONDS)
+    made.ledger.sessions[1].seen = ATTACH_SECONDS
     made.lane.take(made.ledger.tick(ATTACH_SECONDS + 0.1))
     assert made.lane.detaching == {2}
 
@@ -343,11 +346,11 @@ def test_a_silent_session_is_probed_once_a_lease(made: LedgerBench) -> None:
 def test_sessions_are_limited_and_none_opens_while_draining(made: LedgerBench) -> None:
     made.open(2)
     made.open(3)
-    refusal = made.ledger.refusal(0)
+    refusal = made.ledger.leases.refusal(0)
     assert refusal is not None
     assert refusal.kind == "QuotaExceeded"
     made.ledger.drain()
-    refusal = made.ledger.refusal(0)
+    refusal = made.ledger.leases.refusal(0)
     assert refusal is not None
     assert refusal.kind == "DaemonLost"
     made.store(1)
@@ -360,36 +363,36 @@ def test_one_user_has_so_many_sessions_and_the_others_theirs(made: LedgerBench) 
     """The bench gives sessions of even numbers to user 0, of odd ones to user 1."""
     made.ledger.limit(replace(LIMITS, max_sessions=4, user_sessions=2))
     made.open(3)
-    refusal = made.ledger.refusal(1)
+    refusal = made.ledger.leases.refusal(1)
     assert refusal is not None
     assert "max_sessions_per_uid" in refusal.detail
-    assert made.ledger.refusal(1, has_lane=False) is None
+    assert made.ledger.leases.refusal(1, has_lane=False) is None
     made.open(2)
-    assert made.ledger.refusal(0) is None
+    assert made.ledger.leases.refusal(0) is None
     made.end(3)
-    assert made.ledger.refusal(1) is not None, "it may still hold something"
+    assert made.ledger.leases.refusal(1) is not None, "it may still hold something"
     made.lane.detach(3)
-    assert made.ledger.refusal(1) is None
+    assert made.ledger.leases.refusal(1) is None
 
 
 def test_a_session_without_a_lifeline_gives_way_where_no_place_is_free(made: LedgerBench) -> None:
     made.open(3, attach=False)
     made.open(5, attach=False)
-    assert made.ledger.refusal(0) is not None
-    assert made.ledger.make_place(0, STALE_SECONDS / 2) == []
-    assert made.ledger.make_place(0, STALE_SECONDS) == [Detach(3)]
-    assert made.ledger.refusal(0) is None
+    assert made.ledger.leases.refusal(0) is not None
+    assert made.ledger.leases.make_place(0, STALE_SECONDS / 2) == []
+    assert made.ledger.leases.make_place(0, STALE_SECONDS) == [Detach(3)]
+    assert made.ledger.leases.refusal(0) is None
     made.open(2)
-    assert made.ledger.make_place(0, STALE_SECONDS, has_lane=False) == []
+    assert made.ledger.leases.make_place(0, STALE_SECONDS, has_lane=False) == []
 
 
 def test_a_users_own_session_gives_way_where_that_user_has_too_many(made: LedgerBench) -> None:
     made.ledger.limit(replace(LIMITS, max_sessions=8, user_sessions=2))
     made.open(2, attach=False)
     made.open(3, attach=False)
-    assert made.ledger.make_place(0, 100.0) == []
-    assert made.ledger.make_place(1, 100.0) == [Detach(3)]
-    assert made.ledger.refusal(1) is None
+    assert made.ledger.leases.make_place(0, 100.0) == []
+    assert made.ledger.leases.make_place(1, 100.0) == [Detach(3)]
+    assert made.ledger.leases.refusal(1) is None
 
 
 # --- segments -----------------------------------------------------------------------------------
@@ -398,14 +401,14 @@ def test_a_users_own_session_gives_way_where_that_user_has_too_many(made: Ledger
 def test_a_session_for_control_takes_no_place_and_holds_nothing(made: LedgerBench) -> None:
     made.open(2)
     made.open(3)
-    assert made.ledger.refusal(0) is not None
+    assert made.ledger.leases.refusal(0) is not None
     for session in (4, 5, 6):
         made.open(session, device=NO_LANE)
-    assert made.ledger.refusal(0, has_lane=False) is not None
+    assert made.ledger.leases.refusal(0, has_lane=False) is not None
     made.end(4)
     made.lane.detach(4)
-    assert made.ledger.refusal(0) is not None
-    assert made.ledger.refusal(0, has_lane=False) is None
+    assert made.ledger.leases.refusal(0) is not None
+    assert made.ledger.leases.refusal(0, has_lane=False) is None
     made.store(1, session=5)
     rejected = made.lane.last()
     assert isinstance(rejected, Rejected)
@@ -423,18 +426,16 @@ def test_a_segment_may_be_named_only_while_it_is_mapped(made: LedgerBench) -> No
         message = Store(
             entry=entry, segment=4, offset=0, nbytes=KIB, dtype="uint8", codec="raw", sequence=0
         )
-        made.lane.take(made.ledger.store(1, 0, message, 0.0))
+        made.lane.take(made.ask(1, 0, message))
 
-    made.lane.take(
-        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
-    )
+    made.lane.take(made.ask(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB)))
     store(1)
     assert isinstance(made.lane.last(), Rejected)
     made.lane.finish()
     assert made.lane.replies[-1] == (1, 3, Mapped(4))
     store(1)
     assert isinstance(made.lane.last(), Admitted)
-    made.lane.take(made.ledger.unmap_segment(1, 0, UnmapSegment(4)))
+    made.lane.take(made.ask(1, 0, UnmapSegment(4)))
     assert made.lane.others[-1] == Unmap(session=1, segment=4)
     store(2)
     assert isinstance(made.lane.last(), Rejected)
@@ -466,16 +467,12 @@ def test_a_restore_that_waits_is_never_made_into_a_segment_of_the_same_number(
 
 
 def test_a_segment_that_cannot_be_mapped_is_refused(made: LedgerBench) -> None:
-    made.lane.take(
-        made.ledger.map_segment(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB))
-    )
+    made.lane.take(made.ask(1, 3, MapSegment(segment=4, handle=b"handle", nbytes=KIB)))
     made.lane.finish(fail=True)
     assert made.lane.replies[-1] == (1, 3, Refused("UsageError", "no such handle"))
-    made.lane.take(
-        made.ledger.map_segment(1, 3, MapSegment(segment=0, handle=b"handle", nbytes=KIB))
-    )
+    made.lane.take(made.ask(1, 3, MapSegment(segment=0, handle=b"handle", nbytes=KIB)))
     assert isinstance(made.lane.last(), Refused)
-    made.lane.take(made.ledger.unmap_segment(1, 3, UnmapSegment(9)))
+    made.lane.take(made.ask(1, 3, UnmapSegment(9)))
     assert isinstance(made.lane.last(), Refused)
 
 
@@ -490,7 +487,7 @@ def test_a_share_is_there_however_full_the_pool_is() -> None:
     last = made.lane.last()
     assert isinstance(last, Rejected)
     assert (last.reason, "session_share_bytes" in last.detail) == ("pool_full", True)
-    assert made.ledger._sessions[greedy].used_bytes <= CAPACITY - 2 * SHARE
+    assert made.ledger.sessions[greedy].used_bytes <= CAPACITY - 2 * SHARE
     for entry in range(1, 4):
         made.store(entry, 4 * KIB, session=modest)
         assert isinstance(made.lane.last(), Admitted)

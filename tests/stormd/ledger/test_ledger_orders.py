@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.ledger_bench import CAPACITY, KIB, LIMITS, SHARE, LedgerBench
 
-from stormd.ledger import ledger
+from stormd.ledger import leases
 from stormd.ledger.parts import blob_bound
 from stormd.memory.arena import granules
 from stormd.protocol import Admitted, Rejected
@@ -29,8 +29,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.next_session = 1
         self.next_entry = 1
         self.next_ticket = 1
-        self.freed_a_turn = ledger.FREED_A_TURN
-        ledger.FREED_A_TURN = 2  # so that sessions end while others go on
+        self.freed_a_turn = leases.FREED_A_TURN
+        leases.FREED_A_TURN = 2  # so that sessions end while others go on
 
     def come(self) -> None:
         """Let some memory come that somebody waits for."""
@@ -43,7 +43,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def living(self) -> list[int]:
         return [one for one in self.made.ledger.sessions if one not in self.made.lane.detaching]
 
-    @precondition(lambda self: self.made.ledger.refusal(self.next_session % 2) is None)
+    @precondition(lambda self: self.made.ledger.leases.refusal(self.next_session % 2) is None)
     @rule(attach=st.booleans())
     def open(self, attach: bool) -> None:
         self.made.open(self.next_session, attach=attach)
@@ -62,7 +62,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
     def restore(self, data: st.DataObject, nbytes: int) -> None:
         session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger._sessions[session]
+        record = self.made.ledger.sessions[session]
         entry = data.draw(st.sampled_from([*record.entries, 999]))
         known = record.entries.get(entry)
         size = known.raw_bytes if known else nbytes
@@ -74,7 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 3))
     def restore_together(self, data: st.DataObject, count: int) -> None:
         session = data.draw(st.sampled_from(self.living))
-        entries = self.made.ledger._sessions[session].entries
+        entries = self.made.ledger.sessions[session].entries
         asked = []
         for _ in range(count):
             entry = data.draw(st.sampled_from([*entries, 999]))
@@ -97,7 +97,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         session = data.draw(st.sampled_from(self.living))
-        entries = [*self.made.ledger._sessions[session].entries, 999]
+        entries = [*self.made.ledger.sessions[session].entries, 999]
         chosen = data.draw(st.lists(st.sampled_from(entries), max_size=3))
         self.made.release(*chosen, session=session)
 
@@ -117,10 +117,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def detach(self, data: st.DataObject) -> None:
         self.made.lane.detach(data.draw(st.sampled_from(sorted(self.made.lane.detaching))))
 
-    @precondition(lambda self: self.made.ledger.is_freeing)
+    @precondition(lambda self: self.made.ledger.leases.is_freeing)
     @rule()
     def free_some(self) -> None:
-        self.made.lane.take(self.made.ledger.free_some())
+        self.made.lane.take(self.made.ledger.leases.free_some())
 
     @rule(now=st.floats(0.0, 6.0))
     def tick(self, now: float) -> None:
@@ -133,14 +133,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for session in self.living:
             self.made.end(session)
-        while self.made.ledger.is_freeing:
+        while self.made.ledger.leases.is_freeing:
             self.free_some()
-        ledger.FREED_A_TURN = self.freed_a_turn
+        leases.FREED_A_TURN = self.freed_a_turn
         for session in sorted(self.made.lane.detaching):
             self.made.lane.detach(session)
         assert (self.made.used, self.made.promised, self.made.ledger.entries) == (0, 0, 0)
         assert self.made.ledger.raw_bytes == 0
-        assert self.made.ledger.sessions == []
+        assert self.made.ledger.sessions == {}
 
 
 class ShareMachine(LedgerMachine):
@@ -152,7 +152,7 @@ class ShareMachine(LedgerMachine):
     @rule(data=st.data(), nbytes=st.integers(1, 8 * KIB))
     def store_within_the_share(self, data: st.DataObject, nbytes: int) -> None:
         session = data.draw(st.sampled_from(self.living))
-        record = self.made.ledger._sessions[session]
+        record = self.made.ledger.sessions[session]
         self.made.store(self.next_entry, nbytes, session=session)
         self.next_entry += 1
         answer = self.made.lane.last()
@@ -161,12 +161,12 @@ class ShareMachine(LedgerMachine):
 
     @invariant()
     def entries_are_limited(self) -> None:
-        for record in self.made.ledger._sessions.values():
+        for record in self.made.ledger.sessions.values():
             assert len(record.entries) <= self.limits.max_entries
 
     @invariant()
     def quotas_hold(self) -> None:
-        shares = self.made.ledger._holdings.shares
+        shares = self.made.ledger.holdings.shares
         assert max(shares.of_user(0), shares.of_user(1)) <= 56 * KIB
         assert shares.common_bytes <= CAPACITY - 3 * SHARE
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stormd.gateway import MESSAGES_A_FRAME
+from stormd.gateway.dispatch import MESSAGES_A_FRAME
 from stormd.protocol import (
     NAMES_A_PAGE,
     CacheFound,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormd.ledger.accounting import Holdings, assert_session, assert_space
+from stormd.ledger.holdings import Holdings, assert_session, assert_space
 from stormd.ledger.sessions import Entry, Session, SessionInfo
 from stormd.memory.arena import Space, granules
 

@@ -401,7 +401,7 @@ def test_a_client_that_is_late_to_read_gets_all_its_answers(
 def test_a_client_that_reads_nothing_is_cut_off(
     make_daemon: MakeDaemon, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stormd.gateway.UNREAD_BYTES", 100_000)
+    monkeypatch.setattr("stormd.gateway.dispatch.UNREAD_BYTES", 100_000)
     daemon = make_daemon()
     client, neighbour = connect(daemon, RCVHWM=1).open(), connect(daemon).open()
     for _ in range(500):
@@ -428,7 +428,7 @@ def test_a_killed_client_leaves_nothing_and_its_neighbours_go_on(
     daemon: DaemonThread, client: RawClient
 ) -> None:
     entry = client.stored(b"neighbour")
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", KILLED_CLIENT, daemon.address, tests]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -446,7 +446,7 @@ def test_a_killed_client_leaves_nothing_and_its_neighbours_go_on(
 def test_a_session_without_a_lifeline_ends(
     daemon: DaemonThread, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stormd.ledger.ledger.ATTACH_SECONDS", 0.0)
+    monkeypatch.setattr("stormd.ledger.leases.ATTACH_SECONDS", 0.0)
     assert isinstance(connect(daemon).hello(), Welcome)
     wait_until(lambda: not daemon.status()["sessions"])
     assert daemon.status()["counters"]["ended"]["unattached"] == 1

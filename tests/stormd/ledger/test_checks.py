@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from stormd.ledger.accounting import (
-    MAX_RESTORES,
-    Shares,
-    restore_problem,
-    segment_problem,
-    share_problem,
-    store_problem,
-)
+from stormd.ledger.holdings import Shares
+from stormd.ledger.restores import MAX_RESTORES, restore_problem
+from stormd.ledger.segments import segment_problem
 from stormd.ledger.sessions import Entry, Limits, Phase, Session, SessionInfo, Ticket
+from stormd.ledger.stores import share_problem, store_problem
 from stormd.memory.arena import Space
 from stormd.protocol import MapSegment, Store
 
 LIMITS = Limits(max_sessions=1, max_entries=2, quota_bytes=0, lease_seconds=5.0)
-STORE = Store(entry=5, segment=0, offset=0, nbytes=100, dtype="uint8", codec="raw", sequence=0)
+RIGHT: dict[str, Any] = {
+    "entry": 5, "segment": 0, "offset": 0, "nbytes": 100,
+    "dtype": "uint8", "codec": "raw", "sequence": 0,
+}  # fmt: skip
+STORE = Store(**RIGHT)
 INTO = (0, 0, 100)
 
 
@@ -54,7 +55,7 @@ def test_an_invalid_store_is_explained(
     session: Session, changes: dict[str, int], words: str
 ) -> None:
     problem = store_problem(
-        session, replace(STORE, **changes), LIMITS, user_bytes=0, draining=False
+        session, Store(**(RIGHT | changes)), LIMITS, user_bytes=0, draining=False
     )
     assert problem is not None
     assert problem[0] == "invalid"
@@ -63,7 +64,9 @@ def test_an_invalid_store_is_explained(
 
 def test_the_last_byte_of_a_segment_may_be_used(session: Session) -> None:
     assert (
-        store_problem(session, replace(STORE, offset=8092), LIMITS, user_bytes=0, draining=False)
+        store_problem(
+            session, Store(**(RIGHT | {"offset": 8092})), LIMITS, user_bytes=0, draining=False
+        )
         is None
     )
 

@@ -10,7 +10,7 @@ from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
-from stormd.gateway import NAME_SHOWN
+from stormd.gateway.opening import NAME_SHOWN
 from stormd.protocol import (
     CACHE_FEATURE,
     NO_LANE,

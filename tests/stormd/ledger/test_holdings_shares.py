@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormd.ledger.accounting import Shares
+from stormd.ledger.holdings import Shares
 
 
 def test_within_its_share_a_session_takes_nothing_common() -> None:

@@ -7,7 +7,8 @@ from itertools import pairwise
 from typing import Any, cast
 from unittest.mock import Mock
 
-from stormd.gateway import LARGE_BYTES, RELEASED_AT_ONCE, SMALL_BYTES, Gateway, Peer
+from stormd.gateway.gateway import LARGE_BYTES, RELEASED_AT_ONCE, SMALL_BYTES, Gateway
+from stormd.gateway.peers import Peer
 from stormd.ledger.events import StoreDone, StoreFailed, StoreJob
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import Limits, SessionInfo
@@ -38,10 +39,6 @@ class Timer:
 
     def __init__(self, seconds: float, call: Callable[[], None]) -> None:
         self.seconds, self.call = seconds, call
-        self.is_cancelled = False
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
 
 
 class Core:
@@ -71,7 +68,7 @@ class Core:
         self.gateway.start(nothing)
 
     def open(self, session: int) -> None:
-        self._ledger.open(
+        record = self._ledger.leases.open(
             SessionInfo(session=session, device="cuda", uid=0, pid=1, name="x"),
             part_bytes=self._part_bytes,
             staging_bytes=self._part_bytes,
@@ -80,7 +77,7 @@ class Core:
         token = bytes([session]) * 16
         self.gateway._peers.add(
             Peer(
-                session=session,
+                record=record,
                 connection=self.connections.setdefault(session, Mock(unsent=0)),
                 credentials=Credentials(uid=0, gid=0, pid=1),
                 lane=self,
@@ -88,7 +85,7 @@ class Core:
                 descriptors=(),
             )
         )
-        self._ledger.attach(session, 0.0)
+        self._ledger.leases.attach(record, 0.0)
 
     def start(self, *_: object) -> None:
         pass
@@ -105,6 +102,12 @@ class Core:
     def later(self, seconds: float, call: Callable[[], None]) -> Any:
         self.timers.append(Timer(seconds, call))
         return self.timers[-1]
+
+    def let_time_pass(self) -> None:
+        """Make the calls that were asked for."""
+        timers, self.timers = self.timers, []
+        for timer in timers:
+            timer.call()
 
     def begin(self, session: int, jobs: Sequence[StoreJob]) -> None:
         self.jobs += jobs
@@ -145,14 +148,15 @@ def test_admitted_leaves_with_stored() -> None:
     assert [[type(message) for message in frame] for frame in core.sent] == [
         [Admitted, Admitted, Stored, Stored]
     ]
-    assert [timer.is_cancelled for timer in core.timers] == [True]
+    core.let_time_pass()
+    assert len(core.sent) == 1
 
 
 def test_admitted_of_a_large_part_leaves_at_once() -> None:
     core = Core(part_bytes=LARGE_BYTES)
     core.feed(a_store(1), a_store(2, LARGE_BYTES))
+    core.let_time_pass()
     assert core.sent == [[Admitted(1), Admitted(2)]]
-    assert [timer.is_cancelled for timer in core.timers] == [True]
 
 
 def test_admitted_leaves_alone_where_its_store_takes_long() -> None:
@@ -160,10 +164,11 @@ def test_admitted_leaves_alone_where_its_store_takes_long() -> None:
     core.feed(a_store(1))
     (timer,) = core.timers
     assert timer.seconds <= 0.01
-    timer.call()
+    core.let_time_pass()
     core.feed(a_store(2))
     assert core.sent == [[Admitted(1)]]
-    assert len(core.timers) == 2
+    core.let_time_pass()
+    assert core.sent == [[Admitted(1)], [Admitted(2)]]
 
 
 def test_no_other_answer_waits() -> None:
@@ -195,8 +200,8 @@ def test_what_waits_for_a_session_that_ends_is_dropped() -> None:
     core = Core()
     core.feed(a_store(1))
     core.gateway.end(1, "died")
-    assert core.timers[0].is_cancelled
     core.gateway.flush()
+    core.let_time_pass()
     assert core.sent == []
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from stormd.gateway import Peer, Peers
+from stormd.gateway.peers import Peer, Peers
 from stormd.lanes import Lane
+from stormd.ledger.sessions import Session, SessionInfo
 from stormd.protocol import Envelope, Ping
 from stormd.transport.control import Connection
 from stormd.transport.listener import Credentials
@@ -14,8 +15,9 @@ from stormd.transport.listener import Credentials
 def peer(session: int) -> Peer:
     token = bytes([session]) * 16
     credentials = Credentials(uid=1000 + session, gid=100, pid=1)
+    info = SessionInfo(session=session, device="cpu", uid=credentials.uid, pid=1, name="x")
     return Peer(
-        session=session,
+        record=Session(info=info, part_bytes=1, seen=0.0, segments={}),
         connection=cast("Connection", object()),
         credentials=credentials,
         lane=cast("Lane", None),
@@ -40,12 +42,14 @@ def test_who_is_cut_off_is_not_heard_but_still_known() -> None:
     one = peer(1)
     peers.add(one)
     one.outbox.append(Envelope(0, Ping()))
-    assert peers.at(one.connection) is one
+    assert peers.by_connection[one.connection] is one
+    assert one.is_heard
     peers.cut_off(one)
-    assert peers.at(one.connection) is None
+    assert one.connection not in peers.by_connection
+    assert not one.is_heard
     assert peers.claim(one.token, one.credentials.uid) is None
     assert one.outbox == []
-    assert peers.of(1) is one
+    assert peers.by_session[1] is one
     assert list(peers) == [one]
     peers.remove(1)
     assert list(peers) == []

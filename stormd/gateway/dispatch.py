@@ -1,0 +1,205 @@
+"""Carries out what the ledger says: jobs go to lanes, answers to clients, and sessions end.
+
+Answers that arise in one turn of the loop leave in one frame, and those that may wait leave with
+the next within milliseconds. A client that misses an answer would wait for ever: its session ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from stormd.gateway.peers import Peer, Peers
+from stormd.ledger.events import Detach, Ended, Instruction, Jobs, Map, Probe, Reply, Skip, Unmap
+from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import session_name
+from stormd.monitoring.counters import Counters
+from stormd.protocol import Admitted, CacheNames, Envelope, Message, Pong, Refused, encode
+from stormd.transport.control import ControlSocket
+from stormd.transport.lifeline import LifelineListener
+
+__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later"]
+
+log = logging.getLogger(__name__)
+
+MESSAGES_A_FRAME: Final = 512
+"""Answers in one frame: far below what a frame holds, whatever texts they carry."""
+
+HELD_SECONDS: Final = 0.005
+"""How long Admitted may stay behind to leave with Stored: each frame wakes a thread of ZeroMQ's
+here, and one of the client's."""
+
+UNREAD_BYTES: Final = 8 << 20
+"""Of answers that the kernel has not taken; a peer that leaves more unread is given up. Those to
+all stores of a session with 60,000 entries are a third of it. Less would not do: on a busy machine
+a client that reads may be kept from it for as long as hundreds of frames take."""
+
+Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
+"""Has a call made on the loop after so many seconds."""
+
+
+class Dispatch:
+    """Performs instructions and sends answers; `flush` must follow at the end of any event.
+
+    `on_progress` is called then where what is held has changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        peers: Peers,
+        ledger: Ledger,
+        counters: Counters,
+        control: ControlSocket,
+        on_progress: Callable[[], None],
+        later: Later,
+    ) -> None:
+        self._peers = peers
+        self._ledger = ledger
+        self._counters = counters
+        self._control = control
+        self._on_progress = on_progress
+        self._later = later
+        self._lifelines: LifelineListener
+        self._unsent: dict[Peer, None] = {}  # peers with an outbox that must leave, in order
+        self._held: dict[Peer, None] = {}  # those with one that may wait
+        self._holding: asyncio.TimerHandle | None = None
+        self._freeing: asyncio.TimerHandle | None = None
+        self._seldom: dict[type[Instruction], Callable[[Peer, Any], None]] = {
+            Skip: lambda peer, skip: peer.lane.skip(skip.session, skip.sequence),
+            Map: lambda peer, made: peer.lane.map_segment(made.session, made.segment),
+            Unmap: lambda peer, made: peer.lane.unmap_segment(made.session, made.segment),
+            Probe: self._probe,
+            Detach: self._detach,
+            Ended: self._ended,
+        }
+
+    def start(self, lifelines: LifelineListener) -> None:
+        """Take the lifelines that end with their sessions."""
+        self._lifelines = lifelines
+
+    # --- instructions -----------------------------------------------------------------------
+
+    def perform(self, instructions: list[Instruction]) -> None:
+        """Carry instructions out, in their order."""
+        peers = self._peers.by_session
+        for instruction in instructions:
+            peer = peers[instruction.session]
+            if isinstance(instruction, Jobs):
+                peer.lane.begin(instruction.session, instruction.jobs)
+            elif isinstance(instruction, Reply):
+                self.send(peer, instruction.request, instruction.message)
+            else:
+                self._seldom[type(instruction)](peer, instruction)
+
+    def _probe(self, peer: Peer, _probe: Probe) -> None:
+        """Send what the client ignores: ZeroMQ says whether there is anybody to send it to."""
+        self.send(peer, 0, Pong())
+
+    def _detach(self, peer: Peer, detach: Detach) -> None:
+        self._peers.cut_off(peer)
+        self._unsent.pop(peer, None)
+        self._held.pop(peer, None)
+        self._control.disown(peer.connection)
+        for descriptor in peer.descriptors:
+            os.close(descriptor)
+        peer.descriptors = ()
+        peer.lane.detach(detach.session)
+
+    def _ended(self, _peer: Peer, ended: Ended) -> None:
+        self._peers.remove(ended.session)
+        self._lifelines.end(ended.session)
+        fields = {"session": session_name(ended.session), "cause": ended.cause}
+        log.info("session ended", extra=fields)
+
+    # --- the ends of sessions ---------------------------------------------------------------
+
+    def end(self, session: int, cause: str) -> None:
+        """Begin a session's end."""
+        self.perform(self._ledger.leases.end(session, cause))
+        self.go_on_freeing()
+
+    def give_up(self, peer: Peer, reason: str) -> None:
+        """End the session of a peer that would wait for ever for the answers it has missed.
+
+        Its connection ends as well: what is unsent must not be kept for as long as it likes.
+        """
+        self._counters.unsent += 1
+        fields = {"session": session_name(peer.session), "reason": reason}
+        log.info("answers cannot be sent", extra=fields)
+        self._control.close_connection(peer.connection)
+        self.end(peer.session, "unreachable")
+
+    def go_on_freeing(self) -> None:
+        """Have more of what sessions that end have held freed after others had a turn."""
+        if self._freeing is None and self._ledger.leases.is_freeing:
+            self._freeing = self._later(0.0, self._free_some)
+
+    def _free_some(self) -> None:
+        self._freeing = None
+        self.perform(self._ledger.leases.free_some())
+        self.go_on_freeing()
+        self.flush()
+
+    # --- answers ----------------------------------------------------------------------------
+
+    def send(self, peer: Peer, request: int, message: Message) -> None:
+        """Put an answer into the peer's outbox."""
+        kind = type(message)
+        if kind is CacheNames:
+            self.send_alone(peer, request, message)
+            return
+        peer.outbox.append(Envelope(request, message))
+        if kind is not Admitted or len(peer.outbox) >= MESSAGES_A_FRAME:
+            self._unsent[peer] = None
+            self._counters.refused += kind is Refused
+            return
+        self._held[peer] = None
+        if self._holding is None:
+            self._holding = self._later(HELD_SECONDS, self._send_held)
+
+    def hurry(self, peer: Peer) -> None:
+        """Have what is in the peer's outbox leave with the next `flush`."""
+        self._unsent[peer] = None
+
+    def send_alone(self, peer: Peer, request: int, message: Message) -> None:
+        """Send a message in a frame of its own, now: a large one might not fit beside others."""
+        self._send_frame(peer, encode([Envelope(request, message)]))
+
+    def flush(self) -> None:
+        """Send what is in the outboxes, at the end of any event."""
+        while self._unsent:
+            peer = next(iter(self._unsent))
+            del self._unsent[peer]
+            self.send_outbox(peer)
+        holdings = self._ledger.holdings
+        if holdings.has_changed:
+            holdings.has_changed = False
+            self._on_progress()
+
+    def send_outbox(self, peer: Peer) -> None:
+        """Send what is in a peer's outbox now."""
+        self._held.pop(peer, None)
+        outbox, peer.outbox = peer.outbox, []
+        for start in range(0, len(outbox), MESSAGES_A_FRAME):
+            if not peer.is_heard:
+                return  # it was given up
+            self._send_frame(peer, encode(outbox[start : start + MESSAGES_A_FRAME]))
+
+    def _send_held(self) -> None:
+        """Send what has waited long enough."""
+        self._holding = None
+        self._unsent |= self._held
+        self.flush()
+
+    def _send_frame(self, peer: Peer, frame: bytes) -> None:
+        """Send a frame; give a peer up that is not there or reads too little."""
+        connection = peer.connection
+        self._control.send(connection, frame)
+        if not connection.is_reachable:
+            self.give_up(peer, "it is gone")
+        elif connection.unsent > UNREAD_BYTES:
+            self.give_up(peer, "it does not read")

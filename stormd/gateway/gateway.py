@@ -1,0 +1,361 @@
+"""What a message of a client, or a result of a lane, asks of whom.
+
+Every request is answered, also with an error, or its session ends; a frame of one client, whatever
+is in it, changes nothing for another, and holds nobody up: it is worked on in pieces.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Final
+
+from stormd.gateway.dispatch import Dispatch, Later
+from stormd.gateway.opening import Opening, Terms
+from stormd.gateway.peers import Peer, Peers
+from stormd.lanes import Lane
+from stormd.ledger.cache_requests import CACHE_REQUESTS
+from stormd.ledger.events import Instruction, Result, Wait
+from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import session_name
+from stormd.monitoring.counters import Counters
+from stormd.protocol import (
+    Envelope,
+    Goodbye,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Release,
+    Status,
+    StatusRequest,
+    Store,
+    decode,
+    decode_each,
+    first_request,
+)
+from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.lifeline import LifelineListener
+
+__all__ = ["LARGE_BYTES", "RELEASED_AT_ONCE", "SMALL_BYTES", "Gateway"]
+
+log = logging.getLogger(__name__)
+
+SMALL_BYTES: Final = 16 << 10
+"""Of a frame that is read at once, in a fraction of a millisecond whatever is in it."""
+
+RELEASED_AT_ONCE: Final = 256
+"""Entries given up before others have a turn."""
+
+LARGE_BYTES: Final = 8 << 20
+"""Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
+
+_alike = attrgetter("session", "__class__")
+
+Handler = Callable[["Peer", int, Any], Iterator[None] | None]
+"""Carries a request out; one that may take long returns its steps."""
+
+
+class Gateway:
+    """Binds ledger, lanes and sockets together. All methods run on the event loop.
+
+    `status` returns what a StatusRequest is answered with; `on_progress` is called whenever what is
+    held may have changed; `later` has a call made on the loop after so many seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        counters: Counters,
+        lanes: Mapping[str, Lane],
+        control: ControlSocket,
+        terms: Terms,
+        status: Callable[[], dict[str, Any]],
+        on_progress: Callable[[], None],
+        later: Later,
+    ) -> None:
+        self._ledger = ledger
+        self._counters = counters
+        self._control = control
+        self._status = status
+        self._peers = Peers()
+        self._dispatch = Dispatch(
+            peers=self._peers,
+            ledger=ledger,
+            counters=counters,
+            control=control,
+            on_progress=on_progress,
+            later=later,
+        )
+        self._opening = Opening(
+            terms=terms,
+            peers=self._peers,
+            ledger=ledger,
+            counters=counters,
+            lanes=lanes,
+            control=control,
+            dispatch=self._dispatch,
+            status=status,
+        )
+        self._lifelines: LifelineListener
+        self._of_ours: dict[type[Message], Handler] = {
+            Store: self._store,
+            Release: self._release,
+            Ping: self._ping,
+            StatusRequest: self._status_request,
+            Goodbye: self._goodbye,
+            **dict.fromkeys(CACHE_REQUESTS, self._cached),
+        }
+        self._of_the_ledgers = {
+            kind: ask for kind, ask in ledger.on_request.items() if kind not in self._of_ours
+        }
+
+    def start(self, lifelines: LifelineListener) -> None:
+        """Begin to serve."""
+        self._lifelines = lifelines
+        self._dispatch.start(lifelines)
+        self._hear_of(self._opening.allowed_uids)
+        self._control.start(self.take_frame, self._dispatch.flush, self.give_up)
+
+    def allow(self, uids: frozenset[int]) -> None:
+        """Let other users connect from now on; sessions that are open stay."""
+        self._opening.allow(uids)
+        self._hear_of(uids)
+
+    def _hear_of(self, uids: frozenset[int]) -> None:
+        self._control.allow(uids)
+        self._lifelines.allow(uids)
+
+    # --- events -----------------------------------------------------------------------------
+
+    def take_frame(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
+        """Take a message from a client: the steps in which it is worked on. `flush` must follow.
+
+        `frame` is None where the message had another number of parts than a client sends.
+        """
+        peer = self._peers.by_connection.get(connection)
+        try:
+            if peer is None:
+                yield from self._hear_stranger(connection, frame)
+            else:
+                yield from self._hear(peer, frame)
+        except Exception:
+            # Our bug. It ends the one session whose frame met it and nobody else's.
+            log.exception("a frame could not be handled")
+            peer = self._peers.by_connection.get(connection)
+            if peer is not None:
+                self.end(peer.session, "failed")
+
+    def take_results(self, results: list[Result]) -> None:
+        """Take what lanes have done."""
+        now, dispatch, peers = time.monotonic(), self._dispatch, self._peers.by_session
+        for (session, kind), alike in groupby(results, _alike):
+            try:
+                dispatch.perform(self._ledger.on_results[kind](peers[session].record, alike, now))
+            except Exception:
+                # Our bug, as above. The session's end waits for these results in vain.
+                log.exception("results of session %s could not be handled", session_name(session))
+                self.end(session, "failed")
+        dispatch.flush()
+
+    def give_up(self, connection: Connection) -> None:
+        """End the session of a client whose connection was ended: too much of it had to wait."""
+        peer = self._peers.by_connection.get(connection)
+        if peer is not None:
+            self._dispatch.give_up(peer, "too much waits of it")
+            self.flush()
+
+    def take_token(self, token: bytes, uid: int) -> tuple[int, tuple[int, ...]] | None:
+        """Give a lifeline the session of its token, and the descriptors to hand over."""
+        peer = self._peers.claim(token, uid)
+        if peer is None:
+            self._counters.refused += 1
+            return None
+        self._ledger.leases.attach(peer.record, time.monotonic())
+        descriptors, peer.descriptors = peer.descriptors, ()
+        return peer.session, descriptors
+
+    def lose(self, session: int) -> None:
+        """End a session whose lifeline has ended."""
+        self.end(session, "died")
+        self.flush()
+
+    def tick(self) -> None:
+        """Look after leases and silent connections; called twice a second."""
+        self._control.tick()
+        self._dispatch.perform(self._ledger.tick(time.monotonic()))
+        self._dispatch.go_on_freeing()
+        self.flush()
+
+    def go_on(self) -> None:
+        """Take up what waits for memory: there is more of it, or none is to be had."""
+        self._control.unpark()
+        self.flush()
+
+    def end(self, session: int, cause: str) -> None:
+        """Begin a session's end; `flush` must follow."""
+        self._dispatch.end(session, cause)
+
+    def end_all(self, cause: str) -> None:
+        """Begin the end of all sessions."""
+        for session in list(self._ledger.sessions):
+            self.end(session, cause)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is in the outboxes, at the end of any event."""
+        self._dispatch.flush()
+
+    # --- frames -----------------------------------------------------------------------------
+
+    def _hear_stranger(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
+        """Answer a frame of a connection without a session; a Hello in it may open one."""
+        problem = self._opening.problem(connection)
+        if problem is not None:  # and nothing of what it says is looked at
+            request = 0 if frame is None else first_request(frame)
+            self._opening.refuse(connection, request, problem)
+            return
+        try:
+            batch = yield from _read(frame)
+        except ProtocolError as error:
+            self._opening.refuse(connection, 0, self._opening.undecodable(frame, error))
+            return
+        for request, message in batch:
+            peer = self._peers.by_connection.get(connection)
+            if peer is not None:
+                yield from self._while_heard(peer, self._request(peer, request, message) or ())
+            elif connection.is_open:
+                self._opening.answer(connection, request, message)
+            yield
+
+    def _hear(self, peer: Peer, frame: bytes | None) -> Iterator[None]:
+        """Carry out a frame of a client with a session, whose lease it renews."""
+        peer.record.seen = time.monotonic()
+        try:
+            batch = yield from _read(frame)
+        except ProtocolError as error:
+            self._counters.malformed += 1
+            if peer.is_heard:
+                self._dispatch.send(peer, 0, Refused("UsageError", str(error)))
+            return
+        for request, message in batch:
+            steps = self._request(peer, request, message)
+            if steps is not None:
+                yield from self._while_heard(peer, steps)
+            yield
+
+    def _request(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
+        """Carry a message out, or return the steps of one that may take long."""
+        if not peer.is_heard:
+            return None  # the session ended with an earlier message of this frame, or meanwhile
+        ask = self._of_the_ledgers.get(type(message))
+        if ask is not None:
+            self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
+            return None
+        handler = self._of_ours.get(type(message))
+        if handler is not None:
+            return handler(peer, request, message)
+        self._counters.malformed += 1
+        name = type(message).__name__
+        refused = Refused("UsageError", f"{name} is not for an open session")
+        self._dispatch.send(peer, request, refused)
+        return None
+
+    def _while_heard(self, peer: Peer, steps: Iterable[None]) -> Iterator[None]:
+        """Take steps until they are done or the session ends."""
+        for _ in steps:
+            yield
+            if not peer.is_heard:
+                return
+
+    # --- requests that the ledger cannot be asked at once ------------------------------------
+
+    def _store(self, peer: Peer, request: int, message: Store) -> Iterator[None] | None:
+        if peer.record.cache is not None:
+            return self._store_in_cache(peer, request, message)
+        if message.nbytes >= LARGE_BYTES:
+            self._dispatch.hurry(peer)
+        return self._ask(peer, request, message)
+
+    def _ask(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
+        """Do what the ledger says, or return the steps where that waits for memory."""
+        ask = self._ledger.on_request[type(message)]
+        answer = ask(peer.record, request, message, time.monotonic())
+        if isinstance(answer[0], Wait):
+            return self._ask_again(peer, request, message)
+        self._dispatch.perform(answer)
+        return None
+
+    def _ask_again(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
+        """Ask each time the pool has grown; nothing that the client has sent since comes between.
+
+        It is asked for the last time where the pool does not grow any more.
+        """
+        ask = self._ledger.on_request[type(message)]
+        answer: list[Instruction] = [Wait(peer.session)]
+        while isinstance(answer[0], Wait):
+            self._control.park(peer.connection)
+            yield
+            answer = ask(peer.record, request, message, time.monotonic())
+        self._dispatch.perform(answer)
+        self._dispatch.hurry(peer)
+
+    def _store_in_cache(self, peer: Peer, request: int, message: Store) -> Iterator[None]:
+        """Store once what is there has made room, which may take long."""
+        now = time.monotonic()
+        while self._ledger.make_cache_room(peer.record, message, now):
+            yield
+        yield from self._ask(peer, request, message) or ()
+
+    def _cached(self, peer: Peer, request: int, message: Message) -> Iterator[None]:
+        """Answer once what has expired is gone, which may take long."""
+        now = time.monotonic()
+        while self._ledger.tidy_cache(now):
+            yield
+        yield from self._ask(peer, request, message) or ()
+        self._dispatch.go_on_freeing()
+
+    def _release(self, peer: Peer, request: int, message: Release) -> Iterator[None] | None:
+        entries, release = message.entries, self._ledger.on_request[Release]
+        if len(entries) > RELEASED_AT_ONCE:
+            return self._release_some(peer, entries)
+        self._dispatch.perform(release(peer.record, request, message, 0.0))
+        return None
+
+    def _release_some(self, peer: Peer, entries: list[int]) -> Iterator[None]:
+        for begin in range(0, len(entries), RELEASED_AT_ONCE):
+            self._release(peer, 0, Release(entries[begin : begin + RELEASED_AT_ONCE]))
+            yield
+
+    # --- requests that the ledger knows nothing of -------------------------------------------
+
+    def _ping(self, peer: Peer, request: int, _message: Ping) -> None:
+        self._dispatch.send(peer, request, Pong())
+
+    def _status_request(self, peer: Peer, request: int, _message: StatusRequest) -> None:
+        """Answer in a frame of its own: a state is large, a batch of them might not fit."""
+        self._dispatch.send_alone(peer, request, Status(self._status()))
+
+    def _goodbye(self, peer: Peer, _request: int, _message: Goodbye) -> None:
+        self._dispatch.send_outbox(peer)
+        self.end(peer.session, "goodbye")
+
+
+def _read(frame: bytes | None) -> Generator[None, None, Iterable[Envelope]]:
+    """Return the messages of a frame, all of which are valid, having looked at it in steps.
+
+    Raises:
+        ProtocolError: it is no valid batch.
+    """
+    if frame is None:
+        raise ProtocolError("a message of several parts: send each batch in one")
+    if len(frame) <= SMALL_BYTES:
+        return decode(frame)
+    for _ in decode_each(frame):  # kept, they would take many times the frame's bytes
+        yield
+    return decode_each(frame)

@@ -1,0 +1,231 @@
+"""What a connection without a session is answered: who may have one, and how it opens.
+
+Nothing is granted to a peer of another protocol version, of a user who is not allowed, or under a
+routing id that it chose itself; of those who may not connect nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from stormd import __version__
+from stormd.cache.items import Caller
+from stormd.errors import LaneUnavailable
+from stormd.gateway.dispatch import Dispatch
+from stormd.gateway.peers import Peer, Peers
+from stormd.lanes import Attachment, Lane
+from stormd.ledger.ledger import Ledger
+from stormd.ledger.sessions import Session, SessionInfo, session_name
+from stormd.monitoring.counters import Counters
+from stormd.protocol import (
+    CACHE_FEATURE,
+    NO_LANE,
+    PROTOCOL_VERSION,
+    Envelope,
+    Hello,
+    Message,
+    ProtocolError,
+    Refused,
+    Status,
+    StatusRequest,
+    Welcome,
+    encode,
+    hello_version,
+)
+from stormd.protocol.limits import TOKEN_BYTES
+from stormd.transport.control import Connection, ControlSocket
+from stormd.transport.listener import Credentials
+
+__all__ = ["NAME_SHOWN", "Opening", "Terms"]
+
+log = logging.getLogger(__name__)
+
+NAME_SHOWN: Final = 64
+"""Characters of a client's name that are kept: a status of 1,024 sessions must fit into a frame,
+or nobody would get one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Who may have a session, and what Welcome says of every one.
+
+    `allowed_uids` are the users that may connect; `cache_part_bytes` is the largest part of a
+    session for the cache, 0 where there is none.
+    """
+
+    allowed_uids: frozenset[int]
+    lifeline_path: str
+    cache_part_bytes: int
+    lease_seconds: float
+
+
+class Opening:
+    """Answers strangers; one whose Hello is right becomes a peer."""
+
+    def __init__(
+        self,
+        *,
+        terms: Terms,
+        peers: Peers,
+        ledger: Ledger,
+        counters: Counters,
+        lanes: Mapping[str, Lane],
+        control: ControlSocket,
+        dispatch: Dispatch,
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._terms = terms
+        self._peers = peers
+        self._ledger = ledger
+        self._counters = counters
+        self._lanes = lanes
+        self._control = control
+        self._dispatch = dispatch
+        self._status = status
+
+    @property
+    def allowed_uids(self) -> frozenset[int]:
+        """The users that may connect."""
+        return self._terms.allowed_uids
+
+    def allow(self, uids: frozenset[int]) -> None:
+        """Let other users connect from now on; sessions that are open stay."""
+        self._terms = replace(self._terms, allowed_uids=uids)
+
+    def problem(self, connection: Connection) -> Refused | None:
+        """Return why nothing that this connection says is looked at."""
+        uid = connection.credentials.uid
+        if uid not in self._terms.allowed_uids:
+            return Refused("UsageError", f"user {uid} may not connect: add it to allowed_uids")
+        if connection.identity:
+            return Refused("UsageError", "a routing id was chosen: leave it to ZeroMQ")
+        return None
+
+    def undecodable(self, frame: bytes | None, error: ProtocolError) -> Refused:
+        """Return what is answered to a frame that is no valid batch."""
+        version = None if frame is None else hello_version(frame)
+        if version is not None and version != PROTOCOL_VERSION:
+            return _mismatch(version)
+        self._counters.malformed += 1
+        return Refused("UsageError", str(error))
+
+    def answer(self, connection: Connection, request: int, message: Message) -> None:
+        """Answer a message; a Hello may open a session."""
+        answer: Message
+        if isinstance(message, Hello):
+            answer = self._open(connection, message)
+        elif isinstance(message, StatusRequest):
+            answer = Status(self._status())
+        else:
+            answer = Refused("DaemonLost", "this connection has no session: send Hello first")
+        if isinstance(answer, Refused):
+            self.refuse(connection, request, answer)
+        else:
+            self._control.send(connection, encode([Envelope(request, answer)]))
+
+    def refuse(self, connection: Connection, request: int, answer: Refused) -> None:
+        """Tell a stranger no."""
+        self._counters.refused += 1
+        self._control.send(connection, encode([Envelope(request, answer)]))
+
+    # --- Hello ------------------------------------------------------------------------------
+
+    def _open(self, connection: Connection, hello: Hello) -> Welcome | Refused:
+        credentials = connection.credentials
+        has_lane = hello.device != NO_LANE
+        problem = self._hello_problem(credentials.uid, hello)
+        if problem is None:
+            uid, now, leases = credentials.uid, time.monotonic(), self._ledger.leases
+            self._dispatch.perform(leases.make_place(uid, now, has_lane=has_lane))
+            problem = leases.refusal(uid, has_lane=has_lane)
+        if problem is not None:
+            return problem
+        lane = self._lanes[hello.device]
+        session = secrets.randbits(63) or 1
+        try:
+            attachment = lane.attach(session, hello)
+        except LaneUnavailable as error:
+            return Refused("UsageError", str(error))
+        if CACHE_FEATURE in hello.features:
+            part_bytes = min(attachment.part_bytes, self._terms.cache_part_bytes)
+            attachment = replace(attachment, part_bytes=part_bytes)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        features = [CACHE_FEATURE] if self._terms.cache_part_bytes else []
+        self._peers.add(
+            Peer(
+                record=self._enter(session, credentials, hello, attachment),
+                connection=connection,
+                credentials=credentials,
+                lane=lane,
+                token=token,
+                descriptors=attachment.descriptors,
+            )
+        )
+        self._control.adopt(connection)
+        return Welcome(
+            session=session,
+            token=token,
+            protocol=PROTOCOL_VERSION,
+            features=features,
+            version=__version__,
+            lifeline=self._terms.lifeline_path,
+            staging_bytes=attachment.staging_bytes,
+            part_bytes=attachment.part_bytes,
+            lease_seconds=self._terms.lease_seconds,
+        )
+
+    def _enter(
+        self, session: int, credentials: Credentials, hello: Hello, attachment: Attachment
+    ) -> Session:
+        """Put the session into the ledger. A pid of another namespace is 0: then Hello's is."""
+        uid, gid, pid = credentials
+        info = SessionInfo(
+            session=session,
+            device=hello.device,
+            uid=uid,
+            pid=pid or hello.pid,
+            name=hello.name[:NAME_SHOWN],
+        )
+        record = self._ledger.leases.open(
+            info,
+            part_bytes=attachment.part_bytes,
+            staging_bytes=attachment.segment_bytes,
+            now=time.monotonic(),
+            caller=Caller(uid, gid) if CACHE_FEATURE in hello.features else None,
+        )
+        fields = {"session": session_name(session), "pid": info.pid, "uid": uid}
+        log.info("session opened", extra=fields | {"device": info.device})
+        return record
+
+    def _hello_problem(self, uid: int, hello: Hello) -> Refused | None:
+        if hello.protocol != PROTOCOL_VERSION:
+            return _mismatch(hello.protocol)
+        if hello.uid != uid:
+            return Refused("UsageError", f"Hello says user {hello.uid}, the kernel says {uid}")
+        if CACHE_FEATURE in hello.features and not self._terms.cache_part_bytes:
+            return Refused(
+                "UsageError", "this daemon keeps no cache: start it with --cache-bytes above 0"
+            )
+        if CACHE_FEATURE in hello.features and hello.device == NO_LANE:
+            return Refused("UsageError", "a session for the cache needs a lane: name a device")
+        if hello.device not in self._lanes:
+            offered = ", ".join(name for name in self._lanes if name != NO_LANE)
+            return Refused(
+                "UsageError",
+                f"this daemon has no {hello.device} lane, only {offered}: start it with --device "
+                f"{hello.device}, or train on another device",
+            )
+        return None
+
+
+def _mismatch(version: int) -> Refused:
+    return Refused(
+        "ProtocolMismatch",
+        f"the client speaks protocol {version}, this daemon (stormd {__version__}) "
+        f"{PROTOCOL_VERSION}: install the same version of stormd on both sides",
+    )

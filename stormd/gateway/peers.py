@@ -1,0 +1,80 @@
+"""The clients that have a session: found by session, by connection while heard, by token once."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stormd.lanes import Lane
+from stormd.ledger.sessions import Session
+from stormd.protocol import Envelope
+from stormd.transport.control import Connection
+from stormd.transport.listener import Credentials
+
+__all__ = ["Peer", "Peers"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Peer:
+    """One client. `descriptors` are empty once they were handed over; `outbox` is unsent.
+
+    `is_heard` says whether its session goes on.
+    """
+
+    record: Session
+    connection: Connection
+    credentials: Credentials
+    lane: Lane
+    token: bytes
+    descriptors: tuple[int, ...]
+    outbox: list[Envelope] = field(default_factory=list)
+    is_heard: bool = True
+
+    @property
+    def session(self) -> int:
+        """Its session's id."""
+        return self.record.info.session
+
+
+class Peers:
+    """All clients. `by_connection` has those that are heard; both tables are for reading alone."""
+
+    def __init__(self) -> None:
+        self.by_session: dict[int, Peer] = {}
+        self.by_connection: dict[Connection, Peer] = {}
+        self._waiting: dict[int, Peer] = {}  # by session: no lifeline yet
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self.by_session.values()))
+
+    def add(self, peer: Peer) -> None:
+        """Add a client that has no lifeline yet."""
+        self.by_session[peer.session] = peer
+        self.by_connection[peer.connection] = peer
+        self._waiting[peer.session] = peer
+
+    def claim(self, token: bytes, uid: int) -> Peer | None:
+        """Return the client whose lifeline this token and user open; each only once.
+
+        Every waiting token is compared, in constant time, so that nothing is learned by trying.
+        """
+        found = None
+        for peer in self._waiting.values():
+            if hmac.compare_digest(peer.token, token) and peer.credentials.uid == uid:
+                found = peer
+        if found is not None:
+            del self._waiting[found.session]
+        return found
+
+    def cut_off(self, peer: Peer) -> None:
+        """Neither hear nor answer the client any more; its session is ending."""
+        if self.by_connection.get(peer.connection) is peer:
+            del self.by_connection[peer.connection]
+        self._waiting.pop(peer.session, None)
+        peer.outbox.clear()
+        peer.is_heard = False
+
+    def remove(self, session: int) -> None:
+        """Forget a client that was cut off and whose session is gone."""
+        del self.by_session[session]

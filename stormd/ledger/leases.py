@@ -1,0 +1,216 @@
+"""The life of sessions: opened, attached, renewed while they are heard, expired, ended and gone.
+
+A session is a lease on all it holds. It ends when its lifeline does, and that alone proves a client
+dead: a stopped process (a debugger, a long call that holds its interpreter lock) is silent and
+alive, and its activations must wait for it. So a lease that nobody has renewed is only probed. A
+session that never attached is ended, and one that has ended holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from stormd.cache.items import Caller
+from stormd.ledger.cache_requests import CacheRequests
+from stormd.ledger.events import Detach, Ended, Instruction, Probe
+from stormd.ledger.holdings import State
+from stormd.ledger.places import Places
+from stormd.ledger.sessions import CacheAccess, Phase, Session, SessionInfo
+from stormd.protocol import Refused
+
+__all__ = ["ATTACH_SECONDS", "FREED_A_TURN", "STALE_SECONDS", "Leases"]
+
+ATTACH_SECONDS: Final = 5.0
+"""How long a session may exist without its lifeline."""
+
+STALE_SECONDS: Final = 0.5
+"""Without a lifeline, after which a session gives way to a new one where no place is free. It takes
+a client milliseconds."""
+
+FREED_A_TURN: Final = 256
+"""Entries of ending sessions that are freed before the loop gets to other work."""
+
+
+class Leases:
+    """Opens and ends sessions. `cache` is None where the daemon keeps none."""
+
+    def __init__(self, state: State, cache: CacheRequests | None) -> None:
+        self._state = state
+        self._cache = cache
+        self._places = Places()
+        self._freeing: deque[Session] = deque()  # those that end and have entries to be freed
+
+    # --- may a session be opened ------------------------------------------------------------
+
+    def make_place(self, uid: int, now: float, *, has_lane: bool = True) -> list[Instruction]:
+        """Where a user finds no place, end the session that is longest without a lifeline.
+
+        Of the user's own where those are too many, else of the user who has most such sessions.
+        One that was opened a moment ago is left alone. `refusal` tells whether there is a place.
+        """
+        uid_taken, taken = self._places.taken(uid, has_lane=has_lane)
+        if uid_taken >= self._user_sessions:
+            found = self._places.stalest(has_lane=has_lane, uid=uid)
+        elif taken >= self._state.limits.max_sessions:
+            found = self._places.stalest(has_lane=has_lane)
+        else:
+            return []
+        if found is None or now - found.seen < STALE_SECONDS:
+            return []
+        return self.end(found.info.session, "unattached")
+
+    def refusal(self, uid: int, *, has_lane: bool = True) -> Refused | None:
+        """Return why no session of a user's, with a lane or for control alone, can be opened now.
+
+        None where one can. Shares are kept for those with a lane; of the others, which hold
+        nothing, there may be as many beside them.
+        """
+        if self._state.is_draining:
+            return Refused("DaemonLost", "the daemon is shutting down: start it again")
+        uid_taken, taken = self._places.taken(uid, has_lane=has_lane)
+        most = self._state.limits.max_sessions
+        if taken >= most:
+            return Refused(
+                "QuotaExceeded",
+                f"{taken} sessions are open, the limit is {most}: end one, or raise max_sessions",
+            )
+        if uid_taken >= self._user_sessions:
+            return Refused(
+                "QuotaExceeded",
+                f"{uid_taken} sessions of user {uid} are open, the limit is "
+                f"{self._user_sessions}: end one, or raise max_sessions_per_uid",
+            )
+        return None
+
+    @property
+    def _user_sessions(self) -> int:
+        return self._state.limits.user_sessions or self._state.limits.max_sessions
+
+    # --- its life ---------------------------------------------------------------------------
+
+    def open(
+        self,
+        info: SessionInfo,
+        *,
+        part_bytes: int,
+        staging_bytes: int,
+        now: float,
+        caller: Caller | None = None,
+    ) -> Session:
+        """Add a session; `staging_bytes` is the size of segment 0, 0 where it is to be mapped.
+
+        With a `caller` it is one for the cache, of which there must be one.
+        """
+        assert self.refusal(info.uid, has_lane=info.has_lane) is None
+        assert info.session not in self._state.sessions
+        assert caller is None or self._cache is not None
+        segments = {0: staging_bytes} if staging_bytes else {}
+        record = Session(info=info, part_bytes=part_bytes, seen=now, segments=segments)
+        record.cache = None if caller is None else CacheAccess(caller)
+        self._state.sessions[info.session] = record
+        self._places.take(record)
+        self._state.counters.sessions += 1
+        return record
+
+    def attach(self, record: Session, now: float) -> None:
+        """Note that the session's lifeline is connected: from now on it may store."""
+        record.enter(Phase.ATTACHED)
+        record.seen = now
+        self._places.attached(record)
+
+    def tick(self, now: float) -> list[Instruction]:
+        """End sessions that never attached, and probe those that have been silent for a lease.
+
+        Whoever hears a client renews its lease, by setting `seen`.
+        """
+        instructions: list[Instruction] = []
+        lease = self._state.limits.lease_seconds
+        for session, record in list(self._state.sessions.items()):
+            silent = now - record.seen
+            if record.phase is Phase.OPENED and silent > ATTACH_SECONDS:
+                instructions += self.end(session, "unattached")
+            elif record.phase is Phase.ATTACHED and silent > lease:
+                record.seen = now
+                instructions.append(Probe(session))
+        return instructions
+
+    def end(self, session: int, cause: str) -> list[Instruction]:
+        """Begin a session's end, for a cause of counters.ENDINGS.
+
+        Ending one that is ending, or gone, changes nothing: the end of one lets others go, so
+        whoever ends several meets some that are gone.
+        """
+        record = self._state.sessions.get(session)
+        if record is None or record.phase is Phase.ENDING:
+            return []
+        if record.phase is Phase.OPENED:  # and so it holds nothing: whoever waits need not
+            self._places.leave(record)
+        record.enter(Phase.ENDING)
+        record.cause = cause
+        self._state.counters.ended[cause] += 1
+        if record.cache is not None:
+            record.cache.put = None  # what was stored for it is freed with the other entries
+        for number in record.waiting:
+            record.entries[record.tickets.pop(number).entry].waits -= 1
+        record.waiting.clear()
+        record.to_free = list(record.entries)
+        if record.to_free:  # else it is gone once its lane has let go of it
+            self._freeing.append(record)
+        return [Detach(session), *self.free_some()]
+
+    # --- what an ending session has held ----------------------------------------------------
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether `free_some` has something to do."""
+        return bool(self._freeing) or (self._cache is not None and self._cache.has_garbage)
+
+    def free_some(self) -> list[Instruction]:
+        """Free some entries of sessions that end, a few milliseconds' work; to be called again.
+
+        Others are served in between.
+        """
+        gone: list[Instruction] = []
+        left = FREED_A_TURN
+        if self._cache is not None:
+            self._cache.collect()
+        while self._freeing and left:
+            record = self._freeing[0]
+            left -= self._free_some_of(record, left)
+            if not record.to_free:
+                self._freeing.popleft()
+                gone += self._gone(record)
+        return gone
+
+    def detached(self, record: Session, _results: object, _now: float) -> list[Instruction]:
+        """Take in that the session's lane has let go of it: no more results follow."""
+        assert record.phase is Phase.ENDING, "a lane let go of a living session"
+        record.detached = True
+        return self._gone(record)
+
+    def assert_invariants(self) -> None:
+        """Raise AssertionError where sessions and their places contradict each other: for tests."""
+        self._places.assert_invariants(self._state.sessions.values())
+        for record in self._freeing:
+            assert record.phase is Phase.ENDING
+
+    def _free_some_of(self, record: Session, most: int) -> int:
+        """Give up to `most` entries of an ending session up; return how many."""
+        count = min(most, len(record.to_free))
+        for _ in range(count):
+            number = record.to_free.pop()
+            entry = record.entries.get(number)  # a lane may have answered it away meanwhile
+            if entry is not None:
+                self._state.holdings.give_up(record, number)
+        return count
+
+    def _gone(self, record: Session) -> list[Instruction]:
+        """Forget an ending session if it holds nothing and its lane has let go of it."""
+        if not record.detached or record.to_free:
+            return []
+        assert not record.entries, "a lane let go of a session without answering its jobs"
+        del self._state.sessions[record.info.session]
+        self._state.holdings.has_changed = True
+        self._places.leave(record)
+        return [Ended(record.info.session, record.cause)]

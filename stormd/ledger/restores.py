@@ -1,0 +1,220 @@
+"""What a RESTORE does: checked, begun or held back, done by a lane, answered.
+
+Clients ask in the order of their needs: what is needed last must not take the link first because it
+was encoded first. So a restore whose entry is being encoded holds back all that were asked for
+after it, and they begin in their order. Every one that was taken is answered once.
+
+    asked --> waiting --> begun --> Restored, or among RestoredParts
+      |          |          |
+      +----------+----------+-----> Failed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from stormd.ledger.events import (
+    Instruction,
+    Jobs,
+    Reply,
+    RestoreDone,
+    RestoreFailed,
+    RestoreJob,
+    StoreJob,
+)
+from stormd.ledger.holdings import State
+from stormd.ledger.sessions import Destination, Phase, Session, Ticket
+from stormd.protocol import (
+    RESTORE_FIELDS,
+    Failed,
+    Restore,
+    Restored,
+    RestoredParts,
+    RestoreParts,
+    pack,
+    unpack,
+)
+from stormd.protocol.limits import MAX_BATCH
+
+__all__ = ["MAX_RESTORES", "Restores", "restore_problem"]
+
+MAX_RESTORES: Final = 4096
+"""Restores of one session under way at one time."""
+
+
+class Restores:
+    """Takes what clients ask for and what lanes answer."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def restore(
+        self, record: Session, request: int, message: Restore, now: float
+    ) -> list[Instruction]:
+        """Start a restore, or hold it back."""
+        asked = (
+            message.ticket, message.entry,
+            message.segment, message.offset, message.nbytes, message.sequence,
+        )  # fmt: skip
+        return self._ask(record, request, [asked], now, together=False)
+
+    def restore_parts(
+        self, record: Session, request: int, message: RestoreParts, now: float
+    ) -> list[Instruction]:
+        """Start several restores, or hold them back, as `restore` does each."""
+        asked = unpack(message.places, RESTORE_FIELDS)
+        return self._ask(record, request, asked, now, together=True)
+
+    def _ask(
+        self,
+        record: Session,
+        request: int,
+        asked: Iterable[tuple[int, ...]],
+        now: float,
+        *,
+        together: bool,
+    ) -> list[Instruction]:
+        """Have restores begin, or wait for their turns; `asked` has the numbers of each Restore."""
+        session = record.info.session
+        done: list[Instruction] = []
+        jobs: list[StoreJob | RestoreJob] = []
+        for number, entry_id, segment, offset, nbytes, sequence in asked:
+            problem = restore_problem(record, number, entry_id, segment, offset, nbytes)
+            if problem is not None:
+                failed = Failed(number, entry_id, *problem)
+                done.append(Reply(session=session, request=request, message=failed))
+                continue
+            entry = record.entries[entry_id]
+            record.tickets[number] = Ticket(entry_id, request, now, together)
+            if record.waiting or entry.block is None:
+                record.waiting[number] = Destination(segment, offset, nbytes, sequence)
+                entry.waits += 1
+            else:
+                entry.restores += 1
+                jobs.append(RestoreJob(
+                    session, number, entry_id, entry.block, segment, offset, nbytes, sequence
+                ))  # fmt: skip
+        if jobs:
+            done.append(Jobs(session, jobs))
+        return done
+
+    # --- those that wait --------------------------------------------------------------------
+
+    def start_waiting(self, record: Session) -> list[Instruction]:
+        """Start the restores whose turn it is and whose entries are encoded."""
+        jobs: list[StoreJob | RestoreJob] = []
+        session = record.info.session
+        while record.waiting:
+            number = next(iter(record.waiting))
+            entry_id = record.tickets[number].entry
+            entry = record.entries[entry_id]
+            if entry.block is None:
+                break
+            into = record.waiting.pop(number)
+            entry.waits -= 1
+            entry.restores += 1
+            jobs.append(RestoreJob(session, number, entry_id, entry.block, *into))
+        return [Jobs(session, jobs)] if jobs else []
+
+    def fail_of(self, record: Session, entry_id: int, detail: str) -> list[Instruction]:
+        """Answer the restores that wait for an entry that there will never be."""
+        named = [n for n in record.waiting if record.tickets[n].entry == entry_id]
+        return [self._fail(record, number, "ActivationLost", detail) for number in named]
+
+    def fail_into(self, record: Session, segment: int) -> list[Instruction]:
+        """Answer the restores into a segment that have not begun.
+
+        They were held to the size of this segment, and its number may mean a smaller one before
+        they begin.
+        """
+        detail = f"segment {segment} was unmapped before the restore began: wait for its answer"
+        named = [number for number, into in record.waiting.items() if into.segment == segment]
+        failed: list[Instruction] = []
+        for number in named:
+            entry_id = record.tickets[number].entry
+            failed.append(self._fail(record, number, "UsageError", detail))
+            record.entries[entry_id].waits -= 1
+            self._state.holdings.free_unused(record, entry_id)
+        return failed
+
+    def _fail(self, record: Session, number: int, kind: str, detail: str) -> Reply:
+        """Answer a restore that waits, and forget it; its entry is the caller's business."""
+        del record.waiting[number]
+        ticket = record.tickets.pop(number)
+        failed = Failed(number, ticket.entry, kind, detail)
+        return Reply(session=record.info.session, request=ticket.request, message=failed)
+
+    # --- results of lanes -------------------------------------------------------------------
+
+    def done(
+        self, record: Session, results: Iterable[RestoreDone], now: float
+    ) -> list[Instruction]:
+        """Take in restores whose destinations hold their bytes; some are answered together."""
+        replies: list[Instruction] = []
+        together: list[int] = []
+        session = record.info.session
+        entries, flows = record.entries, self._state.counters.restores
+        for result in results:
+            ticket = record.tickets.pop(result.ticket)
+            entry = entries[ticket.entry]
+            assert entry.block is not None
+            entry.restores -= 1
+            flows[entry.codec].add(
+                entry.raw_bytes, entry.block.nbytes, result.seconds, now - ticket.since
+            )
+            if entry.released:
+                self._state.holdings.free_unused(record, ticket.entry)
+            if ticket.together:
+                together.append(result.ticket)
+            else:
+                restored = Restored(result.ticket)
+                replies.append(Reply(session=session, request=ticket.request, message=restored))
+        for begin in range(0, len(together), MAX_BATCH):
+            several = RestoredParts(pack(together[begin : begin + MAX_BATCH]))
+            replies.append(Reply(session=session, request=0, message=several))
+        return replies if record.phase is not Phase.ENDING else []
+
+    def failed(
+        self, record: Session, results: Iterable[RestoreFailed], _now: float
+    ) -> list[Instruction]:
+        """Take in restores that came to nothing."""
+        replies: list[Instruction] = []
+        for result in results:
+            ticket = record.tickets.pop(result.ticket)
+            entry = record.entries[ticket.entry]
+            entry.restores -= 1
+            self._state.counters.restores[entry.codec].failures += 1
+            if result.kind == "CorruptBlob":
+                self._state.counters.corrupt += 1
+                if entry.loan is not None:
+                    entry.loan.spoil()
+            self._state.holdings.free_unused(record, ticket.entry)
+            if record.phase is not Phase.ENDING:
+                failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
+                replies.append(
+                    Reply(session=record.info.session, request=ticket.request, message=failed)
+                )
+        return replies
+
+
+def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords take twice as long
+    session: Session, ticket: int, number: int, segment: int, offset: int, nbytes: int
+) -> tuple[str, str] | None:
+    """Return the kind (of Failed) and detail of why entry `number` is not restored, or None."""
+    entry = session.entries.get(number)
+    if session.phase is not Phase.ATTACHED:
+        return "UsageError", session.phase_problem()
+    if entry is None or entry.released:
+        return "ActivationLost", f"entry {number} does not exist or was released"
+    if nbytes != entry.raw_bytes:
+        return "UsageError", f"entry {number} has {entry.raw_bytes} bytes, not {nbytes}"
+    if ticket in session.tickets or not ticket:
+        return "UsageError", f"ticket {ticket} is 0 or under way: choose a new one"
+    if len(session.tickets) >= MAX_RESTORES:
+        return "QuotaExceeded", f"{MAX_RESTORES} restores are under way: wait for one"
+    if offset + nbytes <= session.segments.get(segment, -1):
+        return None
+    return "UsageError", session.range_problem(segment, offset, nbytes)

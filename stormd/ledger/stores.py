@@ -1,0 +1,296 @@
+"""What a STORE does: admitted into the pool or refused, encoded by a lane, stored, released.
+
+Every admitted entry holds either a promise or a block of its space until it is freed, exactly once.
+Nothing is freed while a lane uses it. A check reads and changes nothing; what passes all of them
+names only ranges of its own session, within the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stormd.ledger.cache_requests import CacheRequests
+from stormd.ledger.events import (
+    Instruction,
+    Jobs,
+    Reply,
+    Skip,
+    StoreDone,
+    StoreFailed,
+    StoreJob,
+    Wait,
+)
+from stormd.ledger.holdings import Shares, State
+from stormd.ledger.parts import Part, blob_bound
+from stormd.ledger.restores import Restores
+from stormd.ledger.sessions import Entry, Limits, Phase, Session
+from stormd.memory.arena import Space, granules
+from stormd.protocol import Admitted, Failed, Rejected, Release, Store, Stored
+from stormd.protocol.limits import FIRST_LEASED
+from stormd.sizes import format_size
+
+__all__ = ["Stores", "share_problem", "store_problem"]
+
+Problem = tuple[str, str]
+"""The reason (of protocol.REJECTIONS) and detail of a rejection."""
+
+
+class Stores:
+    """Admits entries and takes in what lanes make of them. `cache` is None where none is kept."""
+
+    def __init__(self, state: State, restores: Restores, cache: CacheRequests | None) -> None:
+        self._state = state
+        self._restores = restores
+        self._cache = cache
+
+    # --- requests ---------------------------------------------------------------------------
+
+    def store(self, record: Session, request: int, message: Store, now: float) -> list[Instruction]:
+        """Admit an entry, or say why not."""
+        try:
+            part = Part.of(message.nbytes, message.dtype, message.codec)
+        except ValueError as error:
+            return self._rejected(record, request, message, "invalid", str(error))
+        problem = self._problem(record, message, part)
+        if problem is not None and problem[0] == "pool_full" and self.waits(record, part.charge):
+            return [Wait(record.info.session)]
+        if problem is not None:
+            return self._rejected(record, request, message, *problem)
+        space = self._space_of(record)
+        entry = Entry(
+            raw_bytes=part.nbytes,
+            codec=part.codec,
+            since=now,
+            promised=part.charge,
+            charge=part.charge,
+            space=space,
+        )
+        record.last_entry = message.entry
+        if record.cache is not None and record.cache.put is not None:
+            record.cache.put.since = now
+        self._state.holdings.add(record, message.entry, entry)
+        session = record.info.session
+        job = StoreJob(
+            session=session,
+            entry=message.entry,
+            part=part,
+            segment=message.segment,
+            offset=message.offset,
+            ready=message.ready or message.sequence,
+            sequence=message.sequence,
+            space=space,
+        )
+        admitted = Admitted(message.entry)
+        return [
+            Reply(session=session, request=request, message=admitted),
+            Jobs(session, [job]),
+        ]
+
+    def release(
+        self, record: Session, _request: int, message: Release, _now: float
+    ) -> list[Instruction]:
+        """Give entries up; those in use are freed when they no longer are."""
+        for entry_id in message.entries:
+            if entry_id in record.entries:
+                self._state.holdings.give_up(record, entry_id)
+        return []
+
+    # --- results of lanes -------------------------------------------------------------------
+
+    def done(self, record: Session, results: Iterable[StoreDone], now: float) -> list[Instruction]:
+        """Take in blobs that are in their space."""
+        replies: list[Instruction] = []
+        entries, flows = record.entries, self._state.counters.stores
+        freed, charged = [], 0
+        for result in results:
+            number, block = result.entry, result.block
+            entry = entries[number]
+            entry.block, room = block, granules(block.nbytes)
+            charged += room - entry.charge
+            entry.charge = room
+            flows[entry.codec].add(entry.raw_bytes, block.nbytes, result.seconds, now - entry.since)
+            stored = Stored(number, block.nbytes, result.mode)
+            replies.append(Reply(session=record.info.session, request=0, message=stored))
+            if entry.released:
+                freed.append(number)
+        self._state.holdings.charge(record, charged)
+        if record.phase is Phase.ENDING:
+            replies = []
+        elif record.waiting:
+            replies += self._restores.start_waiting(record)
+        for number in freed:
+            self._state.holdings.free_unused(record, number)
+        return replies
+
+    def failed(
+        self, record: Session, results: Iterable[StoreFailed], _now: float
+    ) -> list[Instruction]:
+        """Take in stores that came to nothing; who waits for them is told."""
+        replies: list[Instruction] = []
+        session = record.info.session
+        for result in results:
+            entry = self._state.holdings.remove(record, result.entry)
+            self._state.counters.stores[entry.codec].failures += 1
+            entry.space.withdraw(entry.promised)
+            if record.phase is Phase.ENDING:
+                continue
+            failed = Failed(0, result.entry, "ActivationLost", result.detail)
+            replies.append(Reply(session=session, request=0, message=failed))
+            if entry.waits:
+                replies += self._restores.fail_of(record, result.entry, result.detail)
+        return replies + self._restores.start_waiting(record)
+
+    # --- room -------------------------------------------------------------------------------
+
+    def waits(self, record: Session, nbytes: int) -> bool:
+        """Tell whether room for so much has yet to come, and note that it is wanted."""
+        space = self._space_of(record)
+        if not space.lacks(nbytes):
+            return False
+        space.want(nbytes)
+        self._state.holdings.has_changed = True
+        return True
+
+    def _space_of(self, record: Session) -> Space:
+        return self._state.space if record.cache is None else self._cache_of(record).space
+
+    def _cache_of(self, record: Session) -> CacheRequests:
+        assert record.cache is not None
+        assert self._cache is not None, "open takes no session for a cache that is not there"
+        return self._cache
+
+    def _problem(self, record: Session, message: Store, part: Part) -> Problem | None:
+        """Return why an entry is not admitted; None, and its room is promised now."""
+        state = self._state
+        problem = store_problem(
+            record,
+            message,
+            state.limits,
+            user_bytes=state.holdings.shares.of_user(record.info.uid),
+            draining=state.is_draining,
+        )
+        if problem is not None:
+            return problem
+        shortage = self._promise(record, part.charge)
+        return None if shortage is None else ("pool_full", shortage)
+
+    def _promise(self, record: Session, nbytes: int) -> str | None:
+        """Have the session's space promise room; return None, or why it does not."""
+        if record.cache is not None:
+            return self._cache_of(record).spend(record.cache, nbytes)
+        state = self._state
+        space, capacity = state.space, state.space.capacity
+        shortage = share_problem(record, state.holdings.shares, state.limits, capacity, nbytes)
+        if shortage is not None or space.promise(nbytes):
+            return shortage
+        use = space.use()
+        taken = f"{format_size(use.taken)} of {format_size(use.capacity)} are taken and "
+        if use.capacity < capacity:
+            return (
+                f"{taken}{format_size(nbytes)} more are asked for, and this machine or container "
+                f"has no memory left for more of pool_bytes={format_size(capacity)}: free some"
+            )
+        return f"{taken}{format_size(nbytes)} more are asked for: raise pool_bytes"
+
+    def _rejected(
+        self, record: Session, request: int, message: Store, reason: str, detail: str
+    ) -> list[Instruction]:
+        """Answer what asked for a store in vain, and have nobody wait for its number."""
+        self._state.counters.rejected[reason] += 1
+        session, rejected = record.info.session, Rejected(message.entry, reason, detail)
+        return [
+            Reply(session=session, request=request, message=rejected),
+            Skip(session=session, sequence=message.sequence),
+        ]
+
+
+# --- may it be carried out -------------------------------------------------------------------
+
+
+def store_problem(
+    session: Session, message: Store, limits: Limits, *, user_bytes: int, draining: bool
+) -> Problem | None:
+    """Return why a store is rejected, None if it is not.
+
+    `user_bytes` is what all sessions of the session's user hold.
+    Whether the pool has room is not looked at: only a promise of the arena can tell.
+    """
+    if detail := _invalid(session, message):
+        return "invalid", detail
+    nbytes = granules(blob_bound(message.nbytes))
+    if draining:
+        return "draining", "the daemon is shutting down"
+    if detail := _count(session, limits):
+        return "too_many_entries", detail
+    if session.cache is not None:  # the cache limits itself, by its own size
+        return None
+    detail = _quota(session, limits, nbytes) or _user_quota(session, limits, user_bytes, nbytes)
+    return ("quota", detail) if detail else None
+
+
+def share_problem(
+    session: Session, shares: Shares, limits: Limits, capacity: int, nbytes: int
+) -> str | None:
+    """Return why a pool of `capacity` has no `nbytes` more for the session, others' shares kept.
+
+    None where it has: always, where the session does not leave its own share with them.
+    """
+    common = capacity - limits.max_sessions * limits.share_bytes
+    taken = shares.taken(session.used_bytes, session.used_bytes + nbytes)
+    if not limits.share_bytes or not taken or shares.common_bytes + taken <= common:
+        return None
+    return (
+        f"{format_size(shares.common_bytes)} of the {format_size(common)} beyond the sessions' "
+        f"shares of {format_size(limits.share_bytes)} are taken and {format_size(taken)} more "
+        "are asked for: raise pool_bytes or lower session_share_bytes"
+    )
+
+
+def _invalid(session: Session, message: Store) -> str:
+    """Return what is wrong with the message itself; of several faults the first."""
+    return (
+        session.phase_problem()
+        or session.lane_problem()
+        or _order(session, message.entry)
+        or _size(session, message.nbytes)
+        or session.range_problem(message.segment, message.offset, message.nbytes)
+    )
+
+
+def _order(session: Session, entry: int) -> str:
+    if session.last_entry < entry < FIRST_LEASED:
+        return ""
+    if entry >= FIRST_LEASED:
+        return f"entry {entry} is of those that only the daemon numbers, from 2^62 on"
+    return f"entry {entry} does not follow entry {session.last_entry}: ids only grow"
+
+
+def _size(session: Session, nbytes: int) -> str:
+    if nbytes <= session.part_bytes:
+        return ""
+    return f"{nbytes} bytes in one entry; the limit is {session.part_bytes}: send parts"
+
+
+def _count(session: Session, limits: Limits) -> str:
+    if len(session.entries) < limits.max_entries:
+        return ""
+    return f"{limits.max_entries} entries are held, the limit: release some first"
+
+
+def _quota(session: Session, limits: Limits, nbytes: int) -> str:
+    if not limits.quota_bytes or session.used_bytes + nbytes <= limits.quota_bytes:
+        return ""
+    return (
+        f"{format_size(session.used_bytes)} of {format_size(limits.quota_bytes)} are used and "
+        f"{format_size(nbytes)} more are asked for: raise session_quota_bytes"
+    )
+
+
+def _user_quota(session: Session, limits: Limits, used: int, nbytes: int) -> str:
+    if not limits.user_quota_bytes or used + nbytes <= limits.user_quota_bytes:
+        return ""
+    return (
+        f"{format_size(used)} of the {format_size(limits.user_quota_bytes)} of user "
+        f"{session.info.uid} are used and {format_size(nbytes)} more are asked for: raise "
+        "uid_quota_bytes"
+    )
