@@ -172,6 +172,13 @@ class Offload:
             timeline=self._traces.timeline(),
         )
 
+    def _repr_html_(self) -> str:
+        """Return the report for a notebook; without its plan where the budget cannot be kept."""
+        try:
+            return self.report()._repr_html_()
+        except UsageError:
+            return self.stats()._repr_html_()
+
     @property
     def address(self) -> str:
         """The address of the daemon in use, for `stormd status --address`."""

@@ -7,6 +7,8 @@ Nothing here loads torch, CuPy, Triton or CUDA until a probe needs to. The envir
 from __future__ import annotations
 
 import os
+import warnings
+from functools import cache
 
 from .errors import BackendUnavailable
 from .registry import BACKENDS, BackendInfo, BackendName, probe
@@ -35,14 +37,28 @@ def resolve(asked: str, device_type: str, operation: str = "ancf") -> BackendNam
     """Return the backend for data on a device of `device_type` ("cpu" or "cuda").
 
     "auto" is what STORM_KERNELS_BACKEND names or, where that is "auto" or unset, the fastest that
-    works. Raises UsageError for an unknown name and BackendUnavailable for one that is missing.
+    works; where that is NumPy, one warning says why and what to do. Raises UsageError for an unknown name and BackendUnavailable for one that is missing.
     """
     if asked == "auto":
         asked = setting()
     if asked == "auto":
         order = _ORDER.get(device_type, _ORDER["cpu"])
-        return next(name for name in order if probe(operation, name).available)
+        found = next(name for name in order if probe(operation, name).available)
+        if found == "numpy":
+            _warn_of_numpy(probe(operation, "cpu").detail)
+        return found
     info = probe(operation, asked)
     if not info.available:
         raise BackendUnavailable(f"backend {asked!r} is missing here: {info.detail}")
     return info.name
+
+
+@cache
+def _warn_of_numpy(reason: str) -> None:
+    """Warn once a process, and reason."""
+    warnings.warn(
+        f"storm_kernels falls back to NumPy, which is many times slower than its C library: "
+        f"{reason}; `stormd doctor` checks for it",
+        RuntimeWarning,
+        stacklevel=4,
+    )

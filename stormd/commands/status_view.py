@@ -72,6 +72,8 @@ def status_view(address: str, state: dict[str, Any], rates: Rates | None = None)
 def _pool(state: dict[str, Any]) -> Table:
     pool = state["pool"]
     table = Table.grid(padding=(0, 1))
+    for is_bar in (False, True, False, False, False, False):
+        table.add_column(no_wrap=not is_bar)  # so that the bar is what gives way
     table.add_row(
         "pool",
         *_filled(pool),
@@ -87,7 +89,7 @@ def _pool(state: dict[str, Any]) -> Table:
             "cache",
             *_filled(cache),
             f"{cache['items']} tensors",
-            f"{counters['hits']} of {gets} gets found",
+            f"hit rate {counters['hits'] / gets:.0%}" if gets else "",
             f"{counters['evictions']} evicted",
         )
     return table

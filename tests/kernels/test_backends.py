@@ -29,6 +29,24 @@ def test_automatic_choice_is_the_first_that_works():
     assert resolve("auto", "cpu") == expected
 
 
+def test_without_the_c_library_one_warning_says_what_to_do(tmp_path):
+    code = (
+        "import warnings, storm_kernels.native as native\n"
+        "native.FILE_NAME = 'libmissing.so'\n"
+        "from storm_kernels import ancf\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for _ in range(3): ancf.host_backend()\n"
+        "print(*(one.message for one in seen), sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    (line,) = done.stdout.splitlines()
+    assert "NumPy" in line
+    assert "reinstall the package where a C compiler is" in line
+
+
 def test_setting_names_what_auto_means(monkeypatch):
     monkeypatch.setenv(SETTING, "numpy")
     assert resolve("auto", "cpu") == resolve("auto", "cuda") == "numpy"

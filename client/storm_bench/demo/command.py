@@ -113,6 +113,9 @@ _ROWS: Final[list[tuple[str, Callable[[Comparison], str]]]] = [
     ("ratio, lossless", lambda c: f"{c.ratio:.2f}"),
     ("step time without offload", lambda c: f"{c.step_seconds_plain:.2f} s"),
     ("step time with offload", lambda c: f"{c.step_seconds_offload:.2f} s"),
+]
+
+_PEAK_ROWS: Final[list[tuple[str, Callable[[Comparison], str]]]] = [
     ("peak memory without offload", lambda c: format_size(c.peak_bytes_plain)),
     ("peak memory with offload", lambda c: format_size(c.peak_bytes_offload)),
     ("  fall, of the bytes offloaded", lambda c: f"{c.peak_drop:.0%}"),
@@ -127,7 +130,8 @@ def _print_report(report: Report) -> None:
     table = Table("", title=f"{report.device}, {report.dtype}", box=None)
     for name in columns:
         table.add_column(name, justify="right")
-    for title, show in _ROWS:
+    memory_fell = all(trainer.has_fallen for trainer in report.trainers)
+    for title, show in (*_ROWS, *(_PEAK_ROWS if memory_fell else ())):
         table.add_row(title, *(show(trainer) for trainer in report.trainers))
     console = Console()
     console.print(table)
@@ -135,5 +139,9 @@ def _print_report(report: Report) -> None:
         f"pool: peak {format_size(report.pool_peak_bytes)} of "
         f"{format_size(report.pool_capacity_bytes)}, {format_size(report.pool_left_bytes)} left"
     )
+    if not memory_fell:
+        console.print(
+            "peak memory did not fall: steps this small offload less than the client itself takes"
+        )
     verdict = "identical to training without offload" if report.passed else "NOT identical"
     console.print(f"[bold {'green' if report.passed else 'red'}]{verdict}")

@@ -41,6 +41,11 @@ class Comparison:
         return self.steps > 0 and self.equal_losses == self.equal_gradients == self.steps
 
     @property
+    def has_fallen(self) -> bool:
+        """Whether peak memory fell: a small step offloads less than the client itself takes."""
+        return self.peak_bytes_offload < self.peak_bytes_plain
+
+    @property
     def peak_drop(self) -> float:
         """How much the process's peak memory fell, as a share of the bytes offloaded."""
         fallen = self.peak_bytes_plain - self.peak_bytes_offload

@@ -61,10 +61,12 @@ def compile(  # noqa: A001 - torch.compile's name
 
 
 def compiled_plans(model: Callable[..., Any]) -> list[Plan]:
-    """Return the plan of each graph that a result of `compile` has had compiled so far.
+    """Return the plan of each graph that was compiled so far for `model`.
+
+    `model` is a result of `compile`, or of torch.compile with backend="stormd".
 
     Raises:
-        UsageError: `model` is something else.
+        UsageError: `model` is something else, or torch.compile's and was not called yet.
     """
     from storm_client.compile import backend
 
@@ -74,8 +76,11 @@ def compiled_plans(model: Callable[..., Any]) -> list[Plan]:
 def compiled_stats(model: Callable[..., Any]) -> OffloadStats:
     """Return what a result of `compile` has done so far, waiting up to a second for its stores.
 
+    Of a result of torch.compile with backend="stormd" it is what all those of this process have
+    done that were compiled with the same budget, codec and min_bytes.
+
     Raises:
-        UsageError: `model` is something else.
+        UsageError: `model` is something else, or torch.compile's and was not called yet.
     """
     from storm_client.compile import backend
 

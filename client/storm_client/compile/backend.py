@@ -6,10 +6,11 @@ raised where the compiled function is called, as itself: what a backend raises P
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
@@ -25,6 +26,7 @@ from storm_client.compile.runtime import Graph, Target, running, shared_target
 from storm_client.compile.shared_budget import Part, room_for
 from storm_client.connect import shared_supply
 from storm_client.errors import UsageError
+from storm_client.monitoring.compiled_models import backend_of
 from storm_client.monitoring.stats import OffloadStats
 from storm_client.planner.plan import Plan
 from storm_client.transport.supply import Supply
@@ -96,7 +98,7 @@ def compiled(
         fullgraph=fullgraph,
         dynamic=dynamic,
     )
-    found.__dict__[_TARGET_OF] = target
+    found.__dict__[_COMPILED] = _Compiled(target, target.graphs)
     return cast("Model", found)
 
 
@@ -121,6 +123,8 @@ def stormd(
     except UsageError as error:
         return partial(_refuse, str(error))
     target.graphs += found
+    if _TARGET not in given:
+        _note(sys._getframe(1).f_locals.get("self"), target, found)
     graph = found[-1] if found else None
 
     def run(*arguments: Any) -> Any:
@@ -132,12 +136,12 @@ def stormd(
 
 def plans_of(model: Callable[..., Any]) -> list[Plan]:
     """Return the plans of the graphs of a compiled model."""
-    return [graph.plan for graph in _target_of(model).graphs]
+    return [graph.plan for graph in _compiled_of(model).graphs]
 
 
 def stats_of(model: Callable[..., Any]) -> OffloadStats:
     """Return what the graphs of a compiled model have done."""
-    target = _target_of(model)
+    target = _compiled_of(model).target
     target.settle()
     return target.recorder.snapshot()
 
@@ -191,9 +195,25 @@ _GENERATORS = {"inductor": _by_inductor, "eager": _eagerly}
 
 # --- helpers ------------------------------------------------------------------------------------
 
-_TARGET_OF = "_stormd_target"
-"""Where what `compile` returned has its Target. As an attribute the module inside would get it, and
-a weak table would run Python code at a death, where Ctrl-C may be lost."""
+
+class _Compiled(NamedTuple):
+    """What was made for one compiled model."""
+
+    target: Target
+    graphs: list[Graph]
+
+
+_COMPILED = "_stormd_compiled"
+"""Where what `compile` returned, or torch.compile's own object for one of its calls, has it. As an
+attribute the module inside would get it, and a weak table would run Python code at a death, where
+Ctrl-C may be lost."""
+
+
+def _note(caller: Any, target: Target, found: list[Graph]) -> None:
+    """Note graphs with what torch.compile has called this backend by, which the model leads to."""
+    if hasattr(caller, "compiler_name"):
+        made = caller.__dict__.setdefault(_COMPILED, _Compiled(target, []))
+        made.graphs.extend(found)
 
 
 def _shared(asked: _Asked) -> Target:
@@ -217,13 +237,18 @@ def supply_of(client: Client | None) -> Callable[[], Supply]:
     return lambda: supply
 
 
-def _target_of(model: Callable[..., Any]) -> Target:
-    target = getattr(model, "__dict__", {}).get(_TARGET_OF)
-    if not isinstance(target, Target):
-        raise UsageError(
-            f"this takes what storm_client.compile() returned, not a {type(model).__name__}"
-        )
-    return target
+def _compiled_of(model: Callable[..., Any]) -> _Compiled:
+    """Return what was made for a model, by either of the two ways to ask for it."""
+    for holder in (model, backend_of(model)):
+        found = getattr(holder, "__dict__", {}).get(_COMPILED)
+        if isinstance(found, _Compiled):
+            return found
+    if getattr(backend_of(model), "compiler_name", None) == "stormd":
+        raise UsageError("nothing has been compiled yet: call the model once before")
+    raise UsageError(
+        f"this takes what storm_client.compile(model) or torch.compile(model, backend='stormd') "
+        f"returned, not a {type(model).__name__}"
+    )
 
 
 def _refuse(message: str, *_: object) -> Any:

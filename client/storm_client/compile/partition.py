@@ -11,6 +11,7 @@ until then and frees it after its last use.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -496,24 +497,37 @@ def _plan(values: list[_Value], draft: Draft, peak: int, forward: float, machine
             continue
         name, reason, cost = "keep", decision.reason if isinstance(decision, Keep) else "", 0.0
         if isinstance(decision, Offload):
-            name, reason = "offload", "shipped"
+            name, reason = "offload", "cheaper to transfer than to recompute"
             if saved.is_only_a_source:
-                reason = "others are computed again from it"
+                reason = "others are recomputed from it"
+            elif saved.recipe is None:
+                reason = "no recomputation with the same bits is known"
             cost = saved.nbytes * machine.link / saved.ratio
         elif isinstance(decision, Replay):
             assert saved.recipe is not None
-            name, reason, cost = "replay", "computed sooner than shipped", saved.recipe.seconds
+            name, reason, cost = (
+                "replay",
+                "cheaper to recompute than to transfer",
+                saved.recipe.seconds,
+            )
             if (
                 max(cost, machine.thread_recompute)
                 > saved.nbytes * machine.codec + machine.graph_store
             ):
                 reason = "the link is full"
         shape = tuple(map(int, val.shape)) if not free_symbols(val) else ()
-        operation = str(value.made.target)
-        rows.append(Row(operation, shape, val.dtype, saved.nbytes, name, reason, cost))
+        rows.append(Row(_operation(value.made), shape, val.dtype, saved.nbytes, name, reason, cost))
     return Plan(
         tuple(rows), peak, draft.link_seconds, draft.replay_seconds, forward, draft.stall_seconds
     )
+
+
+def _operation(node: fx.Node) -> str:
+    """Return what made a value, as people know it: of several results, which one it is."""
+    if node.target is operator.getitem:
+        made_by, index = node.args
+        return f"{_operation(made_by)}[{index}]" if isinstance(made_by, fx.Node) else str(index)
+    return str(node.target)
 
 
 def _most_common(devices: Iterable[torch.device]) -> torch.device:

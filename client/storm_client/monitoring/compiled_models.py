@@ -20,7 +20,7 @@ import torch
 from storm_client.hook_stack import untraced
 from stormd.protocol.sizes import format_size
 
-__all__ = ["HANDLED", "CompiledModels"]
+__all__ = ["HANDLED", "CompiledModels", "backend_of"]
 
 
 class _Handled(threading.local):
@@ -101,18 +101,27 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
-def _compiler(module: torch.nn.Module) -> str | None:
-    """Return the name of the backend that a compiled module was given to."""
-    if module._compiled_call_impl is None:
-        callback = getattr(getattr(module, "dynamo_ctx", None), "callback", None)
+def backend_of(compiled: Any) -> Any:
+    """Return what torch.compile gave graphs of a module or function to; None where it did not.
+
+    It is an object of its own for each call of torch.compile.
+    """
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is not None:
+        callback = getattr(context, "callback", None)
     else:
-        function = module._compiled_call_impl
+        function = getattr(compiled, "_compiled_call_impl", None) or compiled
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
         callback = cells["callback"].cell_contents if "callback" in cells else None
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
         callback = inner
-    return getattr(callback, "compiler_name", None)
+    return callback
+
+
+def _compiler(module: torch.nn.Module) -> str | None:
+    """Return the name of the backend that a compiled module was given to."""
+    return getattr(backend_of(module), "compiler_name", None)
 
 
 def _name(module: torch.nn.Module) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from storm_client.errors import UsageError
 from storm_client.monitoring.stats import OffloadStats
 from storm_client.monitoring.trace import Timeline
+from storm_client.notebooks import table_html
 from storm_client.planner.plan import Plan, new_figure, save_figure
 from stormd.protocol.sizes import format_size
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Report"]
 
-HEADINGS = ("layer", "saved", "seen before", "offloaded", "replayed", "stayed", "ratio")
+HEADINGS = ("layer", "saved", "duplicates", "offloaded", "replayed", "kept", "ratio")
 
 MOST_BARS = 40
 """Layers in the picture; a table has them all."""
@@ -87,10 +87,11 @@ class Report:
 
     def _sums(self) -> Iterator[str]:
         stats = self.stats
-        yield "everything: also outside of layers; stayed: also parameters and what is small"
+        yield "everything: also outside of layers; kept: also parameters and small tensors"
         yield (
-            f"training threads handed over for {stats.store_seconds:.3f} s, waited for "
-            f"{stats.restore_wait_seconds:.3f} s and replayed for {stats.replay_seconds:.3f} s"
+            f"training threads: {stats.store_seconds:.3f} s for stores, "
+            f"{stats.restore_wait_seconds:.3f} s waiting for restores, "
+            f"{stats.replay_seconds:.3f} s for replays"
         )
         if self.plan is None:
             yield "no plan yet: a step has to end first"
@@ -99,13 +100,8 @@ class Report:
             yield f"the plan of a step: {', '.join(shares)}; print(offload.plan) has each tensor"
 
     def _html_table(self) -> str:
-        heading = "".join(f"<th>{escape(name)}</th>" for name in HEADINGS)
-        body = "".join(
-            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-            for row in self._rows()
-        )
-        sums = "<br>".join(map(escape, self._sums()))
-        return f"<table><tr>{heading}</tr>{body}</table><p>{self.steps} steps. {sums}</p>"
+        notes = (f"{self.steps} steps together", *self._sums())
+        return table_html(HEADINGS, self._rows(), notes)
 
     def _figure(self) -> Any:
         """Return the whole picture.

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from storm_client.lanes.dtypes import dtype_name
+from storm_client.notebooks import table_html
 from stormd.protocol.sizes import format_size
 
 __all__ = ["OffloadStats", "StatsRecorder", "Staying"]
@@ -28,7 +29,7 @@ __all__ = ["OffloadStats", "StatsRecorder", "Staying"]
 class OffloadStats:
     """Totals of one Offload since it was made. Sizes in bytes, times in seconds.
 
-    `str()` is a table for people.
+    `str()` is a table for people, and notebooks show one.
     """
 
     saved_bytes: int
@@ -71,6 +72,17 @@ class OffloadStats:
 
     def __str__(self) -> str:
         """Return a table of what became of what autograd saved."""
+        lines = [f"{name:<18}  {size:>10}  {more}".rstrip() for name, size, more in self._rows()]
+        lines += [f"{name:<18}  {seconds:>8.3f} s" for name, seconds in self._times()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the same table for a notebook."""
+        times = ((name, f"{seconds:.3f} s", "") for name, seconds in self._times())
+        return table_html(("", "bytes or time", "of it"), (*self._rows(), *times))
+
+    def _rows(self) -> tuple[tuple[str, str, str], ...]:
+        """Return name, size and details of each line about bytes."""
         rows = (
             ("saved by autograd", self.saved_bytes, ""),
             ("  passed over", self.skipped_bytes, _listed(self.skipped, str)),
@@ -84,16 +96,15 @@ class OffloadStats:
                 _joined(f"ratio {self.ratio:.2f}", _listed(self.stored_by_mode, format_size)),
             ),
         )
-        lines = [
-            f"{name:<18}  {format_size(size):>10}  {more}".rstrip() for name, size, more in rows
-        ]
-        times = (
+        return tuple((name, format_size(size), more) for name, size, more in rows)
+
+    def _times(self) -> tuple[tuple[str, float], ...]:
+        """Return the seconds that training threads spent, by name."""
+        return (
             ("storing", self.store_seconds),
             ("waiting to restore", self.restore_wait_seconds),
             ("replaying", self.replay_seconds),
         )
-        lines += [f"{name:<18}  {seconds:>8.3f} s" for name, seconds in times]
-        return "\n".join(lines)
 
     def __reduce__(self) -> tuple[type[OffloadStats], tuple[object, ...]]:
         """Pickle and copy with plain mappings: a MappingProxyType can do neither."""

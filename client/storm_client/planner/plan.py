@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from storm_client.errors import UsageError
+from storm_client.notebooks import table_html
 from storm_client.planner.decisions import Keep, Offload, Replay
 from storm_client.planner.problem import Problem
 from storm_client.planner.solver import Choice
@@ -50,7 +52,8 @@ class Plan:
     replay_seconds: float
     """Of recomputed operations, a step."""
     forward_seconds: float
-    """Of the forward pass as it was timed; before that, of its operations together."""
+    """Of the forward pass as it was timed; before that, of its operations together. 0.0 where it is
+    not known, as for a graph on a CPU."""
     stall_seconds: float = 0.0
     """For which a compiled graph is expected to wait for the link."""
     host_seconds: float = 0.0
@@ -87,24 +90,37 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a table, one line for rows that are alike, and sums below it."""
-        alike = Counter(self.rows)
-        lines = [f"{'operation':<28} {'shape':<24} {'bytes':>10}  {'decision':<8} {'ms':>8}  why"]
-        for row, count in alike.items():
-            shape = "x".join(map(str, row.shape)) + f" {str(row.dtype).removeprefix('torch.')}"
-            name = f"{count} x {row.operation}"
-            lines.append(
-                f"{name:<28} {shape:<24} {format_size(row.nbytes * count):>10}  "
-                f"{row.decision:<8} {1e3 * row.cost * count:>8.2f}  {row.reason}"
-            )
+        lines = [
+            f"{name:<28} {shape:<24} {nbytes:>10}  {decision:<8} {cost:>8}  {reason}"
+            for name, shape, nbytes, decision, cost, reason in (_HEADINGS, *self._lines())
+        ]
         for decision, nbytes in self.bytes_by_decision.items():
             lines.append(f"{decision:<8} {format_size(nbytes):>10}")
+        return "\n".join([*lines, self._times()])
+
+    def _repr_html_(self) -> str:
+        """Return the same table for a notebook."""
+        sums = (f"{name} {format_size(n)}" for name, n in self.bytes_by_decision.items())
+        return table_html(_HEADINGS, self._lines(), (", ".join(sums), self._times()))
+
+    def _lines(self) -> Iterator[tuple[str, ...]]:
+        """Yield a table's cells, one line for rows that are alike."""
+        for row, count in Counter(self.rows).items():
+            shape = "x".join(map(str, row.shape)) + f" {str(row.dtype).removeprefix('torch.')}"
+            size, cost = format_size(row.nbytes * count), f"{1e3 * row.cost * count:.2f}"
+            yield f"{count} x {row.operation}", shape, size, row.decision, cost, row.reason
+
+    def _times(self) -> str:
+        """Return what a step takes, as far as it is known."""
         times = (
             f"link {1e3 * self.link_seconds:.1f} ms each way, replay "
-            f"{1e3 * self.replay_seconds:.1f} ms, forward {1e3 * self.forward_seconds:.1f} ms"
+            f"{1e3 * self.replay_seconds:.1f} ms"
         )
+        if self.forward_seconds:
+            times += f", forward {1e3 * self.forward_seconds:.1f} ms"
         if self.host_seconds:
-            times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is bound by it"
-        return "\n".join([*lines, times])
+            times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is CPU-bound"
+        return times
 
     @property
     def bytes_by_decision(self) -> dict[str, int]:
@@ -176,5 +192,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     except ValueError as error:
         raise UsageError(f"cannot draw to {str(path)!r}: {error}") from error
 
+
+_HEADINGS = ("operation", "shape", "bytes", "decision", "ms", "why")
 
 _NAMES = {Keep: "keep", Offload: "offload", Replay: "replay"}

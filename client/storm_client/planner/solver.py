@@ -475,7 +475,7 @@ def _decided(state: _State, value: Value) -> tuple[Decision, str, float]:
     if number in state.last:
         return LAST, "asked for before the link would have offloaded it", 0.0
     if number in state.recomputed:
-        return REPLAY, "recomputed sooner than offloaded", priced.seconds[number]
+        return REPLAY, "cheaper to recompute than to transfer", priced.seconds[number]
     if number not in state.stored:
         return OFFLOAD, "not saved", 0.0
     if value.is_saved:
@@ -489,4 +489,4 @@ def _why_offloaded(value: Value) -> str:
         return "no operation is known that recomputes it"
     if value.is_expensive:
         return "the link has time for it"
-    return "offloaded sooner than recomputed"
+    return "cheaper to transfer than to recompute"

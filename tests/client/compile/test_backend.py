@@ -94,6 +94,17 @@ def test_a_daemon_that_takes_nothing_leaves_all_where_it_is(
         assert sum(stats.kept_bytes for stats in wrap.stats()) > 0
 
 
+class Perceptron(nn.Module):
+    """What torch.compile compiles by either of its spellings: not a module of PyTorch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron("cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def step(call: Callable[..., Tensor], x: Tensor) -> Tensor:
     loss = call(x).square().mean()
     loss.backward()
@@ -110,7 +121,7 @@ def test_the_name_of_the_backend_is_enough(
     options = {"budget": 0.25, "min_bytes": 1, "codegen": "eager"}
     call = torch.compile(net, backend="stormd", options=options)
     assert torch.equal(step(call, seeded("cpu", 16, 32)), expected)
-    assert runtime.shared_target(0.25, "ancf", 1).recorder.snapshot().saved_bytes > 0
+    assert storm.compiled_stats(call).saved_bytes > 0
 
 
 def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
@@ -135,7 +146,7 @@ def test_the_run_before_is_fetched_when_one_has_its_last_value_back(
     monkeypatch.setattr(tokens.Stored, "fetch", fetching)
     monkeypatch.setattr(tokens.Stored, "bring", bringing)
     run()
-    first, second = (backend._target_of(call) for call in calls)
+    first, second = (backend._compiled_of(call).target for call in calls)
     last = max(at for at, event in enumerate(events) if event == ("bring", second))
     assert first.graphs[0].early
     assert events[last + 1] == ("fetch", first)
@@ -185,7 +196,7 @@ def test_a_budget_of_bytes_holds_for_all_graphs_together(client: storm.Client) -
         return nets[2](x)
 
     call = wrap(model)
-    target = backend._target_of(call)
+    target = backend._compiled_of(call).target
     for number in range(3):
         loss = call(seeded("cpu", 2, 16, 32)).square().mean()
         least = max(graph.schedule.least for graph in target.graphs)
@@ -201,14 +212,14 @@ def test_blocks_that_are_compiled_one_by_one_share_a_budget_of_bytes(client: sto
     wrap = Compiler(client, budget=60_000)
     calls = [wrap(blocks("cpu", 1)) for _ in range(3)]
     others = Compiler(client, budget=50_000)(perceptron("cpu"))
-    rooms = [backend._target_of(call).room for call in calls]
+    rooms = [backend._compiled_of(call).target.room for call in calls]
     assert rooms[0] is rooms[1] is rooms[2]
-    assert rooms[0] is not backend._target_of(others).room
+    assert rooms[0] is not backend._compiled_of(others).target.room
     for number in range(3):
         x = seeded("cpu", 2, 16, 32)
         for call in calls:
             x = call(x)
-        least = max(backend._target_of(call).least for call in calls)
+        least = max(backend._compiled_of(call).target.least for call in calls)
         assert rooms[0].kept_bytes <= 60_000 - least
         assert (rooms[0].kept_bytes > 0) == (number > 0)
         x.square().mean().backward()
@@ -223,14 +234,14 @@ def test_blocks_compute_again_what_their_part_of_a_budget_does_not_hold(
     least = Compiler(client, budget=0.0)
     expected = trained_blocks(reference("eager"))
     assert_identical(trained_blocks(least), expected)
-    schedule = backend._target_of(least.made[0]).graphs[0].schedule
+    schedule = backend._compiled_of(least.made[0]).target.graphs[0].schedule
     count = min(filter(None, schedule.again_until))  # as many kept, and less is computed again
     part = schedule.kept_bytes[count]
     again = []
     for nbytes in (part, part - 1):
         shared = Compiler(client, budget=schedule.least + BLOCKS * nbytes)
         assert_identical(trained_blocks(shared), expected)
-        graphs = [backend._target_of(call).graphs[0] for call in shared.made]
+        graphs = [backend._compiled_of(call).target.graphs[0] for call in shared.made]
         assert sum(graph.planned or 0 for graph in graphs) <= BLOCKS * nbytes
         again.append([computed_again(call) for call in shared.made])
     assert again[0] == [again[0][0]] * BLOCKS
@@ -469,6 +480,29 @@ def test_something_else_than_a_client_is_named() -> None:
 def test_something_else_than_a_model_is_named(model: object, client: storm.Client) -> None:
     with pytest.raises(storm.UsageError, match="pass a module that was made"):
         storm.compile(model, client=client)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_plans_are_known_of_models_that_torch_compile_was_given(
+    whole: bool, monkeypatch: pytest.MonkeyPatch, client: storm.Client
+) -> None:
+    monkeypatch.setattr(runtime, "shared_supply", lambda: client._supply)
+    monkeypatch.setattr(runtime, "_SHARED", {})
+    nets = [Perceptron(), Perceptron()]
+    options = {"min_bytes": 1, "codegen": "eager"}
+    if whole:
+        calls = [torch.compile(net, backend="stormd", options=options) for net in nets]
+    else:
+        calls = list(nets)
+        for net in nets:
+            net.compile(backend="stormd", options=options)
+    with pytest.raises(storm.UsageError, match="call the model once before"):
+        storm.compiled_plans(calls[0])
+    step(calls[0], seeded("cpu", 16, 32))
+    (plan,) = storm.compiled_plans(calls[0])
+    assert plan.bytes_by_decision["offload"] > 0
+    assert all("built-in" not in row.operation for row in plan.rows)
+    assert "forward" not in str(plan)  # on a CPU nobody knows how long it takes
 
 
 def test_plans_of_something_else_are_refused() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -63,11 +64,35 @@ def test_printed_it_is_a_table_of_layers(client: storm.Client) -> None:
     lines = str(trained(client).report()).splitlines()
     assert lines[0] == "3 steps together"
     assert lines[1].split() == [
-        *("layer", "saved", "seen", "before", "offloaded", "replayed", "stayed", "ratio")
+        *("layer", "saved", "duplicates", "offloaded", "replayed", "kept", "ratio")
     ]
     assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "everything"]
     assert len({len(line) for line in lines[1:5]}) == 1
     assert lines[-1].startswith("the plan of a step: keep 0 B, offload ")
+
+
+def test_notebooks_show_tables_of_offload_statistics_and_plan(client: storm.Client) -> None:
+    offload = trained(client)
+    stats, plan = offload.stats(), offload.plan
+    assert "<td>everything</td>" in offload._repr_html_()
+    assert stats._repr_html_().count("<tr>") == len(str(stats).splitlines()) + 1
+    html = plan._repr_html_()
+    assert all(f"<td>{row.operation}" in html or row.operation in html for row in plan.rows)
+    assert html.count("<tr>") == len(set(plan.rows)) + 1
+    assert html.endswith(f"<br>{str(plan).splitlines()[-1]}</p>")
+
+
+def test_an_offload_whose_budget_cannot_be_kept_is_shown_all_the_same(
+    client: storm.Client,
+) -> None:
+    net = network()
+    offload = client.offload(net, min_bytes=4096, budget=4096)
+    for _ in range(2):
+        with contextlib.suppress(storm.UsageError), offload:
+            net(torch.ones(256, 64)).square().mean().backward()
+    with pytest.raises(storm.UsageError):
+        offload.plan  # noqa: B018 - raises
+    assert "saved by autograd" in offload._repr_html_()
 
 
 def test_before_the_first_step_there_is_nothing_to_draw(

@@ -68,7 +68,7 @@ def test_a_smaller_input_is_stored_in_its_place() -> None:
 
 def test_an_input_as_large_as_the_result_is_not_stored_for_it() -> None:
     values = [value(0, 100, saved=False), value(1, 100, "exp", 0)]
-    assert chosen(values).reasons == ["not saved", "offloaded sooner than recomputed"]
+    assert chosen(values).reasons == ["not saved", "cheaper to transfer than to recompute"]
 
 
 def test_an_input_that_may_change_uncounted_is_never_stored_for_another() -> None:

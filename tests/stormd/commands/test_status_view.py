@@ -74,8 +74,8 @@ def _state(uptime: float = 3725.0, stored: int = 3 << 30) -> dict[str, Any]:
     }
 
 
-def _shown(state: dict[str, Any], rates: Rates | None = None) -> str:
-    console = Console(width=120, file=io.StringIO())
+def _shown(state: dict[str, Any], rates: Rates | None = None, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO())
     with console.capture() as captured:
         console.print(status_view("ipc:///x", state, rates))
     return captured.get()
@@ -127,9 +127,19 @@ def test_shows_a_cache_that_is_used() -> None:
     shown = _shown(_state())
     assert "1.0 MiB of 3.0 MiB" in shown
     assert "4 tensors" in shown
-    assert "5 of 7 gets found" in shown
+    assert "hit rate 71%" in shown
     for cache in (None, {"counters": {"puts": 0}}):
         assert "cache" not in _shown({**_state(), "cache": cache})
+
+
+def test_a_terminal_of_80_columns_shows_a_large_node_without_a_break() -> None:
+    state = {**_state(), "entries": 1234567}
+    state["pool"] = dict.fromkeys(state["pool"], 1023 << 30)
+    shown = _shown(state, width=80).splitlines()
+    assert max(map(len, shown)) <= 80
+    (pool,) = (line for line in shown if line.startswith("pool"))
+    for part in ("1023.0 GiB of 1023.0 GiB", "peak 1023.0 GiB", "1234567 entries", "ratio 1.50"):
+        assert part in pool
 
 
 def test_shows_sessions_largest_first() -> None:
