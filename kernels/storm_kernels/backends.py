@@ -37,7 +37,8 @@ def resolve(asked: str, device_type: str, operation: str = "ancf") -> BackendNam
     """Return the backend for data on a device of `device_type` ("cpu" or "cuda").
 
     "auto" is what STORM_KERNELS_BACKEND names or, where that is "auto" or unset, the fastest that
-    works; where that is NumPy, one warning says why and what to do. Raises UsageError for an unknown name and BackendUnavailable for one that is missing.
+    works; where that is NumPy, one warning says why and what to do. Raises UsageError for an
+    unknown name and BackendUnavailable for one that is missing.
     """
     if asked == "auto":
         asked = setting()

@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "stormd run [--pool-bytes SIZE] [--budget BUDGET] [--mps MODE] -- COMMAND ..."
     parser.description = (
         f"{parser.description} A daemon that answers already is used as it is; the command "
-        "finds it by STORMD_ADDRESS. All settings of `stormd serve` can be set for it as STORMD_... "
-        "variables: see `stormd serve --help`. What the command leaves running is ended."
+        "finds it by STORMD_ADDRESS. Its other settings, those of `stormd serve --help`, are "
+        "set as STORMD_... variables. What the command leaves running is ended."
     )
     parser.epilog = (
         "exit status: the command's, or 128 + N where signal N ended it; 127 not found, 126 not "
