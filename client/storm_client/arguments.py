@@ -20,6 +20,7 @@ __all__ = [
     "Layer",
     "Modules",
     "check_codec",
+    "check_loss",
     "check_options",
     "layers_of",
     "modules_of",
@@ -94,6 +95,16 @@ def check_codec(codec: str) -> None:
     """
     if codec not in CODECS:
         raise UsageError(f"codec is {codec!r}; choose one of {', '.join(CODECS)}")
+
+
+def check_loss(loss: str) -> None:
+    """Check how losses are to be computed.
+
+    Raises:
+        UsageError: a value that cannot be.
+    """
+    if loss not in _LOSSES:
+        raise UsageError(f"loss is {loss!r}; choose {' or '.join(map(repr, _LOSSES))}")
 
 
 def plan_options(
@@ -183,6 +194,7 @@ def _spellings(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 
 
 _VERIFY = ("learn", "always")
+_LOSSES = ("tiled", "plain")
 
 _LAYERS = (
     "pass modules of the model, as in layers=model.blocks, their class, or names that "

@@ -15,6 +15,7 @@ from storm_client.arguments import (
     Layer,
     Modules,
     check_codec,
+    check_loss,
     check_options,
     layers_of,
     modules_of,
@@ -62,6 +63,7 @@ class Client:
         verify: str = "learn",
         replay: bool | Iterable[Callable[..., Any]] = True,
         layers: Layer | Iterable[Layer] = (),
+        loss: str = "tiled",
         **unknown: Never,
     ) -> Offload:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
@@ -85,6 +87,11 @@ class Client:
         They are modules of the model, classes of them, or names as `model.named_modules()` has
         them; a ModuleList stands for its items. Nothing else is called a second time.
 
+        `loss="tiled"` has `torch.nn.functional.cross_entropy`, which the losses of modules and of
+        transformers' models end in, computed in tiles inside the block, as
+        `storm_client.cross_entropy` is, where both ways were seen to have the same bits. With
+        "plain" it is left alone.
+
         Raises:
             UsageError: a bad value, an unknown option, or the client is closed.
         """
@@ -92,13 +99,15 @@ class Client:
         _check_options(unknown)
         least = size_of(min_bytes, "min_bytes")
         check_codec(codec)
+        check_loss(loss)
         modules = modules_of(model)
         for device in {p.device for module in modules for p in module.parameters()}:
             if device.type != "meta" and not sessions.lost:
                 sessions.of(device)  # now, rather than in the first forward
         options = plan_options(budget, verify, replay)
         named = layers_of(layers, modules)
-        return Offload.of(self._supply, Policy(modules, least), codec, options, named)
+        policy = Policy(modules, least)
+        return Offload.of(self._supply, policy, codec, options, layers=named, loss=loss)
 
     def status(self) -> DaemonStatus:
         """Return the daemon's state.

@@ -61,8 +61,11 @@ class StepHooks:
         keeps: bool,
         traces: Traces,
         layers: CheckpointedLayers,
+        tiles_losses: bool,
         compiled: CompiledModels | None,
     ) -> None:
+        self.tiles_losses = tiles_losses
+        """Whether losses are computed in tiles while these hooks are the innermost."""
         self._compiled = compiled
         """Counts what graphs save, in the first steps."""
         self._traces = traces

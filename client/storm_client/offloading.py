@@ -20,6 +20,7 @@ from storm_client.eager.controller import Planning, PlanOptions
 from storm_client.errors import UsageError
 from storm_client.hook_stack import Blocks, Leaving, untraced
 from storm_client.hooks import StepHooks
+from storm_client.losses import in_blocks
 from storm_client.monitoring.advice import FirstSteps, advice
 from storm_client.monitoring.compiled_models import CompiledModels
 from storm_client.monitoring.layers import Layers, parts_of
@@ -66,14 +67,16 @@ class Offload:
         policy: Policy,
         codec: str,
         options: PlanOptions,
-        layers: tuple[torch.nn.Module, ...] = (),
+        *,
+        layers: tuple[torch.nn.Module, ...],
+        loss: str,
     ) -> Offload:
         """Return one that uses the sessions of a client, whose life is not its business.
 
-        Calls of `layers` are checkpointed in its blocks.
+        Calls of `layers` are checkpointed in its blocks; `loss` is "tiled" or "plain".
         """
         offload = cls.__new__(cls)
-        offload._begin(supply, policy, codec, options, layers)
+        offload._begin(supply, policy, codec, options, layers=layers, loss=loss)
         return offload
 
     def _begin(
@@ -82,7 +85,9 @@ class Offload:
         policy: Policy,
         codec: str,
         options: PlanOptions,
+        *,
         layers: tuple[torch.nn.Module, ...],
+        loss: str,
     ) -> None:
         self._supply = supply
         self._policy = policy
@@ -95,6 +100,9 @@ class Offload:
         self._compiled = CompiledModels()
         self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
         self._layers = CheckpointedLayers(layers)
+        self._loss = loss
+        if loss == "tiled":
+            in_blocks.substitute()
         self.blocks = Blocks()
 
     @untraced
@@ -130,6 +138,7 @@ class Offload:
             keeps=supply.keeps,
             traces=self._traces,
             layers=self._layers,
+            tiles_losses=self._loss == "tiled",
             compiled=self._compiled if self._first_steps.are_looked_at else None,
         )
         self.blocks.enter(step)
@@ -199,7 +208,8 @@ class Offload:
         modules = deepcopy(self._policy.modules, memo)
         policy = Policy(modules, self._policy.min_bytes)
         layers = deepcopy(self._layers.modules, memo)
-        copied._begin(self._supply, policy, self._codec, self._planning.options, layers)
+        options = self._planning.options
+        copied._begin(self._supply, policy, self._codec, options, layers=layers, loss=self._loss)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -211,12 +221,14 @@ class Offload:
             "codec": self._codec,
             "options": self._planning.options,
             "layers": self._layers.modules,
+            "loss": self._loss,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Begin anew; the first block finds a daemon."""
         policy = Policy(state["modules"], state["min_bytes"])
-        self._begin(None, policy, state["codec"], state["options"], state["layers"])
+        layers, loss = state["layers"], state["loss"]
+        self._begin(None, policy, state["codec"], state["options"], layers=layers, loss=loss)
 
     def _look_back(self) -> None:
         """Warn where the first steps had little saved; called by `__enter__`."""

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from storm_client.errors import UsageError
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
-from storm_client.losses.sole_holder import is_held_by_graph_alone
+from storm_client.losses.sole_holder import are_kept, is_held_by_graph_alone
 
 __all__ = [
     "FLOATING",
@@ -33,6 +33,8 @@ __all__ = [
     "Targets",
     "check_targets",
     "cross_entropy",
+    "in_tiles",
+    "is_plain",
     "loss_of",
     "of_pytorch",
 ]
@@ -115,18 +117,8 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
     options = Options(weight, ignore_index, reduction, label_smoothing)
-    if not _is_plain(input, target, weight) or not _has_tiles(input, target, options, dtype):
-        return of_pytorch(input, target, options, dtype)
-    computed = _computed_in(input, dtype)
-    if weight is not None and not _may_weigh(weight, input, computed, reduction):
-        return of_pytorch(input, target, options, dtype)
-    check_targets(target, input.shape[1], ignore_index)
-    smoothing = label_smoothing > 0
-    tiles = _Tiles.of(input, computed, smoothing)
-    rows = Targets.of(target, input.shape[1], ignore_index)
-    log_probabilities: Any = _LogProbabilities.apply
-    picked, sums = log_probabilities(input, rows.classes, weight, tiles)
-    return loss_of(picked, sums, rows, options, input.shape[1])
+    loss = in_tiles(input, target, options, dtype)
+    return of_pytorch(input, target, options, dtype) if loss is None else loss
 
 
 class Options(NamedTuple):
@@ -191,6 +183,26 @@ class Targets(NamedTuple):
         return cls(index.masked_fill_(ignored, 0), column, ignored)
 
 
+def in_tiles(
+    logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
+) -> Tensor | None:
+    """Return the loss, computed in tiles; None where PyTorch's own function has to compute it."""
+    if not is_plain(logits, target, options.weight):
+        return None
+    if not _has_tiles(logits, target, options, dtype):
+        return None
+    computed, weight = _computed_in(logits, dtype), options.weight
+    if weight is not None and not _may_weigh(weight, logits, computed, options.reduction):
+        return None
+    classes = logits.shape[1]
+    check_targets(target, classes, options.ignore_index)
+    tiles = _Tiles.of(logits, computed, options.label_smoothing > 0)
+    rows = Targets.of(target, classes, options.ignore_index)
+    log_probabilities: Any = _LogProbabilities.apply
+    picked, sums = log_probabilities(logits, rows.classes, weight, tiles)
+    return loss_of(picked, sums, rows, options, classes)
+
+
 def of_pytorch(
     logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None
 ) -> Tensor:
@@ -206,7 +218,7 @@ def of_pytorch(
     )
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Tell whether nothing but PyTorch's eager reverse mode looks at the tensors."""
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return False
@@ -398,8 +410,9 @@ class _LogProbabilities(torch.autograd.Function):
     def backward(
         ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
+        kept = are_kept(ctx)
         saved = list(ctx.saved_tensors)
-        own = is_held_by_graph_alone(saved)
+        own = is_held_by_graph_alone(saved, kept=kept)
         logits, index, weight, *statistics = saved
         tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
         if torch.is_grad_enabled():  # of a gradient that has a graph all is kept

@@ -10,20 +10,36 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import lru_cache
+from operator import attrgetter
 from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ["is_held_by_graph_alone"]
+from storm_client.saved.versions import KeptTensor
+
+__all__ = ["are_kept", "is_held_by_graph_alone"]
 
 _use_count = torch._C._storage_Use_Count
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 
-def is_held_by_graph_alone(saved: list[Any]) -> bool:
+def are_kept(ctx: Any) -> bool:
+    """Tell, in a backward pass, whether an offload block keeps what was saved first, as it is.
+
+    Versions of PyTorch that do not say what hooks have made of it are answered for with no.
+    """
+    saved = ctx._raw_saved_tensors[0]
+    if getattr(saved, "unpack_hook", None) is None:
+        return False
+    return isinstance(saved.data, KeptTensor)
+
+
+def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False) -> bool:
     """Tell, in a backward pass, whether the first tensor it has saved may be written to.
 
     That is so of a contiguous result of an operation, or a view of one, which nobody can read
@@ -33,12 +49,13 @@ def is_held_by_graph_alone(saved: list[Any]) -> bool:
 
     Args:
         saved: `list(ctx.saved_tensors)`, which alone holds them; hooks may allow but one look.
+        kept: whether an offload block keeps it; other hooks may hold what nobody can count.
     """
     if _keeps_graph is None or _keeps_graph():
         return False
     if saved[0].is_leaf or not saved[0].is_contiguous() or _is_lent(saved[0].untyped_storage()):
         return False
-    return _counts(saved) in _counts_of_nobody_else()
+    return _counts(saved) in _counts_of_nobody_else(kept)
 
 
 def _is_lent(storage: torch.UntypedStorage) -> bool:
@@ -76,8 +93,8 @@ class _Example(torch.autograd.Function):
         return gradient.expand_as(saved[0]), None
 
 
-@lru_cache(maxsize=1)
-def _counts_of_nobody_else() -> frozenset[tuple[int, ...]]:
+@lru_cache(maxsize=2)
+def _counts_of_nobody_else(kept: bool) -> frozenset[tuple[int, ...]]:
     """Return what is counted of a result, and of a view of one, that only the graph holds.
 
     Counted once, by example, since it differs among versions of PyTorch and Python; by a thread of
@@ -88,10 +105,14 @@ def _counts_of_nobody_else() -> frozenset[tuple[int, ...]]:
     def count() -> None:
         leaf = torch.ones(4, requires_grad=True)
         apply: Any = _Example.apply
-        apply(leaf * 2, found).backward()
-        apply((leaf * 2).view(2, 2), found).backward()
+        with saved_tensors_hooks(KeptTensor.keeping, _token) if kept else nullcontext():
+            apply(leaf * 2, found).backward()
+            apply((leaf * 2).view(2, 2), found).backward()
 
     thread = threading.Thread(target=count, name="storm-holder-counts")
     thread.start()
     thread.join()
     return frozenset(found)
+
+
+_token = attrgetter("token")

@@ -1,0 +1,289 @@
+"""PyTorch's own cross-entropy, in tiles inside an offload block: same bits, less memory.
+
+`torch.nn.functional.cross_entropy` is what losses end in, `nn.CrossEntropyLoss`, transformers' and
+TRL's among them, and scripts hold it under names of their own. So the function object stays, and
+its code is exchanged once, for code that asks here. Outside of an offload block of the calling
+thread, and wherever there is a doubt, PyTorch's code runs.
+
+Tiles are used for a kind of call once both ways were run in this process, on the logits at hand,
+and had the same loss and gradient, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from inspect import signature
+from threading import Lock
+from types import FunctionType
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from storm_client.devices import is_capturing
+from storm_client.eager.function_modes import are_altered
+from storm_client.hook_stack import untraced
+from storm_client.losses import cross_entropy as tiles
+from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
+
+__all__ = ["cross_entropy", "substitute"]
+
+log = logging.getLogger(__name__)
+
+ENOUGH_SHAPES: Final = 8
+"""After so many numbers of rows have had the same bits, others of the same kind are trusted."""
+
+_NAME: Final = "cross_entropy"
+_PARAMETERS: Final = (
+    "input",
+    "target",
+    "weight",
+    "size_average",
+    "ignore_index",
+    "reduce",
+    "reduction",
+    "label_smoothing",
+)
+
+_LOCK: Final = Lock()
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def substitute() -> None:
+    """Have PyTorch's function ask here from now on; where it is not as known, leave it alone."""
+    global _plain, _code  # noqa: PLW0603 - exchanged once, as the code is
+    with _LOCK:
+        function = _pytorchs()
+        if function is None or function.__code__ is _code:
+            return
+        original = function.__code__
+        _plain = FunctionType(original, function.__globals__, _NAME, function.__defaults__)
+        # What reads sources, as TorchScript does, is to find PyTorch's.
+        _code = _asks.__code__.replace(
+            co_filename=original.co_filename,
+            co_firstlineno=original.co_firstlineno,
+            co_name=original.co_name,
+            co_qualname=original.co_qualname,
+        )
+        function.__code__ = _code
+        untraced(function)
+        del function.__dict__["_torchdynamo_disable"]  # Dynamo knows the function, as before
+
+
+def _pytorchs() -> FunctionType | None:
+    """Return PyTorch's function, unless a script has put another in its place."""
+    function = F.cross_entropy
+    if type(function) is not FunctionType or function.__globals__ is not F.__dict__:
+        return None
+    return function if tuple(signature(function).parameters) == _PARAMETERS else None
+
+
+def _asks(  # noqa: PLR0917 - PyTorch's order
+    input: Any,  # noqa: A002 - PyTorch's name
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: Any = -100,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    label_smoothing: Any = 0.0,
+) -> Any:
+    """Be the code of PyTorch's function, whose globals it is run with."""
+    from storm_client.losses.in_blocks import cross_entropy as ask
+
+    return ask(
+        input,
+        target,
+        weight,
+        size_average,
+        ignore_index,
+        reduce,
+        reduction,
+        label_smoothing,
+    )
+
+
+_code: Any = None
+_plain: Callable[..., Tensor] = F.cross_entropy
+"""What PyTorch's function does by itself."""
+
+
+@untraced
+def cross_entropy(  # noqa: PLR0917 - PyTorch's order
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    size_average: bool | None,
+    ignore_index: int,
+    reduce: bool | None,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor:
+    """Return what PyTorch's function returns, in tiles where they are known to have its bits."""
+    if size_average is None and reduce is None and _is_asked_for():
+        call = _Call(logits, target, Options(weight, ignore_index, reduction, label_smoothing))
+        loss = call.in_tiles_if_trusted() if call.may_gain() else None
+        if loss is not None:
+            return loss
+    return _plain(
+        logits, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    )
+
+
+def _is_asked_for() -> bool:
+    """Tell whether the thread is in a block, innermost of what hooks saved tensors, that asks."""
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(getattr(hooks[0], "__self__", None), "tiles_losses", False)
+
+
+class _Call(NamedTuple):
+    """What the function was called with."""
+
+    logits: Tensor
+    target: Tensor
+    options: Options
+
+    def may_gain(self) -> bool:
+        """Tell whether it is plain, will have a backward pass, and has more than a tile."""
+        logits, target = self.logits, self.target
+        if target is None or not is_plain(logits, target, self.options.weight):
+            return False
+        if not (logits.requires_grad and torch.is_grad_enabled() and logits.dim()):
+            return False
+        if are_altered() or (logits.is_cuda and is_capturing(logits.device)):
+            return False
+        least = tiles.TILE_BYTES.get(logits.device.type)
+        return least is not None and logits.numel() * torch.float64.itemsize > least
+
+    def in_tiles_if_trusted(self) -> Tensor | None:
+        """Return the loss; None where PyTorch's function has to compute it, or to raise."""
+        try:
+            with torch._C.DisableTorchFunction():
+                return self.in_tiles(self.logits) if _PROVED.trusts(self) else None
+        except (IndexError, TypeError, ValueError):
+            return None
+
+    def in_tiles(self, logits: Tensor) -> Tensor | None:
+        return in_tiles(logits, self.target, self.options, None)
+
+    def plain(self, logits: Tensor) -> Tensor:
+        weight, ignore_index, reduction, smoothing = self.options
+        return _plain(
+            logits,
+            self.target,
+            weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=smoothing,
+        )
+
+    def first(self, rows: int) -> _Call:
+        """Return the call with so many rows."""
+        return self._replace(logits=self.logits[:rows], target=self.target[:rows])
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return all that may decide which of PyTorch's code runs, but the number of rows."""
+        logits, weight = self.logits, self.options.weight
+        device = logits.device
+        return (
+            device,
+            logits.dtype,
+            logits.shape[1:],
+            logits.is_contiguous(),
+            logits.data_ptr() % 16,
+            self.target.dtype,
+            None if weight is None else (weight.dtype, weight.shape),
+            self.options[1:],
+            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+class _Proved:
+    """Kinds of calls whose tiles had PyTorch's bits, by how many rows they had, or had not."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[Any, ...], set[int]] = {}
+        """Empty for a kind that has to stay PyTorch's."""
+
+    def trusts(self, call: _Call) -> bool:
+        """Tell whether tiles have the bits of a call; one of a new kind is computed both ways."""
+        kind, rows = call.kind(), len(call.logits)
+        known = self._rows.get(kind)
+        if known is None:
+            return self._learn(kind, call)
+        if not known or rows in known or len(known) >= ENOUGH_SHAPES:
+            return bool(known)
+        return self._learn(kind, call)
+
+    def _learn(self, kind: tuple[Any, ...], call: _Call) -> bool:
+        found, rows = False, len(call.logits)
+        while rows and not found:
+            try:
+                found = _compared(call.first(rows))
+                break
+            except torch.OutOfMemoryError:
+                rows //= 2
+        if found:
+            self._rows.setdefault(kind, set()).add(len(call.logits))
+        else:
+            log.info("the loss of %s stays PyTorch's own", kind)
+            self._rows[kind] = set()
+        return found
+
+
+_PROVED: Final = _Proved()
+
+
+def _compared(call: _Call) -> bool:
+    """Tell whether there are tiles, and they have the loss and gradient of PyTorch's function.
+
+    Raises:
+        OutOfMemoryError: both together do not fit.
+    """
+    with saved_tensors_hooks(_same, _same):  # and so in no block
+        ours = _run(call.in_tiles, call.logits)
+        if ours is None:
+            return False
+        theirs = _run(call.plain, call.logits)
+    assert theirs is not None
+    return all(map(_have_same_bits, ours, theirs))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _run(
+    function: Callable[[Tensor], Tensor | None], logits: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Return a loss and the logits' gradient."""
+    leaf = logits.detach().requires_grad_()
+    loss = function(leaf)
+    if loss is None:
+        return None
+    outer = torch.linspace(0.37, 1.21, loss.numel(), dtype=loss.dtype, device=loss.device)
+    (gradient,) = torch.autograd.grad(loss, leaf, outer.view(loss.shape))
+    return loss.detach(), gradient
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors have the same bits, whichever NaN stands where one does."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    word = _WORDS[one.element_size()]
+    one, other = one.reshape(-1), other.reshape(-1)
+    for begin in range(0, one.numel(), _COMPARED):
+        a, b = one[begin : begin + _COMPARED], other[begin : begin + _COMPARED]
+        if not ((a.view(word) == b.view(word)) | (a.isnan() & b.isnan())).all():
+            return False
+    return True
+
+
+_COMPARED: Final = 1 << 24
+"""So many elements at a time, whose comparison takes few times as many bytes."""
+
+_WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
