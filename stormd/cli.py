@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Final
 
 from stormd import __version__
-from stormd.commands import bench, completion, demo, doctor, run, serve, status, top
+from stormd.commands import advise, bench, completion, demo, doctor, run, serve, status, top
 from stormd.commands.parsing import Parser
 from stormd.errors import CommandUnusable, ConfigError, NoDaemon, StormdError
 from stormd.output import (
@@ -32,6 +32,7 @@ __all__ = ["main", "parser"]
 
 _COMMANDS: Final[dict[str, ModuleType]] = {
     "run": run,
+    "advise": advise,
     "serve": serve,
     "status": status,
     "top": top,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from stormd.errors import ConfigError
 from stormd.protocol import sizes
-from stormd.protocol.sizes import exact_size, format_size
+from stormd.protocol.sizes import exact_size, format_size, suggested_pool
 
-__all__ = ["exact_size", "format_size", "parse_size"]
+__all__ = ["exact_size", "format_size", "parse_size", "suggested_pool"]
 
 
 def parse_size(text: str) -> int:

@@ -22,6 +22,7 @@ from storm_client.hook_stack import Blocks, Leaving, untraced
 from storm_client.hooks import StepHooks
 from storm_client.losses import in_blocks
 from storm_client.monitoring.advice import FirstSteps, advice
+from storm_client.monitoring.advising import Advising
 from storm_client.monitoring.compiled_models import CompiledModels
 from storm_client.monitoring.layers import Layers, parts_of
 from storm_client.monitoring.report import Report
@@ -96,6 +97,7 @@ class Offload:
         self._history = OrderHistory()
         self._first_steps = FirstSteps()
         self._summary = Summary()
+        self._advising = Advising.asked()
         self._traces = Traces()
         self._compiled = CompiledModels()
         self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
@@ -125,6 +127,8 @@ class Offload:
         )
         if line is not None:
             say(line)
+        if self._advising is not None:
+            self._advise(self._advising)
         sessions.sweep()
         self._policy.refresh()
         self._compiled.look(self._policy.modules)
@@ -247,6 +251,13 @@ class Offload:
         text = self._compiled.advice(activations // steps) or text
         if text is not None:
             warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+    def _advise(self, advising: Advising) -> None:
+        """Tell `stormd advise`, which has started this script, what it waits for."""
+        planning = self._planning
+        advising.step_begins(
+            perf_counter(), planning.plans_for, planning.ratio, lambda: planning.devices
+        )
 
     def _device_peak(self) -> int | None:
         """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""

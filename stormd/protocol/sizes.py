@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["exact_size", "format_apart", "format_size", "parse_size"]
+__all__ = ["exact_size", "format_apart", "format_size", "parse_size", "suggested_pool"]
 
 _UNITS: Final = {
     "": 1,
@@ -58,6 +58,12 @@ def format_size(nbytes: float) -> str:
         if abs(nbytes) >= _UNITS[unit]:
             return f"{nbytes / _UNITS[unit]:.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def suggested_pool(nbytes: int) -> int:
+    """Return a pool that holds so many bytes with a quarter to spare, in a size people write."""
+    unit = _UNITS["GiB"] if nbytes >= _UNITS["GiB"] else 64 * _UNITS["MiB"]
+    return max(1, -(-nbytes * 5 // (4 * unit))) * unit
 
 
 def format_apart(less: int, more: int) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Final
 
 __all__ = [
+    "ADVISE_VARIABLE",
     "CLIENT_SETTINGS",
     "PREFIX",
     "SETTINGS",
@@ -55,8 +56,11 @@ SETTINGS: Final = (
 """The daemon's settings, each of which a variable may set; clients and commands read the address.
 What they are is defined in stormd.config."""
 
-CLIENT_SETTINGS: Final = ("budget", "daemon_uids")
+CLIENT_SETTINGS: Final = ("budget", "daemon_uids", "advise")
 """What a variable may set for training scripts; a daemon that inherits one passes over it."""
+
+ADVISE_VARIABLE: Final = f"{PREFIX}ADVISE"
+"""Where `stormd advise` listens, for the script that it runs: a datagram socket's path."""
 
 _NAMES: Final = SETTINGS + CLIENT_SETTINGS
 _VARIABLES: Final = tuple(PREFIX + name.upper() for name in _NAMES)

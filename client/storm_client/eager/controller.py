@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter, thread_time
@@ -186,6 +186,25 @@ class Planning:
         if kind.is_outdated:
             self._make(kind)
         return kind.plan
+
+    def plans_for(self, budgets: Iterable[Budget]) -> list[Plan]:
+        """Return what each budget would give the latest kind, which keeps its own; none before."""
+        kind = self._kinds.latest
+        if kind is None:
+            return []
+        machine = machine_of(kind.clock or _HOST).compressing(self._ratio())
+        problem = self._problem(kind)
+        return [
+            Plan.of(
+                problem,
+                choose(problem, machine, budget_bytes=_room(budget, kind.saved_bytes, kind)),
+            )
+            for budget in budgets
+        ]
+
+    def ratio(self) -> float:
+        """Return how well tensors have been compressed so far."""
+        return self._ratio()
 
     @property
     def devices(self) -> Sequence[torch.device]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from storm_client.monitoring.advice import LEAST_BYTES
 from storm_client.monitoring.stats import OffloadStats, StatsRecorder, Staying
 from storm_client.planner.decisions import NO_ACTIVATIONS
-from stormd.protocol.sizes import format_size
+from stormd.protocol.sizes import exact_size, format_size, suggested_pool
 
 __all__ = ["Summary", "say"]
 
@@ -88,20 +88,23 @@ def _line(before: _Begin, now: _Begin, small_owned: int, peak: int | None) -> st
     stored = (now.stats.stored_bytes - before.stats.stored_bytes) // steps
     if offloaded + replayed + stayed < LEAST_BYTES:
         return None
-    held = ""
+    held, pool = "", ""
     if stored:
-        held = f" ({format_size(stored)} of host memory, ratio {offloaded / stored:.2f})"
+        ratio = offloaded / stored
+        held = f" ({format_size(stored)} of host memory, ratio {ratio:.2f})"
+        # The first steps offload what later ones recompute.
+        enough = exact_size(suggested_pool(int((offloaded + replayed) / ratio)))
+        pool = f'; a pool of {enough} is enough: connect(pool_bytes="{enough}")'
     spent = (_spent(now.stats) - _spent(before.stats)) / steps
     lasted = (now.seconds - before.seconds) / steps
     measured = "" if peak is None else f"; the GPU's peak so far is {format_size(peak)}"
-    work = "replaying"
-    if peak is not None:
-        work = "starting replays (what the GPU does beside is not in it)"
+    launches = "" if peak is None else " (its launches, not what the GPU does)"
     return (
-        f"stormd: of {format_size(offloaded + replayed + stayed)} of activations a step "
-        f"{format_size(offloaded)} were offloaded{held}, {format_size(replayed)} replayed, "
-        f"{format_size(stayed)} stayed{measured}; training threads spent {spent:.2g} s of a step's "
-        f"{lasted:.2g} s ({spent / lasted:.0%}) on handing over, waiting and {work}"
+        f"stormd: a step saves {format_size(offloaded + replayed + stayed)} of activations: "
+        f"{format_size(offloaded)} offloaded{held}, {format_size(replayed)} recomputed, "
+        f"{format_size(stayed)} kept{measured}; training threads spent {spent:.2g} s of a step's "
+        f"{lasted:.2g} s ({spent / lasted:.0%}) on stores, restores and recomputation{launches}"
+        f"{pool}"
     )
 
 

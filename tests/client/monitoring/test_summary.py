@@ -62,10 +62,11 @@ def test_the_steps_that_follow_the_plan_are_told_of_once() -> None:
         steps.step(offloaded=40 * MIB, replayed=20 * MIB, small=2 * MIB, budget=8 * MIB)
     (line,) = steps.lines
     assert line == (
-        "stormd: of 70.0 MiB of activations a step 40.0 MiB were offloaded (20.0 MiB of host "
-        "memory, ratio 2.00), 20.0 MiB replayed, 10.0 MiB stayed; the GPU's peak so far is 1.2 "
-        "GiB; training threads spent 0.5 s of a step's 2 s (25%) on handing over, waiting and "
-        "starting replays (what the GPU does beside is not in it)"
+        "stormd: a step saves 70.0 MiB of activations: 40.0 MiB offloaded (20.0 MiB of host "
+        "memory, ratio 2.00), 20.0 MiB recomputed, 10.0 MiB kept; the GPU's peak so far is 1.2 "
+        "GiB; training threads spent 0.5 s of a step's 2 s (25%) on stores, restores and "
+        "recomputation (its launches, not what the GPU does); a pool of 64MiB is enough: "
+        'connect(pool_bytes="64MiB")'
     )
 
 
@@ -74,8 +75,8 @@ def test_small_parameters_are_no_activations() -> None:
     for _ in range(6):
         steps.step(offloaded=40 * MIB, small=3 * MIB)
     (line,) = steps.lines
-    assert "of 41.0 MiB of activations a step 40.0 MiB were offloaded" in line
-    assert "1.0 MiB stayed; training threads" in line, "no peak is told of that nobody measures"
+    assert "saves 41.0 MiB of activations: 40.0 MiB offloaded" in line
+    assert "1.0 MiB kept; training threads" in line, "no peak is told of that nobody measures"
 
 
 def test_nothing_is_said_of_little() -> None:
@@ -135,4 +136,4 @@ def test_a_training_run_says_what_it_saves(
             loss = net(torch.ones(4096, 64)).square().sum()
         loss.backward()
     (message,) = caplog.messages
-    assert message.startswith("stormd: of 9.0 MiB of activations a step 9.0 MiB were offloaded (")
+    assert message.startswith("stormd: a step saves 9.0 MiB of activations: 9.0 MiB offloaded (")

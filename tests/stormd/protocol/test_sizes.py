@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stormd.protocol.sizes import format_apart, format_size, parse_size
+from stormd.protocol.sizes import format_apart, format_size, parse_size, suggested_pool
 
 
 def test_a_size_is_read() -> None:
@@ -36,3 +36,11 @@ def test_sizes_are_shown_in_the_largest_unit(nbytes: float, text: str) -> None:
 def test_two_sizes_that_would_look_alike_are_shown_in_bytes() -> None:
     assert format_apart(1 << 20, 1 << 21) == ("1.0 MiB", "2.0 MiB")
     assert format_apart(32 << 20, (32 << 20) + 4) == ("33554432 bytes", "33554436 bytes")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "pool"),
+    [(0, 64 << 20), (1, 64 << 20), (100 << 20, 128 << 20), (3 << 30, 4 << 30), (4 << 30, 5 << 30)],
+)
+def test_a_suggested_pool_has_a_quarter_to_spare(nbytes: int, pool: int) -> None:
+    assert suggested_pool(nbytes) == pool

@@ -1,0 +1,100 @@
+"""`stormd advise`, with real scripts and real daemons."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stormd.commands.advise import _print
+
+SCRIPT = """
+import torch, storm_client as storm
+net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 8))
+offload = storm.offload(net)
+for _ in range(10**9):
+    with offload:
+        loss = net(torch.ones(4096, 64)).square().sum()
+    loss.backward()
+"""
+
+
+def _advise(*command: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "stormd", "advise", "--json", "--", *command]
+    environ = {name: value for name, value in os.environ.items() if name != "STORMD_ADDRESS"}
+    return subprocess.run(
+        line, env=environ, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_script_is_run_until_its_budgets_are_known(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = _advise(sys.executable, str(script))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    (trainer,) = told["trainers"]
+    assert trainer["saved_bytes"] == 9 << 20
+    assert trainer["step_seconds"] > trainer["forward_seconds"] > 0
+    least, *_, all_kept = trainer["budgets"]
+    assert least["budget"] == "least"
+    # What is asked for at once may stay: that depends on the machine's speed.
+    assert sum(least[f"{name}_bytes"] for name in ("keep", "offload", "replay")) == 9 << 20
+    assert least["keep_bytes"] < 9 << 20
+    assert (all_kept["keep_bytes"], all_kept["pool_bytes"]) == (9 << 20, 0)
+    assert told["pool_bytes"] == 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("print('trained')", "with status 0 before eight steps were seen: put `offload = storm."),
+        ("raise SystemExit(7)", "with status 7 before eight steps were seen\n"),
+    ],
+)
+def test_a_script_that_ends_before_is_told_why(script: str, said: str) -> None:
+    done = _advise(sys.executable, "-c", script)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert said in done.stderr
+
+
+def test_without_a_command_nothing_is_run() -> None:
+    done = _advise()
+    assert done.returncode == 2
+    assert "no command to run" in done.stderr
+
+
+def test_printed_it_is_a_table_with_a_line_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    budget = {
+        "budget": "least",
+        **{f"{name}_bytes": 1 << 30 for name in ("keep", "offload", "replay", "pool")},
+        **{f"{name}_seconds": 0.25 for name in ("link", "wait", "replay")},
+    }
+    trainer = {
+        "pid": 1,
+        "device": "cuda:0",
+        "step_seconds": 2.0,
+        "forward_seconds": 0.5,
+        "saved_bytes": 14 << 30,
+        "ratio": 1.4,
+        "peak_bytes": 3 << 30,
+        "link_bytes_per_second": 55e9,
+        "budgets": [budget],
+    }
+    _print(["python", "train.py"], [trainer, trainer])
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "trainer 1 of 2, on cuda:0: a step takes 2000.0 ms and saves 14.0 GiB",
+        "at a peak of 3.0 GiB",
+        "link 55.0 GB/s",
+        "least 1.0 GiB 1.0 GiB 1.0 GiB 250.0 ms 250.0 ms 250.0 ms 1.0 GiB",
+        "stormd run --pool-bytes 25GiB --budget least -- python train.py",
+    ):
+        assert part in printed
+    _print(["python", "train.py"], [{**trainer, "saved_bytes": 0, "budgets": []}])
+    assert "no saved tensor is large enough" in capsys.readouterr().out
