@@ -417,7 +417,7 @@ def _check_address(address: str) -> None:
 
 
 def _check_parts(config: Config, lane: str) -> None:
-    """Hold a part to half the staging: the next must fit while one is under way."""
+    """Hold a part to half the staging: the next must fit while one is in flight."""
     part: int = getattr(config, f"part_bytes_{lane}")
     staging: int = getattr(config, f"staging_bytes_{lane}")
     if 2 * part > staging:

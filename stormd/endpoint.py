@@ -51,7 +51,7 @@ class Endpoint:
     """Serves `routes` (path to Route) by GET and HEAD on a TCP address, one request a connection.
 
     `address` is HOST:PORT, an IPv6 host in brackets; port 0 takes any free one. Nothing is bound
-    before open(). close() ends the connections under way and may be called twice.
+    before open(). close() ends the connections in flight and may be called twice.
     """
 
     def __init__(self, address: str, routes: Mapping[str, Route]) -> None:

@@ -133,7 +133,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> Iterator[None]:
-    """Have PyTorch forget what a test has compiled: nothing is made again where that may run."""
+    """Have PyTorch forget what a test has compiled: nothing is recomputed where that may run."""
     yield
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and sys.modules["torch._dynamo.eval_frame"].cached_backends:

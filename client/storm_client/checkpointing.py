@@ -138,7 +138,7 @@ class _Held(NamedTuple):
 
 
 def _checkpointed(forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a forward so that what it saves is computed again in the backward pass.
+    """Call a forward so that what it saves is recomputed in the backward pass.
 
     Tensors that are given by name are handed to PyTorch by place: so they are saved too, by our
     hooks, and raise if they are changed in place before the backward pass.

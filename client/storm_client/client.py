@@ -68,7 +68,7 @@ class Client:
     ) -> Offload:
         """Return a reusable context: what autograd saves inside it goes to the daemon.
 
-        `model` is a module or several, whose parameters and buffers stay where they are, as do
+        `model` is a module or several, whose parameters and buffers stay on the device, as do
         tensors of less than `min_bytes`, in bytes or as "1MiB". `codec` is "ancf" (lossless) or
         "raw".
 
@@ -76,16 +76,16 @@ class Client:
         the device has free), bytes, a size as "12GiB", or a fraction of what is saved as a float;
         by default what STORMD_BUDGET says, else "least".
 
-        What is sooner computed again than shipped is, where it comes out bit for bit: each such
-        tensor is compared in the first steps, with `verify="always"` by a checksum in all.
-        `replay` switches that off, or names functions of your own that may be run again. They
-        have to be deterministic, to read nothing but their arguments, and to change none of them.
+        Tensors that are cheaper to recompute than to transfer are recomputed, bit for bit. The
+        first steps compare each of them, with `verify="always"` every step, by a checksum.
+        `replay` switches that off, or names functions of your own that may be recomputed. They
+        have to be deterministic, read nothing but their arguments, and change none of them.
 
-        `layers` names modules whose forward is called again in the backward pass, by
-        `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, with its rules: what is saved
-        inside of them takes no memory, and what they read and do has to be the same both times.
-        They are modules of the model, classes of them, or names as `model.named_modules()` has
-        them; a ModuleList stands for its items. Nothing else is called a second time.
+        `layers` names modules to checkpoint: `torch.utils.checkpoint.checkpoint` recomputes them
+        in the backward pass (`use_reentrant=False`), with its rules. What is saved inside of them
+        takes no memory, and what they read and do has to be the same both times. They are modules
+        of the model, classes of them, or names as `model.named_modules()` has them; a ModuleList
+        stands for its items. No other module is called a second time.
 
         `loss="tiled"` has `torch.nn.functional.cross_entropy`, which the losses of modules and of
         transformers' models end in, computed in tiles inside the block, as

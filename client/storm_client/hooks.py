@@ -288,7 +288,7 @@ class StepHooks:
         result: Result,
         session: Session,
     ) -> Replayed:
-        """Have a tensor made again; hand it over, too, until its recipe has proved itself."""
+        """Have a tensor recomputed; hand it over, too, until its recipe has proved itself."""
         trial = self._planned.trial(value.number)
         if trial is not None:
             packed = self._offload(tensor, storage, session, value.layer)
@@ -347,7 +347,7 @@ class StepHooks:
         return tensor
 
     def _replay(self, replayed: Replayed) -> torch.Tensor:
-        """Return a tensor that is made again, or, the first times, the tensor itself."""
+        """Return a tensor that is recomputed, or, the first times, the tensor itself."""
         with self._replaying:
             if replayed.trial is not None:
                 return self._try(replayed, replayed.trial)
@@ -368,15 +368,15 @@ class StepHooks:
         tensor = self._bring(trial.packed)
         try:
             if self._planned.has_parted and not replayed.result.has_recipe:
-                pass  # what made it ran when another kind of step was expected
+                pass  # what made it ran when another step signature was expected
             elif same_bits(replayed.result.made().untyped_storage(), tensor.untyped_storage()):
                 trial.verified.add(trial.number)
             else:
-                trial.kind.reject(trial.number, "made again it had other bits")
+                trial.kind.reject(trial.number, "recomputed, it had other bits")
         except DaemonLost:
             raise
         except (RuntimeError, StormError) as error:
-            trial.kind.reject(trial.number, f"could not be made again: {error}")
+            trial.kind.reject(trial.number, f"could not be recomputed: {error}")
         return tensor if isinstance(trial.packed, Handle) else replayed.version.alias(tensor)
 
     def _offload(

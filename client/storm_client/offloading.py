@@ -162,7 +162,7 @@ class Offload:
         __exit__ = Leaving()
 
     def stats(self) -> OffloadStats:
-        """Return what was done so far, waiting up to a second for stores under way to end."""
+        """Return what was done so far, waiting up to a second for stores in flight to end."""
         if self._supply is not None:
             self._supply.sessions.settle(SETTLE_SECONDS)
         return self._recorder.snapshot()
@@ -199,7 +199,7 @@ class Offload:
 
     @property
     def plan(self) -> Plan | None:
-        """What becomes of the saved tensors of the latest kind of step; None until learned.
+        """What becomes of the saved tensors of the latest step signature; None until learned.
 
         Raises:
             UsageError: the budget cannot be kept.

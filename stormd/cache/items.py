@@ -97,7 +97,7 @@ class Holding:
 
 
 class Cache:
-    """Holds what is in `space`, which it shares with the puts that are under way alone.
+    """Holds what is in `space`, which it shares with the puts that are in flight alone.
 
     `now` is in seconds of a clock that does not step back.
     """

@@ -103,7 +103,7 @@ class Lane(Protocol):
         """Begin to map a segment; answered by SegmentMapped or SegmentRefused."""
 
     def unmap_segment(self, session: int, segment: int) -> None:
-        """Unmap the segment once no job under way uses it. No answer."""
+        """Unmap the segment once no job in flight uses it. No answer."""
 
     def detach(self, session: int) -> None:
         """Skip the session's waiting jobs, finish what runs, let its memory go; then Detached."""

@@ -58,7 +58,7 @@ LARGE_BYTES: Final = 1 << 20
 HELD_RESULTS: Final = 32
 HELD_SECONDS: Final = 0.0005
 """Results of small jobs are posted together while others wait, at most so many, from the first one
-on for no longer than this and the job under way."""
+on for no longer than this and the job in flight."""
 
 
 @dataclass(frozen=True, slots=True)

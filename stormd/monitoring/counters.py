@@ -18,7 +18,7 @@ __all__ = ["ENDINGS", "WAIT_BOUNDS", "CacheCounts", "Counters", "Flow", "Histogr
 ENDINGS: Final = ("goodbye", "died", "unreachable", "unattached", "failed", "shutdown")
 """Why a session ended: its Goodbye, its lifeline's end, a client that takes no answers, one that
 never connected its lifeline, a bug of ours, the daemon's own end. A client that is killed while
-answers are on their way to it counts as `died` or `unreachable`, whichever is seen first."""
+answers are in flight to it counts as `died` or `unreachable`, whichever is seen first."""
 
 
 WAIT_BOUNDS: Final = (

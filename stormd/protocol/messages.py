@@ -179,7 +179,7 @@ class MapSegment(Message):
 
 @message(3)
 class UnmapSegment(Message):
-    """Takes a segment back. No answer; the daemon unmaps it once nothing under way uses it.
+    """Takes a segment back. No answer; the daemon unmaps it once nothing in flight uses it.
 
     A restore into it that waits for its entry's store fails.
     """

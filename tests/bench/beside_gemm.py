@@ -38,7 +38,7 @@ PRODUCT = {"cpu": 256, "cuda": 8192}
 TENSOR_BYTES = {"cpu": MIB, "cuda": 64 * MIB}
 TENSORS = 16
 ROUNDS = 6
-"""That the pool holds: two are kept, nearly three under way at the most."""
+"""That the pool holds: two are kept, nearly three in flight at the most."""
 
 ANSWER_SECONDS = 120.0
 

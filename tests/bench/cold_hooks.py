@@ -70,7 +70,7 @@ def step(offload: storm.Offload, tensors: int) -> float:
         del saved
         began = time.perf_counter()
     left = (time.perf_counter() - began) / tensors
-    offload.stats()  # waits for what is under way
+    offload.stats()  # waits for what is in flight
     y.sum().backward()
     return left
 

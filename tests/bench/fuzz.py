@@ -31,7 +31,7 @@ DRAIN_EVERY = 16
 STRANGER_SHARE = 0.05
 PARTS_SHARE = 0.002
 VANISH_SHARE = 0.05
-"""Of the looks at a session, after which its client vanishes whatever is under way."""
+"""Of the looks at a session, after which its client vanishes whatever is in flight."""
 
 NEIGHBOUR_SECONDS = 60.0
 """For one step of the neighbour's, on a machine as busy as may be."""

@@ -214,7 +214,7 @@ def measure(case: Case, daemon: ChildDaemon, device: torch.device) -> dict[str, 
         TimedHooks.seconds = {name: [] for name in ("pack", "pack_wait", "unpack", "unpack_wait")}
         for _ in range(WARM_UPS):
             step(x, case, offload)
-        offload.stats()  # waits for what is under way
+        offload.stats()  # waits for what is in flight
         for seconds in TimedHooks.seconds.values():
             seconds.clear()
         meter = Meter(daemon)

@@ -34,7 +34,7 @@ SECONDS = 5.0
 NBYTES = 64 * KIB
 GREEDY_BYTES = MIB
 GREEDY_WINDOW = 16
-"""Stores that the greedy client has under way at any time."""
+"""Stores that the greedy client has in flight at any time."""
 
 START_POOL = "4GiB"
 STARTS = 3
@@ -76,7 +76,7 @@ def polite(address: str, seconds: float) -> dict[str, Any]:
 
 
 def greedy(address: str, seconds: float) -> dict[str, Any]:
-    """Keep many large stores and restores under way; return how many were done."""
+    """Keep many large stores and restores in flight; return how many were done."""
     client = RawClient(address).open(staging_bytes=(GREEDY_WINDOW + 1) * GREEDY_BYTES)
     assert client.staging is not None
     client.staging[: GREEDY_WINDOW * GREEDY_BYTES] = os.urandom(GREEDY_WINDOW * GREEDY_BYTES)

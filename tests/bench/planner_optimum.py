@@ -172,9 +172,9 @@ def optimum(
 ) -> tuple[float, float]:
     """Return a bound of the least that a choice can add to a step, and the solver's relative gap.
 
-    Three variables a value say whether it is kept, shipped, made again, and a fourth how deep its
+    Three variables a value say whether it is kept, shipped, recomputed, and a fourth how deep its
     making goes; one is the link's time that nothing hides. A saved value needs one of the three,
-    and what is made again needs one of them for each input.
+    and what is recomputed needs one of them for each input.
     """
     count = len(values)
     takes = operation_seconds(values, machine)

@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
 
 class Client:
-    """Holds entries of mixed sizes; what it stored it can make again and compare."""
+    """Holds entries of mixed sizes; what it stored it can recompute and compare."""
 
     def __init__(self, address: str, seed: int) -> None:
         self._random = random.Random(seed)

@@ -147,7 +147,7 @@ class Shape:
 
 
 def likely(kind: Kind, rows: int, columns: int, batch: int) -> list[Way]:
-    """Return the ways of least cost, and the first with less and more under way."""
+    """Return the ways of least cost, and the first with less and more in flight."""
     found = [way for _, way in sorted(hopper.ways(kind, rows, columns, batch))]
     first = found[0]
     others = [replace(first, alone=not first.alone)]

@@ -36,7 +36,7 @@ while not os.path.exists(sys.argv[1] + ".end"):
 
 @dataclass
 class Run:
-    """A run under way, in a session and process group of its own."""
+    """A run in flight, in a session and process group of its own."""
 
     process: subprocess.Popen[str]
     mark: str

@@ -45,7 +45,7 @@ from stormd.protocol import (
 __all__ = ["CacheSession"]
 
 STAGING_BYTES: Final = 64 << 20
-"""Asked for: a few parts under way each way, and little of a GPU's memory."""
+"""Asked for: a few parts in flight each way, and little of a GPU's memory."""
 
 
 class CacheSession(Listener):

@@ -1,7 +1,7 @@
 """Compiled models: the plan of what is saved stands inside the graphs.
 
 `compile` and the backend "stormd" of torch.compile have AOTAutograd's joint graph divided with
-three choices for each saved value: keep, offload, compute again. For a whole step of training, its
+three choices for each saved value: keep, offload, recompute. For a whole step of training, its
 update included, `storm_client.step` does so. Importing this loads no compiler.
 """
 
@@ -35,7 +35,7 @@ def compile(  # noqa: A001 - torch.compile's name
 ) -> Model:
     """Return `model`, a module or function, compiled with a plan of its saved tensors inside.
 
-    Each graph keeps, offloads or computes again what its backward graph needs, such that at most
+    Each graph keeps, offloads or recomputes what its backward graph needs, such that at most
     `budget` of it is on the device at any moment: "least", "fit" (what the device has free), bytes
     or a size as "12GiB" for all graphs together that are compiled for this client with that budget,
     as blocks one by one, or as a float a fraction of what each graph saves; by default what

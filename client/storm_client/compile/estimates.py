@@ -1,7 +1,7 @@
 """What a choice costs a pair of graphs: time of the link and of computing, memory, and its fetches.
 
 The forward graph hands values to the backward graph. What is kept is on the device from the end of
-the forward graph to its last use; what is offloaded from its fetch on; what is computed again from
+the forward graph to its last use; what is offloaded from its fetch on; what is recomputed from
 its first use on. The **peak** is the most bytes that lie there so at any moment.
 
 What leaves costs the link time, which is free while the graphs compute: a transfer out begins when
@@ -41,7 +41,7 @@ _NEVER = -1
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a saved value is computed again in the backward graph."""
+    """How a saved value is recomputed in the backward graph."""
 
     seconds: float
     sources: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class Saved:
 
     @classmethod
     def only_a_source(cls, nbytes: int, **more: float) -> Saved:
-        """Return a value that is handed over only where another is computed again from it."""
+        """Return a value that is handed over only where another is recomputed from it."""
         return cls(nbytes, 0, _NEVER, **more)  # type: ignore[arg-type]  # made and ratio
 
     @property
@@ -85,7 +85,7 @@ class Draft:
 
     decisions: tuple[Decision, ...]
     is_handed: tuple[bool, ...]
-    """Whether each is handed over at all, if it is not computed again."""
+    """Whether each is handed over at all, if it is not recomputed."""
     first_uses: tuple[int, ...]
     """Where each value has to be there: earlier than its own use where others are made from it."""
     fetches: tuple[int, ...]
@@ -145,7 +145,7 @@ class Problem:
         return [not v.is_only_a_source or n in used for n, v in enumerate(self.values)]
 
     def leaves(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.bool_]:
-        """Tell of each value whether it is shipped."""
+        """Tell of each value whether it is offloaded."""
         return np.array(
             [
                 handed and value.can_leave and n not in kept and n not in again
@@ -211,7 +211,7 @@ class Problem:
         return found
 
     def live(self, kept: frozenset[int], again: frozenset[int]) -> npt.NDArray[np.int64]:
-        """Return the bytes at each position if nothing is fetched ahead of its use."""
+        """Return the bytes at each position if nothing is prefetched."""
         changes = np.zeros(len(self.seconds) + 2, dtype=np.int64)
         for number, (value, (first, last)) in enumerate(
             zip(self.values, self.needed(kept, again), strict=True)
@@ -286,7 +286,7 @@ class Problem:
         return waits
 
     def _begins(self, again: frozenset[int], needed: Sequence[_Interval]) -> list[float]:
-        """Return when each position begins, with what is computed again before it."""
+        """Return when each position begins, with what is recomputed before it."""
         taken = list(self.seconds)
         for number in again:
             if taken:

@@ -1,10 +1,10 @@
 """The operators in compiled graphs: `stormd::store`, `hold`, `fetch`, `wait`, and `seen`.
 
     token = store(value, number, lent)      in the forward graph; the token is what is saved
-    token = hold(parameter)                 for a parameter that others are computed again from
+    token = hold(parameter)                 for a parameter that others are recomputed from
     begun = fetch(token)                    in the backward graph, ahead of use
     value = wait(token, [begun, ...], size, stride, dtype, device)      right before use
-    seen(value)                             where a value is computed again: see `partition.py`
+    seen(value)                             where a value is recomputed: see `partition.py`
 
 A **token** is a CPU tensor of one int64, and autograd's hold on the stored bytes: its memory
 belongs to an object that holds them, so what nobody can ask for any more is given up whatever has

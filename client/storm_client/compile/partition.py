@@ -1,8 +1,8 @@
-"""Puts a plan into a pair of graphs: stores, fetches, waits, and operations that are run again.
+"""Puts a plan into a pair of graphs: stores, fetches, waits, and recomputed operations.
 
 PyTorch's own partitioner decides first what the forward graph hands over, so that a graph without
 offload is what the results are compared with. Of that, what is large and may leave is then kept,
-offloaded or computed again: `handover.py` says what may leave, `recipes.py` how a value is made
+offloaded or recomputed: `handover.py` says what may leave, `recipes.py` how a value is made
 again. What that reads and would not be handed over is, besides, where it is less than what is made.
 
 What is stored is stored right where it has been made, for a compiler may put nothing in its memory
@@ -158,7 +158,7 @@ class _Pair:
         self.nodes: list[fx.Node] = list(backward.graph.nodes)
         self.positions = {node: index for index, node in enumerate(self.nodes)}
         self.lent: dict[fx.Node, fx.Node] = {}
-        """Placeholders for the tokens of the parameters that others are computed again from."""
+        """Placeholders for the tokens of the parameters that others are recomputed from."""
         devices = [n.meta["val"].device for n in there.handed if is_tensor(n)]
         self.machine = machine_of(_most_common(devices))
 
@@ -296,7 +296,7 @@ class _Pair:
         """Return how many values a budget keeps, or may keep in a run that has that part of it.
 
         Where a graph returns a loss its backward pass comes next, and a fraction is of its own
-        peak. What was stored last would lie there then, on its way, so as much stays instead. Of
+        peak. What was stored last would lie there then, in flight, so as much stays instead. Of
         other graphs all that is kept lies there at once, with what one backward graph needs: of the
         model's blocks, which all keep the same. So a fraction is of what they keep, too.
         """
@@ -445,7 +445,7 @@ class _Pair:
         here[value.made] = made
 
     def _is_seen(self, node: fx.Node, value: _Value) -> bool:
-        """Tell whether what is run again for a value is made by itself in the backward graph.
+        """Tell whether what is recomputed for a value is made by itself in the backward graph.
 
         The value itself is, as it was in memory: loops that read in its place what it is moved
         from are split otherwise, fused with others, and round otherwise.

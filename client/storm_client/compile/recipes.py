@@ -1,7 +1,7 @@
-"""What makes a saved value again in the backward graph, with the same bits.
+"""How a saved value is recomputed in the backward graph, with the same bits.
 
-Only operations that give the same bits wherever they run are run again. What one of them reads that
-would not be handed over may be, besides, where that lies in memory anyway; parameters always do.
+Only operations that give the same bits wherever they run are recomputed. Their inputs may be kept
+for that, besides what is saved, where those lie in memory anyway; parameters always do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storm_client.compile.views import is_tensor, memory_of, source_of
 __all__ = ["Found", "Recipes", "turned_back"]
 
 LONGEST_RECIPE = 16
-"""Operations that are run again for one value."""
+"""Operations that are recomputed for one value."""
 
 PADDED_STRIDE, PADDED_BYTES = 1024, 128
 """Inductor pads strides above so many elements to multiples of so many bytes, by default."""
@@ -229,7 +229,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 
 def _is_repeatable(node: fx.Node) -> bool:
-    """Tell whether a value may be the result of a kernel that is run again.
+    """Tell whether a value may be the result of a recomputed kernel.
 
     Of several results only the first is large: each would be a run of its own.
     """

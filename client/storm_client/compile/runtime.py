@@ -146,7 +146,7 @@ class Target:
         return max((graph.planned or 0 for graph in self.graphs), default=None)
 
     def settle(self) -> None:
-        """Wait up to a second for stores under way to end."""
+        """Wait up to a second for stores in flight to end."""
         if self._is_used:
             self.supply.sessions.settle(SETTLE_SECONDS)
 

@@ -1,15 +1,15 @@
-"""Chooses what a pair of graphs keeps, offloads and computes again.
+"""Chooses what a pair of graphs keeps, offloads and recomputes.
 
 `estimates.py` says what a choice costs. With nothing kept:
 
-1. What is computed again for less than it costs to ship, though the link had time, is.
+1. What costs less to recompute than to transfer is recomputed, though the link had time.
 2. While the link needs longer than the forward graph, what relieves it most for its time is
-   computed again too, if that takes less time than the link would.
+   recomputed too, if that takes less time than the link would.
 
 Then values are kept, one after the other, what saves most time for what it adds to the peak first.
-What is kept leaves the link time, in which what is dearest to compute is shipped after all. A
-budget decides how many are kept: the kept sets are nested, so the peak grows with the budget, and
-it never exceeds it.
+What is kept leaves the link time, in which what is most expensive to recompute is offloaded after
+all. A budget decides how many are kept: the kept sets are nested, so the peak grows with the
+budget, and it never exceeds it.
 
 Everything here is pure: no graph, device or clock.
 """
@@ -41,7 +41,7 @@ class Schedule:
     kept_bytes: tuple[int, ...]
     """What the first so many of `order` come to."""
     again_until: tuple[int, ...]
-    """Each value is computed again while fewer than so many of `order` are kept."""
+    """Each value is recomputed while fewer than so many of `order` are kept."""
     problem: Problem
 
     @property
@@ -71,13 +71,13 @@ class Schedule:
         )
 
     def _again(self, count: int) -> frozenset[int]:
-        """Return what is computed again while the first `count` of `order` are kept."""
+        """Return what is recomputed while the first `count` of `order` are kept."""
         return frozenset(n for n, until in enumerate(self.again_until) if count < until)
 
     def _again_in_runs(self, count: int) -> frozenset[int]:
         """Return the same for as many that the peak with nothing kept is not exceeded.
 
-        Less that is computed again may need more at once: where others are made from it, it has to
+        Less that is recomputed may need more at once: where others are made from it, it has to
         be there earlier than for its own use, and what it is made from may go then.
         """
         while self.problem.peak(frozenset(), self._again(count)) > self.least:
@@ -112,7 +112,7 @@ def seconds_of_choice(schedule: Schedule, kept: Iterable[int], again: Iterable[i
 
 @dataclass
 class _State:
-    """What was decided so far; nothing that is in neither set stays or is computed again."""
+    """What was decided so far; nothing that is in neither set stays or is recomputed."""
 
     problem: Problem
     kept: set[int] = field(default_factory=set)
@@ -120,7 +120,7 @@ class _State:
     _peak: int = -1
 
     def compute_cheap(self) -> None:
-        """Compute again what costs less than shipping does where the link has time."""
+        """Recompute what costs less than a transfer, where the link has time."""
         self._take_best(lambda _late, _relieved, seconds: max(0.0, -seconds))
 
     def relieve_link(self) -> None:
@@ -134,7 +134,7 @@ class _State:
         self._take_best(worth)
 
     def _take_best(self, worth: Callable[[float, float, float], float]) -> None:
-        """Compute again what is worth most, as long as something is worth anything.
+        """Recompute what is worth most, as long as something is worth anything.
 
         `worth` is called with the seconds by which the link is late, by which it would be less,
         and with those that computing takes more than shipping does. Worths seldom change, so each
@@ -156,7 +156,7 @@ class _State:
                 self.again.update(group)
 
     def _groups(self) -> list[tuple[int, ...]]:
-        """Return what may be computed again: each value, and those together that share sources."""
+        """Return what may be recomputed: each value, and those together that share sources."""
         problem = self.problem
         together: dict[frozenset[int], list[int]] = {}
         found: list[tuple[int, ...]] = []
@@ -214,7 +214,7 @@ class _State:
         return found
 
     def _users(self) -> Counter[int]:
-        """Count what is computed again from each value that nothing else uses."""
+        """Count what is recomputed from each value that nothing else uses."""
         return Counter(n for one in self.again for n in self.problem.sources((one,)))
 
     def _seconds_saved(self, number: int) -> float:

@@ -2,7 +2,7 @@
 
 What a graph keeps lies on the device until its backward pass, beside what others keep. So all that
 are compiled for one client with the same budget share it, as blocks that are compiled one by one.
-Each has its part from when it is compiled on, by which is planned what it computes again.
+Each has its part from when it is compiled on, by which is planned what it recomputes.
 """
 
 from __future__ import annotations

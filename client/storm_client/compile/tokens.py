@@ -34,7 +34,7 @@ _KEY = struct.Struct("=q")
 
 
 class Stored:
-    """A value that is with the daemon, or on its way."""
+    """A value that is with the daemon, or in flight."""
 
     __slots__ = ("__weakref__", "_handle", "_number", "_target", "_trail")
 
@@ -120,7 +120,7 @@ class Unversioned:
 
 
 class Lent:
-    """A parameter that values are computed again from, in the memory that it has now."""
+    """A parameter that values are recomputed from, in the memory that it has now."""
 
     __slots__ = ("__weakref__", "_version")
 

@@ -1,8 +1,8 @@
 """Has the steps of an Offload follow a plan: learns their kinds, plans each, and tries replays.
 
 The first step of a kind offloads all, and is watched and timed. The next follows the plan that is
-made of it, but hands over, too, what it makes again, and compares: a value whose bits differ once
-is never made again. From then on nothing is handed over twice. What was learned in between makes
+made of it, but hands over, too, what it recomputes, and compares: a value whose bits differ once
+is never recomputed. From then on nothing is handed over twice. What was learned in between makes
 the plan anew where the next step begins.
 """
 
@@ -63,10 +63,10 @@ class PlanOptions:
     budget: Budget = "least"
     """As `stormd.protocol.parse_budget` returns it."""
     verifies: bool = False
-    """Whether each tensor that is made again is compared with a checksum in every step."""
+    """Whether each tensor that is recomputed is compared with a checksum in every step."""
     replays: bool = True
     functions: frozenset[Function] = frozenset()
-    """The user's own that may be run again."""
+    """The user's own that may be recomputed."""
 
 
 LITTLE: Final = 1 / 128
@@ -80,7 +80,7 @@ _COMPILED: Final = "the step runs compiled code, whose operations are not seen"
 
 
 class Planning:
-    """The kinds of steps of one Offload, and their plans. Threads may share it."""
+    """The step signatures of one Offload, and their plans. Threads may share it."""
 
     def __init__(self, options: PlanOptions, ratio: Callable[[], float], layers: Layers) -> None:
         """Start without experience; `ratio` tells how well tensors have been compressed so far.
@@ -208,7 +208,7 @@ class Planning:
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """The GPUs that values of the latest kind of step lie on."""
+        """The GPUs that values of the latest step signature lie on."""
         kind = self._kinds.latest
         return () if kind is None else kind.devices
 
@@ -373,7 +373,7 @@ def _little_bytes(kind: Kind) -> float:
 
 
 def _look_for_host(kind: Kind, problem: Problem) -> None:
-    """Note of a kind whose forward pass has been timed whether it is bound by the host."""
+    """Note of a kind whose forward pass has been timed whether it is CPU-bound."""
     window = kind.window
     if kind.host is None and kind.decisions is not None and window and kind.device_waits:
         expected = load_of(problem.values, kind.decisions, kind.functions).forward

@@ -1,4 +1,4 @@
-"""How a value is made again: the operation that has made it, run on the same inputs.
+"""How a value is recomputed: the operation that has made it, run on the same inputs.
 
 A recipe is made when the operation has just been run, so its inputs are at hand. Each of them is
 held in one of four ways: as what autograd would be handed for it (offloaded or kept), as the result
@@ -84,12 +84,12 @@ class Alias(NamedTuple):
             raise ActivationLost(
                 f"a tensor of shape {list(self.held.shape)} was changed in place (version "
                 f"{self.version}, now {self.held._version}), from which a saved tensor was to be "
-                "computed again; change a copy of it, or pass offload(..., replay=False)"
+                "recomputed; change a copy of it, or pass offload(..., replay=False)"
             )
         if self.held.untyped_storage().nbytes() != self.nbytes:
             raise ActivationLost(
                 f"the memory of a parameter of shape {list(self.held.shape)} is not there, from "
-                "which a saved tensor was to be computed again; pass offload(..., replay=False)"
+                "which a saved tensor was to be recomputed; pass offload(..., replay=False)"
             )
         return self.held
 
@@ -163,7 +163,7 @@ class Recipe:
                 "settings of PyTorch (attention kernels, oneDNN, cuDNN, precision, default dtype, "
                 "number of threads, small numbers as zero, overridden operators), or on a CPU the "
                 "thread itself, are others in the backward pass, in which a saved tensor was to be "
-                "computed again, than in the forward pass; have them be the same in both passes, "
+                "recomputed, than in the forward pass; have them be the same in both passes, "
                 "or pass offload(..., replay=False)"
             )
         arguments = [self._filled(argument) for argument in self._arguments]
@@ -383,11 +383,11 @@ class Result:
 
 
 class Trial(NamedTuple):
-    """A tensor that is made again and handed over besides, so that both can be compared."""
+    """A tensor that is recomputed and handed over besides, so that both can be compared."""
 
     kind: Kind
     number: int
-    """The tensor's value in that kind of step."""
+    """The tensor's value in that step signature."""
     verified: set[int]
     """Where its plan notes what has proved itself: a later plan does so anew."""
     packed: Any = None
@@ -398,7 +398,7 @@ class UnchangedTrial(NamedTuple):
 
     kind: Kind
     number: int
-    """The value in that kind of step."""
+    """The value in that step signature."""
     made: torch.Tensor
     """Its checksum behind the function that made it."""
 
@@ -415,7 +415,7 @@ class UnchangedTrial(NamedTuple):
 
 
 class Replayed:
-    """What autograd holds for a tensor that is made again."""
+    """What autograd holds for a tensor that is recomputed."""
 
     __slots__ = ("checksum", "result", "trial", "version", "view")
 
@@ -479,7 +479,7 @@ def compare(expected: torch.Tensor, storage: torch.UntypedStorage) -> None:
     """
     if not torch.equal(expected, checksum(storage)):
         raise ActivationLost(
-            f"a saved tensor of {storage.nbytes()} bytes that was computed again has other bits "
+            f"a saved tensor of {storage.nbytes()} bytes that was recomputed has other bits "
             "than before; something that it is made from was changed without being counted, or "
             "its operation is not deterministic: pass offload(..., replay=False)"
         )

@@ -1,7 +1,7 @@
 """What a step has run and saved, and the recipes that its plan asks for.
 
 What an operation has just made is looked at only if it is large and an operation of
-the table made it: then it is a value of the step, and if the plan wants it made again, its recipe
+the table made it: then it is a value of the step, and if the plan wants it recomputed, its recipe
 is made at once, while the inputs are as the operation found them.
 
 Storages are told apart by the address of their implementation, which a weak reference keeps from
@@ -88,7 +88,7 @@ class SavedValue(NamedTuple):
     value: RecordedValue
     decision: Decision
     result: Result | None
-    """Set for one that is made again."""
+    """Set for one that is recomputed."""
 
 
 class _Cast(NamedTuple):
@@ -127,7 +127,7 @@ class _Call:
         self.arguments = arguments
         self.options = options
         self.recipe: Recipe | None = None
-        """Of all its results, once one of them is to be made again."""
+        """Of all its results, once one of them is to be recomputed."""
         self._tensors: list[torch.Tensor] | None = None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -168,7 +168,7 @@ class Recording:
         """Look at what has `least` bytes; inputs are handed over by `pack`.
 
         `publish` returns a number that tells when a tensor has been made, 0 where nobody asks for
-        that, and `is_ready` hears of what will leave by that. `functions` may be run again.
+        that, and `is_ready` hears of what will leave by that. `functions` may be recomputed.
         """
         self._layers = layers
         self.functions = functions
@@ -310,7 +310,7 @@ class Recording:
     def _give_up(
         self, seen: _Seen, call: _Call, inputs: _Inputs, output: torch.Tensor, index: int | None
     ) -> None:
-        """Have a value be made again: it is what `call` made, or of several results one."""
+        """Have a value be recomputed: it is what `call` made, or of several results one."""
         if call.recipe is None:
             call.recipe = call.recipe_of(self._sources(call.tensors(), inputs), output.device.type)
         if seen.result is None:

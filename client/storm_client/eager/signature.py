@@ -1,4 +1,4 @@
-"""What the steps of an Offload did, one record for each kind of step.
+"""What the steps of an Offload did, one record for each step signature.
 
 Two steps are of one kind if they made and saved the same values in the same order: the same
 functions on the same inputs, sizes and dtypes. A value is one storage at one version. While a step
@@ -7,11 +7,11 @@ alike is followed, or none, and what comes then is offloaded. At the end the ste
 own if it was like none.
 
 A step that follows a plan walks along its kind's script: each event is compared by its function,
-size and dtype alone, and only of what something is made again from is it looked up which value it
+size and dtype alone, and only of what something is recomputed from is it looked up which value it
 is. A step that leaves the script in the middle cannot be learned, since it did not look at all of
 its values; its kind is watched closely from then on, without a script.
 
-Nothing here decides what is returned: that a value can be made again is shown by what the step at
+Nothing here decides what is returned: that a value can be recomputed is shown by what the step at
 hand has run, never by what another did.
 """
 
@@ -67,7 +67,7 @@ MOST_FILLED = 0.25
 """Seconds for which a device is kept busy at the most, so that its queue is full afterwards."""
 
 MOST_TRIES = 16
-"""Of a value by one plan. So many forward passes may be under way before the first backward pass; a
+"""Of a value by one plan. So many forward passes may be in flight before the first backward pass; a
 value that none has asked for by then is one that none will ask for."""
 
 MOST_EVENTS = 20_000
@@ -114,7 +114,7 @@ class RecordedValue:
     is_result: bool = True
     """Whether an operation made it that autograd knows of: then its changes are counted."""
     operation: str = ""
-    """The function's name; empty where it is not known, or cannot be run again."""
+    """The function's name; empty where it is not known, or cannot be recomputed."""
     is_expensive: bool = False
     inputs: tuple[int, ...] = ()
     """Numbers of the large values among its arguments."""
@@ -157,7 +157,7 @@ class Expected(NamedTuple):
     value: RecordedValue
     decision: Decision
     matters: bool
-    """Whether the value is made again, or another one from it."""
+    """Whether the value is recomputed, or another one from it."""
     is_new: bool
     """Whether no event before is of this value."""
     inputs: tuple[int, ...]
@@ -175,7 +175,7 @@ _NOTHING = Expected(
 
 
 class Kind:
-    """One kind of step: its values, what was decided for each, and what was seen of replays."""
+    """One step signature: its values, what was decided for each, and what was seen of replays."""
 
     _followed_any = 0
     """Steps that followed any of its plans, and tried nothing."""
@@ -201,13 +201,13 @@ class Kind:
         self.decisions: list[Decision] | None = None
         """One a value; None until there is a plan."""
         self.has_replays = True
-        """Whether something is made again, or nobody knows yet."""
+        """Whether something is recomputed, or nobody knows yet."""
         self.plan: Plan | None = None
         """The same for people."""
         self.told: weakref.ref[Any] | None = None
         """The session whose daemon knows the present plan, which hooks tell it of."""
         self.verified: set[int] = set()
-        """Values that were made again by the present plan and found to be the same."""
+        """Values that were recomputed by the present plan and found to be the same."""
         self.rejected: dict[int, str] = {}
         """Values that were not, with the reason."""
         self._tries: Counter[int] = Counter()
@@ -233,7 +233,7 @@ class Kind:
         self._turns: list[Duration] = []
         """From the end of the latest forward passes until something was asked for."""
         self.host: HostBound | None = None
-        """What is known of the thread, once its steps were found to be bound by that."""
+        """What is known of the thread, once its steps were found to be CPU-bound."""
         self.passes: list[HostPass] = []
         """The latest that were timed on the thread, too."""
         self.is_not_worth_it = False
@@ -315,7 +315,7 @@ class Kind:
         """Note a forward pass that followed the plan; two of them make it anew.
 
         Later two do so, on a GPU, if both were much shorter than the window, or once steps that are
-        bound by the thread have settled. `host` is what it took the thread.
+        that are CPU-bound have settled. `host` is what it took the thread.
         """
         self.followed += 1
         self._followed_any += 1
@@ -372,7 +372,7 @@ class Kind:
         return self._followed_any >= SETTLED
 
     def _settles_bound(self) -> bool:
-        """Tell, once, whether the window is to be measured anew, of a step bound by the thread."""
+        """Tell, once, whether the window is to be measured anew, of a CPU-bound step."""
         if self.host is None or self._was_settled or not self.has_settled:
             return False
         self._was_settled = True
@@ -588,7 +588,7 @@ def values_of(events: list[Event], known: list[RecordedValue]) -> list[RecordedV
 
 
 class Kinds:
-    """The kinds of steps that are known. Steps of several threads may share them."""
+    """The step signatures that are known. Steps of several threads may share them."""
 
     def __init__(self) -> None:
         """Start without experience."""

@@ -18,7 +18,7 @@ def figures_between(before: OffloadStats, now: OffloadStats, steps: int) -> dict
     """Return the figures of the `steps` steps that lie between two statistics of one Offload.
 
     `offload_saved_gib`: what autograd handed over. `offload_gib`: what left for the daemon.
-    `offload_replayed_gib`: what was given up, to be computed again. `offload_kept_gib`: what should
+    `offload_replayed_gib`: what was given up, to be recomputed. `offload_kept_gib`: what should
     have left and did not fit. `offload_ratio`: bytes that left over bytes that they take in the
     pool. `offload_wait_seconds`: waited to have them back.
     """

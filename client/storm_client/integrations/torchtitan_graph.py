@@ -6,7 +6,7 @@
     config.compile.memory_policy = "stormd"
 
 No saved-tensor hook sees into such a graph, so this decides and torchtitan acts: each activation
-that the backward pass reads is tagged as to be saved, computed again or offloaded, by the planner
+that the backward pass reads is tagged as to be saved, recomputed or offloaded, by the planner
 that decides for hooks, and torchtitan's own passes do that. What they offload goes to pinned memory
 of the process: not to the daemon's pool, and not compressed.
 
@@ -94,7 +94,7 @@ def tag_activations(gm: GraphModule, *, budget: Budget = "least", host_bytes: in
     Nodes of the backward pass have `meta["autograd_backward"]`, those of a layer a
     `meta["custom"]["module_fqn"]` such as "layers.3.mlp", all a `meta["val"]`. At most `host_bytes`
     are offloaded, the largest tensors first, and none of the last layer, which is needed at once.
-    What is passed over for that is saved. What is random is never computed again, nor what reads
+    What is passed over for that is saved. What is random is never recomputed, nor what reads
     memory that is written to; that memory itself is left as it is tagged.
     """
     activations = _activations(gm)
@@ -125,7 +125,7 @@ def _policy(decision: Decision, *, leaves: bool) -> CheckpointPolicy:
 
 
 def _needed(activations: list[_Activation], decisions: list[Decision]) -> set[int]:
-    """Return what the backward pass reads, and all that this is computed again from."""
+    """Return what the backward pass reads, and all that this is recomputed from."""
     needed: set[int] = set()
     for one, decision in zip(reversed(activations), reversed(decisions), strict=True):
         if one.value.is_saved or one.value.number in needed:
@@ -203,7 +203,7 @@ def _activations(gm: GraphModule) -> list[_Activation]:
 
 
 def _use(made: list[_Activation], by_node: dict[Node, _Activation]) -> None:
-    """Note what the backward pass reads, and what may not be computed again."""
+    """Note what the backward pass reads, and what may not be recomputed."""
     for node, one in by_node.items():
         one.is_written |= any(map(_writes, node.users))
         if any(user.meta.get("autograd_backward") for user in node.users):

@@ -141,7 +141,7 @@ class Lane(Protocol):
     staging_bytes: int
     """Size of the staging area; known from attach on."""
     budget_bytes: int
-    """The most device memory that may wait for the link, on its way out or back early."""
+    """The most device memory that may wait for the link, in flight out or back early."""
     keeps_stored: bool
     """Whether stored parts wait in the staging area while there is room: where the way from the
     arena is much slower than a copy."""

@@ -151,7 +151,7 @@ class _Shared:
             DaemonLost: it has.
         """
         if self._timelines.read(STORED) >= POISON:
-            raise DaemonLost("the daemon ended this session while a tensor was on its way back")
+            raise DaemonLost("the daemon ended this session while a tensor was in flight back")
 
 
 def _address(memory: mmap.mmap) -> int:

@@ -195,7 +195,7 @@ class CudaLane:
     def poison(self) -> None:
         """Release every wait on the daemon's counters, those that streams have yet to come to too.
 
-        A write that the daemon's device still had under way may undo what was stored before. So it
+        A write that the daemon's device still had in flight may undo what was stored before. So it
         is stored again until no stream waits any more, or no such write can come.
         """
         end = time.monotonic() + POISONED_SECONDS

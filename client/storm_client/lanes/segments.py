@@ -101,7 +101,7 @@ class Segments:
         self._offers[request] = segment or _Segment(offer.segment, 0, _State.OFFERED)
 
     def concerns(self, request: int) -> bool:
-        """Tell whether the number is that of an offer under way."""
+        """Tell whether the number is that of an offer in flight."""
         return request in self._offers
 
     def answered(self, request: int, *, mapped: bool) -> None:

@@ -55,7 +55,7 @@ class Shared:
 
 def closed() -> DaemonLost:
     """Return the error of a thread that uses what another one has closed."""
-    return DaemonLost("the daemon was lost, or the client closed, while a tensor was on its way")
+    return DaemonLost("the daemon was lost, or the client closed, while a tensor was in flight")
 
 
 def share(descriptor: int, staging_bytes: int) -> Shared:

@@ -39,7 +39,7 @@ class Report:
     steps: int
     """How often the Offload was entered."""
     plan: Plan | None
-    """What becomes of each saved tensor of the latest kind of step; None until learned."""
+    """What becomes of each saved tensor of the latest step signature; None until learned."""
     timeline: Timeline | None
     """The latest step of which a backward pass has used something; None before."""
 

@@ -37,11 +37,11 @@ class OffloadStats:
     skipped_bytes: int
     """Passed over by the policy: parameters, small tensors, kinds that cannot be stored, and what
     somebody else still holds in memory, and could change ("in_use"); what a budget lets stay
-    ("budget"); what the training thread has no time to give up
-    where the step is bound by it ("host"); where layers were chosen, what is saved outside of them
+    ("budget"); what the training thread has no time to offload
+    in a CPU-bound step ("host"); where layers were chosen, what is saved outside of them
     ("outside")."""
     deduplicated_bytes: int
-    """In a range that was stored already."""
+    """Duplicates: in a range that was stored before."""
     offloaded_bytes: int
     """Given to the daemon, before encoding."""
     stored_bytes: int
@@ -49,17 +49,17 @@ class OffloadStats:
     kept_bytes: int
     """Meant for the daemon but left with the client."""
     replayed_bytes: int
-    """Given up, and made again by the operations that had made it."""
+    """Freed, and recomputed by the operations that had made it."""
     skipped: Mapping[str, int]
     """Tensors passed over, by reason."""
     kept: Mapping[str, int]
     """Ranges left with the client, by reason."""
     store_seconds: float
-    """Spent by training threads on handing tensors over."""
+    """Spent by training threads on storing tensors."""
     restore_wait_seconds: float
-    """Spent by training threads on getting back what had left their memory."""
+    """Spent by training threads on waiting for restores."""
     replay_seconds: float
-    """Spent by training threads on starting operations again, not what those take on a device."""
+    """Spent by training threads on recomputation: its launches, not what the device then does."""
     offloaded_by_dtype: Mapping[str, int]
     """Offloaded bytes by the dtype of the tensor that was saved first."""
     stored_by_mode: Mapping[str, int]
@@ -182,7 +182,7 @@ class StatsRecorder:
         self._count("stays", "in_use", -nbytes, -1)
 
     def deduplicated(self, nbytes: int) -> None:
-        """Count a saved tensor whose bytes were stored already."""
+        """Count a duplicate: a saved tensor whose bytes were stored before."""
         self._count("deduplicated", "", nbytes)
 
     def saved(self, nbytes: int, seconds: float) -> None:
@@ -195,11 +195,11 @@ class StatsRecorder:
         self._spent("restore", seconds)
 
     def gives_up(self, nbytes: int) -> None:
-        """Count a saved tensor that will be made again, or that shares what will be."""
+        """Count a saved tensor that will be recomputed, or that shares the memory of one."""
         self._count("replayed", "", nbytes)
 
     def replayed(self, seconds: float) -> None:
-        """Count the time that a thread spent on having a tensor made again."""
+        """Count the time that a thread spent on having a tensor recomputed."""
         self._spent("replay", seconds)
 
     def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:

@@ -34,7 +34,7 @@ EVERY = 50
 """Of the later steps one in so many is."""
 
 Fate = Literal["stays", "offloaded", "replayed"]
-"""What becomes of a saved tensor: stays on the device, goes to the daemon, is made again."""
+"""What becomes of a saved tensor: stays on the device, goes to the daemon, is recomputed."""
 
 FATES: tuple[Fate, ...] = ("stays", "offloaded", "replayed")
 

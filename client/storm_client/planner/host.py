@@ -1,6 +1,6 @@
-"""What decisions cost the thread that trains, and what is chosen where the step is bound by it.
+"""What decisions cost the thread that trains, and what is chosen where the step is CPU-bound.
 
-Each saved tensor that stays, leaves or is made again takes that thread some time, whatever its
+Each saved tensor that stays, leaves or is recomputed takes that thread some time, whatever its
 size. As long as the device has work queued that time is hidden. A step of small operations has
 none queued: its device waits for the thread, and each decision makes the step longer.
 
@@ -92,7 +92,7 @@ def spare_seconds(host: HostBound) -> float:
 def load_of(values: Sequence[Value], decisions: Sequence[Decision], functions: int) -> Load:
     """Return what decisions cost the thread of the machine on which that was measured.
 
-    A step runs `functions` of the table, which are watched where anything is made again.
+    A step runs `functions` of the table, which are watched where anything is recomputed.
     """
     forward = backward = 0.0
     makes = False
@@ -139,11 +139,11 @@ def choose_for_host(
     room: int | None = None,
     spare: float | None = None,
 ) -> Choice:
-    """Return what becomes of each value of a step that is bound by the host.
+    """Return what becomes of each value of a step that is CPU-bound.
 
     That is `choice`, which minds the device alone, if it takes no longer than what would be chosen
     here; without `room`, if it takes no longer than checkpointing. Of the values that leave by that
-    choice or are made again, the largest leave here: until `room` bytes stay, or as long as that
+    choice or are recomputed, the largest leave here: until `room` bytes stay, or as long as that
     takes no longer than checkpointing.
 
     A byte takes the `link` so many seconds one way, and a step runs `functions` of the table.

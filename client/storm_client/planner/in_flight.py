@@ -40,7 +40,7 @@ LARGEST = 3
 that makes nothing to store."""
 
 LEAST_BYTES = 1 << 26
-"""However little memory there is, some tensors must be under way for the link to be busy."""
+"""However little memory there is, some tensors must be in flight for the link to be busy."""
 
 
 class DeviceWindow:

@@ -35,7 +35,7 @@ def compile_step(
 
     The first call for arguments of such shapes, dtypes and plain values records all operations of
     the function, forward, backward and update, without running them; every call runs what was
-    recorded, as one plan of what is kept, offloaded and computed again. So its Python code runs
+    recorded, as one plan of what is kept, offloaded and recomputed. So its Python code runs
     when it is captured, and not again; loops over `storm_client.micro_batches` stay loops. It is
     captured anew where an argument's shape or plain value differs, or which of them share memory,
     a variable of the function's own, a module's mode or attribute, or an optimizer's setting; the

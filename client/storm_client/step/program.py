@@ -6,7 +6,7 @@
     the late graph                       changes the state
 
 The first two pairs are divided where most bytes live, and what lives there is kept, offloaded or
-computed again by the planner of compiled models.
+recomputed by the planner of compiled models.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def _handed(
     first: Sequence[fx.Node], second: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return what of the first half the second makes again, as views, and what it is handed."""
+    """Return what of the first half the second recomputes, as views, and what it is handed."""
     there = set(first)
     again: dict[fx.Node, None] = {}
     handed: dict[fx.Node, None] = {}

@@ -264,7 +264,7 @@ class Recording:
             raise UsageError(
                 f"{node.target} draws random numbers in a backward pass, as checkpointing does "
                 "that computes dropout again; leave checkpointing out of the step, whose plan "
-                "computes again what is worth it"
+                "recomputes what is worth it"
             )
         if is_random(node):
             given = [self.constants.get(one) for one in node.all_input_nodes]

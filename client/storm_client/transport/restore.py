@@ -1,9 +1,9 @@
 """Brings stored ranges back: on demand, and ahead of it.
 
-They come through the staging area, where what was fetched ahead waits and gives way to anything
+They come through the staging area, where what was prefetched waits and gives way to anything
 that is needed now; or into memory of their own that the daemon has mapped. Where that is so, memory
 that it may still write to is kept, whoever has lost interest in it, until it has answered for every
-part; and what is fetched ahead stays within the device window.
+part; and what is prefetched stays within the device window.
 
 A thread that fetches through the staging area copies each part out as it comes, and waits for one
 with no slot that it could give up, so a range of any size passes through an area of two parts.
@@ -34,10 +34,10 @@ LONGEST_SECONDS = 600.0
 """The same while it answers others: many processes may share a device by time slices."""
 
 TOGETHER_BYTES = 8 << 20
-"""Of records fetched ahead: so many share an event on the stream and a frame to the daemon."""
+"""Of records prefetched: so many share an event on the stream and a frame to the daemon."""
 
 LAST_WRITES_SECONDS = 0.5
-"""How long the memory of restores that a dead daemon left under way is not given back: nothing
+"""How long the memory of restores that a dead daemon left in flight is not given back: nothing
 tells when the device has ended a dead process's kernels, which takes milliseconds."""
 
 _Placed = tuple[StoredRange, torch.UntypedStorage, Mapped]
@@ -320,7 +320,7 @@ class Inbound:
         """Return memory; None where there is none for what nobody waits for."""
         try:
             return self._lane.allocate(nbytes)
-        except torch.OutOfMemoryError:  # the observer has had what was fetched ahead given up
+        except torch.OutOfMemoryError:  # the observer has had what was prefetched given up
             if not is_demanded:
                 return None
         with self._connection.lock:

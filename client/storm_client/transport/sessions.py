@@ -77,7 +77,7 @@ class Sessions:
             return self._open(device)
 
     def settle(self, timeout: float) -> None:
-        """Wait until the stores under way have been encoded, `timeout` seconds a session."""
+        """Wait until the stores in flight have been encoded, `timeout` seconds a session."""
         for session in self._open_sessions():
             session.settle(timeout)
 

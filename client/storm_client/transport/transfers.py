@@ -1,8 +1,8 @@
 """The ways of stored ranges to the daemon and back: a state machine without a socket or a device.
 
-A **transfer** is one part on its way. Its number is that of the request that asked for it, and one
-table finds it by that number when an answer comes. The transfers of one stored range on its way
-out are an `Outgoing`, those on its way back an `Incoming`. All of them share the staging area: what
+A **transfer** is one part in flight. Its number is that of the request that asked for it, and one
+table finds it by that number when an answer comes. The transfers of one stored range in flight
+out are an `Outgoing`, those in flight back an `Incoming`. All of them share the staging area: what
 lies there, and what of it gives way to what, is decided here, too.
 
 What happens comes in as calls, which sessions make with their lock held; what the daemon has to be
@@ -62,7 +62,7 @@ ALIGNMENT = 64
 """Bytes, of ranges of the staging area; a cache line, and a multiple of every dtype's size."""
 
 AHEAD_SHARE = 0.75
-"""Of the staging area, for what was fetched ahead or is kept there; the rest is left to stores and
+"""Of the staging area, for what was prefetched or is kept there; the rest is left to stores and
 to what is needed at once."""
 
 AHEAD_PARTS = 64
@@ -72,7 +72,7 @@ IDS_PER_RELEASE = 256
 """Entries given up in one message, of at most 9 bytes each: a frame has room for so many such."""
 
 REFILL_SHARE = 0.75
-"""Only when no more than this share of what may be fetched ahead is in use is more fetched: looking
+"""Only when no more than this share of what may be prefetched is in use is more fetched: looking
 is not free of charge, and what is requested together travels together."""
 
 
@@ -117,7 +117,7 @@ _ANSWERED = (Phase.ARRIVED, Phase.FAILED)
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One part, on its way out or back."""
+    """One part, in flight out or back."""
 
     number: int
     nbytes: int
@@ -194,7 +194,7 @@ class Incoming:
     transfers: dict[int, Transfer] = field(default_factory=dict)
     """By the part's place in `parts`."""
     is_demanded: bool = False
-    """Whether a thread waits for it; what nobody waits for is fetched ahead, or kept."""
+    """Whether a thread waits for it; what nobody waits for is prefetched, or kept."""
     is_early: bool = False
     """Whether its storage counts among the memory that was taken early."""
 
@@ -340,7 +340,7 @@ class Transfers:
     def reserve(self, nbytes: int) -> Slot | None:
         """Return a slot, giving up what waits to be needed where there is no other room.
 
-        The one that is needed last goes first: of what was fetched ahead the newest, else what has
+        The one that is needed last goes first: of what was prefetched the newest, else what has
         been kept longest.
         """
         slot = self._space.allocate(nbytes)
@@ -537,7 +537,7 @@ class Transfers:
     def request_ahead(self, incoming: Incoming, begin: int, sequence: int) -> bool:
         """Request its parts from `begin` on through the staging area, before they are needed.
 
-        False where what is fetched ahead has no room for all of them now.
+        False where what is prefetched has no room for all of them now.
         """
         for index in range(begin, len(incoming.parts)):
             if index in incoming.transfers:
@@ -631,7 +631,7 @@ class Transfers:
             self._went(transfer, transfer.of, message)
 
     def _went(self, transfer: Transfer, out: Outgoing, message: Message) -> None:
-        """Handle an answer about a part on its way out."""
+        """Handle an answer about a part in flight out."""
         match message:
             case Admitted():
                 self._admitted(transfer, out)
@@ -649,7 +649,7 @@ class Transfers:
         self._end(transfer)
 
     def _came(self, transfer: Transfer, message: Message) -> None:
-        """Handle an answer about a part on its way back: it is there, or cannot be had."""
+        """Handle an answer about a part in flight back: it is there, or cannot be had."""
         if transfer.phase in (Phase.DROPPED, Phase.DONE):  # DONE: this was interrupted here
             transfer.move_to(Phase.DONE)
             self._give_back(transfer)

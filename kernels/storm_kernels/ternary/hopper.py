@@ -149,7 +149,7 @@ def ways(kind: Kind, rows: int, columns: int, batch: int) -> list[tuple[float, W
 def fitted(
     kind: Kind, eights: int, groups: int, splits: int, spans: int, *, beside: int = 1
 ) -> Way:
-    """Return a way with as much under way as there is to do and memory for.
+    """Return a way with as much in flight as there is to do and memory for.
 
     A block has `spans` to do, and a multiprocessor `beside` blocks at once.
     """

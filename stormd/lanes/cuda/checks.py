@@ -87,7 +87,7 @@ class Checks:
             self._made = made.pop_all()
 
     def add(self, address: int, nbytes: int) -> Check:
-        """Have bytes read with the next launch, which is now where none is under way.
+        """Have bytes read with the next launch, which is now where none is in flight.
 
         They must stay mapped until the check is known or forgotten.
         """
@@ -115,7 +115,7 @@ class Checks:
             self._waiting.remove(check)
 
     def close(self) -> None:
-        """Free all of it; nothing is under way."""
+        """Free all of it; nothing is in flight."""
         self._made.close()
 
     @property

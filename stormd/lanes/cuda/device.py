@@ -68,7 +68,7 @@ class DevicePool:
             self._made = made.pop_all()
 
     def extend(self, offset: int, nbytes: int) -> None:
-        """Register a further range; copies may be under way elsewhere. May take a second.
+        """Register a further range; copies may be in flight elsewhere. May take a second.
 
         Raises:
             CudaDriverError: the driver does not take it; nothing of it is registered.

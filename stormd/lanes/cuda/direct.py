@@ -25,7 +25,7 @@ class Outlook(NamedTuple):
     """How far a session's stores have come when the next one is to be begun.
 
     For `encoders_wait` seconds none of the encoders that are queued has passed, 0.0 where none is.
-    Of the session, `blobs` batches and `copies` direct parts are on their way down the link;
+    Of the session, `blobs` batches and `copies` direct parts are in flight down the link;
     `link_is_idle` is whether nothing of anybody's is.
     """
 

@@ -3,7 +3,7 @@
 Every job that was put in is answered exactly once, those that the device does in the order in which
 they were begun, but that a few go beside the others in an order of their own. That is the order in
 which they came, but that a few which are not due do not hold up those behind them, nor one that
-waits for scratch those that need none like it. No more is under way than there is scratch for. Jobs
+waits for scratch those that need none like it. No more is in flight than there is scratch for. Jobs
 that are due and have scratch are begun before the thread sleeps.
 
 Small jobs that wait together share a scratch, and with it what is put on the device for a batch of
@@ -91,12 +91,12 @@ class Stages(Protocol[Job, Scratch_contra]):
 
 
 class ScratchSource(Protocol[Job_contra, Scratch]):
-    """Scratch for the batches under way. None of this may raise."""
+    """Scratch for the batches in flight. None of this may raise."""
 
     def has_for(self, job: Job_contra) -> bool:
         """Tell whether there is scratch for any batch that begins with the job.
 
-        There must be for any job at all when none is under way.
+        There must be for any job at all when none is in flight.
         """
 
     def place_beside(self, waiting: Iterable[tuple[int, Job_contra]]) -> int | None:
@@ -122,7 +122,7 @@ class _Call(NamedTuple):
 class Pipeline(Generic[Job, Scratch]):
     """One thread that runs jobs through `stages`, as many batches at one time as have scratch.
 
-    Besides jobs it takes calls, made between jobs: when none is under way (`run`), or when those
+    Besides jobs it takes calls, made between jobs: when none is in flight (`run`), or when those
     before have been begun (`follow`). They must not raise. `heartbeat` says that batches which have
     gone on go further: the first stage may wait for somebody, no later one.
     """
@@ -160,7 +160,7 @@ class Pipeline(Generic[Job, Scratch]):
         self._items.put(_Call(action, when_finished=False))
 
     def end(self) -> None:
-        """Refuse the jobs that wait, finish those under way, make the calls, then end."""
+        """Refuse the jobs that wait, finish those in flight, make the calls, then end."""
         self._skip.set()
         self._items.put(None)
 
@@ -230,7 +230,7 @@ class Pipeline(Generic[Job, Scratch]):
         self._finish_all()
 
     def _next(self) -> tuple[int, Job | _Call | None]:
-        """Take out the next item that may come; go on with what is under way until then.
+        """Take out the next item that may come; go on with what is in flight until then.
 
         Returned with the place where it was among those that wait.
         """

@@ -67,7 +67,7 @@ class Restores:
         device.settle(self._client.opened.restore_stream)
 
     def fail(self, batch: list[RestoreJob], scratch: Scratch, error: Exception) -> None:  # noqa: ARG002 - nothing is placed
-        """Answer restores that failed; nothing of them is under way."""
+        """Answer restores that failed; nothing of them is in flight."""
         self._client.post(*(_failed(job, error) for job in batch))
 
     def refuse(self, job: RestoreJob) -> None:

@@ -1,7 +1,7 @@
 """Device memory in which blobs lie while they are coded and copied, shared by both directions.
 
 A batch has room for its blobs, apart from all others', and a part as large as the session's parts
-may be finds room at the latest when nothing of its direction is under way.
+may be finds room at the latest when nothing of its direction is in flight.
 
 Room is shared by bytes, not by batches: large parts, which cost the trainer the fewest
 interruptions for their bytes, and many small ones need the same few hundred MiB.
@@ -85,7 +85,7 @@ class Transit:
 
 
 class Scratch(Transit):
-    """What one batch needs on its way: events, and memory for what the codec says and sorts.
+    """What one batch needs in flight: events, and memory for what the codec says and sorts.
 
     `rooms` are the device addresses of its blobs. On the way back, `kinds` is what they are, and
     `is_coding` whether the decoders are on their stream.

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 POISON_SECONDS: Final = 0.01
 """Between two poisonings of a dead client's counter, until both threads have ended: a write that
-the client's device still had under way may undo the first."""
+the client's device still had in flight may undo the first."""
 
 
 class CudaSession:

@@ -63,7 +63,7 @@ def test_results_are_those_without_offload(name: str, device: str, client: storm
     wrap = Compiler(client, **dynamic(name))
     assert_identical(PROGRAMS[name](wrap, device), expected)
     if name not in ("views_and_strides", "what_is_saved_and_then_overwritten"):
-        assert wrap.offloaded > 0  # of those two all is cheaper to compute again
+        assert wrap.offloaded > 0  # of those two all is cheaper to recompute
 
 
 @pytest.mark.parametrize("name", IN_GENERATED_CODE)
@@ -235,7 +235,7 @@ def test_blocks_compute_again_what_their_part_of_a_budget_does_not_hold(
     expected = trained_blocks(reference("eager"))
     assert_identical(trained_blocks(least), expected)
     schedule = backend._compiled_of(least.made[0]).target.graphs[0].schedule
-    count = min(filter(None, schedule.again_until))  # as many kept, and less is computed again
+    count = min(filter(None, schedule.again_until))  # as many kept, and less is recomputed
     part = schedule.kept_bytes[count]
     again = []
     for nbytes in (part, part - 1):

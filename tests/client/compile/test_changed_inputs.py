@@ -80,7 +80,7 @@ def test_parameters_that_are_given_other_data_are_computed_from_as_they_were(
 
 
 class Returning(nn.Module):
-    """Returns a product that its backward pass reads, and could compute again."""
+    """Returns a product that its backward pass reads, and could recompute."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def written_without_a_count(wrap: Wrap, device: str) -> list[Tensor]:
 def test_a_result_is_read_as_its_caller_has_left_it(
     codegen: str, device: str, client: storm.Client, full_link: None
 ) -> None:
-    """As PyTorch reads it, which has saved it: it is not computed again from what made it."""
+    """As PyTorch reads it, which has saved it: it is not recomputed from what made it."""
     expected = written_without_a_count(partial(torch.compile, backend=PLAIN[codegen]), device)
     torch._dynamo.reset()
     options = {"client": client, "min_bytes": 1, "codegen": codegen, "budget": 0.0}
@@ -130,7 +130,7 @@ def test_a_result_that_its_caller_has_changed_raises(
 def test_a_parameter_that_is_changed_before_it_is_computed_from_raises(
     device: str, client: storm.Client, full_link: None
 ) -> None:
-    """The first layer's weight is read by what is computed again, and by nothing else."""
+    """The first layer's weight is read by what is recomputed, and by nothing else."""
     net = perceptron(device)
     call = storm.compile(net, client=client, min_bytes=1, codegen="eager", budget=0.0)
     loss = call(seeded(device, 64, 32)).square().mean()

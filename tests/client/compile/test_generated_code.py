@@ -44,7 +44,7 @@ def test_what_comes_back_counts_as_aligned(code: tuple[str, str]) -> None:
     assert not [line for line in doubted if "stormd.wait" in line]
 
 
-# --- what is computed again ---------------------------------------------------------------------
+# --- what is recomputed ---------------------------------------------------------------------
 
 
 def replayed(plans: list[Plan]) -> dict[str, str]:

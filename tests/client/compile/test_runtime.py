@@ -286,7 +286,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
 
 
 def settled(client: storm.Client) -> tuple[int, int]:
-    """Return the entries and the promised bytes of the daemon when nothing is under way."""
+    """Return the entries and the promised bytes of the daemon when nothing is in flight."""
     client._supply.sessions.settle(SECONDS)
     state = client.status()
     return state.entries, state.details["pool"]["promised_bytes"]

@@ -44,7 +44,7 @@ SOME_REPLAYS = replace(
     unmeasured=1e-9,
     unmeasured_expensive=1e9,
 )
-"""Products leave, and all else is made again."""
+"""Products leave, and all else is recomputed."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Saved tensors that are made again: bit for bit what they were, or an exception."""
+"""Saved tensors that are recomputed: bit for bit what they were, or an exception."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def nbytes(nodes: list[Node]) -> int:
 
 
 def can_be_had(node: Node) -> bool:
-    """Tell whether the backward pass can have a node's output: kept, brought back or made again."""
+    """Tell whether the backward pass can have a node's output: kept, brought back or recomputed."""
     if node.op in ("placeholder", "get_attr") or node.meta.get("recompute") in (SAVE, OFFLOAD):
         return True
     if is_backward(node) or node.target is torch.ops.aten.t.default:

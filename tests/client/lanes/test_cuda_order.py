@@ -202,7 +202,7 @@ def test_a_device_that_is_current_is_not_entered_again(
 def test_a_late_write_of_a_dead_daemon_keeps_no_stream_waiting(
     fake: FakeTorch, bench: Callable[..., Bench]
 ) -> None:
-    """Its device may still do what was under way when it died."""
+    """Its device may still do what was in flight when it died."""
     client, busy, looked = bench(), threading.Event(), threading.Event()
     stream = fake.stream_of(0)
     stream.put(busy.wait)

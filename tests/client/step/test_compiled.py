@@ -34,7 +34,7 @@ def wrap(client: storm.Client) -> Callable[..., storm.compile_step]:
 
 
 OFFLOADED = ("a_transformer", "autocast", "writes_in_place")
-"""Where something has to leave for the least peak: of the others all may stay, or is made again."""
+"""Where something has to leave for the least peak: of the others all may stay, or is recomputed."""
 
 
 def same(step: Callable[..., object]) -> Callable[..., object]:

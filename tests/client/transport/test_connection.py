@@ -197,7 +197,7 @@ def test_what_comes_before_anybody_listens_is_passed_over(daemon: DaemonProcess)
 def test_an_interrupt_loses_no_message(
     connection: Connection, told: Told, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Ctrl-C comes while a message is on its way out or in."""
+    """Ctrl-C comes while a message is in flight out or in."""
     real = getattr(connection_module, name)
     interrupts: list[str] = []
 

@@ -72,7 +72,7 @@ def test_what_has_come_meanwhile_is_launched_together(
 def test_what_is_forgotten_is_not_read(bench: Bench, checks: Any, counts: list[int]) -> None:
     with held(checks.stream):
         first, second, third = (checks.add(bench.area.address, n) for n in (1, 2, 3))
-        checks.forget(first)  # it is under way: too late
+        checks.forget(first)  # it is in flight: too late
         checks.forget(second)
     wait_until(known(checks, first, third))
     assert counts == [1, 1]

@@ -574,7 +574,7 @@ def test_a_copy_that_does_not_end_is_seen_and_a_client_that_waits_is_not(
 def test_a_thread_that_breaks_answers_all_there_is_and_all_that_comes(
     stages: Recorder, breaks: str
 ) -> None:
-    """At job 50: it has been taken, others are under way, some wait, and more come."""
+    """At job 50: it has been taken, others are in flight, some wait, and more come."""
     real = getattr(stages, breaks)
     broken = threading.Event()
 
