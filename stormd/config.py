@@ -169,7 +169,7 @@ class Config:
     part_bytes_cpu: int = _option(
         "size",
         "lanes",
-        "largest piece in which a tensor travels on the cpu lane; at most half the staging",
+        "largest chunk of a tensor on the cpu lane; at most half the staging",
         default=8 * MIB,
         least=4 * KIB,
         most=MAX_ENTRY_BYTES,
@@ -177,7 +177,7 @@ class Config:
     part_bytes_cuda: int = _option(
         "size",
         "lanes",
-        "largest piece in which a tensor travels on the cuda lane; at most half the staging; a "
+        "largest chunk of a tensor on the cuda lane; at most half the staging; a "
         "session takes six times as much of the GPU's memory, four times under CUDA's MPS",
         default=96 * MIB,
         least=4 * KIB,
@@ -186,7 +186,7 @@ class Config:
     direct_bytes_cuda: int = _option(
         "size",
         "lanes",
-        "under CUDA's MPS, pieces of so many bytes and more are stored as they are, uncompressed, "
+        "under CUDA's MPS, chunks of so many bytes and more are stored as they are, uncompressed, "
         "while a trainer's kernels leave the encoders no room and nothing else is on the link; "
         "those with codec raw always; 0 for none",
         default=16 * MIB,
@@ -219,7 +219,7 @@ class Config:
     max_entries_per_session: int = _option(
         "count",
         "limits",
-        "stored pieces of one session at one time",
+        "stored chunks of one session at one time",
         default=1 << 20,
         least=1,
         reloadable=True,
@@ -417,7 +417,7 @@ def _check_address(address: str) -> None:
 
 
 def _check_parts(config: Config, lane: str) -> None:
-    """Hold a part to half the staging: the next must fit while one is in flight."""
+    """Hold a chunk to half the staging: the next must fit while one is in flight."""
     part: int = getattr(config, f"part_bytes_{lane}")
     staging: int = getattr(config, f"staging_bytes_{lane}")
     if 2 * part > staging:

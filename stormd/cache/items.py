@@ -9,7 +9,7 @@ group. Looked up is the user's own tensor first, then the one that was put last 
 group. Only its owner replaces or deletes a tensor. So nobody can occupy a name for others, and
 who may not read a tensor cannot tell that it is there.
 
-Room is made for each part when it comes, by dropping what was least recently put or read: who
+Room is made for each chunk when it comes, by dropping what was least recently put or read: who
 announces much and sends nothing costs nobody anything. What goes is of the user who holds most, and
 never of one who holds less than the user for whom it goes. Whatever takes long is done a little at
 a time (`tidy`, `make_room`), with others' requests in between.
@@ -57,7 +57,7 @@ class Label:
 
 
 class CachePart(NamedTuple):
-    """One stored part: its blob, its size before encoding, its codec."""
+    """One stored chunk: its blob, its size before encoding, its codec."""
 
     block: Block
     raw_bytes: int
@@ -68,7 +68,7 @@ class CachePart(NamedTuple):
 class Item:
     """One tensor. `expires` is a time of the caller's clock, infinite for none.
 
-    `loans` counts the parts that sessions may read; `gone` items have no name any more and are
+    `loans` counts the chunks that sessions may read; `gone` items have no name any more and are
     freed with the last loan. `charge` is the bytes of the space that it takes.
     """
 
@@ -156,7 +156,7 @@ class Cache:
     def put(
         self, label: Label, owner: Caller, parts: tuple[CachePart, ...], expires: float
     ) -> Item:
-        """Make the name mean these parts, whose blocks are the cache's from now on.
+        """Make the name mean these chunks, whose blocks are the cache's from now on.
 
         The owner's tensor of that name is dropped; who reads it finishes.
         """
@@ -193,7 +193,7 @@ class Cache:
         return max(shared, key=lambda item: item.number, default=None)
 
     def lend(self, item: Item) -> list[Loan]:
-        """Return a loan for each part, which must be ended; the item counts as used."""
+        """Return a loan for each chunk, which must be ended; the item counts as used."""
         self._counts.hits += 1
         self._wake(item)
         if not item.parts:
@@ -395,11 +395,11 @@ class Loan:
     item: Item
 
     def end(self) -> None:
-        """Give the part back."""
+        """Give the chunk back."""
         self.cache.end_loan(self.item)
 
     def spoil(self) -> None:
-        """Note that the part is damaged: nobody gets the item any more."""
+        """Note that the chunk is damaged: nobody gets the item any more."""
         self.cache.spoil(self.item)
 
 

@@ -5,7 +5,7 @@ is open, which is at most one.
 
     CachePut    -> CacheReady     the put is open, and room for it can be had
                 or Refused        nothing has changed
-    then its Stores, in parts of `part_bytes`, the last of what is left
+    then its Stores, in chunks of `part_bytes`, the last of what is left
     CacheCommit -> CacheFound     the name now means these bytes, at once and for everybody
                 or Refused        the put is still open
     CacheCancel -> CacheFound     the put is closed and holds nothing; `found` if one was open
@@ -51,7 +51,7 @@ NAMES_A_PAGE: Final = 512
 
 
 def part_count(nbytes: int, part_bytes: int) -> int:
-    """Return in how many parts a tensor travels."""
+    """Return in how many chunks a tensor travels."""
     return -(-nbytes // part_bytes)
 
 
@@ -70,7 +70,7 @@ Flag = Annotated[bool, flag()]
 
 @message(16, kw_only=True, costly=True)
 class CachePut(Message):
-    """Opens a put: asks for room for a tensor of `nbytes`, which comes in parts of `part_bytes`.
+    """Opens a put: asks for room for a tensor of `nbytes`, which comes in chunks of `part_bytes`.
 
     `dtype` and `shape` are handed back with the bytes and not looked at. `ttl_seconds` is how
     long the tensor is kept from its commit on at the most, 0 for no limit.
@@ -84,7 +84,7 @@ class CachePut(Message):
     ttl_seconds: TimeToLive
 
     def check_together(self) -> None:
-        """Refuse more parts than one commit can name."""
+        """Refuse more chunks than one commit can name."""
         parts = part_count(self.nbytes, self.part_bytes)
         if parts > MAX_BATCH:
             raise ProtocolError(
@@ -146,7 +146,7 @@ class CacheReady(Message):
 
 @message(81, kw_only=True)
 class CacheTensor(Message):
-    """Lends the tensor's entries, `first_entry` and those after it, one a part.
+    """Lends the tensor's entries, `first_entry` and those after it, one a chunk.
 
     They stay as they are, whatever happens to the name, until Release or the session's end.
     """

@@ -191,11 +191,11 @@ def _check_sums(costly: int, parts: int) -> None:
 
 
 _HARMLESS_BYTES = 8 * RESTORE_FIELDS * MAX_BATCH
-"""A frame of no more bytes has no more parts than it may have: each number takes eight."""
+"""A frame of no more bytes has no more chunks than it may have: each number takes eight."""
 
 
 def _parts_of(message: Message) -> int:
-    """Return how many parts a message names."""
+    """Return how many chunks a message names."""
     if type(message) is RestoreParts:
         return len(message.places) // (8 * RESTORE_FIELDS)
     return 0

@@ -28,7 +28,7 @@ MAX_FRAME_BYTES = 1 << 20
 """Bytes of one ZeroMQ frame; a larger one ends its connection."""
 
 MAX_BATCH = 4096
-"""Messages in one frame, and parts of those that have several."""
+"""Messages in one frame, and chunks of those that have several."""
 
 MAX_COSTLY = 8
 """Messages in one frame that may take the daemon milliseconds each: a state, a put, a get, a list

@@ -15,8 +15,8 @@ One storage of the client travels as one or more entries. The way of an entry:
            or  Failed     the bytes cannot be had (CorruptBlob, a lane's error)
     Release -> (no answer) the entry is gone as soon as nothing uses it
 
-What RestoreParts and RestoredParts say of each part travels as packed numbers (`pack`), eight bytes
-each: as msgpack's they took 2.5 times as long to check and to read.
+What RestoreParts and RestoredParts say of each chunk travels as packed numbers (`pack`), eight
+bytes each: as msgpack's they took 2.5 times as long to check and to read.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ REJECTIONS = ("pool_full", "quota", "too_many_entries", "draining", "invalid")
 """Why a Store is answered by Rejected."""
 
 RESTORE_FIELDS: Final = 6
-"""Numbers of one part in RestoreParts."""
+"""Numbers of one chunk in RestoreParts."""
 
 RESTORED_FIELDS: Final = 1
-"""Numbers of one part in RestoredParts."""
+"""Numbers of one chunk in RestoredParts."""
 
 
 # --- the types of fields --------------------------------------------------------------------
@@ -133,7 +133,7 @@ def pack(values: Sequence[int]) -> bytes:
 
 
 def unpack(places: bytes, fields: int) -> Iterator[tuple[int, ...]]:
-    """Return so many numbers for each part; `places` has been checked by its message."""
+    """Return so many numbers for each chunk; `places` has been checked by its message."""
     return _LAYOUTS[fields].iter_unpack(places)
 
 

@@ -1,6 +1,6 @@
-"""A session for the shared cache: tensors out and back, in parts through its own staging area.
+"""A session for the shared cache: tensors out and back, in chunks through its own staging area.
 
-It moves its parts as every session does (`transfers`, `outbound`, `inbound`); here is what a put
+It moves its chunks as every session does (`transfers`, `outbound`, `inbound`); here is what a put
 and a get are beyond that. A put is committed whole or cancelled, and what a get was lent is
 released.
 """
@@ -45,7 +45,7 @@ from stormd.protocol import (
 __all__ = ["CacheSession"]
 
 STAGING_BYTES: Final = 64 << 20
-"""Asked for: a few parts in flight each way, and little of a GPU's memory."""
+"""Asked for: a few chunks in flight each way, and little of a GPU's memory."""
 
 
 class CacheSession(Listener):
@@ -181,7 +181,7 @@ class CacheSession(Listener):
     # --- helpers ----------------------------------------------------------------------------
 
     def _store(self, data: torch.Tensor, dtype: torch.dtype) -> list[int]:
-        """Store the parts and return their entries, in order, once all have arrived."""
+        """Store the chunks and return their entries, in order, once all have arrived."""
         count = -(-data.numel() // self._part_bytes)
         out = Outgoing(0, data.numel(), dtype, "ancf", count)
         self._outbound.copy(out, data.untyped_storage(), int(data.storage_offset()))
@@ -202,7 +202,7 @@ class CacheSession(Listener):
                 raise DaemonLost(self._stalled("does not answer"))
 
     def _refusal(self, reason: str, detail: str) -> StormError:
-        """Return the error for a put of which a part was not admitted."""
+        """Return the error for a put of which a chunk was not admitted."""
         if reason == "daemon_slow":
             return DaemonLost(self._stalled("frees no room in the staging area"))
         if reason == "draining":

@@ -5,7 +5,7 @@ the host's program order on the cpu lane, streams and the timeline page on the c
 has the device itself wait until whoever used a slot before is done with it. What is stored when,
 and who waits for which message, is decided elsewhere.
 
-A **route** says how one part travels: `Staged`, by a copy in the staging area; `Mapped`, in
+A **route** says how one chunk travels: `Staged`, by a copy in the staging area; `Mapped`, in
 memory of this process that the daemon has mapped.
 """
 
@@ -58,7 +58,7 @@ class LaneHello:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Slot:
-    """A range of the staging area that one part has for itself; whoever holds it owns the range."""
+    """A range of the staging area for one chunk alone; whoever holds this owns the range."""
 
     offset: int
     nbytes: int
@@ -81,15 +81,15 @@ class Mapped:
 
 
 Route: TypeAlias = Staged | Mapped
-"""How a part's bytes go; decided once for each transfer."""
+"""How a chunk's bytes go; decided once for each transfer."""
 
 
 class InPlace(Protocol):
     """What a lane offers where the daemon works in the tensors' own memory. Called locked.
 
-    Out: find -> produced -> a Store for each part -> the source is let go, which may be before
+    Out: find -> produced -> a Store for each chunk -> the source is let go, which may be before
     the daemon has read it: then `overtake` orders that on the device.
-    Back: allocate -> find -> produced -> a Restore for each part -> Restored -> use.
+    Back: allocate -> find -> produced -> a Restore for each chunk -> Restored -> use.
     """
 
     segments: Segments
@@ -143,7 +143,7 @@ class Lane(Protocol):
     budget_bytes: int
     """The most device memory that may wait for the link, in flight out or back early."""
     keeps_stored: bool
-    """Whether stored parts wait in the staging area while there is room: where the way from the
+    """Whether stored chunks wait in the staging area while there is room: where the way from the
     arena is much slower than a copy."""
 
     @property
@@ -179,7 +179,7 @@ class Lane(Protocol):
         ...
 
     def unstage(self, slot: Slot, destination: torch.UntypedStorage, begin: int) -> None:
-        """Copy a restored part out of the slot to where it begins in `destination`.
+        """Copy a restored chunk out of the slot to where it begins in `destination`.
 
         In order before later work of this thread.
         """

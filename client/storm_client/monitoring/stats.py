@@ -207,7 +207,7 @@ class StatsRecorder:
         self._count("offloaded", dtype_name(dtype), nbytes)
 
     def stored(self, nbytes: int, mode: str) -> None:
-        """Count a part that arrived in the arena with `nbytes`."""
+        """Count a chunk that arrived in the arena with `nbytes`."""
         self._count("stored", mode, nbytes)
         whole = self._whole or self
         with whole._lock:

@@ -103,7 +103,7 @@ def _check(error: int) -> None:
 def joined(batch: Sequence[Envelope]) -> Sequence[Envelope]:
     """Return messages that say the same in the same order, in as few envelopes as may be.
 
-    What a part costs is mostly its message. Parts are asked for one by one where they are needed,
+    What a chunk costs is mostly its message. Chunks are asked for one by one where they are needed,
     and restores that are neighbours are joined where a frame is made: nobody waits for others to
     come, and the order stays. A batch has at most MAX_BATCH restores.
     """

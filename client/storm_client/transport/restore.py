@@ -3,10 +3,10 @@
 They come through the staging area, where what was prefetched waits and gives way to anything
 that is needed now; or into memory of their own that the daemon has mapped. Where that is so, memory
 that it may still write to is kept, whoever has lost interest in it, until it has answered for every
-part; and what is prefetched stays within the device window.
+chunk; and what is prefetched stays within the device window.
 
-A thread that fetches through the staging area copies each part out as it comes, and waits for one
-with no slot that it could give up, so a range of any size passes through an area of two parts.
+A thread that fetches through the staging area copies each chunk out as it comes, and waits for one
+with no slot that it could give up, so a range of any size passes through an area of two chunks.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Inbound:
     # --- through the staging area, with the lock held ---------------------------------------
 
     def _go_on(self, incoming: Incoming, index: int, uses: UpcomingUses | None) -> None:
-        """Use the slot of the part before `index`, which has been copied, for what comes next."""
+        """Use the slot of the chunk before `index`, which has been copied, for what comes next."""
         transfers, left = self._transfers, len(incoming.parts) - index
         transfers.take(incoming, index - 1)
         self._connection.notify()
@@ -183,7 +183,7 @@ class Inbound:
             uses.saw(seen)
 
     def _begin_staged(self, record: StoredRange) -> bool:
-        """Request a record's parts; False where there is no room for all of them."""
+        """Request a record's chunks; False where there is no room for all of them."""
         incoming = self._transfers.expect(record.key, record.parts)
         if incoming.storage is not None or len(incoming.transfers) == len(incoming.parts):
             return True
@@ -191,7 +191,7 @@ class Inbound:
             return self._transfers.request_ahead(incoming, 0, self._lane.publish())
 
     def _requested(self, incoming: Incoming, index: int) -> Transfer:
-        """Return a part's transfer, waiting until there is room to request it."""
+        """Return a chunk's transfer, waiting until there is room to request it."""
         transfers = self._transfers
         transfers.take(incoming, index)  # where giving it up was interrupted
         while True:
@@ -248,7 +248,7 @@ class Inbound:
             return incoming
 
     def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
-        """Return the bytes once all parts are there; nothing is handed out before."""
+        """Return the bytes once all chunks are there; nothing is handed out before."""
         with self._connection.lock:
             try:
                 for index in range(len(incoming.parts)):
@@ -274,7 +274,7 @@ class Inbound:
         return True
 
     def _open(self, records: list[StoredRange], *, is_demanded: bool) -> bool:
-        """Allocate records' memory and request their parts; False where the daemon cannot."""
+        """Allocate records' memory and request their chunks; False where the daemon cannot."""
         storages = [self._allocate(record.nbytes, is_demanded=is_demanded) for record in records]
         with self._connection.lock:
             placed, can_all = self._placed(records, storages)

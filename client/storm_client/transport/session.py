@@ -3,7 +3,7 @@
 Hooks find, hold and load stored ranges here. A range is in the table of storages, and watched for
 its death, from before its first byte leaves; when it dies its entries are released, whoever dropped
 it, at the latest with the next heartbeat. No byte leaves before PyTorch could read no other in its
-place. How a range travels is `outbound`'s and `inbound`'s business, what has become of each part
+place. How a range travels is `outbound`'s and `inbound`'s business, what has become of each chunk
 is known by `transfers`.
 """
 
@@ -371,7 +371,7 @@ class Session(Listener):
     def _await_admission(self, record: StoredRange) -> None:
         """Wait until a record whose source was resized is the daemon's, or is not, for good.
 
-        A part that it has yet to refuse takes those that it has admitted with it.
+        A chunk that it has yet to refuse takes those that it has admitted with it.
         """
         deadline = time.monotonic() + STALL_SECONDS
         while record.phase is RangePhase.LEAVING:

@@ -1,7 +1,7 @@
 """Sends stored ranges to the daemon: by copies in the staging area, or from where they lie.
 
 A source is kept until the daemon has admitted every part of it, so a tensor leaves memory only when
-nothing but a fault can lose it. What becomes of the parts is decided in `transfers`; here the lane
+nothing but a fault can lose it. What becomes of the chunks is decided in `transfers`; here the lane
 copies, the connection sends, and threads wait, never for longer than their patience.
 
 Sources that are read where they lie are held back until memory is needed for others.
@@ -196,7 +196,7 @@ class Outbound:
         return True
 
     def _give_up(self, record: StoredRange, out: Outgoing, sequence: int) -> None:
-        """Give a source up, whose parts have all been admitted."""
+        """Give a source up, whose chunks have all been admitted."""
         if record.source is None or self._is_moved(record):
             return  # what may be had is what is here
         in_place = self._in_place

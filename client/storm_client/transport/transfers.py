@@ -1,6 +1,6 @@
 """The ways of stored ranges to the daemon and back: a state machine without a socket or a device.
 
-A **transfer** is one part in flight. Its number is that of the request that asked for it, and one
+A **transfer** is one chunk in flight. Its number is that of the request that asked for it, and one
 table finds it by that number when an answer comes. The transfers of one stored range in flight
 out are an `Outgoing`, those in flight back an `Incoming`. All of them share the staging area: what
 lies there, and what of it gives way to what, is decided here, too.
@@ -66,7 +66,7 @@ AHEAD_SHARE = 0.75
 to what is needed at once."""
 
 AHEAD_PARTS = 64
-"""Parts of that kind at most, however small they are."""
+"""Chunks of that kind at most, however small they are."""
 
 IDS_PER_RELEASE = 256
 """Entries given up in one message, of at most 9 bytes each: a frame has room for so many such."""
@@ -81,23 +81,23 @@ class Phase(Enum):
 
     __hash__ = object.__hash__  # that of Enum is written in Python
     SENT = auto()
-    """Out: the daemon has been asked to take the part."""
+    """Out: the daemon has been asked to take the chunk."""
     ADMITTED = auto()
     """Out: it has promised room."""
     STORED = auto()
     """Out: the bytes are in its arena. Final."""
     REFUSED = auto()
-    """Out: it does not take the part. Final."""
+    """Out: it does not take the chunk. Final."""
     REQUESTED = auto()
-    """Back: it may be writing the part."""
+    """Back: it may be writing the chunk."""
     DROPPED = auto()
-    """Back: the same, but nobody wants the part any more."""
+    """Back: the same, but nobody wants the chunk any more."""
     ARRIVED = auto()
     """Back: the bytes are there."""
     DONE = auto()
     """Back: the bytes were used, or given up. Final."""
     FAILED = auto()
-    """The daemon has lost the part, or cannot restore it: `error` says why. Final."""
+    """The daemon has lost the chunk, or cannot restore it: `error` says why. Final."""
 
 
 _NEXT: dict[Phase, tuple[Phase, ...]] = {
@@ -117,7 +117,7 @@ _ANSWERED = (Phase.ARRIVED, Phase.FAILED)
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """One part, in flight out or back."""
+    """One chunk, in flight out or back."""
 
     number: int
     nbytes: int
@@ -127,7 +127,7 @@ class Transfer:
     of: Outgoing | Incoming
     phase: Phase
     index: int = 0
-    """On its way back: the part's place among those of its record."""
+    """On its way back: the chunk's place among those of its record."""
     error: StormError | None = None
 
     @property
@@ -150,23 +150,23 @@ class Outgoing:
     dtype: torch.dtype
     codec: str
     count: int
-    """Of its parts."""
+    """Of its chunks."""
     record: weakref.ref[StoredRange] | None = None
     """None for what is put into the cache."""
     stats: StatsRecorder | None = None
     refusal: tuple[str, str] | None = None
     """The reason, and the daemon's sentence about it; then nothing of it is with the daemon."""
     error: StormError | None = None
-    """Why a part that was admitted is lost."""
+    """Why a chunk that was admitted is lost."""
     admitted: set[int] = field(default_factory=set)
     arrived: dict[int, Stored] = field(default_factory=dict)
     is_counted: bool = False
 
     # Where the daemon reads the source in its own memory:
     ready: int = 0
-    """The number that says its bytes are there, where one does so before those of its parts."""
+    """The number that says its bytes are there, where one does so before those of its chunks."""
     sequence: int | None = None
-    """The number of its last part; None until its parts are sent."""
+    """The number of its last chunk; None until its chunks are sent."""
 
     @property
     def is_answered(self) -> bool:
@@ -192,7 +192,7 @@ class Incoming:
     parts: list[Part]
     storage: torch.UntypedStorage | None = None
     transfers: dict[int, Transfer] = field(default_factory=dict)
-    """By the part's place in `parts`."""
+    """By the chunk's place in `parts`."""
     is_demanded: bool = False
     """Whether a thread waits for it; what nobody waits for is prefetched, or kept."""
     is_early: bool = False
@@ -298,9 +298,9 @@ class Transfers:
         window: DeviceWindow,
         keeps_stored: bool = False,
     ) -> None:
-        """Move parts of at most `part_bytes`, each numbered by `numbers`, asked for in `outbox`.
+        """Move chunks of at most `part_bytes`, each numbered by `numbers`, asked for in `outbox`.
 
-        `keeps_stored` says that stored parts wait in the staging area while there is room: where
+        `keeps_stored` says that stored chunks wait in the staging area while there is room: where
         the way back is much slower than a copy.
         """
         self.part_bytes = max(part_bytes - part_bytes % ALIGNMENT, 1)
@@ -328,7 +328,7 @@ class Transfers:
         self.incoming: dict[int, Incoming] = {}
         """By the record's key: the ways back that have begun."""
         self._kept: dict[Transfer, Incoming] = {}
-        """Parts that were stored and lie in their slots still, the oldest first."""
+        """Chunks that were stored and lie in their slots still, the oldest first."""
 
     @property
     def is_storing(self) -> bool:
@@ -356,7 +356,7 @@ class Transfers:
     # --- out --------------------------------------------------------------------------------
 
     def split(self, nbytes: int) -> list[range]:
-        """Return the parts that so many bytes travel in."""
+        """Return the chunks that so many bytes travel in."""
         size = self.part_bytes
         return [range(begin, min(begin + size, nbytes)) for begin in range(0, nbytes, size)]
 
@@ -377,7 +377,7 @@ class Transfers:
     def store(
         self, out: Outgoing, part: range, route: Route, sequence: int, slot: Slot | None = None
     ) -> Transfer:
-        """Have the daemon store a part, whose bytes lie where `route` says: in `slot`, if staged.
+        """Have the daemon store a chunk, whose bytes lie where `route` says: in `slot`, if staged.
 
         In this order: what an interrupt leaves half done is released, and waited for by nobody. No
         call is between the table and the outbox: a slot is owned for as long as it may be read.
@@ -403,7 +403,7 @@ class Transfers:
         return transfer
 
     def refuse(self, out: Outgoing, reason: str, detail: str = "") -> None:
-        """Leave the bytes where they are; parts that did arrive are released."""
+        """Leave the bytes where they are; chunks that did arrive are released."""
         if out.refusal is not None:
             return
         out.refusal = reason, detail
@@ -491,7 +491,7 @@ class Transfers:
     def restore(
         self, incoming: Incoming, index: int, route: Route, sequence: int, slot: Slot | None = None
     ) -> Transfer:
-        """Have the daemon restore a part to where `route` says: into `slot`, if staged."""
+        """Have the daemon restore a chunk to where `route` says: into `slot`, if staged."""
         if self._has_grown:
             self.window.turned()
             self._has_grown = False
@@ -518,10 +518,10 @@ class Transfers:
         return transfer
 
     def require(self, incoming: Incoming, index: int, sequence: int) -> Transfer | None:
-        """Request a part through the staging area, and those behind it as far as there is room.
+        """Request a chunk through the staging area, and those behind it as far as there is room.
 
-        Where there is none for the part itself, what only waits to be needed is given up, and then
-        the record's own later parts, which may lie so that no free range is as long as this one;
+        Where there is none for the chunk itself, what only waits to be needed is given up, and then
+        the record's own later chunks, which may lie so that no free range is as long as this one;
         None where even that is not enough now.
         """
         nbytes = incoming.parts[index].nbytes
@@ -535,7 +535,7 @@ class Transfers:
         return transfer
 
     def request_ahead(self, incoming: Incoming, begin: int, sequence: int) -> bool:
-        """Request its parts from `begin` on through the staging area, before they are needed.
+        """Request its chunks from `begin` on through the staging area, before they are needed.
 
         False where what is prefetched has no room for all of them now.
         """
@@ -559,7 +559,7 @@ class Transfers:
         return is_free and self._ahead_parts <= AHEAD_PARTS // 2
 
     def take(self, incoming: Incoming, index: int) -> None:
-        """Note that a part's bytes have been used, or that nobody wants them."""
+        """Note that a chunk's bytes have been used, or that nobody wants them."""
         transfer = incoming.transfers.get(index)
         if transfer is None:
             return
@@ -660,7 +660,7 @@ class Transfers:
         self._end(transfer)
 
     def _admitted(self, transfer: Transfer, out: Outgoing) -> None:
-        """Let the record's storage go once the daemon has promised room for all parts."""
+        """Let the record's storage go once the daemon has promised room for all chunks."""
         if transfer.phase is Phase.SENT:
             transfer.move_to(Phase.ADMITTED)
         out.admitted.add(transfer.number)
@@ -681,7 +681,7 @@ class Transfers:
         record.source = None
 
     def _stored(self, transfer: Transfer, out: Outgoing, message: Stored) -> None:
-        """The bytes of a part are in the arena, and its source is not needed any more."""
+        """The bytes of a chunk are in the arena, and its source is not needed any more."""
         transfer.move_to(Phase.STORED)
         is_new = transfer.number not in out.arrived
         out.arrived[transfer.number] = message
@@ -691,13 +691,13 @@ class Transfers:
             self._give_back(transfer)
 
     def _refused(self, transfer: Transfer, out: Outgoing, reason: str, detail: str) -> None:
-        """The daemon does not take a part, and so none of its record's."""
+        """The daemon does not take a chunk, and so none of its record's."""
         transfer.move_to(Phase.REFUSED)
         self._give_back(transfer)
         self.refuse(out, reason, detail)
 
     def _lost(self, transfer: Transfer, out: Outgoing, error: StormError) -> None:
-        """A part that was admitted is lost; who needs it gets the error."""
+        """A chunk that was admitted is lost; who needs it gets the error."""
         transfer.move_to(Phase.FAILED)
         transfer.error = out.error = error
         record = out.living()
@@ -742,7 +742,7 @@ class Transfers:
         self.free(slot)
 
     def _keep(self, transfer: Transfer, out: Outgoing) -> bool:
-        """Leave a stored part in its slot as one that has come back already, if there is room."""
+        """Leave a stored chunk in its slot as one that has come back already, if there is room."""
         record, slot = out.living(), transfer.slot
         if not self._keeps_stored or record is None or slot is None or out.refusal is not None:
             return False

@@ -1,4 +1,4 @@
-"""Checksums of parts that are copied as they are: one launch for all that wait.
+"""Checksums of chunks that are copied as they are: one launch for all that wait.
 
 Beside kernels that take the whole device a kernel of the daemon gets in where one of them ends and
 the next begins, and hardly another with it, however much it has to read. So there is one launch at
@@ -21,12 +21,12 @@ from storm_kernels.errors import KernelsError
 __all__ = ["MOST_TOGETHER", "Check", "Checks"]
 
 MOST_TOGETHER: Final = 16
-"""Parts of a launch."""
+"""Chunks of a launch."""
 
 SPAN_WORDS: Final = 2
 
 UNWRITTEN: Final = (1 << 64) - 1
-"""What the device must overwrite first; a sum is that by chance once in 2^64 parts."""
+"""What the device must overwrite first; a sum is that by chance once in 2^64 chunks."""
 
 
 class Check:
@@ -69,7 +69,7 @@ class Check:
 
 
 class Checks:
-    """Has a device read parts for their checksums. Needs `close`.
+    """Has a device read chunks for their checksums. Needs `close`.
 
     Raises:
         CudaDriverError: the device gives no stream or memory; nothing is kept.

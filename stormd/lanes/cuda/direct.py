@@ -1,8 +1,8 @@
-"""When a part is copied to the pool as it is, because the device has no room for encoders: pure.
+"""When a chunk is copied to the pool as it is, because the device has no room for encoders: pure.
 
 Beside kernels of a trainer that take all of the device's registers, as long products and attention
 do, nothing of the daemon runs until they end, but copies do. So the link would idle once the blobs
-that scratch holds have been sent. A part that goes as it is takes more of the link and of the pool
+that scratch holds have been sent. A chunk that goes as it is takes more of the link and of the pool
 than its blob would: hence only where the link has nothing else to do.
 """
 
@@ -25,7 +25,7 @@ class Outlook(NamedTuple):
     """How far a session's stores have come when the next one is to be begun.
 
     For `encoders_wait` seconds none of the encoders that are queued has passed, 0.0 where none is.
-    Of the session, `blobs` batches and `copies` direct parts are in flight down the link;
+    Of the session, `blobs` batches and `copies` direct chunks are in flight down the link;
     `link_is_idle` is whether nothing of anybody's is.
     """
 
@@ -36,7 +36,7 @@ class Outlook(NamedTuple):
 
 
 def goes_direct(codec: str, outlook: Outlook) -> bool:
-    """Tell whether a large part is copied as it is: scratch has no room, or with codec "raw"."""
+    """Tell whether a large chunk is copied as it is: scratch has no room, or with codec "raw"."""
     if outlook.copies >= MOST_COPIES:
         return False
     if codec == "raw":  # it has no use for an encoder, whatever the device does

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class CudaLane:
     """Serves sessions on the devices of these ordinals; results go to `post`, from any thread.
 
-    `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS parts of
+    `staging_bytes` and `part_bytes` are the most that a session is granted. Under MPS chunks of
     `direct_bytes` and more may be copied as they are, none where that is 0. `close` must follow.
 
     Raises:

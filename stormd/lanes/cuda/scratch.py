@@ -1,9 +1,9 @@
 """Device memory in which blobs lie while they are coded and copied, shared by both directions.
 
-A batch has room for its blobs, apart from all others', and a part as large as the session's parts
+A batch has room for its blobs, apart from all others', and a chunk as large as the session's chunks
 may be finds room at the latest when nothing of its direction is in flight.
 
-Room is shared by bytes, not by batches: large parts, which cost the trainer the fewest
+Room is shared by bytes, not by batches: large chunks, which cost the trainer the fewest
 interruptions for their bytes, and many small ones need the same few hundred MiB.
 """
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 SHARED_PARTS: Final = 2
-"""For so many of the largest parts there is room that either direction may have."""
+"""For so many of the largest chunks there is room that either direction may have."""
 
 SHARED_PARTS_IN_TURNS: Final = 4
 """The same where the daemon and a trainer take turns, which cost less for their bytes if long."""
@@ -47,14 +47,14 @@ BATCHES_UNDER_WAY: Final = 16
 """In a direction, however small they are."""
 
 DIRECT_UNDER_WAY: Final = 16
-"""Parts that are copied as they are, those among them that wait for their checksums: more than the
+"""Chunks that are copied as they are, those among them that wait for their checksums: more than the
 link carries beside two kernels of 10 ms."""
 
 PARTS_TOGETHER: Final = 8
-"""Small parts that may make up a batch."""
+"""Small chunks that may make up a batch."""
 
 BYTES_TOGETHER: Final = 8 << 20
-"""Of parts that are done together: what they share costs little then, and the first of them waits
+"""Of chunks that are done together: what they share costs little then, and the first of them waits
 for the last no longer than 0.2 ms."""
 
 RESULT_WORDS: Final = 8
@@ -116,7 +116,7 @@ class Scratch(Transit):
 
 
 class DirectScratch(Transit):
-    """What a part needs that is copied to the pool as it is: no memory, and a checksum."""
+    """What a chunk needs that is copied to the pool as it is: no memory, and a checksum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class DirectScratch(Transit):
 
 
 class SessionScratch:
-    """The scratch of a session whose parts are of up to `part_bytes`: one memory, two directions.
+    """The scratch of a session whose chunks are of up to `part_bytes`: one memory, two directions.
 
     Stores of `direct_bytes` and more may be copied as they are under MPS; none where that is 0.
 
@@ -140,7 +140,7 @@ class SessionScratch:
     whoever needs more has the room that is shared, too, while the other has nothing there. What a
     restore has taken may wait for its client, which may wait for a store.
 
-    Taking turns with a trainer costs both sides more than coding a part. So where there is no MPS,
+    Taking turns with a trainer costs both sides more than coding a chunk. So where there is no MPS,
     batches are begun again only when half of a direction's room is free.
 
     Raises:
@@ -273,7 +273,7 @@ class StoreScratch:
         return may_be_direct and self._has_direct_for(job)
 
     def place_beside(self, waiting: Iterable[tuple[int, StoreJob]]) -> int | None:
-        """Return the place of the first large part, if it goes as it is now: it needs no room."""
+        """Return the place of the first large chunk, if it goes as it is now: it needs no room."""
         for place, job in waiting:
             if self._may_be_direct(job):
                 return place if self._has_direct_for(job) else None
@@ -330,7 +330,7 @@ class StoreScratch:
 
 
 def session_parts(device: CudaDevice) -> int:
-    """Return the room that a session takes on a device, in its largest parts."""
+    """Return the room that a session takes on a device, in its largest chunks."""
     return 2 + _shared_parts(device)
 
 
@@ -349,5 +349,5 @@ def _room_of(job: StoreJob | RestoreJob) -> int:
 
 
 def _room_for(nbytes: int) -> int:
-    """Return the bytes that blobs of `nbytes`, of however many parts of a batch, take at most."""
+    """Return the bytes that blobs of `nbytes`, of however many chunks of a batch, take at most."""
     return granules(nbytes) + PARTS_TOGETHER * (blob_bound(0) + GRANULE)

@@ -77,7 +77,7 @@ class Stores:
             self._encode_all(batch, scratch)
 
     def goes_beside(self, scratch: Scratch | DirectScratch) -> bool:
-        """Tell whether a part is copied as it is, for which no encoder is waited."""
+        """Tell whether a chunk is copied as it is, for which no encoder is waited."""
         return isinstance(scratch, DirectScratch)
 
     def passed(self, _batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:

@@ -286,7 +286,7 @@ def test_a_step_that_is_bound_by_the_host_lets_most_stay_and_is_not_watched(
     assert {row.decision for row in plan.rows} == {"keep", "offload"}
     assert {row.operation for row in plan.rows} >= {"tanh", "layer_norm"}
     assert 0 < plan.host_seconds <= spare_seconds(bound)
-    assert "the step is bound by it" in str(plan)
+    assert "the step is CPU-bound" in str(plan)
     step = offload._planning.begin(
         4096,
         pack=_never,
