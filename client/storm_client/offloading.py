@@ -145,6 +145,9 @@ class Offload:
             tiles_losses=self._loss == "tiled",
             compiled=self._compiled if self._first_steps.are_looked_at else None,
         )
+        line = self._planning.settled_line()
+        if line is not None:
+            say(line)
         self.blocks.enter(step)
         step.begin()
         return self

@@ -8,13 +8,14 @@ the plan anew where the next step begins.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -22,34 +23,30 @@ from storm_client.eager.function_modes import is_in_compiled_code
 from storm_client.eager.operation_times import keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
 from storm_client.eager.recompute import Trial
-from storm_client.eager.recorder import Mark, Recorder
+from storm_client.eager.recorder import Mark, Recorder, Span
 from storm_client.eager.recording import Recording
 from storm_client.eager.signature import Kind, Kinds, StepRecord
 from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
+from storm_client.planner.alternatives import choose_alternative, staying_bytes
 from storm_client.planner.decisions import Decision
-from storm_client.planner.host import (
-    HostPass,
-    choose_for_host,
-    host_bound,
-    load_of,
-    spare_seconds,
-)
+from storm_client.planner.host import HostPass, host_bound, load_of
 from storm_client.planner.in_flight import (
     device_bytes,
     free_bytes,
     give_back_unused,
 )
-from storm_client.planner.machine import machine_of
+from storm_client.planner.machine import Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
-from storm_client.planner.solver import choose
+from storm_client.planner.search import Alternative, PlanSearch
+from storm_client.planner.solver import Choice, choose
 from stormd.protocol import Budget
 from stormd.protocol.sizes import format_apart
 
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins
-    from storm_client.eager.signature import Duration
+    from storm_client.eager.step_times import StepTimes
     from storm_client.saved.ranges import WeakStorage
     from storm_client.saved.snapshots import Ready
 
@@ -96,6 +93,8 @@ class Planning:
         self._kinds = Kinds()
         self._pinned: deque[tuple[weakref.ref[Pins], list[WeakStorage]]] = deque()
         """What the steps know storages by, and what has to be freed when it has died."""
+        self._thread = threading.local()
+        """What the step of each thread has followed whose block has ended last."""
 
     def begin(
         self,
@@ -112,8 +111,9 @@ class Planning:
             UsageError: the budget cannot be kept.
         """
         self._free_pins()
+        self._compare_plans()
         for one in self._kinds.outdated():
-            self._make(one)
+            self._make_again(one)
         kind = self._kinds.latest
         if kind is not None and kind.is_on_gpu and kind.settles():
             give_back_unused(kind.devices)
@@ -137,14 +137,33 @@ class Planning:
         mode = Recorder(recording, measures=kind is None, times=times) if watches else None
         if fills and kind is not None and kind.clock is not None:
             with torch.cuda.device(kind.clock):
-                keep_busy(kind.pass_seconds)
+                keep_busy(kind.times.pass_seconds)
         begun = Mark(None if kind is None else kind.clock)
+        self._note_last_step(begun)
         return PlannedStep(self, recording, mode, begun, times=times, fills=fills)
 
     def _may_run_compiled_code(self) -> bool:
         if not self._runs_compiled_code:
             self._runs_compiled_code = is_in_compiled_code()
         return self._runs_compiled_code
+
+    def _note_last_step(self, begun: Mark) -> None:
+        """Note what the step took that this thread has begun before, now that another begins."""
+        followed: _FollowedStep | None = getattr(self._thread, "followed", None)
+        self._thread.followed = None
+        if followed is not None and followed.begun.device == begun.device:
+            followed.times.took(followed.alternative, Span(followed.begun, begun))
+
+    def _compare_plans(self) -> None:
+        """Have the latest kind follow another plan where what steps took says so."""
+        kind = self._kinds.latest
+        if kind is None or kind.search is None:
+            return
+        goes_on = False
+        for alternative, seconds in kind.times.known_steps():
+            goes_on |= kind.search.took(alternative, seconds)
+        if goes_on:
+            self._kinds.prefer(kind.origin or kind).is_outdated = True
 
     def met_compiled_code(self) -> None:
         """Note that a block has run compiled code, which is run with nobody watching."""
@@ -153,7 +172,7 @@ class Planning:
     def ended(
         self,
         step: StepRecord,
-        forward: Duration,
+        begun: Mark,
         host: HostPass | None,
         *,
         pass_seconds: float,
@@ -169,13 +188,15 @@ class Planning:
         kind = self._kinds.ended(step)
         if kind is None or kind is not followed or kind.decisions is None:
             return None
-        kind.pass_seconds = pass_seconds
+        kind.times.pass_seconds = pass_seconds
         if is_trial:
             return None
         if fills:
-            kind.filled(forward)
+            kind.times.filled(begun.until_now())
             return None
-        kind.observe(forward, host)
+        kind.observe(begun.until_now(), host)
+        if kind.search is not None:
+            self._thread.followed = _FollowedStep(kind.times, kind.search.current, begun)
         return kind
 
     def plan(self) -> Plan | None:
@@ -184,8 +205,21 @@ class Planning:
         if kind is None:
             return None
         if kind.is_outdated:
-            self._make(kind)
-        return kind.plan
+            self._make_again(kind)
+            kind = self._kinds.latest or kind
+        if kind.plan is None or kind.search is None:
+            return kind.plan
+        return replace(kind.plan, compared=str(kind.search))
+
+    def settled_line(self) -> str | None:
+        """Return, once, what the comparison of plans of the latest kind has come to."""
+        kind = self._kinds.latest
+        if kind is None or kind.search is None or not kind.search.is_settled:
+            return None
+        if kind.search.is_told:
+            return None
+        kind.search.is_told = True
+        return f"stormd: of the plans that steps have followed: {kind.search}"
 
     def plans_for(self, budgets: Iterable[Budget]) -> list[Plan]:
         """Return what each budget would give the latest kind, which keeps its own; none before."""
@@ -212,6 +246,15 @@ class Planning:
         kind = self._kinds.latest
         return () if kind is None else kind.devices
 
+    def _make_again(self, kind: Kind) -> None:
+        """Make the plan of a kind; one without functions follows what is chosen with them."""
+        if kind.origin is None:
+            self._make(kind)
+            return
+        kind.is_outdated = False
+        is_latest = kind is self._kinds.latest
+        self._make(self._kinds.prefer(kind.origin) if is_latest else kind.origin)
+
     def _make(self, kind: Kind) -> None:
         machine = machine_of(kind.clock or _HOST).compressing(self._ratio())
         problem = self._problem(kind)
@@ -223,27 +266,48 @@ class Planning:
                 f"budget is {given}, and the largest tensor of a step has {needed}, which is the "
                 "least possible; raise it, or pass budget='least'"
             )
-        room = _room(budget, kind.saved_bytes, kind)
-        choice = choose(problem, machine, budget_bytes=room)
         _look_for_host(kind, problem)
         kind.is_not_worth_it = (
             kind.host is not None and budget == "least" and kind.saved_bytes <= _little_bytes(kind)
         )
-        if kind.host is not None:
-            spare = 0.0 if kind.is_not_worth_it else spare_seconds(kind.host)
-            choice = choose_for_host(
-                choice,
-                problem.values,
-                kind.host,
-                link=machine.link,
-                functions=kind.functions,
-                room=None if budget == "least" else room,
-                spare=spare,
-            )
+        choice = self._choice(kind, problem, machine)
         kind.follow(choice.decisions)
         kind.plan, kind.told = Plan.of(problem, choice), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_without_functions(kind)
+
+    def _choice(self, kind: Kind, problem: Problem, machine: Machine) -> Choice:
+        """Return the choice that the next steps of a kind follow, of those that are compared."""
+        if kind.search is None and kind.is_on_gpu and kind.times.window is not None:
+            kind.search = _search(kind, problem, is_least=self.options.budget == "least")
+        search = kind.search
+        if search is None:
+            first = PlanSearch.beginning(is_bound=kind.host is not None).current
+            return self._choice_of(first, kind, problem, machine)
+        while True:
+            choice = self._choice_of(search.current, kind, problem, machine)
+            like = None if search.is_settled else kind.measured_like(choice.decisions)
+            if like is None or kind.origin is not None:
+                break
+            search.is_like(like)
+        kind.compared[search.current] = choice.decisions
+        if kind.origin is None:
+            search.follows(staying_bytes(problem, choice))
+        return choice
+
+    def _choice_of(
+        self, alternative: Alternative, kind: Kind, problem: Problem, machine: Machine
+    ) -> Choice:
+        budget = self.options.budget
+        return choose_alternative(
+            alternative,
+            problem,
+            machine,
+            room=None if budget == "least" else _room(budget, kind.saved_bytes, kind),
+            host=kind.host,
+            is_worth_it=not kind.is_not_worth_it,
+            functions=kind.functions,
+        )
 
     def _problem(self, kind: Kind) -> Problem:
         """Return what the planner is told of a kind, waiting until its passes are timed.
@@ -258,9 +322,9 @@ class Planning:
 
     def _go_on_without_functions(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
-        other = kind.without_functions()
-        if self._kinds.add(other):
-            self._make(other)
+        other = self._kinds.prefer(kind.without_functions())
+        other.search = kind.search
+        self._make(other)
 
     def _free_pins(self) -> None:
         """Free what steps have known storages by, of whose results nothing is left."""
@@ -271,6 +335,14 @@ class Planning:
                 continue
             while storages:
                 storages.pop().free()
+
+
+class _FollowedStep(NamedTuple):
+    """A step whose block has ended, and that has followed a plan."""
+
+    times: StepTimes
+    alternative: Alternative
+    begun: Mark
 
 
 class PlannedStep:
@@ -333,7 +405,7 @@ class PlannedStep:
                 host = HostPass(thread_time() - self._host_begun, self.recording.seconds)
             followed = self._planning.ended(
                 self._step,
-                self._begun.until_now(),
+                self._begun,
                 host,
                 pass_seconds=perf_counter() - self._began,
                 is_trial=is_trial,
@@ -374,10 +446,26 @@ def _little_bytes(kind: Kind) -> float:
 
 def _look_for_host(kind: Kind, problem: Problem) -> None:
     """Note of a kind whose forward pass has been timed whether it is CPU-bound."""
-    window = kind.window
-    if kind.host is None and kind.decisions is not None and window and kind.device_waits:
+    times = kind.times
+    if kind.host is None and kind.decisions is not None and times.window and times.device_waits:
         expected = load_of(problem.values, kind.decisions, kind.functions).forward
-        kind.host = host_bound(kind.passes, window, expected)
+        kind.host = host_bound(times.passes, times.window, expected)
+
+
+def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
+    """Return a comparison of plans for a kind whose forward pass has been timed.
+
+    With the budget "least" half a forward pass more is worth it if less stays: to checkpoint takes
+    one more.
+    """
+    host, forward = kind.host, problem.forward_seconds or 0.0
+    if host is not None:
+        forward = max(forward, host.forward_seconds)
+    return PlanSearch.beginning(
+        is_bound=host is not None,
+        allowance=forward / 2 if is_least and not kind.is_not_worth_it else 0.0,
+        slack_bytes=problem.last_bytes,
+    )
 
 
 def _room(budget: Budget, saved: int, kind: Kind) -> int:

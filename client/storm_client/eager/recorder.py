@@ -92,6 +92,11 @@ class Mark:
             self._at.record(torch.cuda.current_stream(device))
 
     @property
+    def device(self) -> torch.device | None:
+        """The GPU; None for the host."""
+        return self._device
+
+    @property
     def is_reached(self) -> bool:
         """Whether the device has come so far."""
         return isinstance(self._at, float) or bool(self._at.query())  # type: ignore[no-untyped-call]

@@ -17,7 +17,6 @@ hand has run, never by what another did.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import Counter
@@ -25,10 +24,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 
+from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 from storm_client.planner.host import HostBound, HostPass
 from storm_client.planner.in_flight import last_bytes
@@ -36,6 +36,7 @@ from storm_client.planner.problem import Problem, Value
 
 if TYPE_CHECKING:
     from storm_client.planner.plan import Plan
+    from storm_client.planner.search import Alternative, PlanSearch
 
 __all__ = [
     "CAST",
@@ -52,20 +53,6 @@ __all__ = [
 KNOWN_KINDS = 8
 """Kinds of steps remembered (training, validation, several threads) before the oldest goes."""
 
-OBSERVED = 2
-"""Forward passes that are timed before the plan is made anew."""
-
-SETTLED = 12
-"""After so many steps that followed plans the next ones take as long as all that are to come: the
-first ones still allocate, and wait for what is tried."""
-
-SHORTER = 0.75
-"""Of the forward pass that a plan was made for: on a GPU it is made anew for one that takes less.
-The first were longer than the step needs where another process used the device or the link."""
-
-MOST_FILLED = 0.25
-"""Seconds for which a device is kept busy at the most, so that its queue is full afterwards."""
-
 MOST_TRIES = 16
 """Of a value by one plan. So many forward passes may be in flight before the first backward pass; a
 value that none has asked for by then is one that none will ask for."""
@@ -75,19 +62,6 @@ MOST_EVENTS = 20_000
 
 
 _HOST: Final = torch.device("cpu")
-
-
-class Duration(Protocol):
-    """How long something took."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the device has come so far that the next call does not wait for it."""
-        ...
-
-    def __call__(self) -> float:
-        """Return the seconds, waiting until they are known."""
-        ...
 
 
 Event: TypeAlias = tuple[Any, int, int, torch.dtype | None, tuple[int, ...]]
@@ -177,15 +151,14 @@ _NOTHING = Expected(
 class Kind:
     """One step signature: its values, what was decided for each, and what was seen of replays."""
 
-    _followed_any = 0
-    """Steps that followed any of its plans, and tried nothing."""
-    _was_settled = False
-    """Whether its plan was made anew once steps had settled."""
-
-    pass_seconds = 0.0
-    """Of the latest forward pass that followed a plan, by the host's clock."""
-    _full: Duration | None = None
-    """Of a forward pass for which the device had all that it needed in its queue."""
+    search: PlanSearch | None = None
+    """Which plan its steps follow next, once it is known what their forward pass takes."""
+    origin: Kind | None = None
+    """The kind of the same step with its functions, where this one is without."""
+    _is_unsettled = False
+    """Whether its steps follow new decisions, and memory of those before was not given back."""
+    _gave_back = False
+    """Whether that was done before."""
 
     def __init__(
         self, events: tuple[Event, ...], values: list[RecordedValue], functions: int = 0
@@ -212,6 +185,8 @@ class Kind:
         """Values that were not, with the reason."""
         self._tries: Counter[int] = Counter()
         """How often a value has been tried by the present decisions."""
+        self._never_asked: set[int] = set()
+        """Values that were tried in vain by some decisions."""
         self.unchanged: set[int] = set()
         """Values that were found to leave as they were made, however late that was."""
         self.changed: set[int] = set()
@@ -225,21 +200,16 @@ class Kind:
         """Whether a step was like this one and then did something else."""
         self.followed = 0
         """Steps that followed the present decisions, and tried nothing."""
-        self.window: float | None = None
-        """Seconds of the shortest forward pass that followed the plan; None until seen. A device
-        that waits for the thread has waited in it."""
-        self._forwards: list[Duration] = []
-        """The latest that `window` does not know."""
-        self._turns: list[Duration] = []
-        """From the end of the latest forward passes until something was asked for."""
+        self.times = StepTimes(is_on_gpu=self.is_on_gpu)
+        """What its steps took."""
         self.host: HostBound | None = None
         """What is known of the thread, once its steps were found to be CPU-bound."""
-        self.passes: list[HostPass] = []
-        """The latest that were timed on the thread, too."""
         self.is_not_worth_it = False
         """Whether all of it stays, since it is little and the thread has no time."""
-        self._waits: list[bool] = []
-        """Whether the device had done the latest forward passes when something was asked for."""
+        self._proved: dict[tuple[Decision, ...], set[int]] = {}
+        """What has proved itself by each plan that was followed."""
+        self.compared: dict[Alternative, list[Decision]] = {}
+        """What the plans decide that are compared."""
 
     @property
     def is_on_gpu(self) -> bool:
@@ -264,11 +234,20 @@ class Kind:
         """
         self.is_outdated = False
         if decisions != self.decisions:
-            self.verified, self.followed = set(), 0
+            self.verified, self.followed = self._proved.setdefault(tuple(decisions), set()), 0
             self._tries.clear()
+            self._is_unsettled = True
         self.decisions = decisions
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
+
+    def measured_like(self, decisions: list[Decision]) -> Alternative | None:
+        """Return a plan that decides the same, and of which it is known what steps take."""
+        assert self.search is not None
+        for alternative, others in self.compared.items():
+            if alternative in self.search.results and others == decisions:
+                return alternative
+        return None
 
     def watch_closely(self) -> None:
         """Have no step walk along the script any more."""
@@ -280,65 +259,47 @@ class Kind:
         Not of what they never ask for.
         """
         self._tries[number] += 1
-        return self._tries[number] <= MOST_TRIES
+        if self._tries[number] <= MOST_TRIES and number not in self._never_asked:
+            return True
+        self._never_asked.add(number)
+        return False
 
     def settles(self) -> bool:
-        """Tell, once, whether steps have got used to the present decisions."""
-        if self.followed != OBSERVED:
+        """Tell, once, whether steps have got used to the present decisions.
+
+        While plans are compared that is told of the first alone, and of the one that stays.
+        """
+        is_searching = self.search is not None and not self.search.is_settled
+        if self.followed < OBSERVED or not self._is_unsettled or (is_searching and self._gave_back):
             return False
-        self.followed += 1
+        self._is_unsettled, self._gave_back = is_searching, True
         return True
 
     @property
     def times_the_host(self) -> bool:
         """Whether it is to be found out what the next step takes the thread that trains."""
-        return self.is_on_gpu and self.decisions is not None and self.window is None
+        return self.decisions is not None and self.times.wants_host
 
     @property
     def wants_full_queue(self) -> bool:
-        """Whether the next forward pass is to begin behind something that takes the device a while.
-
-        Then all of it is queued when the device comes to it, and what it takes is what it computes.
-        """
-        return (
-            self.is_on_gpu
-            and self.decisions is not None
-            and self._full is None
-            and 0 < self.pass_seconds <= MOST_FILLED
-        )
-
-    def filled(self, forward: Duration) -> None:
-        """Note such a forward pass."""
-        self._full = forward
+        """Whether the next forward pass is to be timed with all of it in the device's queue."""
+        return self.decisions is not None and self.times.wants_full_queue
 
     def observe(self, forward: Duration, host: HostPass | None = None) -> None:
         """Note a forward pass that followed the plan; two of them make it anew.
 
-        Later two do so, on a GPU, if both were much shorter than the window, or once steps that are
-        that are CPU-bound have settled. `host` is what it took the thread.
+        `host` is what it took the thread.
         """
         self.followed += 1
-        self._followed_any += 1
-        if host is not None:
-            self.passes = [*self.passes, host][-OBSERVED:]
-        self._forwards = [*self._forwards, forward][-OBSERVED:]
-        if len(self._forwards) == OBSERVED and (
-            self.window is None or self._is_shorter() or self._settles_bound()
-        ):
-            self.window, self.is_outdated = None, True
+        if self.times.observe(forward, host):
+            self.is_outdated = True
 
     def turned(self, turn: Duration, *, device_waits: bool = False) -> None:
         """Note how long after the end of a forward pass the backward pass asked for something.
 
         `device_waits` tells whether the device had done the forward pass by then.
         """
-        self._turns = [*self._turns, turn][-OBSERVED:]
-        self._waits = [*self._waits, device_waits][-OBSERVED:]
-
-    @property
-    def device_waits(self) -> bool:
-        """Whether the device was seen to wait for the thread."""
-        return len(self._waits) == OBSERVED and all(self._waits)
+        self.times.turned(turn, device_waits=device_waits)
 
     def without_functions(self) -> Kind:
         """Return the kind of the same step where nobody watches its functions."""
@@ -348,42 +309,9 @@ class Kind:
         events = tuple((what, numbers[old], *rest) for what, old, *rest in saved)
         kind = Kind(events, values)
         kind.rejected = {numbers[old]: why for old, why in self.rejected.items() if old in numbers}
-        kind.window, kind.host = self.window, self.host
-        kind._turns, kind._waits = self._turns, self._waits
-        kind._full, kind.pass_seconds = self._full, self.pass_seconds
+        kind.times, kind.host, kind.search = self.times, self.host, self.search
+        kind.origin = self
         return kind
-
-    def turn_seconds(self) -> float:
-        """Return the longest of the latest of these times; infinity where that is not known."""
-        if len(self._turns) < OBSERVED or not all(turn.is_known for turn in self._turns):
-            return math.inf
-        return max(turn() for turn in self._turns)
-
-    def measure(self) -> float | None:
-        """Return the window, waiting until the device has come that far."""
-        if self.window is None and len(self._forwards) == OBSERVED:
-            self.window = min(forward() for forward in self._forwards)
-            self._forwards.clear()
-        return self.window
-
-    @property
-    def has_settled(self) -> bool:
-        """Whether so many steps have followed its plans that the window is one of settled steps."""
-        return self._followed_any >= SETTLED
-
-    def _settles_bound(self) -> bool:
-        """Tell, once, whether the window is to be measured anew, of a CPU-bound step."""
-        if self.host is None or self._was_settled or not self.has_settled:
-            return False
-        self._was_settled = True
-        return True
-
-    def _is_shorter(self) -> bool:
-        """Tell whether the latest forward passes are known to be much shorter than the window."""
-        if self.window is None or not self.is_on_gpu:
-            return False
-        limit = SHORTER * self.window
-        return all(one.is_known and one() < limit for one in self._forwards)
 
     def problem(self, *, recomputes: bool, why_not: str) -> Problem:
         """Return what the planner is told of it, waiting until its passes are timed.
@@ -395,17 +323,10 @@ class Kind:
             dict(self.rejected),
             recomputes=recomputes,
             why_not=why_not,
-            forward_seconds=self._busy_seconds(),
-            turn_seconds=self.turn_seconds(),
+            forward_seconds=self.times.busy_seconds(),
+            turn_seconds=self.times.turn_seconds(),
             last_bytes=last_bytes(self.saved_bytes) if self.is_on_gpu else 0,
         )
-
-    def _busy_seconds(self) -> float | None:
-        """Return for how long the device computes in a forward pass, as far as that is known."""
-        window = self.measure()
-        if window is None or self._full is None:
-            return window
-        return min(window, self._full())
 
     def reject(self, number: int, reason: str) -> None:
         """Note that a value cannot be had again by its operation."""
@@ -608,13 +529,12 @@ class Kinds:
         with self._lock:
             return [kind for kind in self._known.values() if kind.is_outdated]
 
-    def add(self, kind: Kind) -> bool:
-        """Have a kind be the latest; tell whether it was not known."""
+    def prefer(self, kind: Kind) -> Kind:
+        """Have a kind, or the one that is known of the same steps, be the latest; return it."""
         with self._lock:
-            is_new = kind.events not in self._known
-            if is_new:
-                self._add(kind)
-            return is_new
+            known = self._known.pop(kind.events, kind)
+            self._add(known)
+            return known
 
     def begins_with(self, events: list[Event]) -> Kind | None:
         """Return the kind used last whose steps begin with `events`."""

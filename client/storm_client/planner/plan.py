@@ -58,6 +58,8 @@ class Plan:
     """For which a compiled graph is expected to wait for the link."""
     host_seconds: float = 0.0
     """Of the training thread a step, where the step is CPU-bound; 0.0 where it is not."""
+    compared: str = ""
+    """What steps took that followed this plan and others, for people; empty where none did."""
 
     @classmethod
     def of(cls, problem: Problem, choice: Choice) -> Plan:
@@ -96,7 +98,8 @@ class Plan:
         ]
         for decision, nbytes in self.bytes_by_decision.items():
             lines.append(f"{decision:<8} {format_size(nbytes):>10}")
-        return "\n".join([*lines, self._times()])
+        compared = [f"compared: {self.compared}"] if self.compared else []
+        return "\n".join([*lines, self._times(), *compared])
 
     def _repr_html_(self) -> str:
         """Return the same table for a notebook."""

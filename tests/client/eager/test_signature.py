@@ -1,14 +1,13 @@
-"""When a kind's plan is made anew for the time of its forward pass."""
+"""When a kind's plan is made anew, and what is known of plans that it has followed."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
-import pytest
 import torch
-from storm_client.eager.signature import SAVED, Kind, RecordedValue
-from storm_client.planner.decisions import OFFLOAD, Keep
+from storm_client.eager.signature import MOST_TRIES, SAVED, Kind, RecordedValue
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
+from storm_client.planner.search import PREDICTED, Followed, PlanSearch
 
 
 class Passed:
@@ -38,7 +37,7 @@ def observe(made: Kind, seconds: Iterable[float]) -> None:
 def planned(made: Kind, seconds: Iterable[float]) -> float | None:
     """Return the window of the plan that is made after such forward passes."""
     observe(made, seconds)
-    window = made.measure()
+    window = made.times.measure()
     made.is_outdated = False
     return window
 
@@ -49,50 +48,16 @@ def test_two_forward_passes_make_the_plan_anew() -> None:
     assert not made.is_outdated
     observe(made, [2.0])
     assert made.is_outdated
-    assert made.measure() == 2.0
+    assert made.times.measure() == 2.0
 
 
-@pytest.mark.parametrize(
-    ("later", "is_outdated"),
-    [
-        ([1.9, 2.1, 1.8, 1.6], False),
-        ([1.0, 2.0, 1.0, 2.0], False),
-        ([1.0], False),
-        ([2.0, 1.4, 1.4], True),
-    ],
-)
-def test_two_that_are_much_shorter_do_so_later(later: list[float], is_outdated: bool) -> None:
-    made = kind()
-    assert planned(made, [2.0, 2.0]) == 2.0
-    observe(made, later)
-    assert made.is_outdated is is_outdated
-    assert made.measure() == (min(later[-2:]) if is_outdated else 2.0)
-
-
-def test_what_is_longer_changes_nothing() -> None:
-    """Waits for a link that others use are no time in which it could carry more."""
+def test_later_ones_change_nothing() -> None:
+    """What is longer waits; what is shorter may be what another plan does."""
     made = kind()
     planned(made, [2.0, 2.0])
-    observe(made, [5.0] * 10)
+    observe(made, [5.0, 1.0, 1.0, 1.0])
     assert not made.is_outdated
-    assert made.measure() == 2.0
-
-
-def test_nobody_waits_for_the_device() -> None:
-    made = kind()
-    planned(made, [2.0, 2.0])
-    made.observe(Passed(1.0, is_known=False))
-    made.observe(Passed(1.0))
-    assert not made.is_outdated
-    made.observe(Passed(1.0))
-    assert made.is_outdated
-
-
-def test_on_a_cpu_what_else_runs_there_decides() -> None:
-    made = kind(is_on_gpu=False)
-    assert planned(made, [2.0, 2.0]) == 2.0
-    observe(made, [1.0, 1.0, 1.0])
-    assert not made.is_outdated
+    assert made.times.measure() == 2.0
 
 
 def test_steps_settle_once_after_each_change_of_decisions() -> None:
@@ -107,14 +72,41 @@ def test_steps_settle_once_after_each_change_of_decisions() -> None:
     assert seen == [False, False, True, False, *[False] * 4, False, False, True, False]
 
 
-def test_the_longer_of_the_latest_turns_counts_once_two_are_known() -> None:
+def test_while_plans_are_compared_memory_is_given_back_once() -> None:
     made = kind()
-    assert made.turn_seconds() == math.inf
-    made.turned(Passed(5.0))
-    assert made.turn_seconds() == math.inf
-    made.turned(Passed(1.0))
-    assert made.turn_seconds() == 5.0
-    made.turned(Passed(2.0))
-    assert made.turn_seconds() == 2.0
-    made.turned(Passed(0.0, is_known=False))
-    assert made.turn_seconds() == math.inf  # the device has not come so far
+    made.search = PlanSearch()
+    for decisions in ([OFFLOAD], [REPLAY], [OFFLOAD]):
+        made.follow(decisions)
+        observe(made, [1.0] * 4)
+        assert made.settles() is (decisions == [OFFLOAD] and len(made._proved) == 1)
+    made.search.is_settled = True
+    assert made.settles()
+    assert not made.settles()
+
+
+def test_what_no_backward_pass_asks_for_is_tried_by_one_plan_alone() -> None:
+    made = kind()
+    made.follow([REPLAY])
+    assert [made.goes_on_trying(0) for _ in range(MOST_TRIES + 1)] == [True] * MOST_TRIES + [False]
+    made.follow([OFFLOAD])
+    assert not made.goes_on_trying(0)
+
+
+def test_what_has_proved_itself_by_a_plan_has_done_so_when_that_is_followed_again() -> None:
+    made = kind()
+    made.follow([REPLAY])
+    made.verified.add(0)
+    made.follow([OFFLOAD])
+    assert not made.verified
+    made.follow([REPLAY])
+    assert made.verified == {0}
+
+
+def test_a_plan_is_like_one_that_decides_the_same_and_was_measured() -> None:
+    made = kind()
+    made.search = PlanSearch()
+    made.compared[PREDICTED] = [OFFLOAD]
+    assert made.measured_like([OFFLOAD]) is None
+    made.search.results[PREDICTED] = Followed(1.0, 0)
+    assert made.measured_like([OFFLOAD]) is PREDICTED
+    assert made.measured_like([REPLAY]) is None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import storm_client as storm
 import torch
-from storm_client.eager.signature import Kind
+from storm_client.eager.step_times import StepTimes
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.monitoring.summary import Summary, say
 
@@ -127,7 +127,7 @@ def test_a_training_run_says_what_it_saves(
     client: storm.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is asked for at once would stay from the fourth step on, if it is that on this machine.
-    monkeypatch.setattr(Kind, "turn_seconds", lambda _: math.inf)
+    monkeypatch.setattr(StepTimes, "turn_seconds", lambda _: math.inf)
     caplog.set_level(logging.INFO, "storm_client")
     net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 8))
     offload = client.offload(net)

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from storm_client.eager import controller as planning
-from storm_client.eager import signature
 from storm_client.eager.signature import SAVED, Kind
 from storm_client.planner import host as host_module
 from storm_client.planner.decisions import LAST, OFFLOAD, REPLAY, Decision, Keep
@@ -204,29 +203,13 @@ def test_a_kind_is_not_if_the_thread_had_time_though_the_device_was_waited_for()
     assert made.host is None
 
 
-def test_the_window_is_what_the_device_computes_where_its_queue_was_full() -> None:
-    """Which the host's passes say nothing of, that are longer where hooks take their time."""
-    made = timed([], [])
-    assert not made.wants_full_queue, "it is not known for how long"
-    made.pass_seconds = 0.1
-    assert made.wants_full_queue
-    made.filled(Passed(0.3))
-    assert not made.wants_full_queue
-    for _ in range(2):
-        made.observe(Passed(1.0), HostPass(0.9, 0.4))
-        made.turned(Passed(0.0), device_waits=True)
+def test_whether_the_thread_binds_is_seen_in_passes_that_were_not_queued_before() -> None:
+    made = timed([HostPass(0.9, 0.4)] * 2, [True, True])
+    made.times.filled(Passed(0.3))
     problem = made.problem(recomputes=True, why_not="")
     assert problem.forward_seconds == 0.3
-    assert made.window == 1.0
-    assert made.without_functions().problem(recomputes=True, why_not="").forward_seconds == 0.3
     planning._look_for_host(made, problem)
     assert made.host is not None
-
-
-def test_a_device_is_not_kept_busy_for_long() -> None:
-    made = timed([], [])
-    made.pass_seconds = signature.MOST_FILLED + 0.01
-    assert not made.wants_full_queue
 
 
 def test_a_kind_without_its_functions_has_what_is_saved_alone() -> None:

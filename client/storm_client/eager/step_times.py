@@ -1,0 +1,132 @@
+"""What the steps of one signature took: their forward passes, turns and whole steps.
+
+A time is known when the device has come so far. Nothing here waits for that but what says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+from storm_client.planner.host import HostPass
+from storm_client.planner.search import Alternative
+
+__all__ = ["OBSERVED", "Duration", "StepTimes"]
+
+OBSERVED: Final = 2
+"""Forward passes that are timed before the plan is made anew."""
+
+MOST_FILLED: Final = 0.25
+"""Seconds for which a device is kept busy at the most, so that its queue is full afterwards."""
+
+
+class Duration(Protocol):
+    """How long something took."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the device has come so far that the next call does not wait for it."""
+        ...
+
+    def __call__(self) -> float:
+        """Return the seconds, waiting until they are known."""
+        ...
+
+
+class StepTimes:
+    """The latest times of steps that follow plans."""
+
+    def __init__(self, *, is_on_gpu: bool) -> None:
+        """Start without any."""
+        self._is_on_gpu = is_on_gpu
+        self.window: float | None = None
+        """Seconds of the shortest forward pass that followed the plan; None until seen. A device
+        that waits for the thread has waited in it."""
+        self.pass_seconds = 0.0
+        """Of the latest forward pass that followed a plan, by the host's clock."""
+        self.passes: list[HostPass] = []
+        """The latest that were timed on the thread, too."""
+        self._full: Duration | None = None
+        """Of a forward pass for which the device had all that it needed in its queue."""
+        self._forwards: list[Duration] = []
+        """The latest that `window` does not know."""
+        self._turns: list[Duration] = []
+        """From the end of the latest forward passes until something was asked for."""
+        self._waits: list[bool] = []
+        """Whether the device had done the latest forward passes when something was asked for."""
+        self._steps: deque[tuple[Alternative, Duration]] = deque()
+        """From the begin of a block to that of the next, by which plan; not known yet."""
+
+    @property
+    def wants_host(self) -> bool:
+        """Whether it is to be found out what the next step takes the thread that trains."""
+        return self._is_on_gpu and self.window is None
+
+    @property
+    def wants_full_queue(self) -> bool:
+        """Whether the next forward pass is to begin behind something that takes the device a while.
+
+        Then all of it is queued when the device comes to it, and what it takes is what it computes.
+        """
+        return self._is_on_gpu and self._full is None and 0 < self.pass_seconds <= MOST_FILLED
+
+    def filled(self, forward: Duration) -> None:
+        """Note such a forward pass."""
+        self._full = forward
+
+    def observe(self, forward: Duration, host: HostPass | None) -> bool:
+        """Note a forward pass that followed the plan; tell whether the window can be measured.
+
+        `host` is what it took the thread.
+        """
+        if self.window is not None:
+            return False
+        if host is not None:
+            self.passes = [*self.passes, host][-OBSERVED:]
+        self._forwards = [*self._forwards, forward][-OBSERVED:]
+        return len(self._forwards) == OBSERVED
+
+    def turned(self, turn: Duration, *, device_waits: bool) -> None:
+        """Note how long after the end of a forward pass the backward pass asked for something.
+
+        `device_waits` tells whether the device had done the forward pass by then.
+        """
+        self._turns = [*self._turns, turn][-OBSERVED:]
+        self._waits = [*self._waits, device_waits][-OBSERVED:]
+
+    @property
+    def device_waits(self) -> bool:
+        """Whether the device was seen to wait for the thread."""
+        return len(self._waits) == OBSERVED and all(self._waits)
+
+    def turn_seconds(self) -> float:
+        """Return the longest of the latest of these times; infinity where that is not known."""
+        if len(self._turns) < OBSERVED or not all(turn.is_known for turn in self._turns):
+            return math.inf
+        return max(turn() for turn in self._turns)
+
+    def measure(self) -> float | None:
+        """Return the window, waiting until the device has come that far."""
+        if self.window is None and len(self._forwards) == OBSERVED:
+            self.window = min(forward() for forward in self._forwards)
+            self._forwards.clear()
+        return self.window
+
+    def busy_seconds(self) -> float | None:
+        """Return for how long the device computes in a forward pass, as far as that is known."""
+        window = self.measure()
+        if window is None or self._full is None:
+            return window
+        return min(window, self._full())
+
+    def took(self, alternative: Alternative, step: Duration) -> None:
+        """Note what a step took that has followed a plan."""
+        self._steps.append((alternative, step))
+
+    def known_steps(self) -> Iterator[tuple[Alternative, float]]:
+        """Yield the steps that have become known, each once."""
+        while self._steps and self._steps[0][1].is_known:
+            alternative, step = self._steps.popleft()
+            yield alternative, step()

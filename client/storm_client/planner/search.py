@@ -1,0 +1,207 @@
+"""Finds out which of several plans of one step signature takes the least time, by following each.
+
+A plan is made of estimates: what the link carries beside the device's work, what the training
+thread has time for. What a step takes with it shows only when steps follow it. So the plan that is
+made by prediction is followed for some steps, then others that differ from it in one respect, and
+what was measured decides: one that took longer is taken back.
+
+The link's share of the forward pass is tried downwards, with more that is recomputed, as long as
+that takes less time, and upwards if the first step down did not. So is a plan that recomputes
+nothing, which watches no function; and where the step is bound by the thread, plans that let small
+values stay. Every time is a step's, from the begin of its block to that of the next.
+
+Everything here is pure: no device, clock or plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+__all__ = ["OFFLOAD_ALONE", "PREDICTED", "Alternative", "Followed", "PlanSearch"]
+
+
+class Alternative(NamedTuple):
+    """In which respect a plan differs from that which is made by prediction."""
+
+    name: str
+    link_share: float = 1.0
+    """For what part of the forward pass the link is taken to carry something beside it."""
+    recomputes: bool = True
+    thread_share: float = 0.0
+    """How many times what checkpointing takes the thread may be spent on values that leave; the
+    smallest of the others stay. 0.0 where none stays for the thread's sake."""
+
+
+PREDICTED: Final = Alternative("by prediction")
+LADDER: Final = (
+    Alternative("nothing on the link that can be recomputed", 0.0),
+    Alternative("a third of the link", 0.35),
+    Alternative("two thirds of the link", 0.65),
+    PREDICTED,
+    Alternative("more on the link", 1.6),
+)
+"""From the least on the link to the most."""
+
+OFFLOAD_ALONE: Final = Alternative("nothing recomputed", recomputes=False)
+FOR_THE_THREAD: Final = (
+    Alternative("small values stay", recomputes=False, thread_share=1.0),
+    Alternative("few small values stay", recomputes=False, thread_share=2.5),
+)
+"""For a step that is bound by its thread. The first is what such a step begins with."""
+
+SKIPPED: Final = 1
+"""Steps that are not counted once a plan is followed: the first still allocates."""
+
+MEASURED: Final = 3
+"""Steps that are."""
+
+WORSE: Final = 1.25
+"""Times the best: a plan of which two steps took as long is given up before it is measured."""
+
+GAIN: Final = 0.01
+"""Of a step: two plans that differ by less take the same time."""
+
+AGAIN: Final = 0.8
+"""Of what the chosen plan took: where all of the latest steps take less, all is measured anew."""
+
+LATEST: Final = 8
+"""So many of them are looked at."""
+
+
+class Followed(NamedTuple):
+    """What a plan took."""
+
+    seconds: float
+    staying_bytes: int
+    """What stays on the device by it."""
+
+
+@dataclass
+class PlanSearch:
+    """Which plan the steps of one signature follow next."""
+
+    is_bound: bool = False
+    """Whether the device waits for the thread."""
+    allowance: float = 0.0
+    """Seconds by which a step may take longer than the fastest so that less stays."""
+    slack_bytes: int = 0
+    """Which may stay of a step for nothing."""
+    current: Alternative = PREDICTED
+    results: dict[Alternative, Followed] = field(default_factory=dict)
+    """What was measured so far."""
+    is_settled: bool = False
+    steps: int = 0
+    """Followed until it settled."""
+    is_told: bool = False
+    """Whether somebody has said what it came to."""
+    _staying: int = 0
+    _seconds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def beginning(
+        cls, *, is_bound: bool, allowance: float = 0.0, slack_bytes: int = 0
+    ) -> PlanSearch:
+        """Return a search that begins with what is most probably best."""
+        first = FOR_THE_THREAD[0] if is_bound else PREDICTED
+        return cls(is_bound, allowance, slack_bytes, current=first)
+
+    def follows(self, staying_bytes: int) -> None:
+        """Note what stays by the current plan."""
+        self._staying = staying_bytes
+
+    def took(self, alternative: Alternative, seconds: float) -> bool:
+        """Note what a step took that followed a plan; tell whether another is to be followed."""
+        if alternative != self.current:
+            return False
+        if self.is_settled:
+            return self._took_settled(seconds)
+        self.steps += 1
+        self._seconds.append(seconds)
+        if not self._is_measured():
+            return False
+        self._note_result()
+        return self._go_on()
+
+    def is_like(self, other: Alternative) -> None:
+        """Note that the current plan decides what another one did: it need not be followed."""
+        self.results[self.current] = self.results[other]
+        self._go_on()
+
+    @property
+    def best(self) -> Alternative:
+        """What was measured to be best: the least memory of what takes little more time."""
+        fastest = min(one.seconds for one in self.results.values())
+        most = max(fastest * (1 + GAIN), fastest + self.allowance)
+
+        def order(alternative: Alternative) -> tuple[int, float]:
+            found = self.results[alternative]
+            return max(0, found.staying_bytes - self.slack_bytes), found.seconds
+
+        return min((one for one, f in self.results.items() if f.seconds <= most), key=order)
+
+    def __str__(self) -> str:
+        """Return what was found, in one line."""
+        found = sorted(self.results.items(), key=lambda item: item[1].seconds)
+        listed = ", ".join(f"{one.name} {1e3 * f.seconds:.1f} ms" for one, f in found)
+        state = f"settled after {self.steps} steps" if self.is_settled else "not settled yet"
+        return f"{self.current.name}, {state} ({listed})"
+
+    # --- helpers ----------------------------------------------------------------------------
+
+    def _is_measured(self) -> bool:
+        counted = self._seconds[SKIPPED:]
+        if len(counted) >= MEASURED:
+            return True
+        limit = WORSE * min((one.seconds for one in self.results.values()), default=float("inf"))
+        return len(counted) > 1 and min(counted) > limit
+
+    def _note_result(self) -> None:
+        """Take the mean of the shorter ones: what delays a step is not the plan's."""
+        shortest = sorted(self._seconds[SKIPPED:])[:2]
+        self.results[self.current] = Followed(sum(shortest) / len(shortest), self._staying)
+
+    def _go_on(self) -> bool:
+        """Go to the next plan that is to be measured, or to the best; tell whether that is new."""
+        self._seconds.clear()
+        following = next((one for one in self._candidates() if one not in self.results), None)
+        self.is_settled = following is None
+        before, self.current = self.current, following or self.best
+        return self.current != before
+
+    def _candidates(self) -> Sequence[Alternative]:
+        """Return what has to be measured, as far as is known by now."""
+        wanted = [*FOR_THE_THREAD, OFFLOAD_ALONE] if self.is_bound else []
+        return [*wanted, *self._ladder(), *([] if self.is_bound else [OFFLOAD_ALONE])]
+
+    def _ladder(self) -> list[Alternative]:
+        """Return the plan by prediction, and those beside it for as long as they take less time."""
+        at = LADDER.index(PREDICTED)
+        wanted = [PREDICTED]
+        for step in (-1, 1):
+            place = at
+            while 0 <= place + step < len(LADDER) and self._is_better(place, at):
+                place += step
+                wanted.append(LADDER[place])
+            if len(wanted) > 2 or LADDER[at + step] not in self.results:
+                break  # that way is better, or is to be tried first
+        return wanted
+
+    def _is_better(self, place: int, at: int) -> bool:
+        """Tell whether it is worth going on behind a place of the ladder."""
+        if place == at:
+            return LADDER[at] in self.results
+        here = self.results.get(LADDER[place])
+        nearer = self.results[LADDER[place + (1 if place < at else -1)]]
+        return here is not None and here.seconds < nearer.seconds * (1 - GAIN)
+
+    def _took_settled(self, seconds: float) -> bool:
+        self._seconds = [*self._seconds, seconds][-LATEST:]
+        limit = AGAIN * self.results[self.current].seconds
+        if len(self._seconds) < LATEST or max(self._seconds) >= limit:
+            return False
+        self.results.clear()
+        self._seconds.clear()
+        self.is_settled, self.steps = False, 0
+        return False  # this one is measured first

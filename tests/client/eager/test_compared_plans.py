@@ -1,0 +1,169 @@
+"""Steps follow several plans one after another, and then the one that took the least time.
+
+A GPU's steps are compared. Here they are the host's, with its clock: how long they take decides
+nothing that is looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import storm_client as storm
+import torch
+from storm_client.eager import controller, step_times
+from storm_client.eager.recorder import Span
+from storm_client.eager.signature import Kind
+from storm_client.planner.host import HostBound
+from storm_client.planner.machine import CPU
+from storm_client.planner.search import (
+    FOR_THE_THREAD,
+    OFFLOAD_ALONE,
+    PREDICTED,
+    Alternative,
+    PlanSearch,
+)
+from torch import nn
+
+STEPS = 70
+"""Those that learn, and more than any comparison takes."""
+
+ROWS = 256
+
+
+@pytest.fixture(autouse=True)
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps be compared, though their values lie in the host's memory."""
+    monkeypatch.setattr(Kind, "is_on_gpu", property(lambda _: True))
+    monkeypatch.setattr(step_times.StepTimes, "wants_full_queue", property(lambda _: False))
+    monkeypatch.setattr(controller, "give_back_unused", lambda _: None)
+    monkeypatch.setattr(controller, "host_bound", lambda *_: None)
+    machine = replace(CPU, link=1e-7, codec=1e-9, thread_store=1e-9, thread_recompute=1e-6)
+    monkeypatch.setattr(controller, "machine_of", lambda _: machine)
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Alternative], float]], None]:
+    """Return what has steps take so long, by the plan that they follow."""
+
+    def take(seconds: Callable[[Alternative], float]) -> None:
+        known = step_times.StepTimes.took
+
+        def took(self: step_times.StepTimes, alternative: Alternative, _: Span) -> None:
+            known(self, alternative, _Passed(seconds(alternative)))
+
+        monkeypatch.setattr(step_times.StepTimes, "took", took)
+
+    return take
+
+
+class _Passed:
+    is_known = True
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self) -> float:
+        return self._seconds
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)) for _ in range(3)]
+    return nn.Sequential(*layers)
+
+
+def trained(net: nn.Module, context: object, steps: int = STEPS) -> list[torch.Tensor]:
+    found = []
+    for step in range(steps):
+        net.zero_grad()
+        with context:  # type: ignore[attr-defined]
+            loss = net(torch.linspace(-1, 1, 64 * ROWS).view(ROWS, 64) + step).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.clone() for parameter in net.parameters())]
+    return found
+
+
+def search_of(offload: storm.Offload) -> PlanSearch:
+    kind = offload._planning._kinds.latest
+    assert kind is not None
+    assert kind.search is not None
+    return kind.search
+
+
+def test_bits_are_the_same_whatever_is_followed_and_all_settles(
+    client: storm.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "storm_client")
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    assert all(map(torch.equal, trained(network(), nullcontext()), trained(net, offload)))
+    search = search_of(offload)
+    assert search.is_settled
+    assert search.steps <= 40
+    assert len(search.results) > 2
+    assert {OFFLOAD_ALONE, PREDICTED} <= search.results.keys()
+    said = [one for one in caplog.messages if "of the plans that steps have followed" in one]
+    assert len(said) == 1
+    assert str(search) in said[0]
+    assert f"compared: {search}" in str(offload.plan)
+
+
+@pytest.mark.parametrize("best", [PREDICTED, OFFLOAD_ALONE], ids=str)
+def test_the_plan_that_took_the_least_is_followed_from_then_on(
+    client: storm.Client,
+    best: Alternative,
+    take: Callable[[Callable[[Alternative], float]], None],
+) -> None:
+    """Also where one of them watches no functions, so that its steps are of another kind."""
+    take(lambda one: 0.1 if one == best else 0.2)
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    trained(net, offload)
+    assert search_of(offload).current == best
+    before, plan = offload.stats(), offload.plan
+    trained(net, offload, steps=2)
+    after = offload.stats()
+    assert plan is not None
+    assert (plan.bytes_by_decision["replay"] > 0) is (best == PREDICTED)
+    assert (after.replayed_bytes > before.replayed_bytes) is (best == PREDICTED)
+    assert search_of(offload).current == best
+    assert plan.bytes_by_decision == offload.plan.bytes_by_decision  # type: ignore[union-attr]
+
+
+def test_a_step_that_is_bound_by_its_thread_compares_what_lets_values_stay(
+    client: storm.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    take: Callable[[Callable[[Alternative], float]], None],
+) -> None:
+    monkeypatch.setattr(
+        controller, "_look_for_host", lambda kind, _: setattr(kind, "host", HostBound(2e-4))
+    )
+    take(lambda one: 0.1 if one.thread_share else 0.3)
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    assert all(map(torch.equal, trained(network(), nullcontext()), trained(net, offload)))
+    search = search_of(offload)
+    assert search.current in FOR_THE_THREAD
+    assert {*FOR_THE_THREAD, OFFLOAD_ALONE, PREDICTED} <= search.results.keys()
+    assert offload.stats().skipped["host"] > 0
+
+
+def test_a_value_that_is_rejected_meanwhile_is_recomputed_by_no_plan(
+    client: storm.Client,
+) -> None:
+    net = network()
+    offload = client.offload(net, min_bytes=4096)
+    trained(net, offload, steps=8)
+    kind = offload._planning._kinds.latest
+    assert kind is not None
+    again = [n for n, one in enumerate(kind.decisions or ()) if type(one).__name__ == "Replay"]
+    assert again
+    kind.reject(again[0], "it had other bits")
+    trained(net, offload, steps=20)
+    for decisions in kind.compared.values():
+        assert len(decisions) == len(kind.values)
+    assert type((kind.decisions or ())[again[0]]).__name__ != "Replay"

@@ -1,0 +1,70 @@
+"""The plan of each alternative: in what it differs from that by prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from storm_client.planner.alternatives import choose_alternative, staying_bytes
+from storm_client.planner.decisions import OFFLOAD, REPLAY, Keep
+from storm_client.planner.host import HostBound
+from storm_client.planner.machine import CPU
+from storm_client.planner.problem import Problem
+from storm_client.planner.search import FOR_THE_THREAD, LADDER, OFFLOAD_ALONE, PREDICTED
+from storm_client.planner.solver import choose
+from support.planning import value
+
+MACHINE = replace(CPU, link=1.0, codec=0.1, thread_store=0.0, thread_recompute=0.0, unmeasured=0.05)
+PROBLEM = Problem(
+    (
+        value(0),
+        value(1, 100, "silu", 0, seconds=1.0),
+        *[value(n, 100, "linear", 0, seconds=20.0 + n, expensive=True) for n in (2, 3, 4)],
+    ),
+    forward_seconds=350.0,
+)
+
+
+def decided(alternative: object, problem: Problem = PROBLEM, **more: object) -> list[object]:
+    options = {"room": None, "machine": MACHINE, **more}
+    choice = choose_alternative(alternative, problem, **options)  # type: ignore[arg-type]
+    return list(choice.decisions)
+
+
+def test_that_by_prediction_is_what_the_solver_chooses() -> None:
+    assert decided(PREDICTED) == choose(PROBLEM, MACHINE).decisions
+    assert decided(PREDICTED, room=250) == choose(PROBLEM, MACHINE, budget_bytes=250).decisions
+
+
+def test_less_of_the_link_is_more_that_is_recomputed() -> None:
+    counts = [decided(one).count(REPLAY) for one in LADDER]
+    assert counts == [4, 4, 3, 2, 1]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_what_a_plan_is_told_to_have_is_not_what_it_shows() -> None:
+    for one in LADDER:
+        choice = choose_alternative(one, PROBLEM, MACHINE, room=None)
+        assert choice.forward_seconds == PROBLEM.forward_seconds
+
+
+def test_nothing_is_recomputed_where_that_is_asked_for() -> None:
+    assert decided(OFFLOAD_ALONE) == [OFFLOAD] * 5
+
+
+def test_small_values_stay_for_the_threads_sake_if_it_has_no_time() -> None:
+    bound = {"host": HostBound(2e-4), "machine": replace(MACHINE, link=0.0)}
+    assert decided(FOR_THE_THREAD[0], host=HostBound(1e3)).count(Keep("host")) == 0
+    kept = decided(FOR_THE_THREAD[0], **bound).count(Keep("host"))
+    fewer = decided(FOR_THE_THREAD[1], **bound).count(Keep("host"))
+    assert 0 < fewer < kept < 5
+    assert decided(FOR_THE_THREAD[1], **bound, is_worth_it=False) == [Keep("host")] * 5
+
+
+def test_what_is_not_known_of_the_thread_changes_nothing() -> None:
+    assert decided(FOR_THE_THREAD[0]) == [OFFLOAD] * 5
+
+
+def test_what_stays_is_what_is_saved_and_kept() -> None:
+    problem = replace(PROBLEM, values=(*PROBLEM.values, value(5, 70, saved=False)))
+    choice = choose_alternative(PREDICTED, problem, MACHINE, room=250)
+    assert staying_bytes(problem, choice) == choice.kept_bytes == 200

@@ -1,0 +1,175 @@
+"""Which plans are followed one after another, and which of them stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from storm_client.planner.search import (
+    FOR_THE_THREAD,
+    LADDER,
+    LATEST,
+    MEASURED,
+    OFFLOAD_ALONE,
+    PREDICTED,
+    SKIPPED,
+    Alternative,
+    PlanSearch,
+)
+
+LONGEST = 40
+"""Steps after which a search has come to its end."""
+
+NOTHING, THIRD, TWO_THIRDS, _, MORE = LADDER
+
+Seconds = Callable[[Alternative], float]
+
+
+def settled(
+    search: PlanSearch, seconds: Seconds, staying: Callable[[Alternative], int] = lambda _: 0
+) -> PlanSearch:
+    """Follow plans that take so many seconds, until one stays."""
+    search.follows(staying(search.current))
+    for _ in range(2 * LONGEST):
+        if search.took(search.current, seconds(search.current)):
+            search.follows(staying(search.current))
+        if search.is_settled:
+            return search
+    raise AssertionError(f"not settled: {search}")
+
+
+def table(**milliseconds: float) -> Seconds:
+    """Return what plans take, by their names' first word."""
+    return lambda one: milliseconds[one.name.split(maxsplit=1)[0]] / 1e3
+
+
+def by_share(best: float) -> Seconds:
+    """Return what plans take of which that with a share of the link is best."""
+    return lambda one: 0.1 + (abs(one.link_share - best) if one.recomputes else 5.0)
+
+
+@pytest.mark.parametrize("best", LADDER, ids=str)
+def test_the_share_of_the_link_that_takes_least_is_found(best: Alternative) -> None:
+    search = settled(PlanSearch(), by_share(best.link_share))
+    assert search.current == best
+    assert search.steps <= LONGEST
+
+
+def test_a_way_that_takes_longer_is_not_gone_on() -> None:
+    search = settled(PlanSearch(), by_share(PREDICTED.link_share))
+    assert set(search.results) == {PREDICTED, TWO_THIRDS, MORE, OFFLOAD_ALONE}
+    search = settled(PlanSearch(), by_share(THIRD.link_share))
+    assert set(search.results) == {PREDICTED, TWO_THIRDS, THIRD, NOTHING, OFFLOAD_ALONE}
+
+
+def test_where_recomputing_takes_the_thread_too_long_nothing_is_recomputed() -> None:
+    search = settled(PlanSearch(), lambda one: 1.0 if one.recomputes else 0.5)
+    assert search.current == OFFLOAD_ALONE
+
+
+def test_what_takes_much_longer_is_given_up_early() -> None:
+    search = PlanSearch()
+    settled(search, by_share(PREDICTED.link_share))
+    full = SKIPPED + MEASURED
+    assert search.steps < full * len(search.results)
+
+
+def test_a_delay_decides_nothing() -> None:
+    """As of an evaluation between two steps."""
+    search = PlanSearch()
+    for seconds in (9.0, 0.1, 9.0, 0.1):
+        search.took(PREDICTED, seconds)
+    assert search.results[PREDICTED].seconds == pytest.approx(0.1)
+
+
+def test_steps_of_another_plan_that_become_known_late_do_not_count() -> None:
+    search = PlanSearch()
+    for _ in range(SKIPPED + MEASURED):
+        assert not search.took(TWO_THIRDS, 1.0)
+    assert not search.results
+
+
+def test_a_step_that_is_bound_by_its_thread_begins_with_what_lets_small_values_stay() -> None:
+    search = PlanSearch.beginning(is_bound=True)
+    assert search.current == FOR_THE_THREAD[0]
+    seconds = table(small=94, few=110, nothing=130, by=140, two=150, more=150)
+    assert settled(search, seconds).current == FOR_THE_THREAD[0]
+
+
+def test_less_stays_if_that_takes_hardly_longer() -> None:
+    seconds = table(small=94, few=99, nothing=101, by=140, two=150, more=150)
+    staying = {FOR_THE_THREAD[0]: 100, FOR_THE_THREAD[1]: 50}
+    for allowance, chosen in ((0.0, FOR_THE_THREAD[0]), (5e-3, FOR_THE_THREAD[1]), (7e-3, None)):
+        search = PlanSearch.beginning(is_bound=True, allowance=allowance)
+        settled(search, seconds, lambda one: staying.get(one, 0))
+        assert search.current == (chosen or OFFLOAD_ALONE)
+
+
+def test_what_may_stay_for_nothing_is_no_reason() -> None:
+    search = PlanSearch(allowance=1.0, slack_bytes=100)
+    staying = {PREDICTED: 100, TWO_THIRDS: 0}
+    settled(search, by_share(PREDICTED.link_share), lambda one: staying.get(one, 200))
+    assert search.current == PREDICTED
+
+
+def test_plans_that_decide_the_same_are_followed_once() -> None:
+    search = PlanSearch()
+    for _ in range(SKIPPED + MEASURED):
+        search.took(PREDICTED, 0.1)
+    while not search.is_settled:
+        search.is_like(PREDICTED)
+    assert search.steps == SKIPPED + MEASURED
+    assert [one.seconds for one in search.results.values()] == pytest.approx([0.1] * 4)
+
+
+def test_what_has_settled_stays_as_long_as_steps_take_as_long() -> None:
+    search = settled(PlanSearch(), by_share(PREDICTED.link_share))
+    for seconds in (0.1, 0.09, 0.3, 0.08) * LATEST:
+        assert not search.took(search.current, seconds)
+    assert search.is_settled
+
+
+def test_all_is_measured_anew_where_steps_take_much_less_for_long() -> None:
+    """A neighbour has gone that used the device or the link."""
+    search = settled(PlanSearch(), by_share(PREDICTED.link_share))
+    for _ in range(LATEST):
+        search.took(search.current, 0.05)
+    assert not search.is_settled
+    assert not search.results
+    assert settled(search, by_share(NOTHING.link_share)).current == NOTHING
+
+
+def test_it_says_in_one_line_what_it_has_found() -> None:
+    search = PlanSearch()
+    assert "not settled yet" in str(search)
+    settled(search, by_share(PREDICTED.link_share))
+    assert str(search).startswith(f"by prediction, settled after {search.steps} steps (")
+    assert "by prediction 100.0 ms, " in str(search)
+    assert "\n" not in str(search)
+
+
+alternatives = [*LADDER, OFFLOAD_ALONE, *FOR_THE_THREAD]
+
+
+@given(
+    st.fixed_dictionaries({one: st.floats(0.01, 1.0) for one in alternatives}),
+    st.fixed_dictionaries({one: st.integers(0, 10) for one in alternatives}),
+    st.booleans(),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_what_stays_is_never_worse_than_what_was_followed(
+    seconds: dict[Alternative, float],
+    staying: dict[Alternative, int],
+    is_bound: bool,
+    allowance: float,
+) -> None:
+    search = PlanSearch.beginning(is_bound=is_bound, allowance=allowance)
+    settled(search, seconds.__getitem__, staying.__getitem__)
+    fastest = min(seconds[one] for one in search.results)
+    assert seconds[search.current] <= max(1.01 * fastest, fastest + allowance) * (1 + 1e-9)
+    assert search.current in search.results
+    for one in search.results:
+        if seconds[one] < seconds[search.current]:
+            assert staying[one] >= staying[search.current]
