@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -260,7 +261,25 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         stats = offload.stats()
         row["offloaded_gib"] = round(stats.offloaded_bytes / options.steps / GIB, 2)
         row["replayed_gib"] = round(stats.replayed_bytes / options.steps / GIB, 2)
+        row["plan"] = planned(offload, show=options.plan)
     return row
+
+
+def planned(offload: storm.Offload, *, show: bool) -> dict[str, Any]:
+    """Return what the plan expects and what was compared; its table goes to stderr if asked."""
+    plan = offload.plan
+    if plan is None:
+        return {}
+    if show:
+        print(plan, file=sys.stderr)
+    return {
+        "forward_ms": round(1e3 * plan.forward_seconds, 1),
+        "link_ms": round(1e3 * plan.link_seconds, 1),
+        "recompute_ms": round(1e3 * plan.replay_seconds, 1),
+        "thread_ms": round(1e3 * plan.host_seconds, 1),
+        "gib": {name: round(n / GIB, 2) for name, n in plan.bytes_by_decision.items()},
+        "compared": plan.compared,
+    }
 
 
 def _now(is_on_gpu: bool) -> float:
@@ -280,6 +299,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--budget", default=None)
     parser.add_argument("--ranks", choices=["ddp", "fsdp"], help="under torchrun, for ranks")
+    parser.add_argument("--plan", action="store_true", help="print the plan's table to stderr")
     parser.add_argument("--small", action="store_true", help="narrow and short, to try it")
     options = parser.parse_args()
     options.tokens = 64 if options.small else 4096
