@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["KeptTensor", "SavedVersion", "View"]
+__all__ = ["KeptTensor", "SavedVersion", "View", "changed_in_place"]
 
 _SUFFIX = r"Backward\d*$"
 """What PyTorch leaves out of an operation's name in its message."""
@@ -125,7 +125,9 @@ class SavedVersion:
         """Raise PyTorch's RuntimeError where the tensor has been changed in place since."""
         found = self.token._version
         if found != self.expected:
-            raise RuntimeError(self._message(found))
+            like = torch.empty(0, dtype=self.dtype, device=self.token.device)
+            producer, output = self.producer or ("", 0)
+            raise changed_in_place(like, self.shape, producer, output, self.expected, found)
 
     def replaced(self) -> torch.Tensor | None:
         """Return the tensor if it has been given other data since, where PyTorch would use those.
@@ -151,21 +153,6 @@ class SavedVersion:
         tensor.data = data
         return tensor
 
-    def _message(self, found: int) -> str:
-        kind = torch.empty(0, dtype=self.dtype, device=self.token.device).type()
-        shape = "" if self.shape is None else f" {list(self.shape)}"
-        produced = ""
-        if self.producer is not None:
-            name, output = self.producer
-            produced = f", which is output {output} of {re.sub(_SUFFIX, '', name)},"
-        return (
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{kind}{shape}]{produced} is at version {found}; expected "
-            f"version {self.expected} instead. Hint: enable anomaly detection to find the "
-            "operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )
-
 
 class KeptTensor(SavedVersion):
     """What autograd holds for a tensor that is not offloaded: its token keeps the memory."""
@@ -182,6 +169,30 @@ class KeptTensor(SavedVersion):
         """
         token = tensor if tensor.grad_fn is None else tensor.detach()
         return cls(token, tensor, _storage(token))
+
+
+def changed_in_place(
+    like: torch.Tensor,
+    shape: tuple[int, ...] | None,
+    producer: str,
+    output: int,
+    expected: int,
+    found: int,
+) -> RuntimeError:
+    """Return PyTorch's error for a saved tensor of `like`'s dtype and device that has changed.
+
+    A nested tensor's `shape` is None. `producer` is the name of the operation whose `output` it is,
+    empty where there is none.
+    """
+    told = "" if shape is None else f" {list(shape)}"
+    made = f", which is output {output} of {re.sub(_SUFFIX, '', producer)}," if producer else ""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{like.type()}{told}]{made} is at version {found}; expected "
+        f"version {expected} instead. Hint: enable anomaly detection to find the "
+        "operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def _storage(tensor: torch.Tensor) -> int:

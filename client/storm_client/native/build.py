@@ -1,0 +1,185 @@
+"""Builds the module `_follow` of this folder against the installed torch, into a cache.
+
+    python -m storm_client.native.build          build it now, and say where it is, or why not
+
+Nothing but the standard library is imported, so that a training process can have this file run
+beside it without loading PyTorch twice. A module in the cache was loaded and tried once by another
+process: one that does not fit the installed torch never comes there. Processes that start together
+build it once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+__all__ = ["BuildError", "build", "module_path", "why_not"]
+
+FOLDER = Path(__file__).resolve().parent
+
+NAME = "_follow"
+
+BUILD_SECONDS = 900.0
+"""After so many a compiler is given up; it takes half a minute of one processor."""
+
+FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-g0")
+
+_TRY = """
+import sys, torch, importlib.machinery as m, importlib.util as u
+spec = u.spec_from_file_location("_follow", sys.argv[1])
+follow = u.module_from_spec(spec); spec.loader.exec_module(follow)
+follow.configure(torch.nn.Parameter, lambda *_: RuntimeError("changed"))
+tallies = follow.Tallies(); rows = [tallies.add_row() for _ in range(3)]
+x = torch.ones(64, requires_grad=True); w = torch.full((64,), 2.0)
+script = follow.Script([(0, 0, 256, rows[2])], 1)
+unexpected = lambda *_: sys.exit("unexpected")
+hooks = follow.Follower(script, tallies, follow.Owned([w]), unexpected, unexpected, lambda: None,
+                        128, rows[0], rows[1])
+with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+    y = (x * w).exp()
+y.sum().backward()
+assert hooks.walks and hooks.position == 1 and torch.equal(x.grad, 2 * y.detach())
+assert tallies.drain()[0] == [(1, 1, 256), (2, 1, 256)]
+"""
+"""Tells whether the module at a path fits the installed torch."""
+
+
+class BuildError(Exception):
+    """Why there is no module."""
+
+
+def module_path() -> Path:
+    """Return where the module is, or would be, for this Python, torch and these sources.
+
+    Raises:
+        BuildError: torch is not installed.
+    """
+    return _cache() / _key() / f"{NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+
+
+def why_not(path: Path) -> str | None:
+    """Return why the module of that path could not be built; None if nobody has tried."""
+    try:
+        return path.with_name("failed").read_text()
+    except OSError:
+        return None
+
+
+def build() -> Path:
+    """Build the module unless it is there, and return its path. Another process may be at it.
+
+    Raises:
+        BuildError: there is no compiler, or what it makes cannot be loaded. That is noted, for
+            `why_not`; the next call tries again.
+    """
+    path = module_path()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with path.with_name("lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            try:
+                _build(path)
+            except BuildError as error:
+                path.with_name("failed").write_text(str(error))
+                raise
+    return path
+
+
+def _build(path: Path) -> None:
+    torch = _torch()
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError("no C++ compiler was found; install g++ 11 or later, or set CXX")
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        unit, made = Path(directory) / "all.cpp", Path(directory) / path.name
+        unit.write_text("".join(f'#include "{one}"\n' for one in sorted(FOLDER.glob("*.cpp"))))
+        _run([*compiler.split(), *_flags(torch), str(unit), "-o", str(made), *_libraries(torch)])
+        _run([sys.executable, "-c", _TRY, str(made)])
+        made.replace(path)
+    path.with_name("failed").unlink(missing_ok=True)
+
+
+def _flags(torch: Path) -> list[str]:
+    """Return how PyTorch's headers are compiled against; all files are one unit, for their sake."""
+    include = torch / "include"
+    folders = (sysconfig.get_paths()["include"], include, include / "torch/csrc/api/include")
+    return [*FLAGS, f"-I{FOLDER}", *(f"-isystem{folder}" for folder in folders)]
+
+
+def _libraries(torch: Path) -> list[str]:
+    names = ("torch_python", "torch", "torch_cpu", "c10")
+    library = torch / "lib"
+    return [f"-L{library}", *(f"-l{name}" for name in names), f"-Wl,-rpath,{library}"]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=BUILD_SECONDS,
+            preexec_fn=_politely,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip()
+        first = next((line for line in said.splitlines() if "error" in line.lower()), said[-400:])
+        raise BuildError(f"{command[0]} exited with {done.returncode}: {first}")
+
+
+def _politely() -> None:
+    os.nice(10)
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise BuildError("torch is not installed")
+    return Path(spec.origin).parent
+
+
+def _key() -> str:
+    """Name what the module depends on: sources, flags, Python, and the library of torch."""
+    digest = hashlib.sha256(repr((FLAGS, sys.implementation.cache_tag, sys.abiflags)).encode())
+    library = _torch() / "lib" / "libtorch_python.so"
+    try:
+        status = library.stat()
+    except OSError as error:
+        raise BuildError(f"{library}: {error.strerror}") from error
+    digest.update(repr((str(library), status.st_size, status.st_mtime_ns)).encode())
+    for source in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "stormd" / "native"
+
+
+def main() -> int:
+    """Build the module and print its path, or why there is none."""
+    argparse.ArgumentParser(prog="python -m storm_client.native.build").parse_args()
+    try:
+        print(build())  # noqa: T201 - a command
+    except (BuildError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

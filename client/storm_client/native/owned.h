@@ -1,0 +1,27 @@
+// The storages of a model's parameters and buffers, for `Policy` of storm_client/policy.py.
+#pragma once
+
+#include "versions.h"
+
+#include <unordered_map>
+
+namespace storm {
+
+class Owned {
+ public:
+  void add(const at::Tensor& tensor);
+
+  // Whether a parameter or buffer that lay in this storage when it was looked at still does.
+  bool has(const c10::StorageImpl* storage) const;
+
+ private:
+  // The weak references keep addresses of tensors from being used again, not those of storages: so
+  // it is asked where the tensor lies now.
+  std::unordered_map<const c10::StorageImpl*, WeakTensor> tensors_;
+};
+
+extern PyTypeObject OwnedType;
+
+const Owned& owned_of(PyObject* self);
+
+}  // namespace storm

@@ -1,0 +1,26 @@
+// Counts of what became of saved tensors, kept here until somebody reads them.
+#pragma once
+
+#include "common.h"
+
+namespace storm {
+
+struct Tallies {
+  struct Row {
+    int64_t count = 0;
+    int64_t nbytes = 0;
+  };
+  std::vector<Row> rows;    // of which one stands for what: its user knows
+  double replay_seconds = 0.0;
+
+  void add(uint32_t row, int64_t nbytes) {
+    ++rows[row].count;
+    rows[row].nbytes += nbytes;
+  }
+};
+
+extern PyTypeObject TalliesType;
+
+Tallies& tallies_of(PyObject* self);
+
+}  // namespace storm

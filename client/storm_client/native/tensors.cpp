@@ -1,0 +1,43 @@
+#include "tensors.h"
+
+namespace storm {
+namespace {
+
+using c10::DispatchKey;
+
+// The keys of dense tensors in memory of a CPU or of CUDA. Whatever has another is looked at in
+// Python.
+const c10::DispatchKeySet ORDINARY =
+    c10::DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::AutogradCPU,
+                         DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU,
+                         DispatchKey::AutocastCUDA, DispatchKey::ADInplaceOrView,
+                         DispatchKey::Conjugate, DispatchKey::Negative});
+
+}  // namespace
+
+bool is_ordinary(at::TensorImpl* impl) {
+  const uint64_t others = impl->key_set().raw_repr() & ~ORDINARY.raw_repr();
+  return others == 0 && impl->has_storage() && !impl->is_inference();
+}
+
+bool is_view(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_view_autograd_meta(tensor);
+  return meta != nullptr && meta->has_bw_view();
+}
+
+bool is_result(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (meta != nullptr && meta->has_bw_view()) return !meta->get_backward_view().base_.is_leaf();
+  return !tensor.is_leaf();
+}
+
+at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& counter) {
+  return at::Tensor(tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      counter, /*allow_tensor_metadata_change=*/true));
+}
+
+at::Tensor alias_of(const at::Tensor& tensor) {
+  return alias_of(tensor, tensor.unsafeGetTensorImpl()->version_counter());
+}
+
+}  // namespace storm

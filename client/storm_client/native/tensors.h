@@ -1,0 +1,31 @@
+// Questions about a tensor, answered as storm_client/policy.py and saved/snapshots.py answer them.
+#pragma once
+
+#include "common.h"
+
+namespace storm {
+
+// Whether its bytes are its storage's bytes and mean what a plain strided tensor's mean. A
+// subclass's, a sparse, nested, quantized, wrapped or inference tensor's may not.
+bool is_ordinary(at::TensorImpl* impl);
+
+// Whether an operation made its memory: then its changes are counted.
+bool is_result(const at::Tensor& tensor);
+
+bool is_view(const at::Tensor& tensor);
+
+inline c10::StorageImpl* storage_of(const at::TensorImpl* impl) {
+  return impl->unsafe_storage().unsafeGetStorageImpl();
+}
+
+inline int64_t nbytes_of(const at::TensorImpl* impl) {
+  return impl->numel() * static_cast<int64_t>(impl->itemsize());
+}
+
+// An alias that shares the version counter and is part of no graph.
+at::Tensor alias_of(const at::Tensor& tensor);
+
+// The same with a counter that is given.
+at::Tensor alias_of(const at::Tensor& tensor, const c10::VariableVersion& counter);
+
+}  // namespace storm

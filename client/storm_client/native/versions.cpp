@@ -1,0 +1,58 @@
+#include "versions.h"
+
+#include <ATen/ops/empty.h>
+
+namespace storm {
+namespace {
+
+PyObject* changed_error = nullptr;
+
+}  // namespace
+
+void set_changed_error(PyObject* function) {
+  Py_INCREF(function);
+  Py_XSETREF(changed_error, function);
+}
+
+SavedVersion::SavedVersion(const at::Tensor& tensor)
+    : counter_(tensor.unsafeGetTensorImpl()->version_counter()),
+      expected_(counter_.current_version()),
+      saved_(tensor.getIntrusivePtr()),
+      storage_(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()),
+      dtype_(tensor.scalar_type()),
+      device_(tensor.device()),
+      shape_(tensor.sizes().begin(), tensor.sizes().end()) {
+  const auto& node = tensor.grad_fn();
+  if (node) {
+    producer_ = node->name();
+    output_ = tensor.output_nr();
+  }
+}
+
+void SavedVersion::check() const {
+  const uint32_t found = counter_.current_version();
+  if (found == expected_) return;
+  at::Tensor like = at::empty({0}, at::TensorOptions().dtype(dtype_).device(device_));
+  Ref shape = expected(PyTuple_New(static_cast<Py_ssize_t>(shape_.size())));
+  for (size_t at = 0; at < shape_.size(); ++at) {
+    PyTuple_SET_ITEM(shape.get(), at, expected(PyLong_FromLongLong(shape_[at])).release());
+  }
+  Ref wrapped = expected(THPVariable_Wrap(like));
+  Ref error = expected(PyObject_CallFunction(changed_error, "OOsIII", wrapped.get(), shape.get(),
+                                             producer_.c_str(), output_, expected_, found));
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.get())), error.get());
+  throw python_error();
+}
+
+at::Tensor SavedVersion::replaced() const {
+  at::Tensor tensor;
+  if (auto impl = saved_.lock()) tensor = at::Tensor(std::move(impl));
+  if (!tensor.defined()) return tensor;
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  if (!impl->has_storage() || impl->unsafe_storage().unsafeGetStorageImpl() == storage_) return {};
+  const auto& maker = tensor.grad_fn();
+  const bool is_own_output = maker && maker.get() == torch::autograd::get_current_node().get();
+  return is_own_output ? at::Tensor() : tensor;
+}
+
+}  // namespace storm
