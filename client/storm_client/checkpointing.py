@@ -22,11 +22,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils import checkpoint as pytorch
 
-from storm_client.hook_stack import Stacks
+from storm_client.hook_stack import Stacks, innermost
 
 __all__ = ["CheckpointedLayers"]
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CheckpointedLayers:
@@ -118,10 +116,7 @@ class _Forward:
 
     def _is_named(self) -> bool:
         """Tell whether the innermost hooks of this thread are of a step that names the module."""
-        top = _top_hooks(True)
-        if top is None or not torch.is_grad_enabled():
-            return False
-        step = getattr(top[0], "__self__", None)
+        step = innermost() if torch.is_grad_enabled() else None
         return step is not None and any(one() is step for one in self.steps)
 
     def __getattr__(self, name: str) -> Any:

@@ -29,6 +29,7 @@ __all__ = [
     "Stacks",
     "function_modes",
     "have_modes",
+    "innermost",
     "untraced",
 ]
 
@@ -94,6 +95,13 @@ def have_modes(modes: list[Any]) -> None:
         _push_mode(mode)
 
 
+def innermost() -> Any:
+    """Return what this thread's innermost hooks are methods of, if of anything."""
+    top = _top_hooks(True)
+    owner = None if top is None else getattr(top[0], "__self__", None)
+    return getattr(owner, "owner", owner)  # compiled hooks have one that is written in Python
+
+
 class Entered(Protocol):
     """What a block is for."""
 
@@ -105,12 +113,9 @@ class Entered(Protocol):
         """Note that an exception has ended the block."""
         ...
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Return what autograd is to hold instead of a tensor."""
-        ...
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor."""
+    @property
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """What returns what autograd is to hold instead of a tensor, and the tensor for that."""
         ...
 
     @property
@@ -162,7 +167,7 @@ class Blocks(threading.local):
 
     def enter(self, entered: Entered) -> None:
         """Put the hooks of `entered` on."""
-        hooks, mode = (entered.pack, entered.unpack), entered.mode
+        hooks, mode = entered.hooks, entered.mode
         block = _Block(entered, *((_pop_hooks,) if mode is None else (_pop_mode, _pop_hooks)))
         block.mode = mode
         leave = None if self._leaving is None else self._leaving()

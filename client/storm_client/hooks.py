@@ -10,10 +10,11 @@ from __future__ import annotations
 import threading
 import weakref
 from time import perf_counter, thread_time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from storm_client import native
 from storm_client.checkpointing import CheckpointedLayers
 from storm_client.devices import is_capturing
 from storm_client.eager.controller import Planning
@@ -23,6 +24,7 @@ from storm_client.errors import DaemonLost, StormError, lost_in_backward, lost_i
 from storm_client.hook_stack import untraced
 from storm_client.monitoring import profiler_ranges as ranges
 from storm_client.monitoring.compiled_models import HANDLED, CompiledModels
+from storm_client.monitoring.native_counts import NativeCounts
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import Decision, Keep, OrderHistory, Replay, Step
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from torch.overrides import TorchFunctionMode
 
     from storm_client.eager.signature import Kind, RecordedValue
+    from storm_client.native import _follow
     from storm_client.transport.session import Session
     from storm_client.transport.sessions import Sessions
 
@@ -70,7 +73,6 @@ class StepHooks:
         """Counts what graphs save, in the first steps."""
         self._traces = traces
         self._layers = layers
-        self._trace = traces.begin(recorder)
         self._sessions = sessions
         self._keeps = keeps
         self._policy = policy
@@ -94,11 +96,39 @@ class StepHooks:
         the backward pass has asked for something."""
         self._brought = 0.0
         """Seconds spent on bringing inputs of replays, which count as waiting."""
+        self._follower = self._find_follower()
+        """Compiled code that follows the step, until the block has ended."""
+        self._trace = traces.begin(recorder, seldom=self._follower is not None)
 
     @property
     def mode(self) -> TorchFunctionMode | None:
         """What has to see PyTorch's functions in the block."""
         return self._planned.mode
+
+    def _find_follower(self) -> _follow.Follower | None:
+        """Return compiled hooks where all that the step is expected to do can be followed so."""
+        if self._compiled is not None or self._policy.layers is not None or HANDLED.depth:
+            return None
+        follow = native.module()
+        if follow is None or ranges.are_wanted():
+            return None
+        counts = self._recorder.native
+        if counts is None:
+            counts = self._recorder.native = NativeCounts(follow.Tallies())
+        script = self._planned.compiled(follow, counts)
+        if script is None:
+            return None
+        return follow.Follower(  # type: ignore[no-any-return]
+            script,
+            counts.tallies,
+            self._policy.owned(follow),
+            self._pack_beside,
+            self.unpack,
+            self._note_asked,
+            self._policy.min_bytes,
+            counts.row("", "skipped", "small"),
+            counts.row("", "skipped", "parameter"),
+        )
 
     def begin(self) -> None:
         """Note that the hooks are on PyTorch's stack."""
@@ -111,6 +141,9 @@ class StepHooks:
         """
         self._layers.end(self)
         self._tell()
+        follower, self._follower = self._follower, None
+        if follower is not None and follower.walks:
+            self._planned.stand_at(follower.position)
         followed = self._planned.end()
         results = [record for reference in self._results if (record := reference()) is not None]
         self._results.clear()
@@ -135,12 +168,30 @@ class StepHooks:
     def abandon(self) -> None:
         """Let go of what was noted of a block that an exception has ended."""
         self._layers.end(self)
+        self._follower = None
         self._planned.abandon()
 
     @property
-    def pack(self) -> Callable[[torch.Tensor], Packed]:
-        """What returns for a tensor what autograd is to hold instead."""
-        return self._pack_timed if self._planned.times else self._pack
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+        """What returns for a tensor what autograd is to hold instead, and the tensor for that."""
+        if self._follower is not None:
+            return self._follower.pack, self._follower.unpack
+        return self._pack_timed if self._planned.times else self._pack, self.unpack
+
+    @untraced
+    def _pack_beside(self, tensor: torch.Tensor, position: int) -> Packed:
+        """Pack a tensor that compiled code has handed over; its step is at that event."""
+        follower = self._follower
+        if follower is None or not follower.walks:
+            return self._pack(tensor)
+        self._planned.stand_at(position)
+        packed = self._pack(tensor)
+        position = self._planned.position
+        if position < 0:
+            follower.leave()
+        else:
+            follower.go_on(position)
+        return packed
 
     @untraced
     def _pack_timed(self, tensor: torch.Tensor) -> Packed:
@@ -226,13 +277,17 @@ class StepHooks:
         Raises:
             RuntimeError: it was changed in place since.
         """
+        self._note_asked()
+        version.check()
+        return version.replaced()
+
+    def _note_asked(self) -> None:
+        """Note that the backward pass asks for something."""
         turn, self._turn = self._turn, None
         if turn is not None:
             kind, ended = turn
             turned = ended.until_now()
             kind.turned(turned, device_waits=turned.has_begun)
-        version.check()
-        return version.replaced()
 
     def _load(self, handle: Handle, *, is_input: bool = False) -> torch.Tensor:
         """Return what was saved, or what has been given other data since; an input as it was saved.

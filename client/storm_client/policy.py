@@ -9,12 +9,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from itertools import chain
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
 from storm_client.monitoring.layers import parts_of
 from storm_client.planner import OFFLOAD, Decision, Keep
+
+if TYPE_CHECKING:
+    from storm_client.native import Native, _follow
 
 __all__ = ["Inside", "Policy"]
 
@@ -50,6 +53,8 @@ class Policy:
         """Set where only what is saved inside certain layers may leave."""
         self._owned: dict[int, weakref.ref[torch.Tensor]] = {}
         """One of those that lie in a storage, by the storage's address."""
+        self._native: _follow.Owned | None = None
+        """The same for compiled code."""
         self._may_be_stale = True
         self._looks = -1
 
@@ -74,7 +79,16 @@ class Policy:
                         continue
                     if tensor.layout is torch.strided:
                         owned[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
-        self._owned = owned
+        self._owned, self._native = owned, None
+
+    def owned(self, follow: Native) -> _follow.Owned:
+        """Return the modules' storages for compiled code, as they were when last looked up."""
+        if self._native is None:
+            if not self._owned:
+                self._look_up()
+            living = (reference() for reference in self._owned.values())
+            self._native = follow.Owned([one for one in living if one is not None])
+        return self._native
 
     def small_owned_bytes(self) -> int:
         """Return the bytes of the modules' parameters that are passed over as small."""

@@ -56,7 +56,7 @@ SETTINGS: Final = (
 """The daemon's settings, each of which a variable may set; clients and commands read the address.
 What they are is defined in stormd.config."""
 
-CLIENT_SETTINGS: Final = ("budget", "daemon_uids", "advise")
+CLIENT_SETTINGS: Final = ("budget", "daemon_uids", "advise", "native")
 """What a variable may set for training scripts; a daemon that inherits one passes over it."""
 
 ADVISE_VARIABLE: Final = f"{PREFIX}ADVISE"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 import pytest
 import storm_client as storm
+from storm_client.native.build import BuildError, build
 from storm_client.transport import memory_pressure, sessions
 from support.daemon_process import DaemonProcess, start_daemon
 from support.daemon_thread import DaemonThread
@@ -91,6 +92,13 @@ def _holds_nothing(client: storm.Client) -> bool:
         return True
     gc.collect()
     return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled() -> None:
+    """Have compiled code follow steps, where there is a compiler, from the first test on."""
+    with suppress(BuildError):
+        build()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from storm_client.eager.following import compiled
 from storm_client.eager.function_modes import is_in_compiled_code
 from storm_client.eager.operation_times import keep_busy
 from storm_client.eager.operations import REPLAYABLE, Function
@@ -46,7 +47,10 @@ from stormd.protocol.sizes import format_apart
 
 if TYPE_CHECKING:
     from storm_client.eager.recompute import Pins
+    from storm_client.eager.signature import Expected
     from storm_client.eager.step_times import StepTimes
+    from storm_client.monitoring.native_counts import NativeCounts
+    from storm_client.native import Native, _follow
     from storm_client.saved.ranges import WeakStorage
     from storm_client.saved.snapshots import Ready
 
@@ -372,9 +376,34 @@ class PlannedStep:
         self.recording: Recording | None = recording
         """What says what becomes of a saved tensor; None once the block has ended."""
         self._step = recording.step
+        self._followed: list[Expected] | None = None
+        """The script that compiled code follows."""
         self.mode = mode
         self.verifies = planning.options.verifies
         self.budget = planning.options.budget
+
+    def compiled(self, follow: Native, counts: NativeCounts) -> _follow.Script | None:
+        """Return what compiled code may follow from here on; None where Python has to."""
+        kind = self._step.kind
+        if kind is None or self._step.script is None or self.mode is not None or self.verifies:
+            return None
+        if self.times or self._fills or kind.told is None:
+            return None
+        self._followed = kind.script
+        return compiled(kind, follow, counts)
+
+    def stand_at(self, position: int) -> None:
+        """Note that so many events of the script have happened, as compiled code has seen."""
+        if self._step.script is self._followed:
+            self._step.stand_at(position)
+
+    @property
+    def position(self) -> int:
+        """How many events of the script that compiled code follows have happened.
+
+        -1 where the step has left that.
+        """
+        return self._step.count if self._step.script is self._followed else -1
 
     def news_for(self, session: object) -> Plan | None:
         """Return the plan that the step follows, unless it was asked for by this session before."""

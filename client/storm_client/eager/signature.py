@@ -35,6 +35,7 @@ from storm_client.planner.in_flight import last_bytes
 from storm_client.planner.problem import Problem, Value
 
 if TYPE_CHECKING:
+    from storm_client.native import _follow
     from storm_client.planner.plan import Plan
     from storm_client.planner.search import Alternative, PlanSearch
 
@@ -196,6 +197,8 @@ class Kind:
         self.script: list[Expected] | None = None
         """What a step that follows the plan does, and nothing behind that; None where it has to be
         watched closely."""
+        self.compiled: _follow.Script | None = None
+        """The script for compiled code, once a step has needed it."""
         self.is_ambiguous = False
         """Whether a step was like this one and then did something else."""
         self.followed = 0
@@ -240,6 +243,7 @@ class Kind:
         self.decisions = decisions
         self.has_replays = any(isinstance(decision, Replay) for decision in decisions)
         self.script = None if self.is_ambiguous else _script(self.events, self.values, decisions)
+        self.compiled = None
 
     def measured_like(self, decisions: list[Decision]) -> Alternative | None:
         """Return a plan that decides the same, and of which it is known what steps take."""
@@ -251,7 +255,7 @@ class Kind:
 
     def watch_closely(self) -> None:
         """Have no step walk along the script any more."""
-        self.is_ambiguous, self.script = True, None
+        self.is_ambiguous, self.script, self.compiled = True, None, None
 
     def goes_on_trying(self, number: int) -> bool:
         """Tell whether the backward passes may yet show what a value's trials are to show.
@@ -398,6 +402,11 @@ class StepRecord:
         assert self.script is not None
         self._position += 1
         self.expected = self.script[self._position]
+
+    def stand_at(self, position: int) -> None:
+        """Note that so many events of the script have happened."""
+        if self.script is not None:
+            self._position, self.expected = position, self.script[position]
 
     def leave_script(self) -> None:
         """Look at all events from here on, since something else has happened."""

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from storm_client.devices import is_capturing
 from storm_client.eager.function_modes import are_altered
-from storm_client.hook_stack import untraced
+from storm_client.hook_stack import innermost, untraced
 from storm_client.losses import cross_entropy as tiles
 from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
 
@@ -49,7 +49,6 @@ _PARAMETERS: Final = (
 )
 
 _LOCK: Final = Lock()
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def substitute() -> None:
@@ -135,8 +134,7 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
 
 def _is_asked_for() -> bool:
     """Tell whether the thread is in a block, innermost of what hooks saved tensors, that asks."""
-    hooks = _top_hooks(True)
-    return hooks is not None and getattr(getattr(hooks[0], "__self__", None), "tiles_losses", False)
+    return bool(getattr(innermost(), "tiles_losses", False))
 
 
 class _Call(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["span"]
+__all__ = ["are_wanted", "span"]
 
 _NSYS: Final = "NVTX_INJECTION64_PATH"
 """What NVIDIA's profilers set in the environment of what they start, for NVTX to find them."""
@@ -21,9 +21,14 @@ _nothing: Final = nullcontext()
 _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # torch's gap
 
 
+def are_wanted() -> bool:
+    """Tell whether a profiler listens."""
+    return _listening or bool(_profiler_enabled())
+
+
 def span(what: str, nbytes: int, number: int = 0) -> AbstractContextManager[object]:
     """Return a context that is the range `storm WHAT #NUMBER, NBYTES B` to a profiler."""
-    if not _listening and not _profiler_enabled():
+    if not are_wanted():
         return _nothing
     return _Span(f"storm {what} #{number}, {nbytes} B")
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from storm_client.lanes.dtypes import dtype_name
+from storm_client.monitoring.native_counts import NativeCounts
 from storm_client.notebooks import table_html
 from stormd.protocol.sizes import format_size
 
@@ -150,6 +151,8 @@ class StatsRecorder:
         self._seconds: dict[str, float] = {"store": 0.0, "restore": 0.0, "replay": 0.0}
         self._details: dict[str, str] = {}
         self._layers: dict[str, StatsRecorder] = {}
+        self.native: NativeCounts | None = None
+        """What compiled code counts; of the Offload's alone."""
         self.arrived_bytes = 0
         """In the arena, of all layers; whoever only shows it needs no lock."""
 
@@ -165,6 +168,7 @@ class StatsRecorder:
 
     def layers(self) -> dict[str, OffloadStats]:
         """Return the present totals of each layer, in the order in which they were first seen."""
+        self._add_native()
         with self._lock:
             layers = dict(self._layers)
         return {name: recorder.snapshot() for name, recorder in layers.items()}
@@ -270,12 +274,22 @@ class StatsRecorder:
             tally.count += count
             tally.nbytes += nbytes
 
+    def _add_native(self) -> None:
+        """Count what compiled code has counted since the last time."""
+        if self.native is None:
+            return
+        counted, seconds = self.native.drain()
+        for one in counted:
+            self.of_layer(one.layer)._count(one.what, one.reason, one.nbytes, one.tensors)
+        self._spent("replay", seconds)
+
     def _spent(self, on: str, seconds: float) -> None:
         with self._lock:
             self._seconds[on] += seconds
 
     def _sums(self) -> _Sums:
         """Return what was counted here and in the layers."""
+        self._add_native()
         sums = _Sums()
         with self._lock:
             layers = list(self._layers.values())

@@ -149,10 +149,13 @@ class Traces:
         self._latest: StepTrace | None = None
         self._steps = 0
 
-    def begin(self, stored: Stored) -> StepTrace | Untraced:
-        """Return the next step's; `stored` tells how many bytes have arrived in the pool."""
+    def begin(self, stored: Stored, *, seldom: bool = False) -> StepTrace | Untraced:
+        """Return the next step's; `stored` tells how many bytes have arrived in the pool.
+
+        A step whose saves are not told here is `seldom`: of those none is followed.
+        """
         self._steps += 1
-        is_followed = self._steps <= FIRST_STEPS or self._steps % EVERY == 0
+        is_followed = not seldom and (self._steps <= FIRST_STEPS or self._steps % EVERY == 0)
         return StepTrace(stored) if is_followed else _UNTRACED
 
     def used(self, trace: StepTrace | Untraced) -> None:

@@ -14,17 +14,17 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from storm_client.native.build import BuildError, module_path, why_not
 from storm_client.saved.versions import changed_in_place
 
-if TYPE_CHECKING:
-    from storm_client.native import _follow
+__all__ = ["SWITCH", "Native", "module", "reason"]
 
-__all__ = ["SWITCH", "module", "reason"]
+Native: TypeAlias = Any
+"""The compiled module; `_follow.pyi` says what it has."""
 
 SWITCH: Final = "STORMD_NATIVE"
 """A variable: "off" has Python follow all steps; "on", or nothing, has compiled code do so."""
@@ -84,7 +84,7 @@ class _Loader:
 _loader = _Loader()
 
 
-def module() -> _follow | None:  # type: ignore[valid-type]
+def module() -> Native | None:
     """Return the compiled module; None while it is being built, and where it cannot be."""
     if _loader.module is None:
         _loader.look()
@@ -118,7 +118,7 @@ def _load(path: Path) -> ModuleType:
 def _start_building() -> subprocess.Popen[bytes]:
     """Have another process build the module; it goes on if this one ends."""
     builder = Path(__file__).with_name("build.py")
-    return subprocess.Popen(
+    return subprocess.Popen(  # noqa: S603 - this Python and a file beside this one
         [sys.executable, str(builder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -124,7 +124,7 @@ def _libraries(torch: Path) -> list[str]:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - the compiler, or this Python
             command,
             capture_output=True,
             text=True,

@@ -99,8 +99,11 @@ void dealloc(PyObject* self) {
 PyObject* hand_over(Follower& follower, PyObject* tensor) {
   Ref position = expected(PyLong_FromLong(follower.walks ? follower.next().position : -1));
   PyObject* arguments[] = {tensor, position.get()};
-  // What is called may drop the follower's own reference to it.
-  Ref pack = Ref::borrowed(follower.pack);
+  Ref pack = Ref::borrowed(follower.pack);  // which may be dropped meanwhile
+  if (!pack) {
+    PyErr_SetString(PyExc_RuntimeError, "the step of these hooks is gone");
+    throw python_error();
+  }
   return expected(PyObject_Vectorcall(pack.get(), arguments, 2, nullptr)).release();
 }
 
@@ -158,7 +161,7 @@ PyObject* unpack(PyObject* self, PyObject* packed) {
     Ref asked = Ref::stolen(std::exchange(follower.asked, nullptr));
     expected(PyObject_CallNoArgs(asked.get()));
   }
-  if (Py_TYPE(packed) != &KeptType) return PyObject_CallOneArg(follower.unpack, packed);
+  if (Py_TYPE(packed) != &KeptType) return expected(PyObject_CallOneArg(follower.unpack, packed)).release();
   c10::InferenceMode guard(false);  // PyTorch will set the version of what is returned
   return THPVariable_Wrap(unpack_kept(packed));
   END_HANDLE_TH_ERRORS
@@ -189,6 +192,15 @@ PyObject* get_position(PyObject* self, void*) {
 
 PyObject* get_walks(PyObject* self, void*) { return PyBool_FromLong(follower_of(self).walks); }
 
+// The object whose method looks at what is handed over: that of the step.
+PyObject* get_owner(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  auto& follower = follower_of(self);
+  if (follower.pack == nullptr) Py_RETURN_NONE;
+  return expected(PyObject_GetAttrString(follower.pack, "__self__")).release();
+  END_HANDLE_TH_ERRORS
+}
+
 PyMethodDef METHODS[] = {
     {"pack", pack, METH_O, "Return what autograd is to hold instead of a tensor."},
     {"unpack", unpack, METH_O, "Return the tensor that was packed."},
@@ -199,6 +211,7 @@ PyMethodDef METHODS[] = {
 
 PyGetSetDef GETTERS[] = {
     {"position", get_position, nullptr, "How many events of the kind there were.", nullptr},
+    {"owner", get_owner, nullptr, "What looks at what is handed over.", nullptr},
     {"walks", get_walks, nullptr, "Whether the step is still along its script.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

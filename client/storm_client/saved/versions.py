@@ -171,7 +171,7 @@ class KeptTensor(SavedVersion):
         return cls(token, tensor, _storage(token))
 
 
-def changed_in_place(
+def changed_in_place(  # noqa: PLR0917 - called by compiled code, by place
     like: torch.Tensor,
     shape: tuple[int, ...] | None,
     producer: str,

@@ -1,0 +1,397 @@
+"""What a save is, in Python and in compiled code: one table of cases for both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+from support.following import PATHS, Followed, follow_by
+from support.training import assert_identical, seeded
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Block = Callable[[], AbstractContextManager[object]]
+Case = Callable[[Block, str], list[Tensor]]
+"""Returns what a backward pass has made, of a forward pass in a block."""
+
+CASES: dict[str, Case] = {}
+
+ROWS, WIDTH = 16, 64
+STEPS = 8
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def inputs(device: str) -> tuple[Tensor, Tensor]:
+    """Return what a step computes with: a batch, and something to train."""
+    return seeded(device, ROWS, WIDTH, seed=1), seeded(device, WIDTH, WIDTH, seed=2, grad=True)
+
+
+@pytest.fixture(params=PATHS)
+def followed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    return follow_by(request.param, monkeypatch)
+
+
+@case
+def a_chain(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        loss = (x @ w).tanh().exp().sin().square().mean()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def views(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).exp()
+        left, right = y.chunk(2, dim=1)
+        loss = (left * right.flip(0)).sum() + (y.t()[3:9] * y.t()[9:15]).tanh().sum()
+        loss = loss + (y[:, ::2].expand(2, ROWS, WIDTH // 2).exp()).mean()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def duplicates(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        loss = (y * y * y * x * x).sum() + (y @ y.t()).square().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def conjugated_and_negated(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = torch.complex(x @ w, (x @ w).sin()).exp()
+        loss = (y.conj() * y.imag * torch._neg_view(y.real)).abs().square().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def nothing_in_it(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        empty = (x[:0] @ w).tanh()
+        loss = (x @ w).tanh().sum() + empty.exp().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def small_ones(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).exp()
+        scale = y[0, :3].sum().sigmoid().tanh()
+        loss = (y * scale).tanh().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def leaves_and_buffers(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    table, more = seeded(device, ROWS, WIDTH, seed=3), seeded(device, ROWS, WIDTH, grad=True)
+    with block():
+        loss = ((x @ w) * table * more).tanh().mul(table).sum()
+    loss.backward()
+    return [loss.detach(), w.grad, more.grad]
+
+
+@case
+def a_changed_result(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).exp()
+        z = y * 2
+        y.add_(1)
+        loss = (y.tanh() + z).sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def a_changed_view(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = x @ w
+        loss = y.tanh().sum() + y.exp().t().sin().sum()
+        y.t()[1:3].mul_(2)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def a_changed_leaf(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        loss = (x @ w).tanh().sum()
+    x.add_(1)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def writes_that_nothing_saved_sees(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = x @ w
+        y.add_(1).mul_(2)
+        y[:, 2:5] = 0
+        loss = y.exp().tanh().sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def other_data_for_a_leaf(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        loss = (x @ w).tanh().sum()
+    x.data = seeded(device, ROWS, WIDTH, seed=4)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def other_data_for_a_result(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        loss = (y * y).sin().sum()
+    y.data = seeded(device, ROWS, WIDTH, seed=4)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def other_data_for_a_parameter(block: Block, device: str) -> list[Tensor]:
+    x, _ = inputs(device)
+    torch.manual_seed(0)
+    net = nn.Linear(WIDTH, WIDTH).to(device)
+    x.requires_grad_()
+    with block():
+        loss = net(x).tanh().sum()
+    net.weight.data = seeded(device, WIDTH, WIDTH, seed=4)
+    loss.backward()
+    return [loss.detach(), x.grad, net.weight.grad]
+
+
+@case
+def inference(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with torch.inference_mode():
+        constant = x.clone()
+    with block():
+        y = (x @ w).tanh()
+        loss = (y * y + x).exp().sum()
+    with torch.inference_mode():
+        assert constant.is_inference()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+class Marked(Tensor):
+    """A subclass."""
+
+
+@case
+def a_subclass(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x.as_subclass(Marked) @ w).tanh()
+        loss = (y * y).exp().sum()
+    loss.backward()
+    return [loss.detach().as_subclass(Tensor), w.grad.as_subclass(Tensor)]
+
+
+@case
+def twice_backward(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        loss = (x @ w).tanh().exp().sum()
+    loss.backward(retain_graph=True)
+    once = w.grad.clone()
+    loss.backward()
+    return [loss.detach(), once, w.grad]
+
+
+@case
+def a_second_derivative(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        loss = (x @ w).tanh().exp().sum()
+        (first,) = torch.autograd.grad(loss, w, create_graph=True)
+        total = loss + first.square().sum()
+    total.backward()
+    return [total.detach(), w.grad]
+
+
+@case
+def a_backward_pass_inside(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        y.exp().sum().backward(retain_graph=True)
+        loss = (y * y).sin().sum()
+        loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def checkpointed(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = checkpoint(lambda y: y.tanh().exp().sin(), x @ w, use_reentrant=False)
+        loss = (y * y).sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+class Product(torch.autograd.Function):
+    """Saves its inputs, its output and what is neither."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        made, besides = a * b, a.tanh()
+        ctx.save_for_backward(a, b, made, besides)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b, made, besides = ctx.saved_tensors
+        return grad * b + made * 0, grad * a + besides * 0
+
+
+@case
+def a_function_of_ones_own(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        loss = Product.apply(y, y.exp()).sum()
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def a_changed_output_of_ones_own(block: Block, device: str) -> list[Tensor]:
+    x, w = inputs(device)
+    with block():
+        y = (x @ w).tanh()
+        made = Product.apply(y, y.exp())
+        loss = made.sum()
+        made.mul_(2)
+    loss.backward()
+    return [loss.detach(), w.grad]
+
+
+@case
+def in_two_threads(block: Block, device: str) -> list[Tensor]:
+    found: dict[int, list[Tensor]] = {}
+
+    def run(number: int) -> None:
+        found[number] = a_chain(block, device) + views(block, device)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return found[0] + found[1]
+
+
+def outcome(run: Callable[[], list[Tensor]]) -> list[Tensor] | str:
+    """Return what it returns, or what it says if PyTorch refuses."""
+    try:
+        return run()
+    except RuntimeError as error:
+        return str(error).partition("Hint")[0]
+
+
+@pytest.mark.parametrize("budget", [1.0, "least"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_save_is_the_same_to_both(
+    name: str, budget: float | str, device: str, client: storm.Client, followed: Followed
+) -> None:
+    def run(block: Block) -> list[Tensor]:
+        return CASES[name](block, device)
+
+    expected = outcome(lambda: run(nullcontext))
+    offload = client.offload(min_bytes=256, budget=budget)
+    for _ in range(STEPS):
+        found = outcome(lambda: run(lambda: offload))
+        assert isinstance(found, str) == isinstance(expected, str), found
+        if isinstance(found, list) and isinstance(expected, list):
+            assert_identical(found, expected)
+        else:
+            assert found == expected
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    return follow_by("compiled", monkeypatch)
+
+
+def test_steps_whose_saves_stay_are_followed_by_compiled_code(
+    device: str, client: storm.Client, compiled: Followed
+) -> None:
+    offload = client.offload(min_bytes=256, budget=1.0)
+    for _ in range(STEPS):
+        a_chain(lambda: offload, device)
+    assert compiled[-1]
+    assert not compiled[0]
+
+
+def test_both_count_the_same(
+    device: str, client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def counted(path: str) -> tuple[dict[str, int], int, dict[str, dict[str, int]]]:
+        with monkeypatch.context() as patched:
+            followed = follow_by(path, patched)
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)).to(device)
+            offload = client.offload(net, min_bytes=512, budget=1.0)
+            for _ in range(STEPS):
+                with offload:
+                    loss = net(seeded(device, ROWS, WIDTH)).square().mean()
+                loss.backward()
+            stats = offload.stats()
+            layers = {name: dict(one.skipped) for name, one in offload.report().layers.items()}
+            assert followed[-1] == (path == "compiled")
+            return dict(stats.skipped), stats.saved_bytes, layers
+
+    assert counted("compiled") == counted("python")
+    assert counted("python")[0]["budget"] > 0
+
+
+def test_a_step_that_leaves_its_script_goes_on_in_python(
+    device: str, client: storm.Client, compiled: Followed
+) -> None:
+    offload = client.offload(min_bytes=256, budget=1.0)
+
+    def step(block: Block, rows: int) -> list[Tensor]:
+        x, w = seeded(device, rows, WIDTH), seeded(device, WIDTH, WIDTH, seed=2, grad=True)
+        with block():
+            y = (x @ w).tanh()
+            y = y[:8].exp() if rows > 8 else y.exp()
+            loss = y.square().sum() + (x @ w).tanh().sum()
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    for rows in [16] * STEPS + [24, 16, 8, 16, 16, 24, 24, 24, 8, 16]:
+        assert_identical(step(lambda: offload, rows), step(nullcontext, rows))
+    assert any(compiled)

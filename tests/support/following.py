@@ -1,0 +1,38 @@
+"""Has steps be followed by Python or by compiled code, and tells which of them were."""
+
+from __future__ import annotations
+
+import pytest
+from storm_client import hooks, native
+from storm_client.native.build import BuildError, build
+
+__all__ = ["PATHS", "Followed", "follow_by"]
+
+PATHS = ("python", "compiled")
+
+
+class Followed(list[bool]):
+    """Of each block, whether compiled code has followed it."""
+
+
+def follow_by(path: str, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    """Have all steps be followed by a path, from the first that may be."""
+    followed = Followed()
+    find = hooks.StepHooks._find_follower
+
+    def noted(self: hooks.StepHooks) -> object:
+        follower = find(self)
+        followed.append(follower is not None)
+        return follower
+
+    monkeypatch.setattr(hooks.StepHooks, "_find_follower", noted)
+    if path == "python":
+        monkeypatch.setattr(native, "module", lambda: None)
+        return followed
+    try:
+        build()
+    except BuildError as error:
+        pytest.skip(f"no compiled module: {error}")
+    if native.module() is None:
+        pytest.skip(f"no compiled module: {native.reason()}")
+    return followed
