@@ -31,6 +31,7 @@ from storm_client.monitoring.summary import Summary, say
 from storm_client.monitoring.trace import Traces
 from storm_client.planner import OrderHistory
 from storm_client.planner.decisions import NO_ACTIVATIONS
+from storm_client.planner.machine import LinkFigures
 from storm_client.policy import Policy
 
 if TYPE_CHECKING:
@@ -100,7 +101,9 @@ class Offload:
         self._advising = Advising.asked()
         self._traces = Traces()
         self._compiled = CompiledModels()
-        self._planning = Planning(options, self._recorder.ratio, Layers(policy.modules))
+        self._planning = Planning(
+            options, self._recorder.ratio, Layers(policy.modules), self._link_figures
+        )
         self._layers = CheckpointedLayers(layers)
         self._loss = loss
         if loss == "tiled":
@@ -261,6 +264,10 @@ class Offload:
         advising.step_begins(
             perf_counter(), planning.plans_for, planning.ratio, lambda: planning.devices
         )
+
+    def _link_figures(self, device: torch.device) -> LinkFigures:
+        """Return what the daemon knows of a device's link; nothing where it does not answer."""
+        return LinkFigures() if self._supply is None else self._supply.link_figures(device)
 
     def _device_peak(self) -> int | None:
         """Return how many bytes a GPU of the model's has had allocated at most, if it has one."""

@@ -31,13 +31,13 @@ from storm_client.errors import UsageError
 from storm_client.monitoring.layers import Layers
 from storm_client.planner.alternatives import choose_alternative, staying_bytes
 from storm_client.planner.decisions import Decision
-from storm_client.planner.host import HostPass, host_bound, load_of
+from storm_client.planner.host import HostPass, host_bound, load_of, thread_slower
 from storm_client.planner.in_flight import (
     device_bytes,
     free_bytes,
     give_back_unused,
 )
-from storm_client.planner.machine import Machine, machine_of
+from storm_client.planner.machine import LinkFigures, Machine, machine_of
 from storm_client.planner.plan import Plan
 from storm_client.planner.problem import Problem
 from storm_client.planner.search import Alternative, PlanSearch
@@ -83,11 +83,18 @@ _COMPILED: Final = "the step runs compiled code, whose operations are not seen"
 class Planning:
     """The step signatures of one Offload, and their plans. Threads may share it."""
 
-    def __init__(self, options: PlanOptions, ratio: Callable[[], float], layers: Layers) -> None:
+    def __init__(
+        self,
+        options: PlanOptions,
+        ratio: Callable[[], float],
+        layers: Layers,
+        link: Callable[[torch.device], LinkFigures],
+    ) -> None:
         """Start without experience; `ratio` tells how well tensors have been compressed so far.
 
-        `layers` tells in which layer a value is made.
+        `layers` tells in which layer a value is made, `link` what the daemon knows of a device's.
         """
+        self._link = link
         self._layers = layers
         self.options = options
         self._functions = REPLAYABLE | options.functions
@@ -230,8 +237,8 @@ class Planning:
         kind = self._kinds.latest
         if kind is None:
             return []
-        machine = machine_of(kind.clock or _HOST).compressing(self._ratio())
         problem = self._problem(kind)
+        machine = self._machine(kind, problem)
         return [
             Plan.of(
                 problem,
@@ -259,9 +266,25 @@ class Planning:
         is_latest = kind is self._kinds.latest
         self._make(self._kinds.prefer(kind.origin) if is_latest else kind.origin)
 
+    def _machine(self, kind: Kind, problem: Problem) -> Machine:
+        """Return the figures that plans of a kind are made from; while some are compared, its own.
+
+        Those of the link are what it did in the steps so far, those of the thread what was timed.
+        """
+        if kind.machine is not None and kind.search is not None:
+            return kind.machine
+        device = kind.clock or _HOST
+        machine = machine_of(device).with_link(self._link(device)).compressing(self._ratio())
+        slower = None
+        if kind.decisions is not None:
+            expected = load_of(problem.values, kind.decisions, kind.functions).forward
+            slower = thread_slower(kind.times.passes, expected)
+        kind.machine = machine if slower is None else machine.with_thread(slower)
+        return kind.machine
+
     def _make(self, kind: Kind) -> None:
-        machine = machine_of(kind.clock or _HOST).compressing(self._ratio())
         problem = self._problem(kind)
+        machine = self._machine(kind, problem)
         largest = max((value.nbytes for value in problem.saved), default=0)
         budget = self.options.budget
         if type(budget) is int and budget < largest:
@@ -276,7 +299,7 @@ class Planning:
         )
         choice = self._choice(kind, problem, machine)
         kind.follow(choice.decisions)
-        kind.plan, kind.told = Plan.of(problem, choice), None
+        kind.plan, kind.told = Plan.of(problem, choice, machine.measured), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_without_functions(kind)
 

@@ -36,6 +36,7 @@ from storm_client.planner.problem import Problem, Value
 
 if TYPE_CHECKING:
     from storm_client.native import _follow
+    from storm_client.planner.machine import Machine
     from storm_client.planner.plan import Plan
     from storm_client.planner.search import Alternative, PlanSearch
 
@@ -154,6 +155,8 @@ class Kind:
 
     search: PlanSearch | None = None
     """Which plan its steps follow next, once it is known what their forward pass takes."""
+    machine: Machine | None = None
+    """The figures that its latest plan was made from."""
     origin: Kind | None = None
     """The kind of the same step with its functions, where this one is without."""
     _is_unsettled = False
@@ -314,7 +317,7 @@ class Kind:
         kind = Kind(events, values)
         kind.rejected = {numbers[old]: why for old, why in self.rejected.items() if old in numbers}
         kind.times, kind.host, kind.search = self.times, self.host, self.search
-        kind.origin = self
+        kind.origin, kind.machine = self, self.machine
         return kind
 
     def problem(self, *, recomputes: bool, why_not: str) -> Problem:

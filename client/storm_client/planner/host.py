@@ -32,6 +32,7 @@ __all__ = [
     "host_bound",
     "load_of",
     "spare_seconds",
+    "thread_slower",
 ]
 
 CHECKPOINTING: Final = 1.5
@@ -41,7 +42,7 @@ in both. That was 1.95 where it was measured; the rest is for what is not counte
 BOUND_SHARE: Final = 0.6
 """Of the forward pass by the device's clock: a thread that was busy for less had time to spare."""
 
-MOST_SLOWER: Final = 8.0
+MOST_SLOWER: Final = 32.0
 """By how much a machine is taken to be slower or faster than that of the constants at the most."""
 
 LEAST_OWN: Final = 0.1
@@ -125,8 +126,18 @@ def host_bound(
     if shortest.seconds < BOUND_SHARE * forward_seconds:
         return None
     own = max(shortest.seconds - shortest.ours, LEAST_OWN * shortest.seconds)
-    slower = shortest.ours / expected if expected else 1.0
-    return HostBound(own, min(max(slower, 1 / MOST_SLOWER), MOST_SLOWER))
+    return HostBound(own, thread_slower(passes, expected) or 1.0)
+
+
+def thread_slower(passes: Sequence[HostPass], expected: float) -> float | None:
+    """Return how many times as long as on the constants' machine things take this thread.
+
+    None where that was not seen. `expected` is what they should have taken in one of the passes.
+    """
+    if not passes or expected <= 0.0:
+        return None
+    slower = min(one.ours for one in passes) / expected
+    return min(max(slower, 1 / MOST_SLOWER), MOST_SLOWER)
 
 
 def choose_for_host(

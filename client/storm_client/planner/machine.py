@@ -9,11 +9,16 @@ time alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
 import torch
 
-__all__ = ["CPU", "CUDA", "Machine", "expected_ratio", "machine_of"]
+__all__ = ["CPU", "CUDA", "LinkFigures", "Machine", "expected_ratio", "machine_of"]
+
+LEAST_COPIED: Final = 64 << 20
+"""Bytes each way from which on a link is taken to be as fast as they were: small copies are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +60,58 @@ class Machine:
     bandwidth: float
     """Bytes of memory traffic a second."""
 
+    measured: frozenset[str] = frozenset()
+    """Names of the figures that were measured here; the others are of the machine beside them."""
+
     def compressing(self, ratio: float) -> Machine:
         """Return the figures where what crosses the link is compressed by `ratio`."""
         return replace(self, link=self.link / ratio)
+
+    def with_link(self, figures: LinkFigures) -> Machine:
+        """Return the figures where a daemon's copies were timed, or are limited."""
+        measured = [one for one in (figures.store, figures.restore) if one > 0.0]
+        link = max(measured, default=self.link) if self.hides else self.link
+        names = self.measured | {"link"} if measured and self.hides else self.measured
+        return replace(self, link=max(link, figures.limit), measured=names)
+
+    def with_thread(self, slower: float) -> Machine:
+        """Return the figures where what is done for values takes the thread so many times as long.
+
+        As long, that is, as it takes by the figures here.
+        """
+        return replace(
+            self,
+            thread_store=slower * self.thread_store,
+            thread_recompute=slower * self.thread_recompute,
+            measured=self.measured | {"thread"},
+        )
+
+
+class LinkFigures(NamedTuple):
+    """What a daemon says of a device's link, in seconds a byte; 0.0 for what it does not know."""
+
+    store: float = 0.0
+    """Of copies from the device to the pool, while they were under way."""
+    restore: float = 0.0
+    """The other way."""
+    limit: float = 0.0
+    """What the daemon was told to take at the least."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], uuid: str) -> LinkFigures:
+        """Read the object that Status carries, for the GPU of that UUID; of a CPU the limit."""
+        most = state.get("link_limit_bytes", 0)
+        limit = 1 / most if most else 0.0
+        for gpu in state["gpus"]:
+            if uuid and gpu["uuid"] == uuid:
+                ways = gpu["link"]
+                store, restore = map(_seconds_a_byte, (ways["store"], ways["restore"]))
+                return cls(store, restore, limit)
+        return cls(limit=limit)
+
+
+def _seconds_a_byte(way: Mapping[str, Any]) -> float:
+    return float(way["busy_seconds"] / way["bytes"]) if way["bytes"] >= LEAST_COPIED else 0.0
 
 
 CUDA = Machine(

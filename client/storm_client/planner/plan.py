@@ -58,12 +58,14 @@ class Plan:
     """For which a compiled graph is expected to wait for the link."""
     host_seconds: float = 0.0
     """Of the training thread a step, where the step is CPU-bound; 0.0 where it is not."""
+    measured: frozenset[str] = frozenset()
+    """Which of the machine's figures were measured: "link", "thread"."""
     compared: str = ""
     """What steps took that followed this plan and others, for people; empty where none did."""
 
     @classmethod
-    def of(cls, problem: Problem, choice: Choice) -> Plan:
-        """Describe what was chosen for a step."""
+    def of(cls, problem: Problem, choice: Choice, measured: frozenset[str] = frozenset()) -> Plan:
+        """Describe what was chosen for a step, by figures of which some were `measured`."""
         rows = []
         for value, decision, reason, cost in zip(
             problem.values, choice.decisions, choice.reasons, choice.costs, strict=True
@@ -88,6 +90,7 @@ class Plan:
             choice.replay_seconds,
             choice.forward_seconds,
             host_seconds=choice.host_seconds,
+            measured=measured,
         )
 
     def __str__(self) -> str:
@@ -123,6 +126,8 @@ class Plan:
             times += f", forward {1e3 * self.forward_seconds:.1f} ms"
         if self.host_seconds:
             times += f", processor {1e3 * self.host_seconds:.1f} ms: the step is CPU-bound"
+        if self.measured:
+            times += f"; measured: {', '.join(sorted(self.measured))}"
         return times
 
     @property

@@ -12,12 +12,18 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
+import torch
+
 from storm_client.errors import DaemonLost, ProtocolMismatch, StormError, lost_in_forward
 from storm_client.monitoring.status import DaemonStatus
+from storm_client.planner.machine import LinkFigures
 from storm_client.transport.sessions import Sessions
 from stormd.protocol import Status, StatusRequest
 
 __all__ = ["ATTEMPT_SECONDS", "Outage", "Supply"]
+
+FIGURES_SECONDS = 0.5
+"""For a daemon to say how fast its copies were, which a plan does without."""
 
 ATTEMPT_SECONDS = 1.0
 """Between the beginnings of two attempts."""
@@ -79,6 +85,18 @@ class Supply:
         if not isinstance(answer, Status):
             raise ProtocolMismatch(f"StatusRequest was answered by {type(answer).__name__}")
         return DaemonStatus.of(answer.state)
+
+    def link_figures(self, device: torch.device) -> LinkFigures:
+        """Return what the daemon knows of a device's link by now; nothing if it does not answer."""
+        sessions = self._sessions
+        with suppress(StormError):
+            session = sessions.of(device) if device.type == "cuda" else None
+            uuid = "" if session is None else session.lane.hello.device_uuid
+            connection = sessions.control.connection
+            answer = connection.request(StatusRequest(), FIGURES_SECONDS)
+            if isinstance(answer, Status):
+                return LinkFigures.of(answer.state, uuid)
+        return LinkFigures()
 
     def close(self) -> None:
         """End all sessions. Calling it twice is fine."""

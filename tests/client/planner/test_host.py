@@ -25,6 +25,7 @@ from storm_client.planner.host import (
     host_bound,
     load_of,
     spare_seconds,
+    thread_slower,
 )
 from storm_client.planner.machine import CPU
 from storm_client.planner.problem import Problem, Value
@@ -168,7 +169,13 @@ def test_the_shorter_pass_tells_what_the_script_takes_and_how_fast_the_machine_i
 
 def test_what_is_measured_is_never_all_ours() -> None:
     bound = host_bound([HostPass(1.0, 1.0)], 1.0, 1e-6)
-    assert bound == HostBound(pytest.approx(0.1), slower=8.0)
+    assert bound == HostBound(pytest.approx(0.1), slower=host_module.MOST_SLOWER)
+
+
+def test_how_fast_the_thread_is_shows_wherever_something_is_done_for_values() -> None:
+    assert thread_slower([HostPass(0.1, 0.02), HostPass(0.2, 0.03)], 0.04) == pytest.approx(0.5)
+    assert thread_slower([], 0.04) is None
+    assert thread_slower([HostPass(0.1, 0.02)], 0.0) is None
 
 
 def timed(passes: Sequence[HostPass], waits: Sequence[bool]) -> Kind:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from storm_client.planner.machine import CPU, CUDA, expected_ratio, machine_of
+from storm_client.planner.machine import (
+    CPU,
+    CUDA,
+    LEAST_COPIED,
+    LinkFigures,
+    expected_ratio,
+    machine_of,
+)
 
 
 def test_each_type_of_device_has_its_figures() -> None:
@@ -24,3 +32,53 @@ def test_what_is_not_encoded_is_not_compressed() -> None:
     assert expected_ratio(torch.bfloat16, "none") == 1.0
     assert expected_ratio(torch.bfloat16, "ancf") > 1.0
     assert expected_ratio(torch.int64, "ancf") == 1.0
+
+
+UUID = "GPU-1"
+
+
+def state(nbytes: int = LEAST_COPIED, *, limit: int = 0, uuid: str = UUID) -> dict[str, Any]:
+    """Return what a daemon says of a link that took 2 and 3 ns a byte."""
+    ways = {
+        one: {"bytes": nbytes, "busy_seconds": nanoseconds * 1e-9 * nbytes}
+        for one, nanoseconds in (("store", 2), ("restore", 3))
+    }
+    return {"gpus": [{"uuid": uuid, "link": ways}], "link_limit_bytes": limit}
+
+
+def test_a_link_is_as_fast_as_the_slower_of_its_ways_was() -> None:
+    machine = CUDA.with_link(LinkFigures.of(state(), UUID))
+    assert machine.link == pytest.approx(3e-9)
+    assert machine.measured == {"link"}
+    assert replace(machine, link=CUDA.link, measured=frozenset()) == CUDA
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        LinkFigures.of(state(LEAST_COPIED - 1), UUID),
+        LinkFigures.of(state(uuid="GPU-2"), UUID),
+        LinkFigures.of(state(uuid=""), ""),
+        LinkFigures(),
+    ],
+    ids=["too little", "another", "no device", "no daemon"],
+)
+def test_what_is_not_known_of_a_link_is_the_other_machines(figures: LinkFigures) -> None:
+    assert CUDA.with_link(figures) == CUDA
+
+
+def test_a_limit_holds_for_hosts_too_whose_copies_say_nothing() -> None:
+    """What else runs on their cores would decide that."""
+    limited = LinkFigures.of(state(limit=10_000_000), UUID)
+    assert CUDA.with_link(limited).link == CPU.with_link(limited).link == pytest.approx(1e-7)
+    assert CPU.with_link(LinkFigures.of(state(), UUID)) == CPU
+    fast = LinkFigures.of(state(limit=10**12), UUID)
+    assert CUDA.with_link(fast).link == pytest.approx(3e-9)
+
+
+def test_the_threads_time_is_scaled_by_what_it_was_seen_to_take() -> None:
+    slower = CUDA.with_thread(2.0)
+    assert slower.thread_store == 2 * CUDA.thread_store
+    assert slower.thread_recompute == 2 * CUDA.thread_recompute
+    assert slower.link == CUDA.link
+    assert slower.with_link(LinkFigures(1e-9)).measured == {"thread", "link"}
