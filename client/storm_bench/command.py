@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from storm_bench.child_daemon import ChildDaemon, tail
 from storm_bench.codec import measure_codec, print_captured, print_codec
+from storm_bench.gemm import add_gemm_arguments, measure_gemm, print_gemm
 from storm_bench.scan import add_scan_arguments, measure_scan, print_scan
 from storm_bench.ternary import (
     add_ternary_arguments,
@@ -75,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "associative scans beside PyTorch's and others', and a copy of the same bytes"
     scan = benchmarks.add_parser("scan", help=text, description=text)
     add_scan_arguments(scan)
-    for benchmark in (link, codec, ternary, train, scan):
+    text = "products that encode what they make, beside cuBLAS and encoding apart"
+    gemm = benchmarks.add_parser("gemm", help=text, description=text)
+    add_gemm_arguments(gemm)
+    for benchmark in (link, codec, ternary, train, scan, gemm):
         benchmark.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -158,5 +162,6 @@ _BENCHMARKS: Final[dict[str, tuple[Callable[[argparse.Namespace], Any], Callable
     "ternary": (measure_ternary, print_ternary),
     "train": (measure_train, print_train),
     "scan": (measure_scan, print_scan),
+    "gemm": (measure_gemm, print_gemm),
 }
 """Each benchmark's measurement, and how its figures are shown to people."""

@@ -1,8 +1,9 @@
 """Which module implements an operation on a backend, and whether that works on this machine.
 
-Operations such as `ancf`, `scan` and `ternary` stand beside each other here, each with up to three
-backends: "cuda", "cpu" and "numpy", the reference, which is always there. A module that implements
-one of the first two has `probe() -> (available, detail)`. Nothing is loaded before it is asked for.
+Operations such as `ancf`, `gemm`, `scan` and `ternary` stand beside each other here, each with up
+to three backends: "cuda", "cpu" and "numpy", the reference, which is always there. A module that
+implements one of the first two has `probe() -> (available, detail)`. Nothing is loaded before it
+is asked for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ _MODULES: Final[dict[str, dict[BackendName, str]]] = {
         "cuda": "storm_kernels.ancf.cuda",
         "cpu": "storm_kernels.ancf.cpu",
         "numpy": "storm_kernels.ancf.reference",
+    },
+    "gemm": {
+        "cuda": "storm_kernels.gemm.hopper",
+        "cpu": "storm_kernels.gemm.torch_product",
+        "numpy": "storm_kernels.gemm.reference",
     },
     "scan": {
         "cuda": "storm_kernels.scan.cuda",

@@ -9,7 +9,7 @@ import argparse
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure this machine: the daemon, the codec, scans, ternary products, a training step"
+HELP = "measure this machine: the daemon, the codec, scans, products, a training step"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

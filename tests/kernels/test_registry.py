@@ -27,7 +27,7 @@ def test_automatic_choice_works_without_a_gpu(operation: str) -> None:
 
 
 def test_unknown_names_are_told_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"'abacus' is unknown; choose one of 'ancf', 'scan'"):
+    with pytest.raises(UsageError, match=r"'abacus' is unknown; choose one of 'ancf', 'gemm'"):
         probe("abacus", "cpu")
     with pytest.raises(UsageError, match="backend 'abacus' is unknown"):
         probe("ancf", "abacus")

@@ -60,6 +60,8 @@ METHODS: Final = (
     "storm-no-replay",
     "storm-raw",
     "storm-checkpoint",
+    "gated",
+    "storm-gated",
 )
 
 _CHILD_SECONDS: Final = 300.0

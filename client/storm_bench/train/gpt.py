@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-__all__ = ["Gpt", "Workload", "attention"]
+__all__ = ["Block", "Gpt", "Workload", "attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Block(nn.Module):
         self.gate = nn.Linear(width, hidden, bias=False)
         self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
+        self.gated: nn.Module | None = None
+        """What computes the SwiGLU in place of these three, where there is one."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output, of the shape [batch, length, width] of its input."""
@@ -52,7 +54,10 @@ class Block(nn.Module):
         )
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         y = self.norm_2(x)
-        out: Tensor = x + self.down(functional.silu(self.gate(y)) * self.up(y))
+        if self.gated is not None:
+            out: Tensor = x + self.gated(y)
+        else:
+            out = x + self.down(functional.silu(self.gate(y)) * self.up(y))
         return out
 
 

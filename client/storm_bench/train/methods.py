@@ -16,10 +16,13 @@ from typing import Any, Final, TypeAlias
 
 import storm_client as storm
 import torch
+from storm_kernels import UsageError, gemm
+from storm_kernels.nn import GatedMLP
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from storm_bench.train import BUDGET_PREFIX
+from storm_bench.train.gpt import Block as GptBlock
 
 __all__ = ["METHODS", "MIN_BYTES", "Active", "Method", "Unavailable", "method_of"]
 
@@ -131,6 +134,44 @@ def _storm(
     return enter
 
 
+def _gated(
+    enter: Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]],
+) -> Callable[[nn.Module, torch.device, str], AbstractContextManager[Active]]:
+    """Return a method whose model has `storm_kernels.nn.GatedMLP` in place of its MLPs."""
+
+    @contextmanager
+    def entered(model: nn.Module, device: torch.device, address: str) -> Iterator[Active]:
+        kernel = gemm.backends()["cuda"]
+        if device.type != "cuda" or not kernel.available:
+            raise Unavailable(kernel.detail)
+        with _gated_mlps(model), enter(model, device, address) as active:
+            yield active
+
+    return entered
+
+
+@contextmanager
+def _gated_mlps(model: nn.Module) -> Iterator[None]:
+    """Let a GPT's or Llama's blocks compute their MLPs by GatedMLP, on the same parameters."""
+    places: list[tuple[nn.Module, str, nn.Module]] = []
+    for module in model.modules():
+        mlp = getattr(module, "mlp", None)
+        if isinstance(module, GptBlock):
+            places.append((module, "gated", module))
+        elif isinstance(mlp, nn.Module):
+            places.append((module, "mlp", mlp))
+    before = [getattr(block, name) for block, name, _ in places]
+    try:
+        for block, name, module in places:
+            setattr(block, name, GatedMLP.from_module(module))
+        yield
+    except UsageError as refused:
+        raise Unavailable(str(refused)) from refused
+    finally:
+        for (block, name, _), module in zip(places, before, strict=True):
+            setattr(block, name, module)
+
+
 METHODS: Final[dict[str, Method]] = {
     "none": Method(_nothing),
     "checkpoint": Method(_nothing, _checkpointed),
@@ -143,6 +184,8 @@ METHODS: Final[dict[str, Method]] = {
     "storm-no-replay": Method(_storm(replay=False)),
     "storm-raw": Method(_storm("raw")),
     "storm-checkpoint": Method(_storm(), _checkpointed),
+    "gated": Method(_gated(_nothing)),
+    "storm-gated": Method(_gated(_storm())),
 }
 
 

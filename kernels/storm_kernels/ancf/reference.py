@@ -31,7 +31,15 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Elements = NDArray[np.unsignedinteger]
 
-__all__ = ["decode", "decode_into", "directory", "encode", "encode_into", "tile_parts"]
+__all__ = [
+    "decode",
+    "decode_into",
+    "directory",
+    "encode",
+    "encode_into",
+    "encode_planned",
+    "tile_parts",
+]
 
 
 def encode_into(
@@ -108,10 +116,14 @@ def encode(
     header = Header(plan, dtype, data.size, 0, value)
     if header.encoded_nbytes > max_encoded_bytes(data.size, dtype):
         return _assemble(raw, [data])
-    return _encode_planned(header, elements) if plan.mode else _assemble(raw, [data])
+    return encode_planned(header, elements) if plan.mode else _assemble(raw, [data])
 
 
-def _encode_planned(header: Header, elements: Elements) -> Bytes:
+def encode_planned(header: Header, elements: Elements) -> Bytes:
+    """Return the blob of `elements` with the plan of `header`, not its payload_bytes.
+
+    It is raw where that is smaller, or where the plan has no place for an element.
+    """
     raw = replace(header, plan=Plan(Mode.RAW))
     if header.mode is Mode.CONSTANT:
         return _assemble(header, [])

@@ -12,8 +12,9 @@ from storm_bench.child_daemon import ChildDaemon
 from storm_bench.train.gpt import Workload, attention
 from storm_bench.train.llama import LlamaWorkload
 from storm_bench.train.measure import Trial, measured
-from storm_bench.train.methods import METHODS
+from storm_bench.train.methods import METHODS, _gated_mlps
 from storm_bench.train.workloads import WORKLOADS, make
+from storm_kernels.nn import GatedMLP
 
 CPU = torch.device("cpu")
 SMALL = Workload(64, 2, 1, 1024, vocabulary=50, head=32)
@@ -39,11 +40,13 @@ def test_methods_without_a_daemon(small: None, method: str) -> None:
         assert "offload" not in figures
 
 
-@pytest.mark.parametrize("method", ["save-on-cpu", "checkpoint-on-cpu", "trl", "torchtune"])
+@pytest.mark.parametrize(
+    "method", ["save-on-cpu", "checkpoint-on-cpu", "trl", "torchtune", "gated", "storm-gated"]
+)
 def test_what_cannot_run_here_says_why(small: None, method: str) -> None:
     with measured(trial(method)) as figures:
         assert list(figures) == ["skipped"]
-        assert "GPU" in figures["skipped"]
+        assert "GPU" in figures["skipped"] or "CUDA" in figures["skipped"]
 
 
 def test_the_last_step_is_drawn_in_time(small: None, tmp_path: Path) -> None:
@@ -125,3 +128,18 @@ def test_the_package_is_where_the_command_looks_for_it() -> None:
     import storm_bench.train as package
 
     assert (Path(package.__file__).parent / "__main__.py").exists()
+
+
+@pytest.mark.parametrize("work", [SMALL, LLAMA])
+def test_gated_mlps_take_the_place_of_a_models(work: Workload | LlamaWorkload) -> None:
+    training = make(work, CPU)
+    x = training.net.embed(training.tokens)
+    blocks = list(training.net.blocks)
+    with torch.no_grad():
+        expected = blocks[0](x)
+        with _gated_mlps(training.module):
+            made = [one for one in training.module.modules() if isinstance(one, GatedMLP)]
+            assert len(made) == work.layers
+            assert torch.equal(blocks[0](x), expected)
+        assert not [one for one in training.module.modules() if isinstance(one, GatedMLP)]
+        assert torch.equal(blocks[0](x), expected)

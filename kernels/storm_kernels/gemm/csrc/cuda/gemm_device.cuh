@@ -1,0 +1,88 @@
+// The machine's operations that the code of elements uses, each under one name: the tests run that
+// code on a CPU by putting another file of this name in the include path.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 kWarp = 32;
+constexpr u32 kAllLanes = 0xffffffffu;
+
+DEVICE u32 thread_in_block() { return threadIdx.x; }
+DEVICE u32 threads_in_block() { return blockDim.x; }
+DEVICE u32 block_index() { return blockIdx.x; }
+DEVICE void meet_block() { __syncthreads(); }
+DEVICE void meet_warp() { __syncwarp(); }
+DEVICE u32 from_lane_across(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }
+DEVICE u32 from_lanes_below(u32 value, u32 by) { return __shfl_up_sync(kAllLanes, value, by); }
+DEVICE u32 from_lane(u32 value, u32 lane) { return __shfl_sync(kAllLanes, value, lane); }
+
+// The block's dynamic shared memory, which begins at a multiple of 16 bytes.
+DEVICE u8 *shared_memory()
+{
+    extern __shared__ __align__(1024) u8 storm_gemm_shared[];
+    return storm_gemm_shared;
+}
+
+DEVICE u32 count_ones(u32 word) { return __popc(word); }
+DEVICE u32 lowest_one(u32 word) { return __ffs(word) - 1; }
+DEVICE void add_to(u32 *place, u32 value) { atomicAdd(place, value); }
+
+// Four bytes of a (numbers 0 to 3) and b (4 to 7); the lowest four bits of selector name the lowest.
+DEVICE u32 bytes_of(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// sum and the four products of bytes.
+DEVICE u32 dot_bytes(u32 a, u32 b, u32 sum) { return __dp4a(a, b, sum); }
+
+// The lesser of a + b and limit, of each half by itself, without a sign.
+DEVICE u32 sums_at_most(u32 a, u32 b, u32 limit)
+{
+    u32 least;
+    asm("{\n.reg .b32 sum;\n"
+        "add.u16x2 sum, %1, %2;\n"
+        "min.u16x2 %0, sum, %3;\n}"
+        : "=r"(least)
+        : "r"(a), "r"(b), "r"(limit));
+    return least;
+}
+
+// Stores four matrices of 8 rows of 16 bytes. Lane 8 m + i says where row i of matrix m goes; lane
+// 4 i + j has columns 2 j and 2 j + 1 of row i of each.
+DEVICE void store_matrices(u8 *row, u32 a, u32 b, u32 c, u32 d)
+{
+    const u32 address = static_cast<u32>(__cvta_generic_to_shared(row));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+DEVICE float exponential(float x) { return __expf(x); }
+DEVICE float quotient(float a, float b) { return __fdividef(a, b); }
+DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
+DEVICE float error_function(float x) { return erff(x); }
+DEVICE float float_of_bits(u32 bits) { return __uint_as_float(bits); }
+
+DEVICE u32 pack_bfloat16(float low, float high)
+{
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+DEVICE u32 pack_half(float low, float high)
+{
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+DEVICE float float_of_half(u32 bits)
+{
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<u16>(bits)));
+    return value;
+}

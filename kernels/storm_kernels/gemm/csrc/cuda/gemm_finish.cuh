@@ -1,0 +1,169 @@
+// What becomes of a tile's sums: rounded, raw or encoded, and the gated product of two panels.
+//
+// A warp has 16 rows of two panels of 128 columns, in the layout of the instruction m64n256k16. It
+// brings a half of both panels' columns through shared memory at a time, after which a lane has 32
+// neighbouring elements of a row of each, which is what ANCF's planes are made of.
+#pragma once
+
+#include "gemm_activation.cuh"
+
+constexpr u32 kPanelColumns = 128;
+constexpr u32 kPanels = 2;
+constexpr u32 kGroups = 2 * kPanelColumns / 8;  // of eight columns, in both panels
+constexpr u32 kWarpRows = 16;
+constexpr u32 kHalfColumns = 64;
+constexpr u32 kStagedRow = 2 * kHalfColumns;    // bytes
+constexpr u32 kStagedPanel = kWarpRows * kStagedRow;
+constexpr u32 kStagedBytes = kPanels * kStagedPanel;  // a warp's shared memory
+
+// Where a panel's elements go, encoded. All starts at a multiple of 16 bytes.
+struct Coding {
+    u8 *fixed;     // the blob's fixed blocks
+    u8 *slots;     // kSlotBytes for each kChunk elements
+    u32 *escapes;  // how many each tile has; added to
+    u32 base;      // the window's first symbol
+    u32 unused;
+};
+
+struct Job {
+    u8 *out;              // of the two panels together (pairs), or null
+    u8 *raw[kPanels];     // each panel as it is, or null
+    const u8 *bias[kPanels];
+    Coding codings[kPanels];
+    u32 rows, columns;    // of every result; columns are a multiple of kPanelColumns
+    u32 steps;            // of 64 products, an element
+    u32 group;            // how many tiles below each other come in turn
+};
+
+template <class Format>
+DEVICE u32 rounded(const float (&sums)[4], u32 i, const u8 *bias, u32 column)
+{
+    float low = sums[2 * i], high = sums[2 * i + 1];
+    if (bias) {
+        const u32 word = *reinterpret_cast<const u32 *>(bias + 2 * column);
+        low += Format::low(word), high += Format::high(word);
+    }
+    return Format::pack(low, high);
+}
+
+// Brings a half of a panel into the warp's shared memory: rows of 128 bytes, in each the pieces of
+// 16 bytes in an order that keeps lanes in banks of their own.
+template <class Format>
+DEVICE void stage(const float (&sums)[kGroups][4], u32 panel, u32 half, const u8 *bias, u32 column,
+                  u8 *staged)
+{
+    const u32 lane = thread_in_block() % kWarp, matrix = lane / 8, mine = column + lane % 4 * 2;
+    u8 *const row = staged + (lane % 8 + matrix % 2 * 8) * kStagedRow;
+#pragma unroll
+    for (u32 two = 0; two < 4; two++) {
+        const u32 g = kGroups / 2 * panel + 8 * half + 2 * two;
+        const u32 c = mine + 16 * two;
+        store_matrices(row + ((2 * two + matrix / 2) ^ lane % 8) * 16,
+                       rounded<Format>(sums[g], 0, bias, c), rounded<Format>(sums[g], 1, bias, c),
+                       rounded<Format>(sums[g + 1], 0, bias, c + 8),
+                       rounded<Format>(sums[g + 1], 1, bias, c + 8));
+    }
+}
+
+// Where piece number `eight` of 16 bytes of a lane's 32 elements lies.
+DEVICE const u8 *staged_piece(const u8 *staged, u32 eight)
+{
+    const u32 lane = thread_in_block() % kWarp, row = lane / 2;
+    return staged + row * kStagedRow + ((4 * (lane % 2) + eight) ^ row % 8) * 16;
+}
+
+DEVICE void load_staged(const u8 *staged, u32 (&words)[kPieceWords])
+{
+#pragma unroll
+    for (u32 eight = 0; eight < 4; eight++) {
+        const uint4 four = *reinterpret_cast<const uint4 *>(staged_piece(staged, eight));
+        words[4 * eight] = four.x, words[4 * eight + 1] = four.y;
+        words[4 * eight + 2] = four.z, words[4 * eight + 3] = four.w;
+    }
+}
+
+DEVICE void store_raw(const u32 (&words)[kPieceWords], u8 *to)
+{
+#pragma unroll
+    for (u32 i = 0; i < kPieceWords / 4; i++)
+        reinterpret_cast<uint4 *>(to)[i] =
+            make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+}
+
+// Encodes a lane's 32 elements. Two neighbouring lanes have 64 of a chunk, whose `before` others
+// escaped; returns that with these. All lanes call it.
+template <class Format>
+DEVICE u32 encode(const u32 (&words)[kPieceWords], const u8 *staged, const Coding &to, u64 element,
+                  u64 elements, u32 before, bool is_there)
+{
+    const Planes<Format> planes = planes_of<Format>(words, to.base);
+    u32 escapes = is_there ? planes.escapes() : 0;
+    const u32 count = count_ones(escapes), other = from_lane_across(count, 1);
+    if (is_there) {
+        store_planes(planes, to.fixed, place_of<Format>(element, elements));
+        u8 *slot = to.slots + element / kChunk * kSlotBytes + 1 + before;
+        slot += thread_in_block() % 2 ? other : 0;
+        for (; escapes; escapes &= escapes - 1) {
+            const u32 i = lowest_one(escapes);
+            const u8 *const found = staged_piece(staged, i / 8) + i % 8 * 2;
+            *slot++ = static_cast<u8>(Format::symbol(*reinterpret_cast<const u16 *>(found)));
+        }
+    }
+    return before + count + other;
+}
+
+// Says how many of a chunk escaped: the last that is done with it.
+DEVICE void close_chunk(const Coding &to, u64 element, u32 escaped)
+{
+    to.slots[element / kChunk * kSlotBytes] = static_cast<u8>(escaped);
+    if (escaped)
+        add_to(to.escapes + element / kTile, escaped);
+}
+
+// Pairs: the panels are the same columns of two products. Otherwise neighbouring ones of one.
+// `staged` is the warp's shared memory, of kStagedBytes.
+template <class Format, bool kPairs, bool kEncodes, u32 kActivation>
+DEVICE void finish(const float (&sums)[kGroups][4], u8 *staged, const Job &job, u32 first_row,
+                   u32 first_column)
+{
+    const u32 lane = thread_in_block() % kWarp, row = first_row + lane / 2;
+    const u64 elements = static_cast<u64>(job.rows) * job.columns;
+    u32 escaped[kPanels] = {};
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        const u32 column = first_column + half * kHalfColumns;
+        u32 words[kPanels][kPieceWords];
+#pragma unroll
+        for (u32 panel = 0; panel < kPanels; panel++) {
+            const u32 begin = column + (kPairs ? 0 : panel * kPanelColumns);
+            if (kPairs || begin < job.columns)
+                stage<Format>(sums, panel, half, job.bias[panel], begin,
+                              staged + panel * kStagedPanel);
+        }
+        meet_warp();
+#pragma unroll
+        for (u32 panel = 0; panel < kPanels; panel++) {
+            const u32 begin = column + (kPairs ? 0 : panel * kPanelColumns) + lane % 2 * kPiece;
+            const bool is_there = row < job.rows && (kPairs || begin < job.columns);
+            const u64 element = static_cast<u64>(row) * job.columns + begin;
+            const u8 *const mine = staged + panel * kStagedPanel;
+            load_staged(mine, words[panel]);
+            if (job.raw[panel] && is_there)
+                store_raw(words[panel], job.raw[panel] + 2 * element);
+            if (kEncodes) {
+                escaped[panel] = encode<Format>(words[panel], mine, job.codings[panel], element,
+                                                elements, escaped[panel], is_there);
+                if (half == 1 && lane % 2 == 1 && is_there)
+                    close_chunk(job.codings[panel], element, escaped[panel]);
+            }
+        }
+        if (kPairs && row < job.rows) {
+            const u64 element = static_cast<u64>(row) * job.columns + column + lane % 2 * kPiece;
+#pragma unroll
+            for (u32 i = 0; i < kPieceWords; i++)
+                words[0][i] = gated_word<Format, kActivation>(words[0][i], words[1][i]);
+            store_raw(words[0], job.out + 2 * element);
+        }
+        meet_warp();
+    }
+}
