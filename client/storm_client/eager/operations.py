@@ -21,9 +21,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.nn import functional
 
-__all__ = ["EXPENSIVE", "REPLAYABLE", "Function", "bound", "is_bound", "is_simple"]
+__all__ = ["EXCHANGED", "EXPENSIVE", "REPLAYABLE", "Function", "bound", "is_bound", "is_simple"]
 
 Function = Callable[..., Any]
+
+EXCHANGED: Final[dict[Function, Function]] = {}
+"""What stands in PyTorch's place for a function of its own, by what we have put there."""
 
 _ELEMENTWISE = """
     abs add addcdiv addcmul acos acosh asin asinh atan atan2 atanh bfloat16 clamp clamp_max

@@ -15,7 +15,7 @@ import torch
 
 from storm_client.eager.function_modes import Watching, are_altered
 from storm_client.eager.operation_times import OperationTimes
-from storm_client.eager.operations import Function, is_bound
+from storm_client.eager.operations import EXCHANGED, Function, is_bound
 from storm_client.eager.recording import Recording
 from storm_client.hook_stack import untraced
 
@@ -53,6 +53,7 @@ class Recorder(Watching):
     ) -> Any:
         """Run `function` and note what it made, unless a mode of the script may have altered it."""
         recording = self._recording
+        function = EXCHANGED.get(function, function)
         if (
             recording is None
             or function not in recording.functions

@@ -11,21 +11,23 @@ Needs no client, daemon or offload.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
-from storm_kernels.loss import cuda
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn._reduction import legacy_get_string
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from storm_client.errors import UsageError
-from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
-from storm_client.losses.sole_holder import are_kept, is_held_by_graph_alone
+from storm_client.losses.deferred import Deferred
+from storm_client.losses.log_probabilities import (
+    TILE_BYTES,
+    log_probabilities,
+    rows_that_fill,
+)
 
 __all__ = [
     "FLOATING",
@@ -39,18 +41,11 @@ __all__ = [
     "of_pytorch",
 ]
 
-TILE_BYTES: Final = {"cpu": 4 << 20, "cuda": 32 << 20}
-"""What the log-probabilities of one tile take: what a cache holds. Smaller logits are PyTorch's."""
-
-TILE_ROWS: Final = 8
-"""Tiles begin at multiples of it, so that on a GPU rows lie in the same place of a 16-byte vector
-as without tiles, which decides in what order PyTorch adds there."""
-
 IGNORED: Final = -100
 """What stands for a target that is ignored where all others are 0."""
 
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_CONTIGUOUS: Final = torch.contiguous_format
+_PLAIN: Final = (Tensor, torch.nn.Parameter, Deferred)
 _PROOF_ROWS: Final = 4096
 
 
@@ -131,41 +126,6 @@ class Options(NamedTuple):
     label_smoothing: float
 
 
-class _Tiles(NamedTuple):
-    """How logits are cut: rows a tile, the type of log-probabilities, whether sums are wanted."""
-
-    rows: int
-    least: int
-    """What would be a last tile of fewer rows belongs to the one before."""
-    dtype: torch.dtype
-    smoothing: bool
-    kernels: Kernels = NO_KERNELS
-    """What of the work kernels do instead, on all rows at once."""
-
-    @classmethod
-    def of(cls, logits: Tensor, dtype: torch.dtype, smoothing: bool) -> _Tiles:
-        rows = max(1, TILE_BYTES[logits.device.type] // (logits[0].numel() * dtype.itemsize))
-        if logits.dim() > 2:
-            return cls(rows, 1, dtype, smoothing)
-        least = _rows_that_fill(logits.device) if smoothing and logits.is_cuda else TILE_ROWS
-        rows = max(least, rows // TILE_ROWS * TILE_ROWS)
-        kernels = NO_KERNELS if smoothing else kernels_for(logits, dtype)
-        return cls(rows, least, dtype, smoothing, kernels)
-
-    def spans(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield where tiles begin and end.
-
-        A tile has more than one row where there are: PyTorch adds a single row's numbers by several
-        threads, and so in another order.
-        """
-        begin = 0
-        while begin < rows:
-            end = begin + self.rows
-            end = rows if rows - end < self.least else end
-            yield begin, end
-            begin = end
-
-
 class Targets(NamedTuple):
     """Of each target the class to look up, and whether it counts."""
 
@@ -196,10 +156,9 @@ def in_tiles(
         return None
     classes = logits.shape[1]
     check_targets(target, classes, options.ignore_index)
-    tiles = _Tiles.of(logits, computed, options.label_smoothing > 0)
     rows = Targets.of(target, classes, options.ignore_index)
-    log_probabilities: Any = _LogProbabilities.apply
-    picked, sums = log_probabilities(logits, rows.classes, weight, tiles)
+    smoothing = options.label_smoothing > 0
+    picked, sums = log_probabilities(logits, rows.classes, weight, computed, smoothing=smoothing)
     return loss_of(picked, sums, rows, options, classes)
 
 
@@ -224,7 +183,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
         return False
     if forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
         return False
-    return all(one is None or type(one) in (Tensor, torch.nn.Parameter) for one in tensors)
+    return all(one is None or type(one) in _PLAIN for one in tensors)
 
 
 def _has_tiles(logits: Tensor, target: Tensor, options: Options, dtype: torch.dtype | None) -> bool:
@@ -250,7 +209,7 @@ def _has_smooth_tiles(logits: Tensor, smoothing: float) -> bool:
     if logits.dim() > 2 or not 0 < smoothing <= 1:
         return False
     row_bytes = logits.shape[1] * torch.float64.itemsize
-    return not logits.is_cuda or _rows_that_fill(logits.device) * row_bytes < 1 << 30
+    return not logits.is_cuda or rows_that_fill(logits.device) * row_bytes < 1 << 30
 
 
 def _computed_in(logits: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -337,16 +296,6 @@ def check_targets(target: Tensor, classes: int, ignore_index: int) -> None:
         raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")
 
 
-def _rows_that_fill(device: torch.device) -> int:
-    """Return from how many rows on PyTorch has each added by one block of threads.
-
-    Of fewer rows than the GPU runs blocks at once, which have 512 threads, several share one.
-    """
-    found = torch.cuda.get_device_properties(device)
-    blocks = found.multi_processor_count * (found.max_threads_per_multi_processor // 512)
-    return (blocks // TILE_ROWS + 1) * TILE_ROWS
-
-
 def loss_of(
     picked: Tensor,
     sums: Tensor | None,
@@ -391,109 +340,3 @@ def _nll(picked: Tensor, rows: Targets, weight: Tensor | None, reduction: str) -
 def _nll_of_column(numbers: Tensor, rows: Targets, reduction: str) -> Tensor:
     column = numbers.unsqueeze(1)
     return F.nll_loss(column, rows.column, ignore_index=IGNORED, reduction=reduction)
-
-
-class _LogProbabilities(torch.autograd.Function):
-    """The log-probabilities of the targets (N, ...), and each row's sum of all (N)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, index: Tensor, weight: Tensor | None, tiles: _Tiles
-    ) -> tuple[Tensor, Tensor | None]:
-        forward = _forward_by_kernel if tiles.kernels.forward else _forward_by_tiles
-        picked, sums, statistics = forward(logits, index, weight, tiles)
-        ctx.save_for_backward(logits, index, weight, *statistics)
-        ctx.tiles = tiles
-        return picked, sums
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_picked: Tensor, grad_sums: Tensor | None
-    ) -> tuple[Tensor | None, None, None, None]:
-        kept = are_kept(ctx)
-        saved = list(ctx.saved_tensors)
-        own = is_held_by_graph_alone(saved, kept=kept)
-        logits, index, weight, *statistics = saved
-        tiles, spread = ctx.tiles, _Spread(index, grad_picked, grad_sums, weight)
-        if torch.is_grad_enabled():  # of a gradient that has a graph all is kept
-            return _softmax_gradient(logits, spread, tiles.dtype), None, None, None
-        found = logits.detach() if own else torch.empty_like(logits, memory_format=_CONTIGUOUS)
-        if tiles.kernels.backward:
-            gradient, known = grad_picked.contiguous(), cuda.Statistics(*statistics)
-            cuda.backward(logits, index, gradient, known, found)
-            torch.autograd.graph.increment_version(found)
-            return found, None, None, None
-        for begin, end in tiles.spans(len(logits)):
-            part = spread.part(begin, end)
-            found[begin:end] = _softmax_gradient(logits[begin:end], part, tiles.dtype)
-        return found, None, None, None
-
-
-_Found = tuple[Tensor, Tensor | None, tuple[Tensor, ...]]
-"""The targets' log-probabilities, all rows' sums of them, and what the backward kernel needs."""
-
-
-def _forward_by_tiles(
-    logits: Tensor, index: Tensor, weight: Tensor | None, tiles: _Tiles
-) -> _Found:
-    index = index.unsqueeze(1)
-    picked, sums, statistics = [], [], []
-    for begin, end in tiles.spans(len(logits)):
-        log_probs = _log_softmax(logits[begin:end], tiles.dtype)
-        picked.append(log_probs.gather(1, index[begin:end]).squeeze(1))
-        if tiles.smoothing:
-            sums.append((log_probs if weight is None else log_probs * weight).sum(1))
-        if tiles.kernels.backward:
-            statistics.append(statistics_of(logits[begin:end], log_probs))
-        del log_probs  # before there are the next
-    found = tuple(torch.cat(parts) for parts in zip(*statistics, strict=True))
-    return torch.cat(picked), torch.cat(sums) if sums else None, found
-
-
-def _forward_by_kernel(
-    logits: Tensor,
-    index: Tensor,
-    weight: Tensor | None,  # noqa: ARG001 - of sums, which it has none of
-    tiles: _Tiles,
-) -> _Found:
-    picked, *others = (logits.new_empty(len(logits), dtype=tiles.dtype) for _ in range(3))
-    statistics = cuda.Statistics(*others)
-    cuda.forward(logits, index, picked, statistics)
-    return picked, None, statistics
-
-
-class _Spread(NamedTuple):
-    """The gradient of log-probabilities: of each target's (N, ...), and of all of a row (N)."""
-
-    classes: Tensor
-    picked: Tensor
-    sums: Tensor | None
-    weight: Tensor | None
-
-    def part(self, begin: int, end: int) -> _Spread:
-        """Return that of some rows."""
-        sums = None if self.sums is None else self.sums[begin:end]
-        return _Spread(self.classes[begin:end], self.picked[begin:end], sums, self.weight)
-
-    def over(self, log_probs: Tensor) -> Tensor:
-        """Return it as a tensor of the log-probabilities' shape and type."""
-        spread = torch.zeros_like(log_probs)
-        spread.scatter_(1, self.classes.unsqueeze(1), self.picked.unsqueeze(1))
-        if self.sums is None:
-            return spread
-        sums = self.sums.unsqueeze(1)
-        # Autograd rounds to the type of what it is the gradient of before it adds.
-        return spread.add_((sums if self.weight is None else sums * self.weight).to(spread.dtype))
-
-
-def _log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    if logits.dtype != dtype or not logits.is_contiguous():
-        logits = logits.to(dtype, copy=True, memory_format=_CONTIGUOUS)
-    return torch.log_softmax(logits, 1, dtype=dtype)  # autocast changes no type that is given
-
-
-def _softmax_gradient(logits: Tensor, spread: _Spread, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of logits, in their own type."""
-    log_probs = _log_softmax(logits, dtype)
-    found = torch._log_softmax_backward_data(spread.over(log_probs), log_probs, 1, dtype)
-    return found.to(logits.dtype)

@@ -23,11 +23,11 @@ import torch.nn.functional as F  # noqa: N812 - PyTorch's own name for it
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from storm_client.devices import is_capturing
-from storm_client.eager.function_modes import are_altered
-from storm_client.hook_stack import innermost, untraced
-from storm_client.losses import cross_entropy as tiles
+from storm_client.hook_stack import untraced
 from storm_client.losses.cross_entropy import Options, in_tiles, is_plain
+from storm_client.losses.deferred import Deferred
+from storm_client.losses.eligible import is_asked_for, is_eligible
+from storm_client.losses.upcasts import learn
 
 __all__ = ["cross_entropy", "substitute"]
 
@@ -122,9 +122,9 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     label_smoothing: float,
 ) -> Tensor:
     """Return what PyTorch's function returns, in tiles where they are known to have its bits."""
-    if size_average is None and reduce is None and _is_asked_for():
-        call = _Call(logits, target, Options(weight, ignore_index, reduction, label_smoothing))
-        loss = call.in_tiles_if_trusted() if call.may_gain() else None
+    if size_average is None and reduce is None and is_asked_for():
+        options = Options(weight, ignore_index, reduction, label_smoothing)
+        loss = _in_tiles(logits, target, options)
         if loss is not None:
             return loss
     return _plain(
@@ -132,9 +132,26 @@ def cross_entropy(  # noqa: PLR0917 - PyTorch's order
     )
 
 
-def _is_asked_for() -> bool:
-    """Tell whether the thread is in a block, innermost of what hooks saved tensors, that asks."""
-    return bool(getattr(innermost(), "tiles_losses", False))
+def _in_tiles(logits: Tensor, target: Tensor, options: Options) -> Tensor | None:
+    """Return the loss; None where PyTorch's function has to compute it, or to raise."""
+    if target is None or not is_plain(target, options.weight):
+        return None
+    if not logits.dim() or not is_eligible(logits):
+        return None
+    halves = logits.halves() if isinstance(logits, Deferred) else None
+    if halves is not None:
+        call = _Call(halves, target, options, torch.float32)
+    else:
+        logits = logits.there() if isinstance(logits, Deferred) else logits
+        call = _Call(logits, target, options, None)
+    try:
+        with torch._C.DisableTorchFunction():
+            loss = in_tiles(logits, target, options, None) if _PROVED.trusts(call) else None
+    except (IndexError, TypeError, ValueError):
+        return None
+    if loss is not None and halves is None:
+        learn(logits)
+    return loss
 
 
 class _Call(NamedTuple):
@@ -143,34 +160,16 @@ class _Call(NamedTuple):
     logits: Tensor
     target: Tensor
     options: Options
-
-    def may_gain(self) -> bool:
-        """Tell whether it is plain, will have a backward pass, and has more than a tile."""
-        logits, target = self.logits, self.target
-        if target is None or not is_plain(logits, target, self.options.weight):
-            return False
-        if not (logits.requires_grad and torch.is_grad_enabled() and logits.dim()):
-            return False
-        if are_altered() or (logits.is_cuda and is_capturing(logits.device)):
-            return False
-        least = tiles.TILE_BYTES.get(logits.device.type)
-        return least is not None and logits.numel() * torch.float64.itemsize > least
-
-    def in_tiles_if_trusted(self) -> Tensor | None:
-        """Return the loss; None where PyTorch's function has to compute it, or to raise."""
-        try:
-            with torch._C.DisableTorchFunction():
-                return self.in_tiles(self.logits) if _PROVED.trusts(self) else None
-        except (IndexError, TypeError, ValueError):
-            return None
+    dtype: torch.dtype | None
+    """To which the logits are cast, of which there is no such copy."""
 
     def in_tiles(self, logits: Tensor) -> Tensor | None:
-        return in_tiles(logits, self.target, self.options, None)
+        return in_tiles(logits, self.target, self.options, self.dtype)
 
     def plain(self, logits: Tensor) -> Tensor:
         weight, ignore_index, reduction, smoothing = self.options
         return _plain(
-            logits,
+            logits if self.dtype is None else logits.to(self.dtype),
             self.target,
             weight,
             ignore_index=ignore_index,
@@ -189,6 +188,7 @@ class _Call(NamedTuple):
         return (
             device,
             logits.dtype,
+            self.dtype,
             logits.shape[1:],
             logits.is_contiguous(),
             logits.data_ptr() % 16,

@@ -39,7 +39,7 @@ def are_kept(ctx: Any) -> bool:
     return isinstance(saved.data, KeptTensor)
 
 
-def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False) -> bool:
+def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False, aliased: bool = False) -> bool:
     """Tell, in a backward pass, whether the first tensor it has saved may be written to.
 
     That is so of a contiguous result of an operation, or a view of one, which nobody can read
@@ -50,12 +50,17 @@ def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False) -> bool:
     Args:
         saved: `list(ctx.saved_tensors)`, which alone holds them; hooks may allow but one look.
         kept: whether an offload block keeps it; other hooks may hold what nobody can count.
+        aliased: whether not the result is saved but what `detach` has made of it.
     """
     if _keeps_graph is None or _keeps_graph():
         return False
-    if saved[0].is_leaf or not saved[0].is_contiguous() or _is_lent(saved[0].untyped_storage()):
+    if (
+        (saved[0].is_leaf and not aliased)
+        or not saved[0].is_contiguous()
+        or _is_lent(saved[0].untyped_storage())
+    ):
         return False
-    return _counts(saved) in _counts_of_nobody_else(kept)
+    return _counts(saved) in _counts_of_nobody_else(kept, aliased)
 
 
 def _is_lent(storage: torch.UntypedStorage) -> bool:
@@ -81,20 +86,22 @@ class _Example(torch.autograd.Function):
     """Counts in its backward pass who holds what it has saved."""
 
     @staticmethod
-    def forward(ctx: Any, saved: Tensor, found: list[tuple[int, ...]]) -> Tensor:
-        ctx.save_for_backward(saved)
+    def forward(
+        ctx: Any, place: Tensor, saved: list[Tensor], found: list[tuple[int, ...]]
+    ) -> Tensor:
+        ctx.save_for_backward(saved.pop() if saved else place)
         ctx.found = found
-        return saved.new_zeros(())
+        return place.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         saved = list(ctx.saved_tensors)
         ctx.found.append(_counts(saved))
-        return gradient.expand_as(saved[0]), None
+        return gradient.expand_as(saved[0]), None, None
 
 
-@lru_cache(maxsize=2)
-def _counts_of_nobody_else(kept: bool) -> frozenset[tuple[int, ...]]:
+@lru_cache(maxsize=4)
+def _counts_of_nobody_else(kept: bool, aliased: bool) -> frozenset[tuple[int, ...]]:
     """Return what is counted of a result, and of a view of one, that only the graph holds.
 
     Counted once, by example, since it differs among versions of PyTorch and Python; by a thread of
@@ -106,8 +113,15 @@ def _counts_of_nobody_else(kept: bool) -> frozenset[tuple[int, ...]]:
         leaf = torch.ones(4, requires_grad=True)
         apply: Any = _Example.apply
         with saved_tensors_hooks(KeptTensor.keeping, _token) if kept else nullcontext():
-            apply(leaf * 2, found).backward()
-            apply((leaf * 2).view(2, 2), found).backward()
+            for shape in ((4,), (2, 2)):
+                result = leaf * 2
+                alias = [result.detach()] if aliased else []
+                place = result if shape == (4,) else result.view(shape)
+                if aliased and place is not result:
+                    alias = [alias[0].view(shape)]
+                loss = apply(place, alias, found)
+                del result, place
+                loss.backward()
 
     thread = threading.Thread(target=count, name="storm-holder-counts")
     thread.start()

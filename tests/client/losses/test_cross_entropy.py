@@ -458,8 +458,9 @@ def test_compilers_and_transforms_have_pytorchs_own() -> None:
 def test_it_opens_nothing() -> None:
     """Neither a daemon nor a socket nor a thread that stays."""
     code = (
-        "import psutil, threading, torch, storm_client as storm; from storm_client import losses;"
-        "losses.TILE_BYTES = {'cpu': 4096, 'cuda': 4096}; before = psutil.Process().num_fds();"
+        "import psutil, threading, torch, storm_client as storm;"
+        "from storm_client.losses import log_probabilities as losses;"
+        "losses.TILE_BYTES.update(cpu=4096, cuda=4096); before = psutil.Process().num_fds();"
         "x = torch.randn(40, 300, requires_grad=True); y = torch.arange(40);"
         "storm.cross_entropy(x * 2, y).backward();"
         "storm.linear_cross_entropy(x, torch.randn(50, 300), y).backward();"

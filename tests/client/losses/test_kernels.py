@@ -12,8 +12,8 @@ import pytest
 import storm_client as storm
 import torch
 import torch.nn.functional as F
-from storm_client.losses import cross_entropy as losses
 from storm_client.losses import kernels as loss_kernels
+from storm_client.losses import log_probabilities as losses
 from storm_client.losses.kernels import NO_KERNELS, Kernels, kernels_for, statistics_of
 from support.cuda_only import cuda_only
 from support.same_bits import compare, same, set_tiles
@@ -198,8 +198,8 @@ class TestOnDevice:
         """In a process of its own, whose context it ends."""
         code = (
             "import torch, storm_client as storm;"
-            "from storm_client.losses import cross_entropy as losses;"
-            "losses.TILE_BYTES = {'cpu': 4096, 'cuda': 4096};"
+            "from storm_client.losses import log_probabilities as losses;"
+            "losses.TILE_BYTES.update(cpu=4096, cuda=4096);"
             f"x = torch.randn(64, {classes}, device='cuda');"
             f"y = torch.full((64,), {classes}, device='cuda');"
             "storm.cross_entropy(x, y).item()"

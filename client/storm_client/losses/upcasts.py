@@ -1,0 +1,168 @@
+"""The float32 copy of logits that a loss is given: not made where the loss alone looks at it.
+
+Models write `logits.float()` and hand views of that to the loss. Tiles need no such copy. So where
+a line of a script was seen to do this, its next `float()` in a block returns a `Deferred`, which
+has the copy's type and shape, and no memory. The loss takes the half-precision logits behind it,
+and gives back a gradient that is deferred, too, until it is cast. Whatever else looks at either
+finds the tensor itself, which is computed then, and that line's copies are made from then on.
+
+`Tensor.float` is exchanged once a loss in a block was given such a copy, and asks here for large
+tensors alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from re import sub
+from types import CodeType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from storm_client.eager.operations import EXCHANGED
+from storm_client.hook_stack import untraced
+from storm_client.losses.deferred import ADVICE, Deferred, Root
+from storm_client.losses.eligible import is_asked_for, is_eligible
+
+__all__ = ["learn"]
+
+_HALF: Final = frozenset((torch.float16, torch.bfloat16))
+_CAST: Final = "ToCopy"
+_VIEWING: Final = frozenset(
+    (
+        "Clone",
+        "Permute",
+        "Select",
+        "Slice",
+        "Squeeze",
+        "T",
+        "Transpose",
+        "Unsqueeze",
+        "UnsafeView",
+        "View",
+    )
+)
+"""Nodes that pass each element of a gradient on, or zero, and add none up."""
+
+_float: Final = Tensor.float
+
+
+class _Site(NamedTuple):
+    """Where `float()` is called."""
+
+    code: CodeType
+    instruction: int
+
+
+class _Sites(threading.local):
+    """The latest copy that this thread has made, where it may be one for a loss."""
+
+    node: int = -1
+    """Its number in the graph."""
+    site: _Site | None = None
+
+
+_latest = _Sites()
+_deferring: set[_Site] = set()
+_refused: set[_Site] = set()
+
+
+def learn(logits: Tensor) -> None:
+    """Note that a loss was given float32 logits: whether they are a copy, and where it was made."""
+    node = logits.grad_fn
+    while node is not None and _operation(node) in _VIEWING:
+        node = node.next_functions[0][0]
+    if node is None or _operation(node) != _CAST or logits.dtype != torch.float32:
+        return
+    if Tensor.float is _float:
+        EXCHANGED[_asks] = _float
+        Tensor.float = _asks  # type: ignore[method-assign,assignment]
+    elif _latest.site is not None and node._sequence_nr() == _latest.node:
+        _deferring.update({_latest.site} - _refused)
+
+
+def _operation(node: Any) -> str:
+    return sub(r"Backward\d*$", "", node.name())
+
+
+@untraced
+def _asks(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Be `Tensor.float`."""
+    if (
+        type(self) is not Tensor
+        or self.dtype not in _HALF
+        or arguments
+        or options
+        or not is_asked_for()
+        or not is_eligible(self)
+        or not self.is_contiguous()
+    ):
+        return _float(self, *arguments, **options)
+    frame = sys._getframe(1)
+    site = _Site(frame.f_code, frame.f_lasti)
+    if site in _deferring:
+        apply: Any = _Deferral.apply
+        deferred: Tensor = apply(self, _Upcast(self, site))
+        return deferred
+    made = _float(self)
+    node = made.grad_fn
+    if node is not None:  # and not a mode of the script's
+        _latest.node, _latest.site = node._sequence_nr(), site
+    return made
+
+
+class _Upcast(Root):
+    """A copy that has not been made."""
+
+    def __init__(self, source: Tensor, site: _Site) -> None:
+        super().__init__()
+        self._halves = source.detach()
+        self._version = source._version
+        self._site = site
+        self._values: Tensor | None = None
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether it has not been made."""
+        return self._values is None
+
+    def halves(self) -> Tensor:
+        """Return the logits.
+
+        Raises:
+            RuntimeError: they have been written to since `float()` was called.
+        """
+        if self._halves._version != self._version:
+            raise RuntimeError(
+                f"logits {list(self._halves.shape)} were changed in place after float() was called "
+                f"on them, and before anything has read what that returned; {ADVICE}"
+            )
+        return self._halves
+
+    def values(self) -> Tensor:
+        """Return the copy, and have that line's be made from now on.
+
+        Raises:
+            RuntimeError: as `halves`.
+        """
+        if self._values is None:
+            _deferring.discard(self._site)
+            _refused.add(self._site)
+            self._values = _float(self.halves())
+        return self._values
+
+
+class _Deferral(torch.autograd.Function):
+    """The cast: of a copy that is not made."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, root: _Upcast) -> Tensor:
+        ctx.dtype = source.dtype
+        return Deferred.of(root, source, source.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        halves = gradient.halves() if isinstance(gradient, Deferred) else None
+        return gradient.to(ctx.dtype) if halves is None else halves, None

@@ -1,0 +1,333 @@
+"""A float32 copy of logits is not made for a loss; whoever else looks at one finds it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import storm_client as storm
+import torch
+import torch.nn.functional as F
+from storm_client.losses import in_blocks, upcasts
+from storm_client.losses.deferred import Deferred
+from support.peak_memory import peak_bytes
+from support.same_bits import same, set_tiles
+from torch import Tensor, nn
+
+ROWS, CLASSES = 200, 300
+
+
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_tiles(monkeypatch, 4096)
+    monkeypatch.setattr(in_blocks, "_PROVED", in_blocks._Proved())
+    for name in ("_deferring", "_refused"):
+        monkeypatch.setattr(upcasts, name, set())
+    _be_pytorch_s()
+    yield
+    _be_pytorch_s()
+
+
+def _be_pytorch_s() -> None:
+    if Tensor.float is not upcasts._float:
+        del Tensor.float
+
+
+@pytest.fixture
+def offload(client: storm.Client) -> storm.Offload:
+    return client.offload(min_bytes=1024)
+
+
+def make(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Return a head's input, which takes a gradient, and targets of which some are ignored."""
+    torch.manual_seed(7)
+    target = torch.randint(CLASSES, (ROWS,))
+    target[::7] = -100
+    return torch.randn(ROWS, CLASSES).to(device, dtype).requires_grad_(), target.to(device)
+
+
+Step = Callable[[Tensor, Tensor, list[Any]], Tensor]
+
+
+def run(
+    step: Step, block: AbstractContextManager[Any], x: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor, list[Any]]:
+    """Return a step's loss, gradient, and what it has noted."""
+    noted: list[Any] = []
+    with block:
+        loss = step(x, target, noted)
+    (gradient,) = torch.autograd.grad(loss, x)
+    return loss.detach(), gradient, noted
+
+
+def plain(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+    logits = (x * 2).float()
+    noted.append(type(logits))
+    return F.cross_entropy(logits, target)
+
+
+def shifted(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+    logits = (x * 2).view(4, 50, CLASSES).float()
+    noted.append(type(logits))
+    logits = logits[..., :-1, :].contiguous().view(-1, CLASSES)
+    return nn.CrossEntropyLoss()(logits, target.view(4, 50)[..., 1:].flatten())
+
+
+def flattened(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+    logits = (x * 2).view(4, 50, CLASSES).float()
+    noted.append(type(logits))
+    logits = logits.flatten(0, 1)
+    assert logits.shape == (ROWS, CLASSES)
+    assert (logits.dtype, logits.requires_grad, logits.ndim) == (torch.float32, True, 2)
+    return F.cross_entropy(logits, target, reduction="sum") / 7
+
+
+def transposed(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+    logits = (x * 2).view(4, 50, CLASSES).float()
+    noted.append(type(logits))
+    return F.cross_entropy(logits.transpose(1, 2), target.view(4, 50))
+
+
+STEPS = {"plain": plain, "shifted": shifted, "flattened": flattened, "transposed": transposed}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_copy_for_a_loss_is_deferred_from_the_third_step_on(
+    step: str, dtype: torch.dtype, device: str, offload: storm.Offload
+) -> None:
+    x, target = make(dtype, device)
+    expected = run(STEPS[step], nullcontext(), x, target)
+    for number in range(5):
+        found = run(STEPS[step], offload, x, target)
+        assert same(found[0], expected[0])
+        assert same(found[1], expected[1])
+        assert found[2] == [Deferred if number > 1 else Tensor]
+    assert run(STEPS[step], nullcontext(), x, target)[2] == [Tensor]
+
+
+def test_losses_of_transformers_make_no_copy(offload: storm.Offload) -> None:
+    losses = pytest.importorskip("transformers.loss.loss_utils")
+    x, target = make()
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).view(2, -1, CLASSES)
+        return losses.ForCausalLMLoss(logits, target.view(2, -1), CLASSES)
+
+    expected = run(step, nullcontext(), x, target)
+    for _ in range(4):
+        found = run(step, offload, x, target)
+        assert same(found[0], expected[0])
+        assert same(found[1], expected[1])
+    assert len(upcasts._deferring) == 1
+
+
+def test_a_step_has_no_float32_beside_tiles(
+    client: storm.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_tiles(monkeypatch, 1 << 18)
+    torch.manual_seed(1)
+    x, target = torch.randn(512, 64).bfloat16(), torch.randint(2048, (512,))
+    weight = torch.randn(64, 2048).bfloat16().requires_grad_()
+    offload = client.offload(min_bytes="1GiB")
+
+    def step() -> None:
+        with offload:
+            loss = F.cross_entropy((x @ weight).float(), target)
+        loss.backward()
+        weight.grad = None
+
+    taken = [peak_bytes(step) for _ in range(5)]
+    logits = 512 * 2048 * 2
+    assert taken[3:] == pytest.approx([logits] * 2, abs=4 * (1 << 18) + 2 * weight.nbytes)
+    assert taken[0] > 4 * logits
+
+
+def _in_place(logits: Tensor) -> Any:
+    return logits.mul_(0.5)
+
+
+LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "result": lambda one: one.argmax(1),
+    "numbers": lambda one: one.detach().numpy().copy(),
+    "list": lambda one: one[0].tolist(),
+    "item": lambda one: one[3, 4].item(),
+    "index": lambda one: one[torch.arange(3)],
+    "in place": _in_place,
+    "text": lambda one: str(one).partition("grad_fn")[0],
+    "deep copy": lambda one: copy.deepcopy(one.detach()),
+    "pickle": lambda one: pickle.loads(pickle.dumps(one.detach())),
+    "pointer": lambda one: one.data_ptr() != 0,
+    "storage": lambda one: one.untyped_storage().nbytes(),
+    "view": lambda one: one.flatten().sum().detach(),
+    "statistics": lambda one: torch.log_softmax(one, 1).detach(),
+    "version": lambda one: one._version,
+    "other type": lambda one: one.double().detach(),
+    "cast back": lambda one: one.bfloat16().detach(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_whoever_looks_at_a_copy_finds_it(look: str, offload: storm.Offload) -> None:
+    looks = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        noted.append(LOOKS[look](logits) if looks else None)
+        return F.cross_entropy(logits, target)
+
+    x, target = make()
+    for _ in range(3):
+        assert run(step, offload, x, target)[2][0] in (Tensor, Deferred)
+    looks = True
+    expected = run(step, nullcontext(), x, target)
+    found = run(step, offload, x, target)
+    assert found[2][0] is Deferred
+    seen, there = found[2][1], expected[2][1]
+    if isinstance(there, Tensor):
+        assert type(seen) is Tensor
+        assert same(seen.detach(), there.detach())
+    elif not isinstance(there, (str, bool)):
+        assert (seen == there).all() if hasattr(there, "all") else seen == there
+    else:
+        assert seen == there
+    assert same(found[0], expected[0])
+    assert same(found[1], expected[1])
+    assert run(step, offload, x, target)[2][0] is Tensor  # that line's are made from now on
+
+
+def test_a_view_that_is_written_to_is_noticed(offload: storm.Offload) -> None:
+    writes = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        if writes:
+            logits[3:].mul_(0.5)
+        return F.cross_entropy(logits, target)
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    writes = True
+    with pytest.raises(RuntimeError, match=r"float\(\) of logits was changed in place"):
+        run(step, offload, x, target)
+    run(step, offload, x, target)  # that line's are made from now on
+
+
+def test_a_gradient_flows_through_what_looks_too(offload: storm.Offload) -> None:
+    uses = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = (x * 2).float()
+        noted.append(type(logits))
+        loss = F.cross_entropy(logits, target)
+        if uses:
+            loss = loss + logits.logsumexp(1).square().mean() * 1e-4
+            loss = loss + _Doubled.apply(logits).mean()
+            logits.register_hook(noted.append)
+        return loss
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    uses = True
+    expected = run(step, nullcontext(), x, target)
+    found = run(step, offload, x, target)
+    assert found[2][0] is Deferred
+    assert same(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: Tensor) -> Tensor:
+        ctx.save_for_backward(one)
+        return one * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        assert ctx.saved_tensors[0].dtype == torch.float32
+        return gradient * 2
+
+
+def test_logits_that_change_before_the_loss_are_noticed(offload: storm.Offload) -> None:
+    changes = False
+
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = x * 2
+        found = logits.float()
+        if changes:
+            with torch.no_grad():
+                logits.mul_(2)
+        return F.cross_entropy(found, target)
+
+    x, target = make()
+    for _ in range(3):
+        run(step, offload, x, target)
+    changes = True
+    with pytest.raises(RuntimeError, match=r"were changed in place after float\(\)"):
+        run(step, offload, x, target)
+    run(step, nullcontext(), x, target)
+
+
+def test_logits_that_others_read_have_the_same_gradient(offload: storm.Offload) -> None:
+    def step(x: Tensor, target: Tensor, noted: list[Any]) -> Tensor:
+        logits = x * 2
+        found = logits.float()
+        noted.append(type(found))
+        more = logits.square().mean().float() + logits.logsumexp(1).float().sum() / 300
+        return F.cross_entropy(found, target) + more + logits.abs().mean().float()
+
+    x, target = make()
+    expected = run(step, nullcontext(), x, target)
+    for kind in (Tensor, Tensor, Deferred, Deferred):
+        found = run(step, offload, x, target)
+        assert found[2] == [kind]
+        assert same(found[0], expected[0])
+        assert same(found[1], expected[1])
+
+
+def test_small_tensors_and_other_calls_are_left_alone(offload: storm.Offload) -> None:
+    x, target = make()
+    for _ in range(3):
+        run(plain, offload, x, target)
+    with offload:
+        assert type(x[:2].float()) is Tensor
+        assert type((x * 2).detach().float()) is Tensor
+        assert type((x * 2).float()) is Tensor  # of another line
+    assert type((x * 2).float()) is Tensor
+
+
+def test_compiled_code_sees_pytorch_s_cast(offload: storm.Offload) -> None:
+    x, target = make()
+    for _ in range(3):
+        run(plain, offload, x, target)
+    compiled = torch.compile(
+        lambda x: F.cross_entropy((x * 2).float(), target), backend="aot_eager", fullgraph=True
+    )
+    with offload:
+        loss = compiled(x)
+    assert same(loss.detach(), F.cross_entropy((x * 2).float(), target).detach())
+
+
+def test_nothing_is_left_of_a_copy(offload: storm.Offload) -> None:
+    x, target = make()
+    for _ in range(3):
+        run(plain, offload, x, target)
+    gc.collect()
+    gc.disable()
+    try:
+        with offload:
+            loss = F.cross_entropy((x * 2).float(), target)
+        loss.backward()
+        del loss
+        left = [one for one in gc.get_objects() if type(one) is Deferred]
+        assert not left
+    finally:
+        gc.enable()
