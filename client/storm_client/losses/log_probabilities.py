@@ -51,6 +51,8 @@ def log_probabilities(
         halves, watch = logits.halves(), logits.root.watch
         if halves is None:
             logits, watch = logits.there(), None
+        else:  # an alias that nobody else has, so that who holds another can be counted
+            halves = halves.detach()
     tiles = Tiles.of(logits if halves is None else halves, dtype, smoothing)
     apply: Any = _LogProbabilities.apply
     found: tuple[Tensor, Tensor | None] = apply(logits, _Given(halves, watch, index, weight, tiles))

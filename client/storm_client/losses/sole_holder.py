@@ -24,6 +24,9 @@ from storm_client.saved.versions import KeptTensor
 
 __all__ = ["are_kept", "is_held_by_graph_alone"]
 
+_COMPILED = "Kept"
+"""What a KeptTensor is called where compiled code keeps it, which counts for as much."""
+
 _use_count = torch._C._storage_Use_Count
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
@@ -36,7 +39,7 @@ def are_kept(ctx: Any) -> bool:
     saved = ctx._raw_saved_tensors[0]
     if getattr(saved, "unpack_hook", None) is None:
         return False
-    return isinstance(saved.data, KeptTensor)
+    return isinstance(saved.data, KeptTensor) or type(saved.data).__qualname__ == _COMPILED
 
 
 def is_held_by_graph_alone(saved: list[Any], *, kept: bool = False, aliased: bool = False) -> bool:

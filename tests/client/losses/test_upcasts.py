@@ -293,6 +293,37 @@ def test_logits_that_others_read_have_the_same_gradient(offload: storm.Offload) 
         assert same(found[1], expected[1])
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("holds", ["nothing", "copy", "view", "logits"])
+def test_a_gradient_takes_the_logits_memory_where_nobody_has_them(
+    holds: str, keeps: bool, client: storm.Client
+) -> None:
+    x, target = make()
+    offload = client.offload(min_bytes="1GiB" if keeps else 1024)
+    addresses: list[int] = []
+
+    def forward() -> tuple[Tensor, dict[str, Tensor]]:
+        logits = x * 2
+        logits.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+        addresses.append(logits.data_ptr())
+        copied = logits.float()
+        held = {"copy": copied, "view": copied.view(-1), "logits": logits}
+        loss = F.cross_entropy(copied, target)
+        return loss, {holds: held[holds]} if holds in held else {}
+
+    for _ in range(4):
+        addresses.clear()
+        with offload:
+            loss, held = forward()
+        loss.backward()
+        del loss
+    assert len(upcasts._deferring) == 1
+    assert (addresses[0] == addresses[1]) is (keeps and not held)
+    for one in held.values():
+        expected = (x * 2).detach().float().view(one.shape)
+        assert same(one.float().detach(), expected)
+
+
 def test_small_tensors_and_other_calls_are_left_alone(offload: storm.Offload) -> None:
     x, target = make()
     for _ in range(3):
