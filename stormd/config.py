@@ -128,6 +128,41 @@ class Config:
         least=0,
     )
 
+    spill_path: str = _option(
+        "text",
+        "pool",
+        "directory on a local disk for activations that the pool has no room for; empty for no "
+        "tier on disk",
+        default="",
+        default_note="empty",
+        example="/var/lib/stormd",
+    )
+    spill_bytes: int = _option(
+        "size",
+        "pool",
+        "room there, all of it taken at start; the file has no name and is gone with the daemon",
+        default=0,
+        least=0,
+        default_note="0",
+        example=500 * GIB,
+    )
+    spill_encrypt: str = _option(
+        "text",
+        "pool",
+        "whether what is written there is encrypted, with a key that is in memory alone; needs the "
+        "package cryptography: pip install 'stormd[spill]'",
+        default="on",
+        choices=("on", "off"),
+    )
+    spill_threads: int = _option(
+        "count",
+        "pool",
+        "threads that write and read there",
+        default=4,
+        least=1,
+        most=64,
+    )
+
     message_bytes: int = _option(
         "size",
         "pool",
@@ -191,15 +226,6 @@ class Config:
         "those with codec raw always; 0 for none",
         default=16 * MIB,
         least=0,
-    )
-    link_limit_bytes: int = _option(
-        "size",
-        "lanes",
-        "bytes a second that a device's copies to the pool and back take at the most, each way, as "
-        "over a slower link; 0 for no limit",
-        default=0,
-        least=0,
-        example=12 * GIB,
     )
     encode_threads: int = _option(
         "count",
@@ -325,6 +351,7 @@ class Config:
         for lane in ("cpu", "cuda"):
             _check_parts(self, lane)
         _check_shares(self)
+        _check_spill(self)
         if 0 < self.all_staging_bytes_cpu < self.staging_bytes_cpu:
             raise ConfigError(
                 f"all_staging_bytes_cpu is {format_size(self.all_staging_bytes_cpu)}, less than "
@@ -434,6 +461,18 @@ def _check_parts(config: Config, lane: str) -> None:
             f"part_bytes_{lane} is {format_size(part)}, and must be at most half of "
             f"staging_bytes_{lane}, {format_size(staging)}: lower one or raise the other"
         )
+
+
+def _check_spill(config: Config) -> None:
+    if bool(config.spill_path) == bool(config.spill_bytes):
+        return
+    given, missing = ("spill_path", "spill_bytes")
+    if config.spill_bytes:
+        given, missing = missing, given
+    raise ConfigError(
+        f"{given} is set and {missing} is not: a tier on disk needs both, as in "
+        "--spill-path /var/lib/stormd --spill-bytes 500GiB"
+    )
 
 
 def _check_shares(config: Config) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "MpsUnavailable",
     "NoDaemon",
     "PoolUnavailable",
+    "SpillUnavailable",
     "StartStopped",
     "StormdError",
     "remedy",
@@ -63,6 +64,10 @@ class DirectoryUnsafe(StormdError):
 
 class PoolUnavailable(StormdError):
     """The environment's: the machine does not give the memory that the pool asks for."""
+
+
+class SpillUnavailable(StormdError):
+    """The environment's: the tier on disk cannot be opened."""
 
 
 class StartStopped(StormdError):

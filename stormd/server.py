@@ -36,6 +36,8 @@ from stormd.monitoring.health import stuck_workers
 from stormd.monitoring.logs import dropped_lines
 from stormd.protocol import NO_LANE, lifeline_path, parse_address
 from stormd.runtime_directory import AddressLock, grant, prepare_directory, remove_stale
+from stormd.spill.opening import OpenTier, open_tier
+from stormd.spill.records import WORKER_BYTES
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 from stormd.transport.mailbox import Mailbox
@@ -86,6 +88,8 @@ class Server:
         self._cache: Cache | None = None
         self._ledger: Ledger
         self._lanes: dict[str, Lane]
+        self._spill: OpenTier | None = None
+        self._spill_fault = ""
         self._gauge: GpuGauge
         self._mailbox: Mailbox[Result]
         self._gateway: Gateway
@@ -107,6 +111,7 @@ class Server:
             self._take_address()
             await self._make_pool()
             await self._open_lanes()
+            await self._open_spill()
             self._bind()
         except BaseException:
             self._cleanup.close()
@@ -128,6 +133,7 @@ class Server:
             except TimeoutError:
                 self._gateway.tick()
                 self._growth.look()
+                self._watch_spill()
                 self._keep_address()
             if self._config.exit_with_last_client and self._is_deserted():
                 return
@@ -159,7 +165,8 @@ class Server:
         2. Let clients fetch what they have stored, until nothing is held or time is short.
         3. End the sessions: lanes finish what runs, skip what waits, and let their memory go.
         4. Close the lifelines and the control socket, remove their files.
-        5. Grow the pool no more, end the lanes' workers, unmap the pool, and give the address up.
+        5. Grow the pool no more, end the workers of lanes and disk, unmap the pool, and give the
+           address up.
         """
         if not self._is_open:
             return
@@ -196,6 +203,7 @@ class Server:
                 "locked": self._pool.locked,
             },
             "cache": None if self._cache is None else self._cache.as_status(),
+            "spill": self._spill_status(),
             "sessions": sessions[:SESSIONS_SHOWN],
             "session_count": len(sessions),
             "entries": self._ledger.entries,
@@ -203,9 +211,19 @@ class Server:
             "ratio": ratio,
             "throughput": self.counters.throughput(),
             "gpus": self._gpus_status(),
-            "link_limit_bytes": self._config.link_limit_bytes,
             "counters": self.counters.as_status(),
             "log": {"dropped_lines": dropped_lines()},
+        }
+
+    def _spill_status(self) -> dict[str, Any] | None:
+        """Return the tier on disk, None where there is none."""
+        if self._ledger.spills is None:
+            return None
+        config = self._config
+        return {
+            "path": config.spill_path,
+            "encrypted": config.spill_encrypt == "on",
+            **self._ledger.spills.as_status(time.monotonic()),
         }
 
     def _gpus_status(self) -> list[dict[str, Any]]:
@@ -280,9 +298,25 @@ class Server:
         self._gauge = await asyncio.to_thread(GpuGauge, uuids)
         self._cleanup.callback(self._gauge.close)
 
-    def _bind(self) -> None:
+    async def _open_spill(self) -> None:
         config = self._config
-        self._ledger = Ledger(self._space, _limits(config), self.counters, self._cache)
+        if not config.spill_path:
+            return
+        self._spill = await asyncio.to_thread(
+            open_tier, config, self._pool, list(self._lanes), self._mailbox.post
+        )
+        self._cleanup.callback(self._close_spill, self._spill)
+
+    def _bind(self) -> None:
+        config, spill = self._config, self._spill
+        self._ledger = Ledger(
+            self._space,
+            _limits(config),
+            self.counters,
+            self._cache,
+            disk=None if spill is None else spill.disk,
+            reserve=0 if spill is None else spill.reserve,
+        )
         control_path, line_path = self._paths
         with _binding(control_path):
             self._control = ControlSocket(
@@ -316,6 +350,7 @@ class Server:
             status=self.status,
             on_progress=self._progressed,
             later=self._loop.call_later,
+            move=None if self._spill is None else self._spill.tier.begin,
         )
 
     # --- parts of serving and closing -------------------------------------------------------
@@ -341,6 +376,14 @@ class Server:
                     socket.bind()
                 grant(path, self._config.socket_mode, self._config.socket_group)
         log.warning("files of the address were removed: bound again")
+
+    def _watch_spill(self) -> None:
+        """End the tier on disk where it is of no use any more; all else goes on."""
+        fault = "" if self._spill is None else self._spill.tier.fault()
+        if fault and not self._spill_fault:
+            self._spill_fault = fault
+            self._gateway.end_tier(fault)
+            log.error("the tier on disk has ended: %s; what was there alone is lost", fault)
 
     def _progressed(self) -> None:
         self._progress.set()
@@ -379,6 +422,11 @@ class Server:
                 return condition()
         return True
 
+    def _close_spill(self, spill: OpenTier) -> None:
+        if not spill.tier.close(DETACH_SECONDS):
+            log.error("a thread of the tier on disk does not end: the pool stays mapped")
+            self._pool.keep()
+
     def _close_lanes(self) -> None:
         for lane in self._lanes.values():
             if not lane.close(DETACH_SECONDS):
@@ -402,7 +450,8 @@ def _binding(path: Path) -> Iterator[None]:
 def _beside_pool(config: Config) -> int:
     """Return the bytes that serving takes beside the pool: the cpu lane's, messages, the rest."""
     scratch = config.encode_threads * blob_bound(config.part_bytes_cpu)
-    return REST_BYTES + scratch + config.staging_bytes_cpu + config.message_bytes
+    movers = config.spill_threads * WORKER_BYTES if config.spill_path else 0
+    return REST_BYTES + scratch + movers + config.staging_bytes_cpu + config.message_bytes
 
 
 def _limits(config: Config) -> Limits:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from typing import get_args
+from typing import Final, get_args
 
 from stormd.commands.serve import fitted
-from stormd.config import Config, load_config
+from stormd.config import Config, Option, config_options, load_config
 from stormd.errors import ConfigError
 from stormd.machine import memory_limit
 from stormd.protocol import (
@@ -27,12 +27,26 @@ from stormd.supervise.request import MpsMode, Request, find_program
 
 __all__ = ["HELP", "add_arguments", "run"]
 
+_SPILL_FLAGS: Final = (
+    (
+        "spill_path",
+        "DIR",
+        "directory on a local disk for what the pool has no room for (default: none)",
+    ),
+    ("spill_bytes", "SIZE", "room there, all of it taken at start (default: none)"),
+    ("spill_encrypt", "{on,off}", "whether that is encrypted (default: on)"),
+)
+"""Settings of the daemon that are flags here as well: name, what follows, what it is."""
+
 HELP = "run a command with a daemon of its own, and CUDA's MPS where it can be had"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is beside the command, and the command."""
-    parser.usage = "stormd run [--pool-bytes SIZE] [--budget BUDGET] [--mps MODE] -- COMMAND ..."
+    parser.usage = (
+        "stormd run [--pool-bytes SIZE] [--spill-path DIR --spill-bytes SIZE] [--budget BUDGET] "
+        "[--mps MODE] -- COMMAND ..."
+    )
     parser.description = (
         f"{parser.description} A daemon that answers already is used as it is; the command "
         "finds it by STORMD_ADDRESS. Its other settings, those of `stormd serve --help`, are "
@@ -48,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host memory for stored activations, as in 64GiB (default: STORMD_POOL_BYTES, else "
         "4GiB)",
     )
+    for name, metavar, text in _SPILL_FLAGS:
+        parser.add_argument(_option_of(name).flag, metavar=metavar, help=text)
     parser.add_argument(
         "--budget",
         metavar="BUDGET",
@@ -85,7 +101,8 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
     command = args.argv[1:] if args.argv[:1] == ["--"] else args.argv
     if not command:
         raise ConfigError("there is no command to run: stormd run -- python train.py")
-    flags = {"pool_bytes": args.pool_bytes, "pool_commit": private_pool_commit(environ)}
+    spill = {name: getattr(args, name) for name, _, _ in _SPILL_FLAGS}
+    flags = {"pool_bytes": args.pool_bytes, "pool_commit": private_pool_commit(environ), **spill}
     config = fitted(load_config(flags=flags, environ=environ), memory_limit())
     _check_budget(args.budget, environ)
     find_program(command[0], environ)
@@ -95,9 +112,16 @@ def request_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Request:
         addresses=(named,) if named else tuple(default_addresses(environ, os.getuid())),
         own_address=named,
         pool_bytes=None if args.pool_bytes is None else config.pool_bytes,
+        daemon_flags=tuple(
+            f"{_option_of(name).flag}={text}" for name, text in spill.items() if text is not None
+        ),
         budget=args.budget,
         mps=_mps_mode(args.mps, config),
     )
+
+
+def _option_of(name: str) -> Option:
+    return next(option for option in config_options() if option.name == name)
 
 
 def _check_budget(flag: str | None, environ: Mapping[str, str]) -> None:

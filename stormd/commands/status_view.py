@@ -31,12 +31,14 @@ class LinkRate:
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes a second that the daemon stored and restored, before encoding; and of each GPU's link
-    by device and direction, the blobs' bytes a second while it was busy and how much that was.
+    by device and direction, the blobs' bytes a second while it was busy and how much that was. The
+    same of the disk, where there is a tier there.
     """
 
     store: float
     restore: float
     links: dict[str, dict[str, LinkRate]] = field(default_factory=dict)
+    disk: dict[str, LinkRate] = field(default_factory=dict)
 
 
 def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None:
@@ -49,7 +51,9 @@ def rates_between(before: dict[str, Any], after: dict[str, Any]) -> Rates | None
         for way in ("store", "restore")
     )
     store, restore = (count / seconds for count in moved)
-    return Rates(store, restore, _link_rates(before, after, seconds))
+    return Rates(
+        store, restore, _link_rates(before, after, seconds), _disk_rates(before, after, seconds)
+    )
 
 
 def status_view(address: str, state: dict[str, Any], rates: Rates | None = None) -> Group:
@@ -61,6 +65,7 @@ def status_view(address: str, state: dict[str, Any], rates: Rates | None = None)
     return Group(
         Text(heading, style="bold"),
         _pool(state),
+        *([_disk(state["spill"], rates)] if state.get("spill") else []),
         _flows(state, rates),
         *([_gpus(state["gpus"], rates)] if state["gpus"] else []),
         _sessions(state["sessions"]) if state["sessions"] else "no sessions",
@@ -93,6 +98,43 @@ def _pool(state: dict[str, Any]) -> Table:
             f"{counters['evictions']} evicted",
         )
     return table
+
+
+def _disk(disk: dict[str, Any], rates: Rates | None) -> Table:
+    """Return the tier on disk: how full, how old, how fast while it was busy."""
+    if disk["ended"]:
+        lost = f"{disk['lost_entries']} entries are lost"
+        text = Text(f"disk {disk['path']} has ended: {disk['ended']}; {lost}", style="red")
+        table = Table.grid()
+        table.add_row(text)
+        return table
+    table = Table.grid(padding=(0, 1))
+    for is_bar in (False, True, False, False, False, False):
+        table.add_column(no_wrap=not is_bar)
+    speeds = (
+        rates.disk[way]
+        if rates is not None and rates.disk
+        else LinkRate(disk[way]["bytes_per_second"], 0.0)
+        for way in ("write", "read")
+    )
+    written, read = (f"{speed.bytes_per_second / 1e9:.1f} GB/s" for speed in speeds)
+    table.add_row(
+        "disk",
+        *_filled(disk),
+        f"write {written}",
+        f"read {read}",
+        f"oldest {disk['oldest_seconds']:.0f} s",
+    )
+    return table
+
+
+def _disk_rates(
+    before: dict[str, Any], after: dict[str, Any], seconds: float
+) -> dict[str, LinkRate]:
+    older, newer = before.get("spill"), after.get("spill")
+    if not older or not newer:
+        return {}
+    return {way: _link_rate(older[way], newer[way], seconds) for way in ("write", "read")}
 
 
 def _filled(space: dict[str, Any]) -> tuple[ProgressBar, str]:

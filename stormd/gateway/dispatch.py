@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from stormd.gateway.peers import Peer, Peers
 from stormd.ledger.events import Detach, Ended, Instruction, Jobs, Map, Probe, Reply, Skip, Unmap
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import session_name
+from stormd.ledger.spill_events import SpillJob
 from stormd.monitoring.counters import Counters
 from stormd.protocol import Admitted, CacheNames, Envelope, Message, Pong, Refused, encode
 from stormd.transport.control import ControlSocket
 from stormd.transport.lifeline import LifelineListener
 
-__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later"]
+__all__ = ["MESSAGES_A_FRAME", "Dispatch", "Later", "Move"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,9 @@ UNREAD_BYTES: Final = 8 << 20
 all stores of a session with 60,000 entries are a third of it. Less would not do: on a busy machine
 a client that reads may be kept from it for as long as hundreds of frames take."""
 
+Move = Callable[[Sequence[SpillJob]], None]
+"""Has the tier on disk begin these."""
+
 Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 """Has a call made on the loop after so many seconds."""
 
@@ -44,7 +49,8 @@ Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 class Dispatch:
     """Performs instructions and sends answers; `flush` must follow at the end of any event.
 
-    `on_progress` is called then where what is held has changed.
+    `on_progress` is called then where what is held has changed, and `move` where the tier on disk
+    is to do something.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Dispatch:
         control: ControlSocket,
         on_progress: Callable[[], None],
         later: Later,
+        move: Move | None = None,
     ) -> None:
         self._peers = peers
         self._ledger = ledger
@@ -63,6 +70,7 @@ class Dispatch:
         self._control = control
         self._on_progress = on_progress
         self._later = later
+        self._move = move
         self._lifelines: LifelineListener
         self._unsent: dict[Peer, None] = {}  # peers with an outbox that must leave, in order
         self._held: dict[Peer, None] = {}  # those with one that may wait
@@ -170,7 +178,11 @@ class Dispatch:
         self._send_frame(peer, encode([Envelope(request, message)]))
 
     def flush(self) -> None:
-        """Send what is in the outboxes, at the end of any event."""
+        """Send what is in the outboxes, at the end of any event; have the tier on disk go on."""
+        if self._move is not None and self._ledger.spills is not None:
+            jobs = self._ledger.spills.moves(time.monotonic())
+            if jobs:
+                self._move(jobs)
         while self._unsent:
             peer = next(iter(self._unsent))
             del self._unsent[peer]

@@ -13,7 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final
 
-from stormd.gateway.dispatch import Dispatch, Later
+from stormd.gateway.dispatch import Dispatch, Later, Move
 from stormd.gateway.opening import Opening, Terms
 from stormd.gateway.peers import Peer, Peers
 from stormd.lanes import Lane
@@ -64,7 +64,8 @@ class Gateway:
     """Binds ledger, lanes and sockets together. All methods run on the event loop.
 
     `status` returns what a StatusRequest is answered with; `on_progress` is called whenever what is
-    held may have changed; `later` has a call made on the loop after so many seconds.
+    held may have changed; `later` has a call made on the loop after so many seconds; `move` begins
+    what the tier on disk is to do, and must be given where the ledger has one.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Gateway:
         status: Callable[[], dict[str, Any]],
         on_progress: Callable[[], None],
         later: Later,
+        move: Move | None = None,
     ) -> None:
         self._ledger = ledger
         self._counters = counters
@@ -91,6 +93,7 @@ class Gateway:
             control=control,
             on_progress=on_progress,
             later=later,
+            move=move,
         )
         self._opening = Opening(
             terms=terms,
@@ -154,6 +157,7 @@ class Gateway:
     def take_results(self, results: list[Result]) -> None:
         """Take what lanes have done."""
         now, dispatch, peers = time.monotonic(), self._dispatch, self._peers.by_session
+        is_waited_for = self._ledger.is_waited_for
         for (session, kind), alike in groupby(results, _alike):
             try:
                 dispatch.perform(self._ledger.on_results[kind](peers[session].record, alike, now))
@@ -161,6 +165,8 @@ class Gateway:
                 # Our bug, as above. The session's end waits for these results in vain.
                 log.exception("results of session %s could not be handled", session_name(session))
                 self.end(session, "failed")
+        if is_waited_for:
+            self._control.unpark()
         dispatch.flush()
 
     def give_up(self, connection: Connection) -> None:
@@ -190,7 +196,15 @@ class Gateway:
         self._control.tick()
         self._dispatch.perform(self._ledger.tick(time.monotonic()))
         self._dispatch.go_on_freeing()
+        if self._ledger.is_waited_for:
+            self._control.unpark()
         self.flush()
+
+    def end_tier(self, reason: str) -> None:
+        """End the tier on disk: restores that need it fail, and stores wait for it no longer."""
+        if self._ledger.spills is not None:
+            self._dispatch.perform(self._ledger.spills.end(reason))
+        self.go_on()
 
     def go_on(self) -> None:
         """Take up what waits for memory: there is more of it, or none is to be had."""

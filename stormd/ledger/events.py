@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stormd.ledger.parts import Part
+from stormd.ledger.spill_events import SpillDone, SpillFailed
 from stormd.memory.arena import Block, Space
 from stormd.protocol import MapSegment, Message
 
@@ -153,7 +154,9 @@ class Detached:
 
 
 Result = (
-    StoreDone
+    SpillDone
+    | SpillFailed
+    | StoreDone
     | StoreFailed
     | RestoreDone
     | RestoreFailed

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from stormd.ledger.on_disk import DiskPhase
 from stormd.ledger.sessions import Entry, Limits, Session
 from stormd.memory.arena import Space, granules
 from stormd.monitoring.counters import Counters
@@ -34,6 +35,11 @@ class Shares:
     def of_user(self, uid: int) -> int:
         """Return what all sessions of a user hold."""
         return self._by_user.get(uid, 0)
+
+    @property
+    def within_bytes(self) -> int:
+        """What all sessions hold of their shares."""
+        return sum(self._by_user.values()) - self._common
 
     def limit(self, share_bytes: int, used: Iterable[int]) -> None:
         """Hold to another share; `used` is what each session holds."""
@@ -128,13 +134,14 @@ class Holdings:
             self._free(record, entry_id, entry)
 
     def _free(self, record: Session, entry_id: int, entry: Entry) -> None:
-        """Give an entry's block back, for which it is charged no longer."""
-        assert entry.block is not None
+        """Give an entry's block and extent back, for which it is charged no longer."""
         self.remove(record, entry_id)
-        if entry.loan is None:
-            entry.space.release(entry.block)
-        else:
+        if entry.loan is not None:
             entry.loan.end()
+        elif entry.block is not None:
+            entry.space.release(entry.block)
+        if entry.disk is not None:
+            entry.disk.leave()
 
     def _count(self, record: Session, raw_bytes: int) -> None:
         if record.cache is None:
@@ -145,7 +152,9 @@ class Holdings:
 class State:
     """What there is, of which each module of the ledger looks after its part.
 
-    `space` is the pool's. While it is draining no session and no entry is taken.
+    `space` is the pool's. While it is draining no session and no entry is taken. `touched` are the
+    entries that lanes no longer use, or that restores wait for, since the tier on disk has looked;
+    None where there is no tier.
     """
 
     space: Space
@@ -154,6 +163,7 @@ class State:
     holdings: Holdings = field(default_factory=Holdings)
     sessions: dict[int, Session] = field(default_factory=dict)
     is_draining: bool = False
+    touched: list[tuple[Session, int]] | None = None
 
 
 def assert_space(
@@ -166,7 +176,7 @@ def assert_space(
     space.assert_invariants()
     use = space.use()
     charged = held + sum(entry.charge for entry in entries)
-    if all(entry.block for entry in entries):
+    if all(entry.block or entry.disk for entry in entries):
         assert (use.used, use.promised) == (charged, promised)
     else:  # a lane may have placed a block of less than was promised, and not said so yet
         assert use.used + use.promised <= charged + promised
@@ -188,7 +198,7 @@ def assert_session(record: Session) -> None:
 
 
 def _charge(entry: Entry) -> int:
-    """Return what an entry must count for: what is lent counts for the cache."""
-    if entry.loan is not None:
+    """Return what an entry must count for: nothing, where it is lent by the cache or on disk."""
+    if entry.loan is not None or (entry.disk and entry.disk.phase is not DiskPhase.WRITING):
         return 0
     return granules(entry.block.nbytes) if entry.block else entry.promised

@@ -180,14 +180,14 @@ class Leases:
             left -= self._free_some_of(record, left)
             if not record.to_free:
                 self._freeing.popleft()
-                gone += self._gone(record)
+                gone += self.gone(record)
         return gone
 
     def detached(self, record: Session, _results: object, _now: float) -> list[Instruction]:
         """Take in that the session's lane has let go of it: no more results follow."""
         assert record.phase is Phase.ENDING, "a lane let go of a living session"
         record.detached = True
-        return self._gone(record)
+        return self.gone(record)
 
     def assert_invariants(self) -> None:
         """Raise AssertionError where sessions and their places contradict each other: for tests."""
@@ -205,11 +205,18 @@ class Leases:
                 self._state.holdings.give_up(record, number)
         return count
 
-    def _gone(self, record: Session) -> list[Instruction]:
-        """Forget an ending session if it holds nothing and its lane has let go of it."""
+    def gone(self, record: Session) -> list[Instruction]:
+        """Forget an ending session if it holds nothing and its lane has let go of it.
+
+        What the tier on disk still uses is freed once that has answered.
+        """
         if not record.detached or record.to_free:
             return []
-        assert not record.entries, "a lane let go of a session without answering its jobs"
+        if record.entries:
+            assert all(entry.disk is not None for entry in record.entries.values()), (
+                "a lane let go of a session without answering its jobs"
+            )
+            return []
         del self._state.sessions[record.info.session]
         self._state.holdings.has_changed = True
         self._places.leave(record)

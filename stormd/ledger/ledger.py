@@ -6,6 +6,7 @@ touched here. Each kind of event has its module, and all of them one State:
 - leases.py: a session's life, from its opening until it is gone
 - stores.py, restores.py, segments.py: a client's requests, and what lanes answer to each
 - cache_requests.py: what only sessions for the shared cache may ask for
+- spills.py: what goes to the tier on disk and comes back
 - holdings.py: how what is held adds up
 
 What the pool has no room for yet, and will have once it has grown, is answered by Wait.
@@ -33,10 +34,13 @@ from stormd.ledger.events import (
 )
 from stormd.ledger.holdings import State, assert_session, assert_space
 from stormd.ledger.leases import Leases
+from stormd.ledger.on_disk import Disk
 from stormd.ledger.parts import blob_bound
 from stormd.ledger.restores import Restores
 from stormd.ledger.segments import Segments
 from stormd.ledger.sessions import Limits, Phase, Session
+from stormd.ledger.spill_events import SpillDone, SpillFailed
+from stormd.ledger.spills import Spills
 from stormd.ledger.stores import Stores
 from stormd.memory.arena import Space
 from stormd.monitoring.counters import Counters
@@ -67,11 +71,19 @@ class Ledger:
 
     `on_request` says by message, and `on_results` by result, who takes it in; what comes next is
     in the instructions that are returned. Everything inside a message comes from a client and is
-    checked. `cache` is None where the daemon keeps none.
+    checked. `cache` is None where the daemon keeps none. With a `disk` entries may go there, and
+    `reserve` bytes of the pool are for their way back: at least a blob of the largest part.
     """
 
     def __init__(
-        self, space: Space, limits: Limits, counters: Counters, cache: Cache | None = None
+        self,
+        space: Space,
+        limits: Limits,
+        counters: Counters,
+        cache: Cache | None = None,
+        *,
+        disk: Disk | None = None,
+        reserve: int = 0,
     ) -> None:
         self._state = State(space, limits, counters)
         self.holdings = self._state.holdings
@@ -79,7 +91,8 @@ class Ledger:
         self._cache = None if cache is None else CacheRequests(cache)
         restores = Restores(self._state)
         self.leases = Leases(self._state, self._cache)
-        self._stores = Stores(self._state, restores, self._cache)
+        self.spills = None if disk is None else Spills(self._state, restores, disk, reserve)
+        self._stores = Stores(self._state, restores, self._cache, self.spills)
         segments = Segments(restores)
         self.on_request: Mapping[type[Message], OnRequest] = {
             Store: self._stores.store,
@@ -99,6 +112,8 @@ class Ledger:
             SegmentMapped: segments.mapped,
             SegmentRefused: segments.refused,
             Detached: self.leases.detached,
+            SpillDone: self._moved,
+            SpillFailed: self._moved,
         }
 
     def limit(self, limits: Limits) -> None:
@@ -140,11 +155,26 @@ class Ledger:
             answer = Refused(
                 "UsageError", "this session's Hello did not say that it is for the cache"
             )
-        elif isinstance(message, CachePut) and self._stores.waits(record, self._cache.size):
+        elif isinstance(message, CachePut) and self._stores.waits(record, self._cache.size, now):
             return [Wait(record.info.session)]
         else:
             answer = self._cache.answer(record, self.holdings, message, now, self._state.limits)
         return [Reply(session=record.info.session, request=request, message=answer)]
+
+    # --- the tier on disk -------------------------------------------------------------------
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a store waits for the disk, and so for any room that comes."""
+        return self.spills is not None and self.spills.is_waited_for
+
+    def _moved(self, record: Session, results: Any, now: float) -> list[Instruction]:
+        """Take in what the tier has done; an ending session may have waited for that alone."""
+        assert self.spills is not None
+        instructions = self.spills.moved(record, results, now)
+        if record.phase is Phase.ENDING:
+            instructions += self.leases.gone(record)
+        return instructions
 
     # --- what the operator sees -------------------------------------------------------------
 
@@ -179,7 +209,12 @@ class Ledger:
 
     def sessions_status(self) -> list[dict[str, Any]]:
         """Return all sessions as `stormd status` shows them."""
-        return [record.as_status() for record in self._records()]
+        spills = self.spills
+        return [
+            record.as_status()
+            | {"spilled_bytes": 0 if spills is None else spills.spilled_bytes(session)}
+            for session, record in self._state.sessions.items()
+        ]
 
     def assert_invariants(self) -> None:
         """Raise AssertionError where the ledger contradicts itself or the arena: for tests."""
@@ -187,7 +222,10 @@ class Ledger:
         self.leases.assert_invariants()
         entries = [entry for record in records for entry in record.entries.values()]
         assert holdings.entries == len(entries)
-        assert_space(space, [entry for entry in entries if entry.space is space])
+        held = 0 if self.spills is None else self.spills.held_bytes
+        assert_space(space, [entry for entry in entries if entry.space is space], held=held)
+        if self.spills is not None:
+            self.spills.assert_invariants()
         if self._cache is not None:
             self._cache.assert_invariants(records)
         for record in records:

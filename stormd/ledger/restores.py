@@ -24,6 +24,7 @@ from stormd.ledger.events import (
     StoreJob,
 )
 from stormd.ledger.holdings import State
+from stormd.ledger.on_disk import DiskPhase
 from stormd.ledger.sessions import Destination, Phase, Session, Ticket
 from stormd.protocol import (
     RESTORE_FIELDS,
@@ -79,6 +80,7 @@ class Restores:
     ) -> list[Instruction]:
         """Have restores begin, or wait for their turns; `asked` has the numbers of each Restore."""
         session = record.info.session
+        record.is_restoring = True
         done: list[Instruction] = []
         jobs: list[StoreJob | RestoreJob] = []
         for number, entry_id, segment, offset, nbytes, sequence in asked:
@@ -92,6 +94,7 @@ class Restores:
             if record.waiting or entry.block is None:
                 record.waiting[number] = Destination(segment, offset, nbytes, sequence)
                 entry.waits += 1
+                self._touch(record, entry_id)
             else:
                 entry.restores += 1
                 jobs.append(RestoreJob(
@@ -137,8 +140,14 @@ class Restores:
             entry_id = record.tickets[number].entry
             failed.append(self._fail(record, number, "UsageError", detail))
             record.entries[entry_id].waits -= 1
+            self._touch(record, entry_id)
             self._state.holdings.free_unused(record, entry_id)
         return failed
+
+    def _touch(self, record: Session, entry_id: int) -> None:
+        """Have the tier on disk, where there is one, look at an entry again."""
+        if self._state.touched is not None:
+            self._state.touched.append((record, entry_id))
 
     def _fail(self, record: Session, number: int, kind: str, detail: str) -> Reply:
         """Answer a restore that waits, and forget it; its entry is the caller's business."""
@@ -167,6 +176,8 @@ class Restores:
             )
             if entry.released:
                 self._state.holdings.free_unused(record, ticket.entry)
+            elif self._state.touched is not None:
+                self._state.touched.append((record, ticket.entry))
             if ticket.together:
                 together.append(result.ticket)
             else:
@@ -191,6 +202,7 @@ class Restores:
                 self._state.counters.corrupt += 1
                 if entry.loan is not None:
                     entry.loan.spoil()
+            self._touch(record, ticket.entry)
             self._state.holdings.free_unused(record, ticket.entry)
             if record.phase is not Phase.ENDING:
                 failed = Failed(result.ticket, ticket.entry, result.kind, result.detail)
@@ -209,6 +221,8 @@ def restore_problem(  # noqa: PLR0917, PLR0911 - a call for each part: keywords 
         return "UsageError", session.phase_problem()
     if entry is None or entry.released:
         return "ActivationLost", f"entry {number} does not exist or was released"
+    if entry.disk is not None and entry.disk.phase is DiskPhase.LOST:
+        return "ActivationLost", f"entry {number}: {entry.disk.disk.loss()}"
     if nbytes != entry.raw_bytes:
         return "UsageError", f"entry {number} has {entry.raw_bytes} bytes, not {nbytes}"
     if ticket in session.tickets or not ticket:

@@ -6,6 +6,7 @@ which has one kind of event. What may follow what stands here, once:
     a session   OPENED -> ATTACHED -> ENDING -> gone        (leases.py)
                 OPENED -> ENDING
     an entry    encoding -> stored -> freed                 (stores.py; restores.py reads it)
+                stored: in the pool, on disk, or both       (on_disk.py, spills.py)
                 given up while a lane uses it: freed when the lane is done
 """
 
@@ -17,6 +18,7 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 from stormd.cache.items import Caller, Loan
+from stormd.ledger.on_disk import OnDisk
 from stormd.memory.arena import Block, Space
 from stormd.protocol import NO_LANE, CachePut, PlanLearned
 from stormd.protocol.limits import FIRST_LEASED
@@ -116,9 +118,9 @@ class Ticket:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """One stored range of `space`. `block` is None while it is encoded; `charge` is what it counts
-    for, `promised` its most. An entry with a `loan` is the cache's: its session may read it and is
-    not charged for it.
+    """One stored range of `space`. `block` is None while it is encoded, and while it is on disk
+    alone; `charge` is what it counts for, `promised` its most. An entry with a `loan` is the
+    cache's: its session may read it and is not charged for it. Nor is it for what is on disk.
 
     `since` is when it was asked for. `restores` counts the lane's jobs that read the block, `waits`
     the tickets that wait for it. `released` entries are invisible to the client and freed once
@@ -136,11 +138,13 @@ class Entry:
     waits: int = 0
     released: bool = False
     loan: Loan | None = None
+    disk: OnDisk | None = None
 
     @property
     def in_use(self) -> bool:
-        """Whether the lane reads or writes for this entry, or is about to."""
-        return self.block is None or self.restores > 0 or self.waits > 0
+        """Whether a lane or the tier on disk reads or writes for this entry, or is about to."""
+        is_moving = self.block is None if self.disk is None else self.disk.is_moving
+        return is_moving or self.restores > 0 or self.waits > 0
 
 
 @dataclass(slots=True)
@@ -177,7 +181,8 @@ class Session:
     and where each wants its bytes: they are held back while their entry, or that of an earlier one,
     is encoded. While the session ends, `cause` is why, one of counters.ENDINGS, and `to_free` are
     the entries not yet given up; `detached` once its lane has let go of it. `plan` is what its
-    trainer said of its steps last.
+    trainer said of its steps last; `is_restoring` where it asked for a restore after its last
+    store, as in a backward pass.
     """
 
     info: SessionInfo
@@ -196,6 +201,7 @@ class Session:
     detached: bool = False
     cause: str = ""
     plan: PlanLearned | None = None
+    is_restoring: bool = False
 
     def enter(self, phase: Phase) -> None:
         """Go on to another phase of its life."""

@@ -24,6 +24,7 @@ from stormd.ledger.holdings import Shares, State
 from stormd.ledger.parts import Part, blob_bound
 from stormd.ledger.restores import Restores
 from stormd.ledger.sessions import Entry, Limits, Phase, Session
+from stormd.ledger.spills import Spills
 from stormd.memory.arena import Space, granules
 from stormd.protocol import Admitted, Failed, Rejected, Release, Store, Stored
 from stormd.protocol.limits import FIRST_LEASED
@@ -36,12 +37,22 @@ Problem = tuple[str, str]
 
 
 class Stores:
-    """Admits entries and takes in what lanes make of them. `cache` is None where none is kept."""
+    """Admits entries and takes in what lanes make of them.
 
-    def __init__(self, state: State, restores: Restores, cache: CacheRequests | None) -> None:
+    `cache` is None where none is kept, `spills` where there is no tier on disk.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        restores: Restores,
+        cache: CacheRequests | None,
+        spills: Spills | None = None,
+    ) -> None:
         self._state = state
         self._restores = restores
         self._cache = cache
+        self._spills = spills
 
     # --- requests ---------------------------------------------------------------------------
 
@@ -52,8 +63,11 @@ class Stores:
         except ValueError as error:
             return self._rejected(record, request, message, "invalid", str(error))
         problem = self._problem(record, message, part)
-        if problem is not None and problem[0] == "pool_full" and self.waits(record, part.charge):
-            return [Wait(record.info.session)]
+        if problem is not None and problem[0] == "pool_full":
+            if self.waits(record, part.charge, now):
+                return [Wait(record.info.session)]
+            if self._spills is not None and record.cache is None:
+                problem = "pool_full", f"{problem[1]}; {self._spills.shortage(now)}"
         if problem is not None:
             return self._rejected(record, request, message, *problem)
         space = self._space_of(record)
@@ -66,6 +80,7 @@ class Stores:
             space=space,
         )
         record.last_entry = message.entry
+        record.is_restoring = False
         if record.cache is not None and record.cache.put is not None:
             record.cache.put.since = now
         self._state.holdings.add(record, message.entry, entry)
@@ -101,6 +116,7 @@ class Stores:
         """Take in blobs that are in their space."""
         replies: list[Instruction] = []
         entries, flows = record.entries, self._state.counters.stores
+        touched = self._state.touched
         freed, charged = [], 0
         for result in results:
             number, block = result.entry, result.block
@@ -113,6 +129,8 @@ class Stores:
             replies.append(Reply(session=record.info.session, request=0, message=stored))
             if entry.released:
                 freed.append(number)
+            elif touched is not None:
+                touched.append((record, number))
         self._state.holdings.charge(record, charged)
         if record.phase is Phase.ENDING:
             replies = []
@@ -142,12 +160,14 @@ class Stores:
 
     # --- room -------------------------------------------------------------------------------
 
-    def waits(self, record: Session, nbytes: int) -> bool:
+    def waits(self, record: Session, nbytes: int, now: float) -> bool:
         """Tell whether room for so much has yet to come, and note that it is wanted."""
         space = self._space_of(record)
-        if not space.lacks(nbytes):
-            return False
-        space.want(nbytes)
+        spills = None if record.cache is not None else self._spills
+        wanted = nbytes if spills is None else spills.pool_bytes(nbytes)
+        if not space.lacks(wanted):
+            return spills is not None and spills.waits(nbytes, now)
+        space.want(wanted)
         self._state.holdings.has_changed = True
         return True
 
@@ -179,16 +199,19 @@ class Stores:
         if record.cache is not None:
             return self._cache_of(record).spend(record.cache, nbytes)
         state = self._state
-        space, capacity = state.space, state.space.capacity
+        space, spills = state.space, self._spills
+        capacity = space.capacity if spills is None else spills.store_capacity
         shortage = share_problem(record, state.holdings.shares, state.limits, capacity, nbytes)
-        if shortage is not None or space.promise(nbytes):
+        promise = space.promise if spills is None else spills.promise
+        if shortage is not None or promise(nbytes):
             return shortage
         use = space.use()
         taken = f"{format_size(use.taken)} of {format_size(use.capacity)} are taken and "
-        if use.capacity < capacity:
+        if use.capacity < space.capacity:
             return (
                 f"{taken}{format_size(nbytes)} more are asked for, and this machine or container "
-                f"has no memory left for more of pool_bytes={format_size(capacity)}: free some"
+                "has no memory left for more of "
+                f"pool_bytes={format_size(space.capacity)}: free some"
             )
         return f"{taken}{format_size(nbytes)} more are asked for: raise pool_bytes"
 

@@ -77,9 +77,9 @@ class SpaceUse:
         return self.used + self.promised
 
 
-def granules(nbytes: int) -> int:
-    """Return the bytes that a block of `nbytes` takes: the next multiple of GRANULE."""
-    return -(-nbytes // GRANULE) * GRANULE
+def granules(nbytes: int, granule: int = GRANULE) -> int:
+    """Return the bytes that a block of `nbytes` takes: the next multiple of a granule."""
+    return -(-nbytes // granule) * granule
 
 
 def slack_of(capacity: int) -> int:
@@ -96,17 +96,24 @@ class Space:
 
     They lie in `capacity` + `slack` bytes of the pool, from `base` on. `capacity` is rounded down
     to granules, the others must be whole ones. The first `committed` bytes are there from the
-    start, without a number all are; `grow` adds to them.
+    start, without a number all are; `grow` adds to them. A file has larger granules than the pool.
 
     Thread-safe: lanes place blocks from their workers, all else comes from the event loop.
     """
 
     def __init__(
-        self, capacity: int, base: int = 0, slack: int = 0, *, committed: int | None = None
+        self,
+        capacity: int,
+        base: int = 0,
+        slack: int = 0,
+        *,
+        committed: int | None = None,
+        granule: int = GRANULE,
     ) -> None:
-        assert base % GRANULE == slack % GRANULE == 0, f"{base} or {slack} bytes cut a granule"
+        assert base % granule == slack % granule == 0, f"{base} or {slack} bytes cut a granule"
+        self.granule: Final = granule
         self.base: Final = base
-        self.capacity: Final = capacity // GRANULE * GRANULE
+        self.capacity: Final = capacity // granule * granule
         self.end: Final = base + self.capacity + slack
         self._lock = threading.Lock()  # protects all below
         self._committed = 0
@@ -129,6 +136,11 @@ class Space:
         return self._committed
 
     @property
+    def taken(self) -> int:
+        """Bytes that are used or promised."""
+        return self._used + self._promised
+
+    @property
     def is_growing(self) -> bool:
         """Whether there is more room to come."""
         return self._may_grow and self._ready < self.capacity
@@ -140,7 +152,7 @@ class Space:
 
     def grow(self, nbytes: int) -> None:
         """Take in the next `nbytes` of memory, which are there from now on."""
-        assert nbytes % GRANULE == 0, f"{nbytes} bytes cut a granule"
+        assert nbytes % self.granule == 0, f"{nbytes} bytes cut a granule"
         assert self.base + self._committed + nbytes <= self.end, (
             "more memory than there is room for"
         )
@@ -149,7 +161,7 @@ class Space:
                 self._free(self.base + self._committed, nbytes)
             self._committed += nbytes
             share = self._committed * self.capacity // max(1, self.end - self.base)
-            self._ready = share // GRANULE * GRANULE
+            self._ready = share // self.granule * self.granule
             self._wanted = 0 if self._wanted <= self._ready else self._wanted
 
     def allow_growth(self, *, allowed: bool) -> None:
@@ -170,11 +182,14 @@ class Space:
 
     # --- promises and blocks ----------------------------------------------------------------
 
-    def promise(self, nbytes: int) -> bool:
-        """Set room for a block of up to `nbytes` aside; False, and no change, if there is none."""
-        wanted = granules(nbytes)
+    def promise(self, nbytes: int, *, keep: int = 0) -> bool:
+        """Set room for a block of up to `nbytes` aside; False, and no change, if there is none.
+
+        `keep` are bytes that must be left for others then.
+        """
+        wanted = granules(nbytes, self.granule)
         with self._lock:
-            if self._used + self._promised + wanted > self._ready:
+            if self._used + self._promised + wanted + keep > self._ready:
                 return False
             self._promised += wanted
             return True
@@ -200,7 +215,7 @@ class Space:
             raise AssertionError(f"{nbytes} bytes placed on a promise of {promised}")
         with self._lock:
             self._unpromise(promised)
-            wanted = granules(nbytes)
+            wanted = granules(nbytes, self.granule)
             self._used += wanted
             self._peak = max(self._peak, self._used)
             return Block(tuple(self._take(wanted)), nbytes)
@@ -214,7 +229,7 @@ class Space:
         """Undo `place`: the block is free again, and the promise stands again."""
         with self._lock:
             self._give_back(block)
-            self._promised += granules(promised)
+            self._promised += granules(promised, self.granule)
 
     def use(self) -> SpaceUse:
         """Return how full the space is."""
@@ -234,8 +249,8 @@ class Space:
             assert 0 <= self._used <= self._peak <= self._ready <= self.capacity
             assert self._wanted == 0 or self._ready < self._wanted <= self.capacity
             for start, size in free:
-                assert start % GRANULE == 0 < size
-                assert size % GRANULE == 0
+                assert start % self.granule == 0 < size
+                assert size % self.granule == 0
             ends = [self.base, *(start + size for start, size in free)]
             for end, (start, _) in zip(ends[1:], free[1:], strict=False):
                 assert end < start, "free extents touch or overlap"
@@ -245,10 +260,10 @@ class Space:
 
     def _taken_with(self, nbytes: int) -> int:
         """Return what would be taken with `nbytes` more, as far as they fit at all."""
-        return min(self._used + self._promised + granules(nbytes), self.capacity)
+        return min(self._used + self._promised + granules(nbytes, self.granule), self.capacity)
 
     def _unpromise(self, promised: int) -> None:
-        self._promised -= granules(promised)
+        self._promised -= granules(promised, self.granule)
         assert self._promised >= 0, "more promises ended than were given"
 
     def _give_back(self, block: Block) -> None:

@@ -63,6 +63,34 @@ FAMILIES: Final = {
         Family("stormd_cache_bytes", "gauge", "Size of the shared cache; 0 where there is none."),
         Family("stormd_cache_used_bytes", "gauge", "Bytes of the shared cache that hold blobs."),
         Family("stormd_cache_items", "gauge", "Named tensors in the shared cache."),
+        Family("stormd_spill_bytes", "gauge", "Size of the tier on disk; 0 where there is none."),
+        Family("stormd_spill_used_bytes", "gauge", "Bytes of the tier on disk that are taken."),
+        Family(
+            "stormd_spill_away_bytes",
+            "gauge",
+            "Bytes of blobs that are on disk and not in the pool.",
+        ),
+        Family(
+            "stormd_spill_oldest_seconds", "gauge", "Since what is on disk longest was written."
+        ),
+        Family("stormd_spill_ended", "gauge", "1 once a fault of the disk has ended the tier."),
+        Family(
+            "stormd_spill_moved_bytes_total",
+            "counter",
+            "Bytes of blobs written to the disk and read back.",
+            ("direction",),
+        ),
+        Family(
+            "stormd_spill_busy_seconds_total",
+            "counter",
+            "Time in which the disk was busy with them.",
+            ("direction",),
+        ),
+        Family(
+            "stormd_spill_lost_entries_total",
+            "counter",
+            "Entries that were on disk alone when the tier ended.",
+        ),
         Family("stormd_sessions", "gauge", "Connected sessions.", ("device",)),
         Family(
             "stormd_user_used_bytes",
@@ -223,6 +251,14 @@ _KINDS: Final[dict[str, Any]] = {
 }
 
 
+_NO_SPILL: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(("capacity_bytes", "used_bytes", "away_bytes", "oldest_seconds"), 0),
+    **{way: {"bytes": 0, "busy_seconds": 0.0} for way in ("write", "read")},
+    "lost_entries": 0,
+    "ended": "",
+}
+
+
 def _metric(family: Family) -> Any:
     """Return an empty family; Any, for add_metric differs between the kinds."""
     return _KINDS[family.kind](family.name, family.help, labels=family.labels)
@@ -244,6 +280,7 @@ def _gauges(status: Mapping[str, Any]) -> Values:
     yield "stormd_cache_bytes", (), cache.get("capacity_bytes", 0)
     yield "stormd_cache_used_bytes", (), cache.get("used_bytes", 0)
     yield "stormd_cache_items", (), cache.get("items", 0)
+    yield from _spill(status["spill"])
     by_device = Counter(session["device"] for session in sessions)
     for device in DEVICES:
         yield "stormd_sessions", (device,), by_device[device]
@@ -252,6 +289,20 @@ def _gauges(status: Mapping[str, Any]) -> Values:
         by_user[session["uid"]] += session["used_bytes"]
     for uid, used_bytes in by_user.items():
         yield "stormd_user_used_bytes", (str(uid),), used_bytes
+
+
+def _spill(spill: Mapping[str, Any] | None) -> Values:
+    spill = spill or _NO_SPILL
+    yield "stormd_spill_bytes", (), spill["capacity_bytes"]
+    yield "stormd_spill_used_bytes", (), spill["used_bytes"]
+    yield "stormd_spill_away_bytes", (), spill["away_bytes"]
+    yield "stormd_spill_oldest_seconds", (), spill["oldest_seconds"]
+    yield "stormd_spill_ended", (), bool(spill["ended"])
+    yield "stormd_spill_lost_entries_total", (), spill["lost_entries"]
+    for direction in ("write", "read"):
+        moved = spill[direction]
+        yield "stormd_spill_moved_bytes_total", (direction,), moved["bytes"]
+        yield "stormd_spill_busy_seconds_total", (direction,), moved["busy_seconds"]
 
 
 def _gpus(gpus: Sequence[Mapping[str, Any]]) -> Values:

@@ -218,6 +218,7 @@ class _Keeper:
         pool_bytes = self._request.pool_bytes
         if pool_bytes is not None:
             command += ["--pool-bytes", str(pool_bytes)]
+        command += self._request.daemon_flags
         pool_commit = private_pool_commit(self._environ)
         if pool_commit is not None:
             command += ["--pool-commit", pool_commit]

@@ -29,13 +29,15 @@ class Request:
 
     `addresses` are where a daemon may answer, best first. `own_address` is where one is started if
     none does, empty for a private place. `pool_bytes` is the size of its pool, None for its
-    default. `budget` is exported as it was written, None to leave the environment as it is.
+    default, and `daemon_flags` are its other flags. `budget` is exported as it was written, None to
+    leave the environment as it is.
     """
 
     command: tuple[str, ...]
     addresses: tuple[str, ...]
     own_address: str = ""
     pool_bytes: int | None = None
+    daemon_flags: tuple[str, ...] = ()
     budget: str | None = None
     mps: MpsMode = "auto"
 

@@ -196,3 +196,21 @@ def test_a_reload_whose_shares_do_not_fit_the_running_pool_is_an_error() -> None
     read = Config(pool_bytes=128 << 20, max_sessions=64, session_share_bytes=2 << 20)
     with pytest.raises(ConfigError, match="session_share_bytes"):
         reloaded(running, read)
+
+
+@pytest.mark.parametrize(
+    ("environ", "parts"),
+    [
+        ({"STORMD_SPILL_PATH": "/d"}, ["spill_path is set and spill_bytes is not", "500GiB"]),
+        ({"STORMD_SPILL_BYTES": "1GiB"}, ["spill_bytes is set and spill_path is not"]),
+        ({"STORMD_SPILL_ENCRYPT": "maybe"}, ["spill_encrypt is 'maybe'", "on, off"]),
+    ],
+)
+def test_a_tier_on_disk_needs_a_place_and_a_size(environ: dict[str, str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ=environ)
+    for part in parts:
+        assert part in str(caught.value)
+    whole = {"STORMD_SPILL_PATH": "/d", "STORMD_SPILL_BYTES": "5GiB", "STORMD_SPILL_ENCRYPT": "off"}
+    config = load_config(environ=whole)
+    assert (config.spill_path, config.spill_bytes, config.spill_encrypt) == ("/d", 5 << 30, "off")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from support.fake_lane import FakeLane
+from support.fake_tier import FakeTier, WatchedLane
 
 from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
+from stormd.ledger.on_disk import Disk
 from stormd.ledger.sessions import Limits, SessionInfo
 from stormd.memory.arena import Space
+from stormd.memory.extents import PAGE
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     NO_LANE,
@@ -33,16 +35,25 @@ LIMITS = Limits(max_sessions=3, max_entries=6, quota_bytes=40 * KIB, lease_secon
 class LedgerBench:
     """A ledger with a fake lane, and counters beside it.
 
-    A store that has to wait for memory is asked for again after a call of `on_wait`.
+    A store that has to wait for memory is asked for again after a call of `on_wait`. With
+    `disk_bytes` there is a tier on disk, of which `reserve` bytes of the pool are kept for reading.
     """
 
     def __init__(
-        self, limits: Limits = LIMITS, capacity: int = CAPACITY, committed: int | None = None
+        self,
+        limits: Limits = LIMITS,
+        capacity: int = CAPACITY,
+        committed: int | None = None,
+        *,
+        disk_bytes: int = 0,
+        reserve: int = 0,
     ) -> None:
         self.space = Space(capacity, committed=committed)
         self.counters = Counters()
-        self.ledger = Ledger(self.space, limits, self.counters)
-        self.lane = FakeLane(self.ledger)
+        disk = Disk(Space(disk_bytes, granule=PAGE)) if disk_bytes else None
+        self.ledger = Ledger(self.space, limits, self.counters, disk=disk, reserve=reserve)
+        self.lane = WatchedLane(self.ledger)
+        self.tier = FakeTier(self.ledger, self.lane)
         self.on_wait: Callable[[], None] | None = None
 
     def open(self, session: int = 1, *, attach: bool = True, device: str = "cpu") -> int:

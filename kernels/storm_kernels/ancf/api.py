@@ -61,6 +61,9 @@ class HostBackend(Protocol):
     ) -> None:
         """Decode to `dst` or raise CorruptBlob."""
 
+    def copy_checksum(self, src: int, dst: int, nbytes: int) -> int:
+        """Copy and return the checksum of what was copied."""
+
 
 def host_backend(name: str = "auto") -> HostBackend:
     """Return the backend of that name for host memory: "cpu", "numpy" or the faster of them."""

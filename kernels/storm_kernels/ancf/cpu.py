@@ -22,7 +22,15 @@ from .reference import memory
 if TYPE_CHECKING:
     from .dtypes import DType
 
-__all__ = ["CpuCodec", "Options", "decode_into", "encode_into", "library", "probe"]
+__all__ = [
+    "CpuCodec",
+    "Options",
+    "copy_checksum",
+    "decode_into",
+    "encode_into",
+    "library",
+    "probe",
+]
 
 AUTO = -1  # ANCF_AUTO in format.h
 
@@ -116,6 +124,11 @@ class CpuCodec:
         if status < 0:
             self._fail(status, f"decoding {blob_bytes} bytes")
 
+    def copy_checksum(self, src: int, dst: int, nbytes: int) -> int:
+        """Copy `nbytes` bytes from `src` to `dst`, which do not overlap; return their checksum."""
+        found: int = library().storm_ancf_copy_checksum(dst, src, nbytes, self.instruction_set)
+        return found
+
     def _fail(self, status: int, doing: str) -> None:
         if status == Status.NO_MEMORY:
             raise MemoryError(f"{doing}: no memory for a scratch buffer; use fewer threads")
@@ -141,3 +154,4 @@ def _explain_damage(blob: int, blob_bytes: int, dst_bytes: int) -> NoReturn:
 _DEFAULT = CpuCodec()
 encode_into = _DEFAULT.encode_into
 decode_into = _DEFAULT.decode_into
+copy_checksum = _DEFAULT.copy_checksum

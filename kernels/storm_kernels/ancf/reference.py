@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     Elements = NDArray[np.unsignedinteger]
 
 __all__ = [
+    "copy_checksum",
     "decode",
     "decode_into",
     "directory",
@@ -84,6 +85,16 @@ def decode_into(
     """
     check_threads(threads)
     decode(memory(blob, blob_bytes), memory(dst, dst_bytes))
+
+
+def copy_checksum(src: int, dst: int, nbytes: int) -> int:
+    """Copy `nbytes` bytes from address `src` to `dst`, which do not overlap.
+
+    Returns their 64-bit checksum (FORMAT.md, section 8), the same as every backend's.
+    """
+    copy = memory(dst, nbytes)
+    copy[:] = memory(src, nbytes)
+    return checksum_of(copy)
 
 
 def memory(address: int, nbytes: int) -> Bytes:

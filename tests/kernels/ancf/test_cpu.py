@@ -122,6 +122,15 @@ def test_checksum_while_copying(nbytes):
             assert found == expected == cpu.library().storm_ancf_checksum(address, nbytes, one)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "numpy"])
+def test_a_copy_and_its_checksum(backend):
+    data = np.random.default_rng(1).integers(0, 256, 100_003, np.uint8)
+    copy = np.zeros_like(data)
+    found = ancf.host_backend(backend).copy_checksum(data.ctypes.data, copy.ctypes.data, data.size)
+    assert found == ancf.checksum.checksum(data)
+    assert (copy == data).all()
+
+
 @pytest.mark.parametrize("threads", [2, 3, 64])
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_do_not_show_in_the_bytes(mode, threads):

@@ -50,6 +50,14 @@ def test_without_a_lane_on_the_gpu_mps_is_asked_for_alone() -> None:
     assert _request("--mps=on", "--", "sh", STORMD_DEVICE="cpu").mps == "on"
 
 
+def test_a_tier_on_disk_is_passed_on() -> None:
+    flags = ["--spill-path=/var/lib/stormd", "--spill-bytes=5GiB", "--spill-encrypt=off"]
+    assert _request(*flags, "--", "sh").daemon_flags == tuple(flags)
+    assert _request("--", "sh").daemon_flags == ()
+    with pytest.raises(ConfigError, match="spill_path is set and spill_bytes is not"):
+        _request(flags[0], "--", "sh")
+
+
 @pytest.mark.parametrize("budget", ["least", "fit", "12GiB", "0.5"])
 def test_a_budget_is_passed_on_as_written(budget: str) -> None:
     assert _request("--budget", budget, "--", "sh").budget == budget

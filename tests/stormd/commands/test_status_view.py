@@ -95,6 +95,46 @@ def _gpu(nbytes: int, busy_seconds: float, percent: int | None = 37) -> dict[str
     }
 
 
+def _disk(written: int = 10**9, ended: str = "") -> dict[str, Any]:
+    way = {"bytes": written, "busy_seconds": written / 2e9, "bytes_per_second": 2e9}
+    return {
+        "path": "/var/lib/stormd",
+        "encrypted": True,
+        "capacity_bytes": 8 << 30,
+        "used_bytes": 3 << 30,
+        "away_bytes": 2 << 30,
+        "oldest_seconds": 12.4,
+        "write": way,
+        "read": {**way, "bytes_per_second": 0.0},
+        "lost_entries": 7 if ended else 0,
+        "ended": ended,
+    }
+
+
+def test_shows_the_tier_on_disk() -> None:
+    shown = _shown({**_state(), "spill": _disk()})
+    for part in ("3.0 GiB of 8.0 GiB", "write 2.0 GB/s", "read 0.0 GB/s", "oldest 12 s"):
+        assert part in shown
+    assert "write" not in _shown({**_state(), "spill": None})
+
+
+def test_a_tier_on_disk_that_has_ended_says_so() -> None:
+    shown = " ".join(_shown({**_state(), "spill": _disk(ended="a write failed: EIO")}).split())
+    assert "/var/lib/stormd has ended: a write failed: EIO; 7 entries are lost" in shown
+
+
+def test_between_two_states_the_disks_speed_is_that_of_the_time_between() -> None:
+    before = {**_state(100.0), "spill": _disk(10**9)}
+    after = {**_state(102.0), "spill": _disk(4 * 10**9)}
+    rates = rates_between(before, after)
+    assert rates is not None
+    assert rates.disk["write"] == LinkRate(2e9, 0.75)
+    assert "write 2.0 GB/s" in _shown(after, rates)
+    appeared = rates_between({**_state(100.0), "spill": None}, after)
+    assert appeared is not None
+    assert "write 2.0 GB/s" in _shown(after, appeared)
+
+
 def test_shows_what_the_daemon_says_of_its_gpus() -> None:
     shown = _shown({**_state(), "gpus": [_gpu(10**9, 1.0)]})
     row = next(line for line in shown.splitlines() if "cuda:0" in line).split()

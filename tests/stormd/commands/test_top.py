@@ -46,4 +46,4 @@ def test_json_looks_carry_rates_from_the_second_on(
     first, end = decoder.raw_decode(text)
     second, _ = decoder.raw_decode(text[end:].lstrip())
     assert first["rates"] is None
-    assert second["rates"] == {"store": 0.0, "restore": 0.0, "links": {}}
+    assert second["rates"] == {"store": 0.0, "restore": 0.0, "links": {}, "disk": {}}

@@ -1,0 +1,146 @@
+"""The file of the tier: nameless, its room set aside at start, and past the page cache.
+
+Nobody else can open it, and nothing of it is left when the daemon has ended, however that came. All
+of its room is there from the start: a disk that fills up later takes nothing from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Final, Protocol
+
+from stormd.errors import SpillUnavailable
+from stormd.sizes import format_size
+
+__all__ = ["BlockFile", "SpillFile"]
+
+log = logging.getLogger(__name__)
+
+_FLAGS: Final = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC
+_MODE: Final = 0o600
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class BlockFile(Protocol):
+    """What the tier needs of a file; a test's may fail. Offsets and views are whole pages.
+
+    Both methods are called from several threads at once, and move everything or raise OSError.
+    """
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset` on."""
+
+    def close(self) -> None:
+        """Give the file and its room back. Twice is fine."""
+
+
+class SpillFile:
+    """A file of `nbytes` in `directory`, for this process alone.
+
+    Raises:
+        SpillUnavailable: there is no such directory, it cannot be written to, it has not the room,
+            or its file system cannot do what is needed. Nothing is left there.
+    """
+
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._descriptor = _open(directory)
+        try:
+            _set_aside(self._descriptor, directory, nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of `data` at `offset`.
+
+        Raises:
+            OSError: part of it may be there.
+        """
+        while data.nbytes:
+            done = os.pwrite(self._descriptor, data, offset)
+            if not done:
+                raise OSError(errno.EIO, "nothing was written")
+            offset, data = offset + done, data[done:]
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` from `offset` on.
+
+        Raises:
+            OSError: part of it may have been read.
+        """
+        while into.nbytes:
+            done = os.preadv(self._descriptor, [into], offset)
+            if not done:
+                raise OSError(errno.EIO, "the file ends before what was written")
+            offset, into = offset + done, into[done:]
+
+    def close(self) -> None:
+        """Give the file and its room back. Twice is fine."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _open(directory: Path) -> int:
+    """Return a file without a name; where the file system has none such, one whose name is gone."""
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_EXCL | _FLAGS, _MODE)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise _unusable(directory, error) from error
+    path = directory / f".stormd-spill-{secrets.token_hex(8)}"
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | _FLAGS, _MODE)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # some make it before they say that they cannot
+            path.unlink()
+        raise _unusable(directory, error) from error
+    try:
+        path.unlink()
+    except OSError as error:
+        os.close(descriptor)
+        raise _unusable(directory, error) from error
+    log.info("the file of the tier had a name for a moment: %s has no O_TMPFILE", directory)
+    return descriptor
+
+
+def _unusable(directory: Path, error: OSError) -> SpillUnavailable:
+    if error.errno == errno.EINVAL:
+        return SpillUnavailable(
+            f"spill_path {directory} is on a file system without O_DIRECT, as those in memory are: "
+            "choose a directory on a local disk"
+        )
+    return SpillUnavailable(
+        f"spill_path {directory} cannot be used ({error.strerror}): name a directory that exists "
+        "and that the daemon's user may write to"
+    )
+
+
+def _set_aside(descriptor: int, directory: Path, nbytes: int) -> None:
+    """Have the file system keep all of the file's room."""
+    if _libc.fallocate(descriptor, 0, 0, nbytes) == 0:
+        return
+    number = ctypes.get_errno()
+    size = format_size(nbytes)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        there = os.statvfs(directory)
+        free = format_size(there.f_bavail * there.f_frsize)
+        raise SpillUnavailable(
+            f"spill_bytes is {size}, and {directory} has {free} free ({os.strerror(number)}): set "
+            "--spill-bytes lower, free room there, or raise its quota or `ulimit -f`"
+        )
+    raise SpillUnavailable(
+        f"{directory} cannot set {size} aside for spill_bytes ({os.strerror(number)}): choose a "
+        "directory on a local disk, as of ext4, XFS or btrfs"
+    )

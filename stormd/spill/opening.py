@@ -1,0 +1,98 @@
+"""Opens the tier on disk that the config asks for.
+
+What cannot be had is said at start: the room, the package that encrypts, a pool that is too small.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from stormd.config import Config
+from stormd.errors import ConfigError
+from stormd.ledger.on_disk import Disk
+from stormd.ledger.parts import blob_bound
+from stormd.memory.arena import Space, granules
+from stormd.memory.extents import PAGE
+from stormd.memory.host_pool import HostPool
+from stormd.sizes import format_size
+from stormd.spill.file import SpillFile
+from stormd.spill.sealing import Checksums, Encryption
+from stormd.spill.tier import Post, SpillTier
+
+__all__ = ["OpenTier", "open_tier"]
+
+log = logging.getLogger(__name__)
+
+SLACK_PART: Final = 33
+"""This part of the file keeps what lies there from being cut ever finer, as in the pool."""
+
+RESERVE_PART: Final = 16
+"""This part of the pool is kept for reading, or room for the largest blob where that is more."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTier:
+    """The tier with its space, and the bytes of the pool that are to be kept for reading."""
+
+    tier: SpillTier
+    disk: Disk
+    reserve: int
+
+
+def open_tier(config: Config, pool: HostPool, devices: Iterable[str], post: Post) -> OpenTier:
+    """Return the tier; the config names one, and its lanes are those of `devices`.
+
+    May take seconds; not for the event loop.
+
+    Raises:
+        SpillUnavailable: the directory, its file system or this installation cannot do it.
+        ConfigError: the pool is too small to read into.
+    """
+    reserve = _reserve(config, devices)
+    encrypts = config.spill_encrypt == "on"
+    sealer = Encryption() if encrypts else Checksums()
+    file = SpillFile(Path(config.spill_path), granules(config.spill_bytes, PAGE))
+    try:
+        tier = SpillTier(
+            file=file,
+            sealer=sealer,
+            pool_address=pool.address,
+            post=post,
+            threads=config.spill_threads,
+        )
+    except BaseException:
+        file.close()
+        raise
+    fields = {"path": config.spill_path, "bytes": config.spill_bytes, "encrypted": encrypts}
+    log.info("tier on disk opened", extra=fields)
+    return OpenTier(tier, Disk(_space(config.spill_bytes)), reserve)
+
+
+def _space(nbytes: int) -> Space:
+    slack = nbytes // SLACK_PART // PAGE * PAGE
+    return Space(nbytes - slack, slack=slack, granule=PAGE)
+
+
+def _reserve(config: Config, devices: Iterable[str]) -> int:
+    """Return the bytes of the pool for reading: at least a blob of the largest part of any lane."""
+    name = max((f"part_bytes_{device}" for device in devices), key=lambda one: getattr(config, one))
+    largest = granules(blob_bound(getattr(config, name)))
+    reserve = max(largest, granules(config.pool_bytes // RESERVE_PART))
+    if 4 * largest > config.pool_bytes:
+        raise ConfigError(
+            f"pool_bytes is {format_size(config.pool_bytes)}, and with a tier on disk must hold "
+            f"four of the largest pieces, {name}={format_size(getattr(config, name))}: raise "
+            f"pool_bytes or lower {name}"
+        )
+    shares = config.max_sessions * config.session_share_bytes
+    if shares > config.pool_bytes - reserve:
+        raise ConfigError(
+            f"session_share_bytes for max_sessions={config.max_sessions} are {format_size(shares)} "
+            f"together, and the tier on disk leaves {format_size(config.pool_bytes - reserve)} of "
+            "the pool for them: lower one or raise pool_bytes"
+        )
+    return reserve

@@ -1,0 +1,115 @@
+"""The tier's file: nameless, its room set aside, whole transfers or an error."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormd.errors import SpillUnavailable
+from stormd.memory.extents import PAGE
+from stormd.spill.file import SpillFile
+
+MIB = 1 << 20
+
+
+def _pages(text: bytes) -> memoryview:
+    """Return memory that a disk can reach, filled with a text."""
+    memory = memoryview(mmap.mmap(-1, len(text)))
+    memory[:] = text
+    return memory
+
+
+def test_what_was_written_is_read() -> None:
+    file = _opened()
+    text = os.urandom(3 * PAGE)
+    file.write(5 * PAGE, _pages(text))
+    into = _pages(bytes(3 * PAGE))
+    file.read(5 * PAGE, into)
+    assert bytes(into) == text
+    file.close()
+    file.close()
+
+
+def _opened(nbytes: int = MIB) -> SpillFile:
+    # not pytest's own folder, which may be in memory on some machines
+    return SpillFile(Path.cwd(), nbytes)
+
+
+def test_it_has_no_name_and_all_of_its_room(tmp_path: Path) -> None:
+    before = _taken(tmp_path)
+    file = SpillFile(tmp_path, 8 * MIB)
+    assert not list(tmp_path.iterdir())
+    assert _taken(tmp_path) - before >= 7 * MIB
+    file.close()
+    assert not list(tmp_path.iterdir())
+
+
+def _taken(path: Path) -> int:
+    there = os.statvfs(path)
+    return (there.f_blocks - there.f_bfree) * there.f_frsize
+
+
+def test_a_file_system_without_nameless_files_has_its_name_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = os.open
+
+    def no_tmpfile(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return really(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", no_tmpfile)
+    file = SpillFile(tmp_path, MIB)
+    assert not list(tmp_path.iterdir())
+    file.write(0, _pages(bytes(PAGE)))
+    file.close()
+
+
+def test_a_file_system_without_direct_transfers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(SpillUnavailable, match=r"without O_DIRECT.*choose a directory on a local"):
+        SpillFile(tmp_path, MIB)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    with pytest.raises(SpillUnavailable, match=r"no/where cannot be used .No such file.*exists"):
+        SpillFile(tmp_path / "no" / "where", MIB)
+
+
+def test_room_that_is_not_there_is_found_at_start(tmp_path: Path) -> None:
+    there = os.statvfs(tmp_path)
+    with pytest.raises(SpillUnavailable, match=r"has .* free \(.*set --spill-bytes lower"):
+        SpillFile(tmp_path, there.f_blocks * there.f_frsize * 4 // PAGE * PAGE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_short_transfers_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SpillFile(tmp_path, MIB)
+    write, read = os.pwrite, os.preadv
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:PAGE], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read(fd, [views[0][:PAGE]], at))
+    text = os.urandom(4 * PAGE)
+    file.write(PAGE, _pages(text))
+    into = _pages(bytes(4 * PAGE))
+    file.read(PAGE, into)
+    assert bytes(into) == text
+    file.close()
+
+
+def test_a_transfer_that_gets_nowhere_is_an_error(tmp_path: Path) -> None:
+    file = SpillFile(tmp_path, MIB)
+    with pytest.raises(OSError, match=r"ends before"):
+        file.read(2 * MIB, _pages(bytes(PAGE)))
+    file.close()

@@ -1,0 +1,60 @@
+"""What the config asks of the tier on disk, and what is refused before anything is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormd.config import Config
+from stormd.errors import ConfigError, SpillUnavailable
+from stormd.memory.host_pool import HostPool
+from stormd.spill.opening import OpenTier, open_tier
+
+MIB = 1 << 20
+
+
+def _config(tmp_path: Path, **settings: Any) -> Config:
+    whole = {"pool_bytes": 64 * MIB, "spill_bytes": 32 * MIB, **settings}
+    return Config(spill_path=str(tmp_path), **whole)
+
+
+def _open(config: Config, *devices: str) -> OpenTier:
+    pool = HostPool(MIB)  # no address of it is used
+    try:
+        return open_tier(config, pool, devices or ("cpu",), lambda *_: None)
+    finally:
+        pool.close()
+
+
+def test_it_is_as_large_as_asked_for_and_keeps_room_to_read(tmp_path: Path) -> None:
+    made = _open(_config(tmp_path, spill_threads=2))
+    space = made.disk.space
+    assert 30 * MIB < space.capacity < space.end <= 32 * MIB
+    assert 8 * MIB < made.reserve < 9 * MIB
+    assert not list(tmp_path.iterdir())
+    assert made.tier.close(30.0)
+
+
+def test_of_a_large_pool_a_part_is_kept(tmp_path: Path) -> None:
+    made = _open(_config(tmp_path, pool_bytes=1024 * MIB))
+    assert made.reserve == 64 * MIB
+    assert made.tier.close(30.0)
+
+
+def test_a_pool_must_hold_a_few_of_the_largest_parts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pool_bytes is 64\.0 MiB.*part_bytes_cuda=96\.0 MiB"):
+        _open(_config(tmp_path), "cpu", "cuda")
+
+
+def test_shares_must_fit_beside_what_is_kept(tmp_path: Path) -> None:
+    config = _config(tmp_path, session_share_bytes=MIB, max_sessions=60)
+    with pytest.raises(ConfigError, match=r"session_share_bytes for max_sessions=60 are 60\.0 MiB"):
+        _open(config)
+
+
+def test_what_the_directory_has_no_room_for(tmp_path: Path) -> None:
+    with pytest.raises(SpillUnavailable, match="set --spill-bytes lower"):
+        _open(_config(tmp_path, spill_bytes=1 << 60))
+    assert not list(tmp_path.iterdir())
