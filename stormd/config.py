@@ -227,6 +227,15 @@ class Config:
         default=16 * MIB,
         least=0,
     )
+    link_limit_bytes: int = _option(
+        "size",
+        "lanes",
+        "bytes a second that a device's copies to the pool and back take at the most, each way, as "
+        "over a slower link; 0 for no limit",
+        default=0,
+        least=0,
+        example=12 * GIB,
+    )
     encode_threads: int = _option(
         "count",
         "lanes",

@@ -211,6 +211,7 @@ class Server:
             "ratio": ratio,
             "throughput": self.counters.throughput(),
             "gpus": self._gpus_status(),
+            "link_limit_bytes": self._config.link_limit_bytes,
             "counters": self.counters.as_status(),
             "log": {"dropped_lines": dropped_lines()},
         }

@@ -21,6 +21,7 @@ from stormd.errors import LaneUnavailable, remedy
 from stormd.lanes import SEE_LOG, Attachment, Post
 from stormd.lanes.fair_queue import FairQueue
 from stormd.lanes.host_codec import HostCodec
+from stormd.lanes.link_limit import LinkLimit
 from stormd.ledger.events import (
     Detached,
     RestoreDone,
@@ -124,7 +125,9 @@ class CpuLane:
         all_staging_bytes: int,
         part_bytes: int,
         threads: int,
+        link_limit_bytes: int = 0,
     ) -> None:
+        self._limit = LinkLimit(link_limit_bytes)
         self._post = post
         self._staging_bytes = staging_bytes
         self._all_staging_bytes = all_staging_bytes
@@ -305,6 +308,7 @@ class CpuLane:
     def _store(self, codec: HostCodec, job: StoreJob) -> Result:
         began = time.perf_counter()
         block, mode = codec.store(self._address(job), job)
+        self._limit.wait("store", block.nbytes)
         return StoreDone(
             session=job.session,
             entry=job.entry,
@@ -316,6 +320,7 @@ class CpuLane:
     def _restore(self, codec: HostCodec, job: RestoreJob) -> Result:
         began = time.perf_counter()
         codec.restore(job.block, self._address(job), job.nbytes)
+        self._limit.wait("restore", job.block.nbytes)
         return RestoreDone(
             session=job.session, ticket=job.ticket, seconds=time.perf_counter() - began
         )

@@ -55,6 +55,7 @@ def _open_cuda(config: Config, pool: HostPool, post: Post) -> Lane | None:
         staging_bytes=config.staging_bytes_cuda,
         part_bytes=config.part_bytes_cuda,
         direct_bytes=config.direct_bytes_cuda,
+        link_limit_bytes=config.link_limit_bytes,
     )
 
 
@@ -67,4 +68,5 @@ def _open_cpu(config: Config, pool: HostPool, post: Post) -> CpuLane:
         all_staging_bytes=config.all_staging_bytes_cpu or left,
         part_bytes=config.part_bytes_cpu,
         threads=config.encode_threads,
+        link_limit_bytes=config.link_limit_bytes,
     )

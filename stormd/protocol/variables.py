@@ -44,6 +44,7 @@ SETTINGS: Final = (
     "part_bytes_cpu",
     "part_bytes_cuda",
     "direct_bytes_cuda",
+    "link_limit_bytes",
     "encode_threads",
     "max_sessions",
     "max_sessions_per_uid",

@@ -64,20 +64,41 @@ class Emulated:
         assert not failed, "threads wait for each other for ever"
 
     def _library(self, variant: Variant) -> ctypes.CDLL:
-        defines = variant.defines()
-        name = "_".join(str(value) for value in defines.values())
-        library = self._folder / f"gemm_{name}.so"
-        with FileLock(library.with_suffix(".lock"), timeout=300):
-            if not library.exists():
-                flags = [f"-D{define}={value}" for define, value in defines.items()]
-                folder = modules.SOURCE.parent
-                compile_library(
-                    HOST / "run_gemm.cpp",
-                    library,
-                    (f"-I{HOST}", f"-I{folder}", "-fno-strict-aliasing", "-ffp-contract=off",
-                     *TRAPS, *flags),
-                )  # fmt: skip
-        return ctypes.CDLL(str(library))
+        return build(self._folder, variant, "run_gemm.cpp")
+
+
+def build(folder: Path, variant: Variant, source: str, *flags: str) -> ctypes.CDLL:
+    """Return a source of cuda_on_cpu as a library; what another process has built is used."""
+    defines = variant.defines()
+    name = "_".join(str(value) for value in defines.values())
+    library = folder / f"{Path(source).stem}_{name}.so"
+    defined = [f"-D{define}={value}" for define, value in defines.items()]
+    with FileLock(library.with_suffix(".lock"), timeout=300):
+        if not library.exists():
+            compile_library(
+                HOST / source,
+                library,
+                (f"-I{HOST}", f"-I{modules.SOURCE.parent}", "-fno-strict-aliasing",
+                 "-ffp-contract=off", *TRAPS, *defined, *flags),
+            )  # fmt: skip
+    return ctypes.CDLL(str(library))
+
+
+class TensorMap(ctypes.Structure):
+    """A matrix for the copies of run_gemm_hopper.cpp."""
+
+    _fields_ = [
+        ("elements", ctypes.c_void_p),
+        ("rows", ctypes.c_uint64),
+        ("columns", ctypes.c_uint64),
+        ("pitch", ctypes.c_uint64),
+        ("box_rows", ctypes.c_uint32),
+    ]
+
+
+def tensor_map(matrix: Tensor, box_rows: int) -> TensorMap:
+    """Return the map of a matrix of 16-bit elements; keep the matrix alive."""
+    return TensorMap(matrix.data_ptr(), *matrix.shape, matrix.stride(0), box_rows)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Emulated:

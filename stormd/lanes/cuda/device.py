@@ -25,6 +25,7 @@ from storm_kernels.cuda_driver import (
 )
 from storm_kernels.errors import CudaDriverError
 
+from stormd.lanes.link_limit import LinkLimit
 from stormd.memory.arena import Block
 from stormd.memory.host_pool import HostPool
 from stormd.monitoring.health import Heartbeat
@@ -123,6 +124,7 @@ class CudaDevice:
         self.uuid = self.context.uuid
         self.is_shared_by_mps = self.context.shared_by_mps()
         self.link = LinkMeter(f"cuda:{ordinal}", self.uuid)
+        self.limit = LinkLimit()
         self.heartbeat = Heartbeat(f"cuda:{ordinal}")
 
     def copy_down(self, source: int, block: Block, begin: int = 0) -> None:

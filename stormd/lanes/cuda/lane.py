@@ -19,6 +19,7 @@ from stormd.lanes import SEE_LOG, Attachment, Post
 from stormd.lanes.cuda.client import CudaClient
 from stormd.lanes.cuda.device import CudaDevice, DevicePool
 from stormd.lanes.cuda.session import CudaSession
+from stormd.lanes.link_limit import LinkLimit
 from stormd.ledger.events import RestoreJob, StoreJob
 from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
@@ -52,6 +53,7 @@ class CudaLane:
         staging_bytes: int,
         part_bytes: int,
         direct_bytes: int,
+        link_limit_bytes: int = 0,
     ) -> None:
         self._post = post
         self._staging_bytes = staging_bytes
@@ -59,6 +61,8 @@ class CudaLane:
         self._direct_bytes = direct_bytes
         self._opened = ExitStack()
         self._pool, self._devices = _devices(ordinals, pool, self._opened)
+        for device in self._devices.values():
+            device.limit = LinkLimit(link_limit_bytes)
         self.links = tuple(device.link for device in self._devices.values())
         # Changed on the loop alone.
         self._sessions: dict[int, CudaSession] = {}

@@ -38,6 +38,7 @@ class Restores:
         scratch.is_coding = False
         scratch.copy_began.record(device.up.handle)
         for job, room in zip(batch, scratch.rooms, strict=True):
+            scratch.over_at = device.limit.over_at("restore", job.block.nbytes)
             with nvtx_range("copy up", job.block.nbytes, job.entry):
                 device.copy_up(job.block, room)
         scratch.copied.record(device.up.handle)
@@ -49,7 +50,8 @@ class Restores:
     def passed(self, batch: list[RestoreJob], scratch: Scratch) -> bool:
         """Tell whether the destinations may be written, or the tensors are there and verified."""
         if scratch.is_coding:
-            return scratch.coded.done()
+            is_over = self._client.device.limit.is_over(scratch.over_at)
+            return scratch.coded.done() and is_over
         return self._client.has_published(_last(batch))
 
     def go_on(self, batch: list[RestoreJob], scratch: Scratch) -> bool:

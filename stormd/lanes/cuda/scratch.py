@@ -74,6 +74,8 @@ class Transit:
             self.copy_began, self.copied = (made.enter_context(closing(_event())) for _ in range(2))
             self._made = made.pop_all()
         self.placed: list[Block] = []
+        self.over_at = 0.0
+        """When the copy is over on a link that is limited, 0.0 on one that is not."""
 
     def copying_seconds(self) -> float:
         """Return how long the device copied; that is over."""

@@ -82,11 +82,13 @@ class Stores:
 
     def passed(self, _batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
         """Tell whether the blobs are there, or in the pool."""
+        limit = self._client.device.limit
         if isinstance(scratch, DirectScratch):
             self._client.opened.checks.look()
-            return _check(scratch).is_known and scratch.copied.done()
+            is_copied = _check(scratch).is_known and scratch.copied.done()
+            return is_copied and limit.is_over(scratch.over_at)
         if scratch.placed:
-            return scratch.copied.done()
+            return scratch.copied.done() and limit.is_over(scratch.over_at)
         return scratch.coded.done()
 
     def go_on(self, batch: list[StoreJob], scratch: Scratch | DirectScratch) -> bool:
@@ -140,6 +142,7 @@ class Stores:
         block = job.place(HEADER_BYTES + job.nbytes)
         scratch.placed.append(block)
         scratch.copy_began.record(device.down.handle)
+        scratch.over_at = device.limit.over_at("store", block.nbytes)
         with nvtx_range("copy down", block.nbytes, job.entry):
             device.copy_down(source, block, HEADER_BYTES)
         scratch.copied.record(device.down.handle)
@@ -192,6 +195,7 @@ class Stores:
             scratch.words[index * RESULT_WORDS + 2] = result.mode
             block = job.place(result.nbytes)
             scratch.placed.append(block)
+            scratch.over_at = device.limit.over_at("store", block.nbytes)
             with nvtx_range("copy down", block.nbytes, job.entry):
                 device.copy_down(source, block)
         scratch.copied.record(device.down.handle)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import storm_client as storm
 import torch
 from storm_client.transport.session import Session
+from support.daemon_process import DaemonProcess
 from torch import nn
 
 STEPS = 8
@@ -72,3 +75,24 @@ def test_another_kind_of_step_is_told_of_too(client: storm.Client, told: list[An
     train(offload, net, rows=512)
     assert before < len(told) <= 2 * before + 2
     assert told[-1].bytes_by_decision != told[0].bytes_by_decision
+
+
+def test_over_a_slow_link_more_stays(make_daemon: Callable[..., DaemonProcess]) -> None:
+    """A plan is made of what the daemon says of its link: what it has no time for stays."""
+    kept = {}
+    for limit in (0, 1 << 20):
+        daemon = make_daemon("--link-limit-bytes", str(limit))
+        with storm.connect(daemon.address, embedded="never") as client:
+            assert client.status().details["link_limit_bytes"] == limit
+            torch.manual_seed(0)
+            net = nn.Linear(64, 64)
+            offload = client.offload(net, min_bytes=4096)
+            for _ in range(8):
+                with offload:
+                    loss = net(net(torch.ones(256, 64))).square().mean()
+                time.sleep(0.01)  # in which the fast link takes what was saved last
+                loss.backward()
+            assert offload.plan is not None
+            kept[limit] = offload.plan.bytes_by_decision["keep"]
+    assert kept[0] == 0
+    assert kept[1 << 20] == 256 * 64 * 4

@@ -18,6 +18,7 @@ constexpr u32 kWarp = 32;
 DEVICE u32 thread_in_block() { return emulation::current->thread; }
 DEVICE u32 threads_in_block() { return emulation::block_dim; }
 DEVICE u32 block_index() { return emulation::current->block->index; }
+DEVICE u32 blocks() { return emulation::grid_dim; }
 DEVICE void meet_block() { emulation::meet(emulation::current->block->barriers[0], emulation::block_dim); }
 DEVICE void meet_warp() { emulation::meet(emulation::warp().meeting, kWarp); }
 DEVICE u32 from_lane(u32 value, u32 lane) {
@@ -29,10 +30,11 @@ DEVICE u32 from_lanes_below(u32 value, u32 by) {
   return from_lane(value, lane >= by ? lane - by : lane);
 }
 
-DEVICE u8 *shared_memory() {
-  auto address = reinterpret_cast<uintptr_t>(emulation::current->block->shared.data());
+DEVICE u8 *shared_memory_of(emulation::Block &block) {
+  auto address = reinterpret_cast<uintptr_t>(block.shared.data());
   return reinterpret_cast<u8 *>((address + 15) & ~uintptr_t{15});
 }
+DEVICE u8 *shared_memory() { return shared_memory_of(*emulation::current->block); }
 
 DEVICE u32 count_ones(u32 word) { return __builtin_popcount(word); }
 DEVICE u32 lowest_one(u32 word) { return __builtin_ctz(word); }

@@ -6,6 +6,7 @@ tests/kernels/gemm/test_hopper.py runs all of it on a device.
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,7 +19,7 @@ from storm_kernels.ancf.dtypes import dtype_of
 from storm_kernels.gemm import hopper, jobs, modules, reference
 from storm_kernels.gemm.activations import activate
 from storm_kernels.gemm.jobs import Variant
-from support.gemm_on_cpu import Emulated
+from support.gemm_on_cpu import Emulated, build, tensor_map
 from torch import Tensor
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -131,6 +132,51 @@ def test_a_blob_that_does_not_fit_says_so_and_stays_in_its_room(emulated: Emulat
     assert not fits
     assert nbytes > room
     assert (memory[room:] == 7).all()
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "pairs", "rows", "columns", "depth"),
+    [
+        (torch.bfloat16, True, 300, 256, 328),
+        (torch.bfloat16, False, 130, 384, 72),
+        (torch.float16, True, 129, 128, 400),
+    ],
+)
+def test_the_products_of_a_device_as_ptx_has_them(
+    built: Path, dtype: torch.dtype, pairs: bool, rows: int, columns: int, depth: int, cluster: int,
+    seed: int,
+) -> None:  # fmt: skip
+    """Barriers, copies into the ring, descriptors, the order of tiles: all but the instructions."""
+    variant = Variant(
+        dtype_of(dtype), pairs=pairs, encodes=False, activation="silu" if pairs else "none",
+        cluster=cluster,
+    )  # fmt: skip
+    library = build(built, variant, "run_gemm_hopper.cpp", "-O2")
+    torch.manual_seed(rows)
+    x, gate, up = (torch.randn(size, depth).to(dtype) for size in (rows, columns, columns))
+    raws = [torch.full((rows, columns), 7.0).to(dtype) for _ in range(2)]
+    out = torch.full((rows, columns), 7.0).to(dtype)
+    job = jobs.Job(rows=rows, columns=columns, steps=-(-depth // jobs.STEP), group=2)
+    job.out = out.data_ptr()
+    for panel in range(2):
+        job.raw[panel] = raws[panel if pairs else 0].data_ptr()
+    weights = [gate, up if pairs else gate]
+    share = jobs.PANEL_COLUMNS // cluster
+    maps = [tensor_map(x, jobs.TILE_ROWS), *(tensor_map(one, share) for one in weights)]
+    blocks = jobs.product_blocks(variant, rows, columns, 2)
+    assert blocks == 2
+    failed = library.product(
+        *map(ctypes.byref, maps), ctypes.byref(job), blocks, ctypes.c_uint64(seed)
+    )
+    assert not failed, "threads wait for each other for ever"
+    for raw, weight in zip(raws[: 1 + pairs], weights, strict=False):
+        expected = (x.double() @ weight.double().t()).to(dtype)
+        torch.testing.assert_close(raw, expected, rtol=2**-7, atol=2**-6)
+    if pairs:
+        joined = activate("silu", raws[0]) * raws[1]
+        assert np.array_equal(bits(out), bits(joined))
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc) here")

@@ -29,6 +29,7 @@ from support.cuda_bench import (
 from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
+from stormd.lanes.link_limit import LinkLimit
 from stormd.ledger.events import (
     RestoreDone,
     RestoreFailed,
@@ -501,3 +502,42 @@ def test_a_range_that_the_driver_does_not_take_is_told_of_and_not_used(
         bench.lane.extend(0, BORDER)
     bench.pool.commit(BORDER, BORDER, beside=0)
     bench.lane.extend(BORDER, BORDER)
+
+
+class SlowLink(LinkLimit):
+    """A byte a second, by a clock that a test moves; counts who was told to wait."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.told_to_wait = 0
+        super().__init__(1, clock=lambda: self.now)
+
+    def is_over(self, at: float) -> bool:
+        is_over = super().is_over(at)
+        self.told_to_wait += not is_over
+        return is_over
+
+
+@pytest.mark.parametrize("codec", ["ancf", "raw"])
+def test_copies_over_a_limited_link_are_answered_when_they_would_be_over(
+    bench: Bench, codec: str
+) -> None:
+    (device,) = bench.lane._devices.values()
+    link = device.limit = SlowLink()
+    bench.map()
+    fill(bench)
+    bench.store(1, 0, PART, codec)
+    bench.publish(1)
+    wait_until(lambda: link.told_to_wait)
+    assert not any(isinstance(one, StoreDone) for one in bench.results)
+    link.now = link._free["store"]
+    block = bench.expect(StoreDone).block
+    assert link.now == 100.0 + block.nbytes
+    link.told_to_wait = 0
+    bench.restore(2, block, 0, PART)
+    bench.publish(2)
+    wait_until(lambda: link.told_to_wait)
+    assert not any(isinstance(one, RestoreDone) for one in bench.results)
+    link.now = link._free["restore"]
+    bench.expect(RestoreDone)
+    bench.space.release(block)

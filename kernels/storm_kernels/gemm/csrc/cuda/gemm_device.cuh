@@ -15,6 +15,7 @@ constexpr u32 kAllLanes = 0xffffffffu;
 DEVICE u32 thread_in_block() { return threadIdx.x; }
 DEVICE u32 threads_in_block() { return blockDim.x; }
 DEVICE u32 block_index() { return blockIdx.x; }
+DEVICE u32 blocks() { return gridDim.x; }
 DEVICE void meet_block() { __syncthreads(); }
 DEVICE void meet_warp() { __syncwarp(); }
 DEVICE u32 from_lane_across(u32 value, u32 mask) { return __shfl_xor_sync(kAllLanes, value, mask); }

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "gemm_finish.cuh"
-#include "gemm_hopper_instructions.cuh"
+#include <gemm_hopper_instructions.cuh>
 
 constexpr u32 kGroupThreads = 128;
 constexpr u32 kConsumers = 2;  // warpgroups that multiply
@@ -27,6 +27,15 @@ constexpr u32 kBarrierBytes = 16 * kStages;
 constexpr u32 kSharedBytes =
     kSwizzleAlign + kStages * kStageBytes + kConsumerWarps * kStagedBytes + kBarrierBytes;
 static_assert(kSharedBytes <= 227 << 10, "a block has no more");
+
+// What the instruction wants to know of a matrix of rows of 128 bytes, swizzled as copies with
+// CU_TENSOR_MAP_SWIZZLE_128B leave it: eight rows are 1,024 bytes, the next eight follow. 16 products
+// more are 32 bytes, or 2 in the description.
+DEVICE u64 described(u32 address)
+{
+    constexpr u64 eight_rows = 1024 / 16, swizzle_128 = 1;
+    return (address & 0x3ffff) >> 4 | 1ull << 16 | eight_rows << 32 | swizzle_128 << 62;
+}
 
 // Tiles in the order in which they are multiplied: `group` of them below each other, then the next
 // columns, so that those at work at a time share rows of both matrices.
@@ -60,7 +69,7 @@ DEVICE void send(const TensorMap &left, const TensorMap &first, const TensorMap 
     constexpr u32 kShareRows = kPanelColumns / kCluster;
     const u32 rank = kCluster > 1 ? cluster_rank() : 0;
     Ring ring;
-    for (u32 number = block_index() / kCluster; number < order.count(); number += gridDim.x / kCluster) {
+    for (u32 number = block_index() / kCluster; number < order.count(); number += blocks() / kCluster) {
         u32 row, column;
         order.find(number, row, column);
         row = (row * kCluster + rank) * kTileRows;
@@ -110,7 +119,7 @@ DEVICE void multiply(const Job &job, const Order &order, u8 *staged, u32 memory,
     const u32 rank = kCluster > 1 ? cluster_rank() : 0;
     float sums[kGroups][4];
     Ring ring;
-    for (u32 number = block_index() / kCluster; number < order.count(); number += gridDim.x / kCluster) {
+    for (u32 number = block_index() / kCluster; number < order.count(); number += blocks() / kCluster) {
         u32 row, column, previous = 0;
         order.find(number, row, column);
         for (u32 step = 0; step < job.steps; step++, ring.advance()) {
@@ -172,7 +181,7 @@ DEVICE void hopper_product(const TensorMap &left, const TensorMap &first, const 
             job, order, staged + warp * kStagedBytes, memory, full, empty);
     }
     if (kCluster > 1) {
-        __syncwarp();
+        meet_warp();
         meet_cluster();  // the others still write to this block's shared memory
     }
 }

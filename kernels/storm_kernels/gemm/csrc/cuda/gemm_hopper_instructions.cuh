@@ -135,15 +135,6 @@ DEVICE void meet_cluster()
                      : "memory");
 }
 
-// What the instruction wants to know of a matrix of rows of 128 bytes, swizzled as copies with
-// CU_TENSOR_MAP_SWIZZLE_128B leave it: eight rows are 1,024 bytes, the next eight follow. 16 products
-// more are 32 bytes, or 2 in the description.
-DEVICE u64 described(u32 address)
-{
-    constexpr u64 eight_rows = 1024 / 16, swizzle_128 = 1;
-    return (address & 0x3ffff) >> 4 | 1ull << 16 | eight_rows << 32 | swizzle_128 << 62;
-}
-
 #define NAMES_128                                                                                  \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \

@@ -1,0 +1,63 @@
+"""When copies are over on a link that is slower than the machine's."""
+
+from __future__ import annotations
+
+import pytest
+
+from stormd.lanes import link_limit
+from stormd.lanes.link_limit import LinkLimit
+
+
+class Clock:
+    """A time that passes where somebody sleeps, and where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(link_limit.time, "sleep", made.sleep)
+    return made
+
+
+def test_a_direction_carries_one_copy_after_another(clock: Clock) -> None:
+    limit = LinkLimit(10, clock=clock)
+    assert limit.over_at("store", 50) == 105.0
+    assert limit.over_at("store", 20) == 107.0
+    assert limit.over_at("restore", 10) == 101.0, "the other way is free"
+    clock.now = 200.0
+    assert limit.over_at("store", 10) == 201.0, "nothing is saved up"
+
+
+def test_a_copy_is_over_when_that_time_has_come(clock: Clock) -> None:
+    limit = LinkLimit(10, clock=clock)
+    at = limit.over_at("store", 50)
+    clock.now = at - 0.1
+    assert not limit.is_over(at)
+    clock.now = at
+    assert limit.is_over(at)
+
+
+def test_who_waits_sleeps_until_the_link_has_carried_what_is_on_it(clock: Clock) -> None:
+    limit = LinkLimit(10, clock=clock)
+    limit.over_at("store", 30)
+    limit.wait("store", 20)
+    assert clock.slept == [5.0]
+
+
+def test_without_a_limit_nothing_waits(clock: Clock) -> None:
+    limit = LinkLimit(clock=clock)
+    assert limit.over_at("store", 1 << 40) == 0.0
+    assert limit.is_over(0.0)
+    limit.wait("store", 1 << 40)
+    assert not clock.slept
