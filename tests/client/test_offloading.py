@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import storm_client as storm
 import torch
+from storm_kernels.encoded_bytes import mark_encoded
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -154,3 +155,33 @@ class Notice:
 
     def __del__(self) -> None:
         self._freed.append(True)
+
+
+class Encodes(torch.autograd.Function):
+    """Saves a blob that it has made, as storm_kernels.gemm's products do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        blob = torch.zeros(1 << 16, dtype=torch.uint8)
+        mark_encoded(blob)
+        ctx.save_for_backward(blob)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (blob,) = ctx.saved_tensors
+        assert not blob.any()
+        return grad * 2
+
+
+def test_what_was_encoded_before_is_stored_as_it_is(client: storm.Client) -> None:
+    """Zeros, which any encoder would have made nothing of."""
+    offload = client.offload(min_bytes=1)
+    x = torch.ones(64, 64, requires_grad=True)
+    with offload:
+        loss = Encodes.apply(x).exp().sum()
+    loss.backward()
+    stats = offload.stats()
+    assert stats.offloaded_by_dtype["encoded"] == 1 << 16
+    assert stats.stored_by_mode["raw"] >= 1 << 16
+    assert "uint8" not in stats.offloaded_by_dtype

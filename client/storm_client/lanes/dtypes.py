@@ -6,11 +6,15 @@ Every type has both; what the codec does not know, it is given as plain bytes.
 from __future__ import annotations
 
 from functools import cache
+from typing import Final
 
 import torch
 from storm_kernels.ancf import DType
 
-__all__ = ["codec_name", "dtype_name"]
+__all__ = ["ENCODED", "codec_name", "dtype_name"]
+
+ENCODED: Final = "encoded"
+"""The codec of what was encoded before it was saved: the daemon stores it raw."""
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from storm_client.lanes.dtypes import dtype_name
+from storm_client.lanes.dtypes import ENCODED, dtype_name
 from storm_client.monitoring.native_counts import NativeCounts
 from storm_client.notebooks import table_html
 from stormd.protocol.sizes import format_size
@@ -62,7 +62,8 @@ class OffloadStats:
     replay_seconds: float
     """Spent by training threads on recomputation: its launches, not what the device then does."""
     offloaded_by_dtype: Mapping[str, int]
-    """Offloaded bytes by the dtype of the tensor that was saved first."""
+    """Offloaded bytes by the dtype of the tensor that was saved first; "encoded" are blobs that an
+    operation had made (storm_kernels.gemm), which are copied as they are."""
     stored_by_mode: Mapping[str, int]
     """Bytes in the arena by the codec's mode."""
 
@@ -206,9 +207,10 @@ class StatsRecorder:
         """Count the time that a thread spent on having a tensor recomputed."""
         self._spent("replay", seconds)
 
-    def offloaded(self, nbytes: int, dtype: torch.dtype) -> None:
+    def offloaded(self, nbytes: int, dtype: torch.dtype, codec: str = "ancf") -> None:
         """Count a range that the daemon has accepted."""
-        self._count("offloaded", dtype_name(dtype), nbytes)
+        name = ENCODED if codec == ENCODED else dtype_name(dtype)
+        self._count("offloaded", name, nbytes)
 
     def stored(self, nbytes: int, mode: str) -> None:
         """Count a chunk that arrived in the arena with `nbytes`."""

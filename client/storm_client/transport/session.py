@@ -16,9 +16,11 @@ from contextlib import suppress
 from itertools import islice
 
 import torch
+from storm_kernels.encoded_bytes import is_encoded
 
 from storm_client.errors import ActivationLost, DaemonLost, StormError
 from storm_client.lanes import Lane
+from storm_client.lanes.dtypes import ENCODED
 from storm_client.lanes.segments import tell
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import DeviceWindow
@@ -151,6 +153,8 @@ class Session(Listener):
         if self._shared:
             self.send_unshared(latest=LOOK_BACK)
         stream = self.lane.current_stream()
+        if is_encoded(storage):
+            codec = ENCODED
         record = StoredRange(self, storage, dtype, stats, codec=codec, soon=soon, stream=stream)
         record.proof, record.ready = proof, ready
         with self.connection.lock:

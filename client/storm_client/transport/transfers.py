@@ -27,7 +27,7 @@ import torch
 
 from storm_client.errors import StormError, named
 from storm_client.lanes import Mapped, Route, Slot, Staged
-from storm_client.lanes.dtypes import codec_name
+from storm_client.lanes.dtypes import ENCODED, codec_name
 from storm_client.monitoring.stats import StatsRecorder
 from storm_client.planner import DeviceWindow
 from storm_client.saved.ranges import Part, RangePhase, StoredRange
@@ -390,7 +390,7 @@ class Transfers:
             offset=route.offset,
             nbytes=len(part),
             dtype=codec_name(out.dtype),
-            codec=out.codec,
+            codec="raw" if out.codec == ENCODED else out.codec,
             sequence=sequence,
             ready=out.ready if isinstance(route, Mapped) else 0,
         )
@@ -668,7 +668,7 @@ class Transfers:
             return
         out.is_counted = True
         if out.stats is not None:
-            out.stats.offloaded(out.nbytes, out.dtype)
+            out.stats.offloaded(out.nbytes, out.dtype, out.codec)
             for part in out.arrived.values():
                 out.stats.stored(part.stored_bytes, part.mode)
         record = out.living()

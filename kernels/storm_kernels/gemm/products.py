@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..ancf.dtypes import dtype_of
+from ..encoded_bytes import mark_encoded
 from . import hopper
 from .window import Window, geometry
 
@@ -81,6 +82,8 @@ class _Gated(torch.autograd.Function):
         first, second = hint.windows(x, (gate, up))
         h, codes = hopper.gated(x, (gate, up), activation, coded=(first, second))
         assert codes is not None
+        for blob in codes.blobs:
+            mark_encoded(blob)
         ctx.activation, ctx.hint = activation, hint
         ctx.windows, ctx.sizes = codes.windows, codes.sizes
         ctx.save_for_backward(x, gate, up, down, *codes.blobs)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from storm_kernels import UsageError, backends
+from storm_kernels.encoded_bytes import is_encoded
 from storm_kernels.gemm import hopper, window
 from storm_kernels.nn import GatedMLP
 from support.gemm_on_cpu import Emulated
@@ -113,6 +114,9 @@ def test_what_is_saved_are_blobs(emulated: Emulated) -> None:
     others = [one for one in saved if id(one) not in parameters]
     blobs = [one for one in others if one.dtype == torch.uint8]
     assert len(blobs) == 2
+    assert [is_encoded(one.untyped_storage()) for one in others] == [
+        one.dtype == torch.uint8 for one in others
+    ]
     assert sum(one.nbytes for one in blobs) < 0.85 * 2 * rows * HIDDEN * 2
     assert [one.shape for one in others if one.dtype != torch.uint8] == [(rows, WIDTH)]
     assert emulated.launched
