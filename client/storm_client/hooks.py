@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from functools import cached_property
 from time import perf_counter, thread_time
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from storm_client.policy import Policy
 from storm_client.saved.ranges import Handle, RangePhase, StoredRange
 from storm_client.saved.snapshots import Ready, SnapshotProof, is_result
 from storm_client.saved.versions import KeptTensor, SavedVersion, View
+from storm_client.transport.confirmation import acts_on_gradients_early
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -271,6 +273,11 @@ class StepHooks:
         self._trace.used(id(packed))
         return packed.token
 
+    @cached_property
+    def _may_hand_out(self) -> bool:
+        """Whether memory may be used before it is known that the daemon has restored it."""
+        return not acts_on_gradients_early(self._policy.modules)
+
     def _asked(self, version: SavedVersion) -> torch.Tensor | None:
         """Note that what was saved at `version` is needed; return what PyTorch uses in its stead.
 
@@ -304,7 +311,9 @@ class StepHooks:
         began = perf_counter()
         with ranges.span("unpack", record.nbytes, record.key):
             try:
-                located = record.session.load(handle, is_first=is_first)
+                located = record.session.load(
+                    handle, is_first=is_first, may_hand_out=self._may_hand_out
+                )
             except DaemonLost as loss:
                 raise lost_in_backward(loss, keeps=self._keeps) from loss
         ready = record.ready

@@ -38,7 +38,7 @@ from stormd.memory.host_pool import HostPool
 from stormd.memory.shared_memory import SharedMemory
 from stormd.monitoring.health import Heartbeat
 from stormd.protocol import Hello, MapSegment
-from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines
+from stormd.protocol.timeline import PAGE_BYTES, STORED, Timelines, restored_slot
 from stormd.sizes import format_size
 
 __all__ = ["CpuLane"]
@@ -68,6 +68,8 @@ class _Memory:
 
     page: SharedMemory
     staging: SharedMemory
+    timelines: Timelines
+    """The counters of the page."""
 
     def let_go(self) -> None:
         """Give the staging area's pages back, whether the client keeps them mapped or not.
@@ -75,7 +77,7 @@ class _Memory:
         A client that copies out of it now would read zeros. So the page says before that what is
         there is no longer what was restored; it stays for as long as the client maps it.
         """
-        Timelines(self.page.address).poison(STORED)
+        self.timelines.poison(STORED)
         self.staging.discard()
         self.page.close()
         self.staging.close()
@@ -321,6 +323,7 @@ class CpuLane:
         began = time.perf_counter()
         codec.restore(job.block, self._address(job), job.nbytes)
         self._limit.wait("restore", job.block.nbytes)
+        self._memories[job.session].timelines.store(restored_slot(job.ticket), job.ticket)
         return RestoreDone(
             session=job.session, ticket=job.ticket, seconds=time.perf_counter() - began
         )
@@ -369,7 +372,8 @@ def _granted(asked: int, most: int) -> int:
 def _shared(session: int, staging_bytes: int) -> _Memory:
     page = SharedMemory(f"stormd-{session:x}-timeline", PAGE_BYTES)
     try:
-        return _Memory(page, SharedMemory(f"stormd-{session:x}-staging", staging_bytes))
+        staging = SharedMemory(f"stormd-{session:x}-staging", staging_bytes)
+        return _Memory(page, staging, Timelines(page.address))
     except OSError:
         page.close()
         raise

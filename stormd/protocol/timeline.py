@@ -1,4 +1,4 @@
-"""The timeline page: one shared host page per session, of 64-bit counters.
+"""The timeline page: some shared host memory per session, of 64-bit counters.
 
 A counter never decreases, and each has one writer. Both processes map the page and register it with
 CUDA, so that streams write the counters, a client's wait on them, and both CPUs can read them. A
@@ -14,17 +14,34 @@ __all__ = [
     "PAGE_BYTES",
     "POISON",
     "PUBLISHED",
+    "RESTORED_SLOTS",
     "STORED",
     "Timelines",
+    "restored_slot",
 ]
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 16384
+"""Whole pages of the host."""
 
 PUBLISHED = 0
 """Byte offset; written by the client: the operations whose input is ready."""
 
 STORED = 64
 """Byte offset; written by the daemon: the stores whose source may be used again."""
+
+_RESTORED = 4096
+RESTORED_SLOTS = 1024
+"""Counters of restores, 8 bytes each from `_RESTORED` on: so many may be waited for at one time."""
+
+
+def restored_slot(ticket: int) -> int:
+    """Return the byte offset of the counter that says that the restore `ticket` is there.
+
+    The daemon writes the ticket there, whose successors in the same slot are larger; the client
+    does so for a restore that has failed, which nobody may wait for any longer.
+    """
+    return _RESTORED + 8 * (ticket % RESTORED_SLOTS)
+
 
 POISON = 1 << 62
 """Far above any real value; below 2^63, so signed and unsigned comparisons agree."""

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -23,9 +23,10 @@ from storm_client.lanes import Mapped, Request, Slot
 from storm_client.lanes.cpu import CpuLane
 from storm_client.lanes.segments import Segments
 from storm_client.transport.transfers import ALIGNMENT, StagingSpace
+from support.waiting import wait_until
 
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines
+from stormd.protocol.timeline import PAGE_BYTES, PUBLISHED, Timelines, restored_slot
 
 OVERWRITTEN = 0xA5
 """What freed memory is filled with, and what is read where there is no memory any more."""
@@ -83,6 +84,20 @@ class Unread:
 
     def read_all(self) -> None:
         self.read_through(self._last)
+
+    def counter(self, offset: int) -> int | None:
+        """Return what the page's counter says; None once it is unmapped."""
+        with self._lock:
+            if self._page is None:
+                return None
+            return Timelines(ctypes.addressof(ctypes.c_char.from_buffer(self._page))).read(offset)
+
+    def raise_counter(self, offset: int, value: int) -> None:
+        """Have the page's counter be as high as `value`."""
+        with self._lock:
+            if self._page is not None:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(self._page))
+                Timelines(address).store(offset, value)
 
     def close(self) -> None:
         """Read nothing any more: where it was read to is unmapped next."""
@@ -168,6 +183,7 @@ class FakeInPlace:
         self.spare = 0
         self.found = 0
         self.came_back = 0
+        self.handed_out = 0
         self._lane = lane
         self._whole: tuple[int, Slot] | None = None
         """What was found last, with its address, until the numbers of its parts are drawn."""
@@ -208,6 +224,20 @@ class FakeInPlace:
             self._add_parts(numbers, *self._whole)
             self._whole = None
         return range(numbers[0], numbers[-1] + 1)
+
+    def await_restored(self, tickets: Sequence[int]) -> None:
+        """Wait here: what a CPU does next reads the memory at once."""
+        self.handed_out += len(tickets)
+        for ticket in tickets:
+            slot = restored_slot(ticket)
+            wait_until(lambda slot=slot, ticket=ticket: self._is_there(slot, ticket))
+
+    def release(self, ticket: int) -> None:
+        self._unread.raise_counter(restored_slot(ticket), ticket)
+
+    def _is_there(self, slot: int, ticket: int) -> bool:
+        value = self._unread.counter(slot)
+        return value is None or value >= ticket
 
     def headroom(self) -> int:
         return self.spare

@@ -11,7 +11,7 @@ memory of this process that the daemon has mapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
@@ -89,13 +89,14 @@ class InPlace(Protocol):
 
     Out: find -> produced -> a Store for each chunk -> the source is let go, which may be before
     the daemon has read it: then `overtake` orders that on the device.
-    Back: allocate -> find -> produced -> a Restore for each chunk -> Restored -> use.
+    Back: allocate -> find -> produced -> a Restore for each chunk -> Restored -> use. The bytes may
+    be handed out before Restored where streams wait for them: `await_restored`.
     """
 
     segments: Segments
     """The allocations that the daemon has mapped."""
     waits_on_device: bool
-    """Whether `overtake` costs the daemon nothing."""
+    """Whether a stream that waits for the daemon costs it nothing."""
 
     def is_read(self, sequence: int) -> bool:
         """Tell whether the sources of all stores up to `sequence` have been read."""
@@ -119,6 +120,14 @@ class InPlace(Protocol):
 
     def produced(self, count: int) -> range:
         """Return `count` sequence numbers that say the current stream's work so far is done."""
+        ...
+
+    def await_restored(self, tickets: Sequence[int]) -> None:
+        """Have this thread's later work come behind restores, until `release` at the latest."""
+        ...
+
+    def release(self, ticket: int) -> None:
+        """Let nothing wait for a restore any longer: it has failed."""
         ...
 
     def headroom(self) -> int:

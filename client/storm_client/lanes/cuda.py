@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
@@ -22,7 +23,7 @@ from storm_client.errors import DaemonUnavailable, UsageError
 from storm_client.lanes import LaneHello, Mapped, Request, Slot, Stream
 from storm_client.lanes.segments import Segments
 from stormd.protocol import MapSegment, Welcome
-from stormd.protocol.timeline import STORED
+from stormd.protocol.timeline import RESTORED_SLOTS, STORED, restored_slot
 
 try:
     from storm_kernels import cuda_driver
@@ -261,11 +262,25 @@ class CudaLane:
         with self.entered():
             stream = torch.cuda.current_stream()
             wait_value(stream.cuda_stream, counter, sequence)
-            with self._lock:
-                event = self._waits.get(stream.cuda_stream) or Event()
-                self._waits[stream.cuda_stream] = event
-                event.record(stream.cuda_stream)
+            self._note_wait(stream.cuda_stream)
             self._view(source).record_stream(stream)
+
+    def wait_restored(self, tickets: Sequence[int]) -> None:
+        """Have the current stream wait until the daemon has written these restores."""
+        shared = self._open()
+        with self.entered():
+            stream = self._current_stream()
+            for ticket in tickets:
+                slot = restored_slot(ticket)
+                if shared.timelines.read(slot) < ticket:
+                    wait_value(stream, shared.page_address + slot, ticket)
+            self._note_wait(stream)
+
+    def release_restore(self, ticket: int) -> None:
+        """Let no stream wait for a restore any longer."""
+        shared = self._shared
+        if shared is not None:
+            shared.timelines.store(restored_slot(ticket), ticket)
 
     # --- helpers ----------------------------------------------------------------------------
 
@@ -274,12 +289,19 @@ class CudaLane:
         with self._lock:
             if self._shared is None:
                 return False
-            self._shared.timelines.poison(STORED)
+            self._shared.timelines.poison(STORED, *_RESTORED)
             try:
                 with self.entered():
                     return not all(event.done() for event in self._waits.values())
             except KernelsError:
                 return False  # a device that is broken does nothing any more
+
+    def _note_wait(self, stream: int) -> None:
+        """Remember that a stream waits for a counter, which may have to be poisoned."""
+        with self._lock:
+            event = self._waits.get(stream) or Event()
+            self._waits[stream] = event
+            event.record(stream)
 
     def _view(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor over a storage, which PyTorch's streams are told of by."""
@@ -315,6 +337,9 @@ class CudaLane:
     def _current_stream(self) -> int:
         """Return the handle of the thread's stream on the device, at a tenth of the public cost."""
         return int(torch._C._cuda_getCurrentRawStream(self._ordinal))
+
+
+_RESTORED = tuple(map(restored_slot, range(RESTORED_SLOTS)))
 
 
 class _Entered:
@@ -370,6 +395,12 @@ class _InPlace:
 
     def overtake(self, sequence: int, source: torch.UntypedStorage) -> None:
         self._lane.wait_stored(sequence, source)
+
+    def await_restored(self, tickets: Sequence[int]) -> None:
+        self._lane.wait_restored(tickets)
+
+    def release(self, ticket: int) -> None:
+        self._lane.release_restore(ticket)
 
     def barrier(self) -> MapSegment:
         return replace(self._lane.offer(), segment=self.segments.new_number())

@@ -39,6 +39,8 @@ class Shared:
             self.area = made.enter_context(closing(DeviceBuffer(staging_bytes)))
             self._made = made.pop_all()
         self.timelines = Timelines(address)
+        self.page_address = page.device_address
+        """Where the device finds the page."""
         self.published = page.device_address + PUBLISHED
         self.stored = page.device_address + STORED
 

@@ -45,8 +45,8 @@ __all__ = [
 class Holder(Protocol):
     """Who holds a record's bytes: a session."""
 
-    def load(self, handle: Handle, *, is_first: bool) -> Located:
-        """Return where the bytes of a handle of it are in memory."""
+    def load(self, handle: Handle, *, is_first: bool, may_hand_out: bool = False) -> Located:
+        """Return where the bytes of a handle of it are in memory, or will be in stream order."""
         ...
 
     def send(self, record: StoredRange) -> None:

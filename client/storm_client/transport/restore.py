@@ -12,16 +12,17 @@ with no slot that it could give up, so a range of any size passes through an are
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
 import torch
 
-from storm_client.errors import ActivationLost, DaemonLost, UsageError
+from storm_client.errors import ActivationLost, DaemonLost, UsageError, lost_in_backward
 from storm_client.lanes import Lane, Mapped
 from storm_client.lanes.segments import tell
 from storm_client.monitoring.profiler_ranges import span
 from storm_client.saved.ranges import Handle, Part, RangePhase, StoredRange, UpcomingUses
+from storm_client.transport.confirmation import Confirmation
 from storm_client.transport.connection import Connection
 from storm_client.transport.transfers import REFILL_SHARE, Incoming, Phase, Transfer, Transfers
 
@@ -54,9 +55,14 @@ class Inbound:
         self._in_place = lane.in_place
         self._is_mapped = False  # whether the daemon could map the memory that was allocated last
         self._allowed = transfers.window.limit  # bytes that may be taken early, as last measured
+        self._confirmation = Confirmation(self.confirm)
+        self._seen_answers, self._answered_at = 0, time.monotonic()
 
-    def fetch(self, handle: Handle) -> torch.UntypedStorage:
+    def fetch(self, handle: Handle, *, may_hand_out: bool = False) -> torch.UntypedStorage:
         """Return the bytes of a handle's record in new memory, and begin to fetch what is next.
+
+        Where it `may_hand_out` memory before the bytes are there, the thread's stream waits for
+        them, and the backward pass ends with `confirm`.
 
         This thread has made the record RETURNING; behind this it is not, whatever happens.
 
@@ -69,7 +75,7 @@ class Inbound:
         try:
             storage = None
             if self._in_place is not None:
-                storage = self._fetch_in_place(record, handle.step)
+                storage = self._fetch_in_place(record, handle.step, may_hand_out=may_hand_out)
             if storage is None:
                 storage = self.bring(record.key, record.parts, record.nbytes, handle.step)
             with connection.lock:
@@ -216,6 +222,8 @@ class Inbound:
             raise transfer.error
 
     def _stalled(self, incoming: Incoming, index: int) -> ActivationLost:
+        """Return the error of a thread that waits in vain; streams that wait are released."""
+        self._release(self._transfers.fail_handed_out(_unanswered()))
         return ActivationLost(
             f"the daemon did not restore entry {incoming.parts[index].entry}, and answered nothing "
             f"for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see `stormd status` "
@@ -225,13 +233,16 @@ class Inbound:
     # --- into memory of its own -------------------------------------------------------------
 
     def _fetch_in_place(
-        self, record: StoredRange, uses: UpcomingUses
+        self, record: StoredRange, uses: UpcomingUses, *, may_hand_out: bool
     ) -> torch.UntypedStorage | None:
         """Return the record's bytes; None where they must take the staging area."""
         self._refuse_in_capture(record.nbytes)
         incoming = self._begin(record)
         self.look_ahead(uses)
-        return None if incoming is None else self._finish(incoming)
+        if incoming is None:
+            return None
+        storage = self._handed_out(incoming) if may_hand_out else None
+        return self._finish(incoming) if storage is None else storage
 
     def _begin(self, record: StoredRange) -> Incoming | None:
         """Have a record fetched now; None where its bytes must take the staging area."""
@@ -246,6 +257,79 @@ class Inbound:
                 return None
             transfers.wait_for(incoming)
             return incoming
+
+    def _handed_out(self, incoming: Incoming) -> torch.UntypedStorage | None:
+        """Return a record's memory before the bytes are there: this thread's stream waits for them.
+
+        None where the host has to wait instead: outside of a backward pass, which ends with a look
+        at what the daemon has answered, and where something else could act on gradients before.
+        """
+        in_place, transfers = self._in_place, self._transfers
+        assert in_place is not None
+        with self._connection.lock:
+            if not in_place.waits_on_device or not transfers.can_hand_out(incoming):
+                return None
+            user = self._confirmation.begin()
+            if user is None:
+                return None
+            limit = max(transfers.window.limit - incoming.nbytes, 0)
+            if not self._wait_until(lambda: transfers.handed_out_bytes <= limit):
+                return None
+            storage = incoming.storage
+            assert storage is not None
+            in_place.await_restored(transfers.hand_out(incoming, user))
+        self._lane.use(storage)
+        return storage
+
+    def use(self, storage: torch.UntypedStorage) -> None:
+        """Order this thread's later work behind all that fills a storage that was handed out."""
+        transfers = self._transfers
+        if transfers.handed_out:
+            with self._connection.lock:
+                tickets = transfers.handed_out_of(storage)
+                if tickets and self._in_place is not None:
+                    self._in_place.await_restored(tickets)
+        self._lane.use(storage)
+
+    def confirm(self, user: int) -> None:
+        """Wait until the daemon has answered for all that a backward pass has used.
+
+        Raises:
+            CorruptBlob, ActivationLost: it could not restore something that was in use.
+            DaemonLost: it is gone.
+        """
+        transfers = self._transfers
+        with self._connection.lock:
+            try:
+                is_answered = self._wait_until(lambda: not transfers.is_used_by(user))
+            except DaemonLost as loss:
+                raise lost_in_backward(loss, keeps=True) from loss
+            if not is_answered:
+                self._release(transfers.fail_handed_out(_unanswered()))
+            failed = transfers.failed.pop(user, None)
+        if failed is not None and failed.error is not None:
+            raise failed.error
+
+    def end_stalled(self) -> None:
+        """Release streams that wait for a daemon that has answered nothing for long (locked)."""
+        transfers, now = self._transfers, time.monotonic()
+        if not transfers.handed_out or transfers.answered != self._seen_answers:
+            self._seen_answers, self._answered_at = transfers.answered, now
+        elif now - self._answered_at > LONGEST_SECONDS:
+            self._release(transfers.fail_handed_out(_unanswered()))
+
+    def _release(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            if self._in_place is not None:
+                self._in_place.release(ticket)
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> bool:
+        """Return True as soon as it is so; False where the daemon answers nothing (locked)."""
+        patience = _Patience(self._connection, self._transfers)
+        while not is_so():
+            if not patience.wait():
+                return False
+        return True
 
     def _finish(self, incoming: Incoming) -> torch.UntypedStorage:
         """Return the bytes once all chunks are there; nothing is handed out before."""
@@ -262,7 +346,7 @@ class Inbound:
     def _allocate_ahead(self, uses: UpcomingUses) -> bool:
         """Request what is used next; False where the rest has to take the staging area."""
         with self._connection.lock:
-            if self._transfers.early_bytes > self._allowed * REFILL_SHARE:
+            if self._taken_bytes() > self._allowed * REFILL_SHARE:
                 return True
             wanted, seen = self._chosen(uses.unseen())
         for records in _together(wanted):
@@ -356,7 +440,19 @@ class Inbound:
         assert self._in_place is not None
         transfers = self._transfers
         self._allowed = transfers.window.ahead(self._in_place.headroom(), transfers.held_bytes)
-        return self._allowed - transfers.early_bytes
+        return self._allowed - self._taken_bytes()
+
+    def _taken_bytes(self) -> int:
+        """Return how much lies here that the daemon has not written, or that nobody has used."""
+        return self._transfers.early_bytes + self._transfers.handed_out_bytes
+
+
+def _unanswered() -> ActivationLost:
+    return ActivationLost(
+        "the daemon did not say whether it has restored what a backward pass has used, and "
+        f"answered nothing for {STALL_SECONDS:g} s or others alone for {LONGEST_SECONDS:g}; see "
+        "`stormd status` and its log"
+    )
 
 
 class _Patience:

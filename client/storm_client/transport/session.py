@@ -38,9 +38,10 @@ from storm_client.transport.connection import Connection, Listener
 from storm_client.transport.memory_pressure import watch
 from storm_client.transport.restore import STALL_SECONDS, Inbound
 from storm_client.transport.store import Outbound
-from storm_client.transport.transfers import Transfers
+from storm_client.transport.transfers import Transfers, number_of
 from stormd.protocol import (
     Budget,
+    Failed,
     Mapped,
     Message,
     PlanLearned,
@@ -230,9 +231,12 @@ class Session(Listener):
         with on_its_stream:
             self._outbound.store(record)
 
-    def load(self, handle: Handle, *, is_first: bool = False) -> Located:
+    def load(
+        self, handle: Handle, *, is_first: bool = False, may_hand_out: bool = False
+    ) -> Located:
         """Return where the bytes of `handle` are in memory, restoring them if need be.
 
+        Where it `may_hand_out` memory early, what is put on the thread's stream finds them there.
         Where it `is_first` to be asked for since the forward pass, what somebody has let go since
         then leaves, unless it is needed next.
 
@@ -252,10 +256,10 @@ class Session(Listener):
             if located is not None:
                 record.unpacked(handle)
         if located is None:
-            return Located(self._inbound.fetch(handle))
+            return Located(self._inbound.fetch(handle, may_hand_out=may_hand_out))
         self.look_ahead(handle.step)
         if not located.is_original:
-            self.lane.use(located.storage)
+            self._inbound.use(located.storage)
         return located
 
     def look_ahead(self, uses: UpcomingUses) -> None:
@@ -334,11 +338,16 @@ class Session(Listener):
                 segments.answered(request, mapped=isinstance(message, Mapped))
                 tell(self.connection, segments)
                 return
+        if self._in_place is not None and isinstance(message, Failed | Refused):
+            number = number_of(request, message)
+            if number in self.transfers.handed_out:
+                self._in_place.release(number)
         self.transfers.reply(request, message)
 
     def on_wake(self) -> None:
-        """Release what died meanwhile."""
+        """Release what died meanwhile, and streams that have waited for the daemon for too long."""
         self._release_dead()
+        self._inbound.end_stalled()
 
     # --- helpers, with the lock held --------------------------------------------------------
 

@@ -47,6 +47,7 @@ from stormd.protocol import (
     Stored,
     unpack,
 )
+from stormd.protocol.timeline import RESTORED_SLOTS
 
 __all__ = [
     "ALIGNMENT",
@@ -56,6 +57,7 @@ __all__ = [
     "StagingSpace",
     "Transfer",
     "Transfers",
+    "number_of",
 ]
 
 ALIGNMENT = 64
@@ -70,6 +72,12 @@ AHEAD_PARTS = 64
 
 IDS_PER_RELEASE = 256
 """Entries given up in one message, of at most 9 bytes each: a frame has room for so many such."""
+
+MOST_FAILED = 64
+"""Backward passes remembered for what was not restored: who ended by an error never asks."""
+
+MOST_HANDED_OUT = RESTORED_SLOTS // 2
+"""Chunks that are in use before the daemon has answered for them."""
 
 REFILL_SHARE = 0.75
 """Only when no more than this share of what may be prefetched is in use is more fetched: looking
@@ -92,6 +100,8 @@ class Phase(Enum):
     """Back: it may be writing the chunk."""
     DROPPED = auto()
     """Back: the same, but nobody wants the chunk any more."""
+    HANDED_OUT = auto()
+    """Back: the same, and the memory is in use: streams wait until the chunk has been written."""
     ARRIVED = auto()
     """Back: the bytes are there."""
     DONE = auto()
@@ -105,13 +115,14 @@ _NEXT: dict[Phase, tuple[Phase, ...]] = {
     Phase.ADMITTED: (Phase.STORED, Phase.REFUSED, Phase.FAILED),
     Phase.STORED: (),
     Phase.REFUSED: (),
-    Phase.REQUESTED: (Phase.ARRIVED, Phase.FAILED, Phase.DROPPED),
+    Phase.REQUESTED: (Phase.ARRIVED, Phase.FAILED, Phase.DROPPED, Phase.HANDED_OUT),
     Phase.DROPPED: (Phase.DONE,),
+    Phase.HANDED_OUT: (Phase.DONE, Phase.FAILED, Phase.DROPPED),
     Phase.ARRIVED: (Phase.DONE,),
     Phase.DONE: (),
     Phase.FAILED: (Phase.DONE,),
 }
-_PENDING = (Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED)
+_PENDING = (Phase.SENT, Phase.ADMITTED, Phase.REQUESTED, Phase.DROPPED, Phase.HANDED_OUT)
 _ANSWERED = (Phase.ARRIVED, Phase.FAILED)
 
 
@@ -127,7 +138,9 @@ class Transfer:
     of: Outgoing | Incoming
     phase: Phase
     index: int = 0
-    """On its way back: the chunk's place among those of its record."""
+    """On its way back: the part's place among those of its record."""
+    used_by: int = 0
+    """The backward pass that uses it since before it was answered for."""
     error: StormError | None = None
 
     @property
@@ -327,6 +340,16 @@ class Transfers:
         """Whether the window has seen a source since it was told that something is brought back."""
         self.incoming: dict[int, Incoming] = {}
         """By the record's key: the ways back that have begun."""
+        self.handed_out: dict[int, Transfer] = {}
+        """By ticket, the oldest first: what is in use before the daemon has answered for it."""
+        self.handed_out_bytes = 0
+        """Of these chunks."""
+        self.failed: dict[int, Transfer] = {}
+        """By backward pass, the first that the daemon could not restore for it."""
+        self._counters: dict[int, int] = {}
+        """By the counter that says that it is there: the latest restore that was asked for."""
+        self._shares_counters = False
+        """Whether more restores were under way than there are counters: none can be trusted."""
         self._kept: dict[Transfer, Incoming] = {}
         """Chunks that were stored and lie in their slots still, the oldest first."""
 
@@ -496,7 +519,7 @@ class Transfers:
             self.window.turned()
             self._has_grown = False
         part = incoming.parts[index]
-        number = next(self._numbers)
+        number = self._next_ticket()
         transfer = Transfer(number, part.nbytes, route, slot, incoming, Phase.REQUESTED, index)
         message = Restore(
             ticket=number,
@@ -510,6 +533,7 @@ class Transfers:
         # All of it or nothing, for no call is between: nobody waits for what was never asked for,
         # and nobody else gets what the daemon may write to.
         self._pending[number] = transfer
+        self._counters[number % RESTORED_SLOTS] = number
         incoming.transfers[index] = transfer
         if slot is not None:
             self._ahead_bytes += slot.nbytes
@@ -592,6 +616,59 @@ class Transfers:
             incoming.is_early = False
             self.early_bytes -= nbytes
 
+    def hand_out(self, incoming: Incoming, user: int) -> list[int]:
+        """Let a backward pass use a record's memory on streams that wait; return the tickets.
+
+        The memory is kept until the daemon has answered: it may be writing to it.
+        """
+        tickets = []
+        for index, transfer in list(incoming.transfers.items()):
+            if transfer.phase is not Phase.REQUESTED:
+                continue
+            # All of it or nothing, for no call is between.
+            transfer.phase = Phase.HANDED_OUT
+            transfer.used_by = user
+            del incoming.transfers[index]
+            self.handed_out[transfer.number] = transfer
+            self.handed_out_bytes += transfer.nbytes
+            tickets.append(transfer.number)
+        self.forget(incoming.key)
+        return tickets
+
+    def can_hand_out(self, incoming: Incoming) -> bool:
+        """Tell whether streams can wait for all chunks that have not been written yet.
+
+        Raises:
+            CorruptBlob, ActivationLost: one that was answered for cannot be had.
+        """
+        error = next((one.error for one in incoming.transfers.values() if one.error), None)
+        if error is not None:
+            raise error
+        count = len(self.handed_out) + len(incoming.transfers)
+        return count <= MOST_HANDED_OUT and not self._shares_counters
+
+    def is_used_by(self, user: int) -> bool:
+        """Tell whether a backward pass has used what was not answered for."""
+        return any(transfer.used_by == user for transfer in self.handed_out.values())
+
+    def handed_out_of(self, storage: torch.UntypedStorage) -> list[int]:
+        """Return the tickets of what is still being written to a storage that is in use."""
+        address = storage._cdata
+        return [
+            ticket
+            for ticket, transfer in self.handed_out.items()
+            if isinstance(transfer.of, Incoming)
+            and transfer.of.storage is not None
+            and transfer.of.storage._cdata == address
+        ]
+
+    def fail_handed_out(self, error: StormError) -> list[int]:
+        """Give up what is in use and was not answered for; return the tickets."""
+        tickets = list(self.handed_out)
+        for ticket in tickets:
+            self._fail_handed_out(self.handed_out[ticket], error, Phase.DROPPED)
+        return tickets
+
     def forget_early(self) -> None:
         """Give up all memory that was taken early: there is none left."""
         for key in [key for key, one in self.incoming.items() if one.is_early]:
@@ -606,6 +683,8 @@ class Transfers:
         """Let all memory go: no answer will come any more."""
         self._pending.clear()
         self.incoming.clear()
+        self.handed_out.clear()
+        self.handed_out_bytes = 0
         self._held.clear()
         self._kept.clear()
 
@@ -618,7 +697,7 @@ class Transfers:
                 for (ticket,) in unpack(message.places, RESTORED_FIELDS):
                     self._answered(ticket, message)
             case _:
-                self._answered(_number_of(request, message), message)
+                self._answered(number_of(request, message), message)
 
     def _answered(self, number: int, message: Message) -> None:
         transfer = self._pending.get(number)
@@ -657,7 +736,40 @@ class Transfers:
             if isinstance(message, Failed | Refused):
                 transfer.error = named(message.kind, message.detail)  # for whoever needs it
             transfer.move_to(Phase.ARRIVED if transfer.error is None else Phase.FAILED)
+        elif transfer.number in self.handed_out:
+            if isinstance(message, Failed | Refused):
+                error = named(message.kind, message.detail)
+                self._fail_handed_out(transfer, error, Phase.FAILED)
+            else:
+                self._answered_for(transfer, Phase.DONE)
         self._end(transfer)
+
+    def _next_ticket(self) -> int:
+        """Return the number of a restore, whose counter no stream waits for another one by."""
+        for _ in range(RESTORED_SLOTS):
+            number = next(self._numbers)
+            before = self._counters.get(number % RESTORED_SLOTS)
+            if before not in self._pending:
+                return number
+        self._shares_counters = True
+        while True:
+            number = next(self._numbers)
+            if self._counters[number % RESTORED_SLOTS] not in self.handed_out:
+                return number
+
+    def _fail_handed_out(self, transfer: Transfer, error: StormError, phase: Phase) -> None:
+        transfer.error = error
+        self.failed.setdefault(transfer.used_by, transfer)
+        if len(self.failed) > MOST_FAILED:
+            self.failed.pop(next(iter(self.failed)))
+        self._answered_for(transfer, phase)
+
+    def _answered_for(self, transfer: Transfer, phase: Phase) -> None:
+        """Note what has become of a part that is in use."""
+        # All of it or nothing, for no call is between.
+        transfer.phase = phase
+        self.handed_out_bytes -= transfer.nbytes
+        del self.handed_out[transfer.number]
 
     def _admitted(self, transfer: Transfer, out: Outgoing) -> None:
         """Let the record's storage go once the daemon has promised room for all chunks."""
@@ -827,6 +939,11 @@ class Transfers:
         early = {one.of for one in back if isinstance(one.of, Incoming) and one.of.is_early}
         early |= {one for one in self.incoming.values() if one.is_early}
         assert self.early_bytes == sum(one.nbytes for one in early)
+        handed = [one for one in self._pending.values() if one.phase is Phase.HANDED_OUT]
+        assert handed == list(self.handed_out.values())
+        assert self.handed_out_bytes == sum(one.nbytes for one in handed)
+        for ticket in self.handed_out:
+            assert self._counters[ticket % RESTORED_SLOTS] == ticket
         assert self.held_bytes == sum(out.nbytes for out in self._held.values())
         for kept, incoming in self._kept.items():
             assert kept.phase is Phase.ARRIVED
@@ -836,7 +953,7 @@ class Transfers:
 _FETCHABLE = {RangePhase.LEAVING, RangePhase.AWAY}
 
 
-def _number_of(request: int, message: Message) -> int:
+def number_of(request: int, message: Message) -> int:
     """Return the number of the transfer that a message answers, if it answers one."""
     match message:
         case Admitted() | Stored() | Rejected():

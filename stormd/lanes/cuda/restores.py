@@ -1,18 +1,20 @@
 """The way back into one client's GPU memory: copy up from the pool, then decode on the device.
 
-A destination is written only from where `published` says that it may be, and RestoreDone is posted
-only after the decoder has verified the bytes.
+A destination is written only from where `published` says that it may be. Behind each decoder the
+stream writes the restore's ticket, which a client's stream may wait for; whether the decoder has
+verified the bytes is known to the CPU alone, and RestoreDone is posted only then.
 """
 
 from __future__ import annotations
 
-from storm_kernels.cuda_driver import wait_event
+from storm_kernels.cuda_driver import wait_event, write_value
 from storm_kernels.errors import CorruptBlob
 
 from stormd.lanes.cuda.client import SKIPPED, UNWRITTEN, CudaClient, error_text
 from stormd.lanes.cuda.scratch import RESULT_WORDS, Scratch
 from stormd.ledger.events import RestoreDone, RestoreFailed, RestoreJob, Result
 from stormd.monitoring.nvtx import nvtx_range
+from stormd.protocol.timeline import restored_slot
 
 __all__ = ["Restores"]
 
@@ -98,6 +100,7 @@ class Restores:
                     result=scratch.result.device_address + 8 * first,
                     stream=stream,
                 )
+            write_value(stream, client.counter(restored_slot(job.ticket)), job.ticket)
         scratch.coded.record(stream)
         scratch.is_coding = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import storm_client as storm
@@ -16,7 +16,7 @@ from support.in_place_lane import FakeInPlace, InPlaceCpuLane
 from support.waiting import wait_until
 from torch import Tensor
 
-from stormd.protocol import Message, Restored, RestoredParts
+from stormd.protocol import Failed, Message, Restored, RestoredParts
 
 MIB = 1 << 20
 
@@ -217,6 +217,119 @@ def test_a_daemon_that_does_not_deliver_is_an_error(
         transfers.assert_invariants()
     loss.backward()
     assert torch.equal(x.grad, expected)
+
+
+def handed_out(client: storm.Client, way: FakeInPlace, **options: bool) -> tuple[Tensor, Tensor]:
+    """Return a leaf and a loss of it whose saved tensors are away, none of which comes early."""
+    session = client._supply.sessions.of(torch.device("cpu"))
+    session.transfers.window.limit = session.transfers.window._ceiling = MIB
+    x = leaf()
+    with client.offload(min_bytes=1, **options) as offload:
+        loss = chain(x, 8)
+    offload.stats()
+    return x, loss
+
+
+def test_memory_is_used_before_the_daemon_has_answered(
+    client: storm.Client, way: FakeInPlace
+) -> None:
+    x, loss = handed_out(client, way)
+    loss.backward()
+    expected = x.detach().clone().requires_grad_()
+    assert torch.equal(x.grad, gradient(chain(expected, 8), expected))
+    assert way.handed_out
+    session = client._supply.sessions.of(torch.device("cpu"))
+    assert not session.transfers.handed_out  # the pass has ended with all answers
+    del loss
+
+
+def test_outside_of_a_backward_pass_the_host_waits(client: storm.Client, way: FakeInPlace) -> None:
+    x, loss = handed_out(client, way)
+    node = loss.grad_fn.next_functions[0][0]
+    while (saved := getattr(node, "_saved_self", None)) is None:
+        node = node.next_functions[0][0]
+    assert saved.shape == x.shape
+    assert way.came_back
+    assert not way.handed_out
+    del loss, node, saved
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_where_a_hook_may_use_a_gradient_the_host_waits(
+    client: storm.Client, way: FakeInPlace, hook: str
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    getattr(model.weight, hook)(lambda _: None)
+    session = client._supply.sessions.of(torch.device("cpu"))
+    session.transfers.window.limit = session.transfers.window._ceiling = MIB
+    x = leaf()
+    with client.offload(model, min_bytes=1) as offload:
+        loss = chain(x, 8)
+    offload.stats()
+    loss.backward()
+    assert way.came_back
+    assert not way.handed_out
+    del loss
+
+
+def test_what_was_used_and_is_damaged_ends_the_backward_pass(
+    client: storm.Client, way: FakeInPlace, daemon: DaemonThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _x, loss = handed_out(client, way)
+    transfers = client._supply.sessions.of(torch.device("cpu")).transfers
+    reply, held = transfers.reply, []
+
+    def late(request: int, message: Message) -> None:
+        held.append((request, message))
+        while held and (way.handed_out or not isinstance(held[0][1], Failed)):
+            reply(*held.pop(0))
+
+    def await_restored(tickets: Sequence[int]) -> None:
+        """Wait for nothing, and hear of failures only now."""
+        way.handed_out += len(tickets)
+        while way.handed_out and held:
+            reply(*held.pop(0))
+
+    monkeypatch.setattr(transfers, "reply", late)
+    monkeypatch.setattr(way, "await_restored", await_restored)
+    pool = daemon.server._pool
+    ctypes.memset(pool.address + 300, 0x55, 8 * MIB)
+    with pytest.raises(storm.CorruptBlob):
+        loss.backward()
+    assert way.handed_out
+    del loss
+    wait_until(lambda: not transfers._pending, 30, lambda: transfers._pending)
+
+
+def test_a_pass_whose_daemon_does_not_answer_ends_in_an_error(
+    client: storm.Client, way: FakeInPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the daemon may still be writing to is kept, and no stream waits for it any more."""
+    _x, loss = handed_out(client, way)
+    session = client._supply.sessions.of(torch.device("cpu"))
+    transfers, unheard, released = session.transfers, [], []
+    reply, release = transfers.reply, way.release
+
+    def without_restores(request: int, message: Message) -> None:
+        if isinstance(message, Restored | RestoredParts):
+            unheard.append((request, message))
+        else:
+            reply(request, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inbound, "STALL_SECONDS", 0.2)
+        patch.setattr(transfers, "reply", without_restores)
+        patch.setattr(way, "release", lambda ticket: (released.append(ticket), release(ticket)))
+        with pytest.raises(storm.ActivationLost, match="answered nothing"):
+            loss.backward()
+        assert transfers.writes_to_memory()
+    assert released
+    with session.connection.lock:
+        for request, message in unheard:
+            transfers.reply(request, message)
+        transfers.assert_invariants()
+    assert not transfers.writes_to_memory()
+    del loss
 
 
 def test_a_daemon_that_ends_is_an_error(client: storm.Client, way: FakeInPlace) -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from storm_client.errors import CorruptBlob
+from storm_client.errors import ActivationLost, CorruptBlob, StormError
 from storm_client.lanes import Mapped, Route, Slot, Staged
 from storm_client.planner import DeviceWindow
 from storm_client.saved.ranges import RangePhase, StoredRange
@@ -395,6 +395,26 @@ class TransfersMachine(RuleBasedStateMachine):
         for index in range(len(one.parts)):
             self.transfers.restore(incoming, index, Mapped(2, 0), 0)
         self._note_requests(incoming)
+
+    @rule(one=records)
+    def hands_out(self, one: StoredRange) -> None:
+        incoming = self.transfers.incoming.get(one.key)
+        if incoming is None or incoming.storage is None:
+            return
+        self.transfers.wait_for(incoming)
+        if any(part.error for part in incoming.transfers.values()):
+            with pytest.raises(StormError):
+                self.transfers.can_hand_out(incoming)
+        elif self.transfers.can_hand_out(incoming):
+            expected = [p.number for p in incoming.transfers.values() if p.phase is Phase.REQUESTED]
+            assert self.transfers.hand_out(incoming, 1) == expected
+            assert self.transfers.handed_out_of(incoming.storage) == expected
+
+    @rule()
+    def stalls(self) -> None:
+        tickets = self.transfers.fail_handed_out(ActivationLost("nothing was heard"))
+        assert not self.transfers.is_used_by(1)
+        assert not tickets or self.transfers.failed[1].error is not None
 
     @rule(one=records)
     def comes_back(self, one: StoredRange) -> None:
