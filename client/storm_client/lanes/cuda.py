@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -403,7 +402,10 @@ class _InPlace:
         self._lane.release_restore(ticket)
 
     def barrier(self) -> MapSegment:
-        return replace(self._lane.offer(), segment=self.segments.new_number())
+        area = self._lane.offer()
+        return MapSegment(
+            segment=self.segments.new_number(), handle=area.handle, nbytes=area.nbytes
+        )
 
     def headroom(self) -> int:
         return self._lane.headroom()

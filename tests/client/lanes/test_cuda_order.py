@@ -132,6 +132,7 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lane.in_place.barrier,
             lambda: lane.in_place.produced(1),
             lambda: lane.in_place.overtake(0, tensor),
+            lambda: lane.in_place.await_restored([7]),
             lambda: lane.stage(tensor, 0, Slot(0, PART)),
             lambda: lane.unstage(Slot(0, PART), tensor, 0),
             lambda: lane.use(tensor),
@@ -147,7 +148,7 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
     thread = threading.Thread(target=use)  # in which no context has been entered
     thread.start()
     thread.join()
-    assert seen == [0] * 23
+    assert seen == [0] * 25
 
 
 def test_what_captures_is_the_lanes_own_device(
