@@ -132,7 +132,7 @@ def test_the_current_device_stays(fake: FakeTorch, bench: Callable[..., Bench]) 
             lane.in_place.barrier,
             lambda: lane.in_place.produced(1),
             lambda: lane.in_place.overtake(0, tensor),
-            lambda: lane.in_place.await_restored([7]),
+            lambda: lane.in_place.await_restored([0]),
             lambda: lane.stage(tensor, 0, Slot(0, PART)),
             lambda: lane.unstage(Slot(0, PART), tensor, 0),
             lambda: lane.use(tensor),
