@@ -299,9 +299,17 @@ class Planning:
         )
         choice = self._choice(kind, problem, machine)
         kind.follow(choice.decisions)
-        kind.plan, kind.told = Plan.of(problem, choice, machine.measured), None
+        plan = Plan.of(problem, choice, machine.measured)
+        kind.plan, kind.told = self._beside_checkpointing(kind, plan), None
         if kind.has_functions and not kind.has_replays:
             self._go_on_without_functions(kind)
+
+    def _beside_checkpointing(self, kind: Kind, plan: Plan) -> Plan:
+        """Return a plan that says what checkpointing would keep; with "least" no more is held."""
+        most, held = kind.checkpointed_bytes, None
+        if most is not None and self.options.budget == "least":
+            held = max(0, most - plan.bytes_by_decision["keep"])
+        return replace(plan, checkpointed_bytes=most, turn_bytes=held)
 
     def _choice(self, kind: Kind, problem: Problem, machine: Machine) -> Choice:
         """Return the choice that the next steps of a kind follow, of those that are compared."""
@@ -339,13 +347,18 @@ class Planning:
     def _problem(self, kind: Kind) -> Problem:
         """Return what the planner is told of a kind, waiting until its passes are timed.
 
+        With "least" no more stays at the end of the forward pass than checkpointing would keep.
         Nothing is recomputed where nobody watches its functions.
         """
         switched_off = "" if self.options.replays else _SWITCHED_OFF
-        return kind.problem(
+        problem = kind.problem(
             recomputes=kind.has_functions and not self._runs_compiled_code,
             why_not=_COMPILED if self._runs_compiled_code else switched_off,
         )
+        most = kind.checkpointed_bytes
+        if most is None or self.options.budget != "least":
+            return problem
+        return replace(problem, last_bytes=min(problem.last_bytes, most))
 
     def _go_on_without_functions(self, kind: Kind) -> None:
         """Have the next step be expected to be of a kind, whose functions nobody watches now."""
@@ -516,7 +529,7 @@ def _search(kind: Kind, problem: Problem, *, is_least: bool) -> PlanSearch:
     return PlanSearch.beginning(
         is_bound=host is not None,
         allowance=forward / 2 if is_least and not kind.is_not_worth_it else 0.0,
-        slack_bytes=problem.last_bytes,
+        slack_bytes=max(problem.last_bytes, kind.checkpointed_bytes or 0),
     )
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 
 from storm_client.eager.step_times import OBSERVED, Duration, StepTimes
+from storm_client.planner.blocks import checkpointed_bytes
 from storm_client.planner.decisions import OFFLOAD, Decision, Keep, Offload, Replay
 from storm_client.planner.host import HostBound, HostPass
 from storm_client.planner.in_flight import last_bytes
@@ -231,6 +232,13 @@ class Kind:
     def saved_bytes(self) -> int:
         """What one of its steps saves."""
         return sum(value.nbytes for value in self.values if value.is_saved)
+
+    @cached_property
+    def checkpointed_bytes(self) -> int | None:
+        """What checkpointing each block of its steps would keep; None where none are known."""
+        if self.origin is not None:
+            return self.origin.checkpointed_bytes
+        return checkpointed_bytes((value.layer, value.nbytes) for value in self.values)
 
     def follow(self, decisions: list[Decision]) -> None:
         """Follow these from now on. Where they are new, every replay has to prove itself anew.

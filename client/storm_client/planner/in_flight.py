@@ -58,9 +58,12 @@ class DeviceWindow:
         """Bytes of sources that may be held after they were stored."""
         self.unread = self.limit
         """Bytes of sources that may be given up before they were read."""
+        self.at_turn: int | None = None
+        """Bytes of sources that may be held when a forward pass ends; None for no fewer."""
         self._largest = 0
         self._pass_bytes = 0
         self._fullest_pass = 0
+        self._latest_pass = 0
 
     def saw(self, nbytes: int) -> None:
         """Note the size of a tensor that is stored in place."""
@@ -71,11 +74,23 @@ class DeviceWindow:
 
     def turned(self) -> None:
         """Note that something is brought back: what was stored since the last time was a pass."""
+        self._latest_pass = self._pass_bytes
         if self._pass_bytes > self._fullest_pass:
             self._fullest_pass = self._pass_bytes
             self.limit = self._part_of_pass(HELD_SHARE)
             self.unread = self._part_of_pass(UNREAD_SHARE)
         self._pass_bytes = 0
+
+    def may_hold(self) -> int:
+        """Return how many bytes of sources may be held by now.
+
+        What is held when a forward pass ends lies there beside the loss. So it shrinks as the pass
+        comes to where the last one ended.
+        """
+        if self.at_turn is None:
+            return self.limit
+        to_come = max(0, self._latest_pass - self._pass_bytes)
+        return min(self.limit, max(self.at_turn, LEAST_BYTES) + to_come)
 
     def ahead(self, headroom: int, held: int) -> int:
         """Return how many bytes may be brought back early.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "Row", "new_figure", "save_figure"]
 
+SHOWN = 4
+"""Operations that are named of those whose results stay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -58,6 +61,10 @@ class Plan:
     """For which a compiled graph is expected to wait for the link."""
     host_seconds: float = 0.0
     """Of the training thread a step, where the step is CPU-bound; 0.0 where it is not."""
+    turn_bytes: int | None = None
+    """That may be in flight where the forward pass ends; None for as much as is best."""
+    checkpointed_bytes: int | None = None
+    """What checkpointing each block would keep; None where no blocks are known."""
     measured: frozenset[str] = frozenset()
     """Which of the machine's figures were measured: "link", "thread"."""
     compared: str = ""
@@ -101,8 +108,12 @@ class Plan:
         ]
         for decision, nbytes in self.bytes_by_decision.items():
             lines.append(f"{decision:<8} {format_size(nbytes):>10}")
-        compared = [f"compared: {self.compared}"] if self.compared else []
-        return "\n".join([*lines, self._times(), *compared])
+        lines.append(self._times())
+        if self.checkpointed_bytes is not None:
+            lines.append(self._beside_checkpointing(self.checkpointed_bytes))
+        if self.compared:
+            lines.append(f"compared: {self.compared}")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """Return the same table for a notebook."""
@@ -115,6 +126,21 @@ class Plan:
             shape = "x".join(map(str, row.shape)) + f" {str(row.dtype).removeprefix('torch.')}"
             size, cost = format_size(row.nbytes * count), f"{1e3 * row.cost * count:.2f}"
             yield f"{count} x {row.operation}", shape, size, row.decision, cost, row.reason
+
+    def _beside_checkpointing(self, kept: int) -> str:
+        """Return what stays beside what checkpointing each block keeps, and what makes it more."""
+        own = self.bytes_by_decision["keep"]
+        text = (
+            f"checkpointing each block would keep {format_size(kept)}, the plan {format_size(own)}"
+        )
+        if own <= kept:
+            return text
+        largest: Counter[str] = Counter()
+        for row in self.rows:
+            if row.decision == _NAMES[Keep]:
+                largest[row.operation] += row.nbytes
+        most = (f"{name} {format_size(n)}" for name, n in largest.most_common(SHOWN))
+        return f"{text}: {', '.join(most)}"
 
     def _times(self) -> str:
         """Return what a step takes, as far as it is known."""

@@ -311,7 +311,7 @@ class Session(Listener):
                     self.connection.send(0, UnmapSegment(barrier.segment))
 
     def tell(self, plan: Plan, budget: Budget) -> None:
-        """Tell the daemon what a step does, for people who watch; one that is gone is not told."""
+        """Hold no more back than a plan says, and tell the daemon of it, for people who watch."""
         sizes = plan.bytes_by_decision
         message = PlanLearned(
             kept_bytes=sizes["keep"],
@@ -320,6 +320,7 @@ class Session(Listener):
             budget=budget_text(budget),
         )
         with self.connection.lock, suppress(DaemonLost):
+            self.transfers.window.at_turn = plan.turn_bytes
             self.connection.post(0, message)
 
     def close(self) -> None:

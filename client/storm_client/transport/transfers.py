@@ -460,7 +460,7 @@ class Transfers:
 
         The oldest goes first, because a backward pass needs it last.
         """
-        return next(iter(self._held.values())) if self.held_bytes > self.window.limit else None
+        return next(iter(self._held.values())) if self.held_bytes > self.window.may_hold() else None
 
     def is_held(self, key: int) -> bool:
         """Tell whether the source of the record of that key is held."""

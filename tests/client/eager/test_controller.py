@@ -96,3 +96,35 @@ def test_over_a_slow_link_more_stays(make_daemon: Callable[..., DaemonProcess]) 
             kept[limit] = offload.plan.bytes_by_decision["keep"]
     assert kept[0] == 0
     assert kept[1 << 20] == 256 * 64 * 4
+
+
+class Blocks(nn.Module):
+    """Layers in a list, of which each makes three tensors that are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64))  # noqa: E731
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            tensor = layer(tensor)
+        return tensor
+
+
+def test_with_the_least_budget_no_more_is_in_flight_than_checkpointing_would_keep(
+    client: storm.Client,
+) -> None:
+    net, rows = Blocks(), 256
+    for budget, is_bounded in (("least", True), (0.5, False)):
+        offload = client.offload(net, min_bytes=4096, budget=budget)
+        train(offload, net, steps=3, rows=rows)
+        plan = offload.plan
+        assert plan is not None
+        kept = 3 * rows * 64 * 4
+        assert plan.checkpointed_bytes == kept
+        assert plan.turn_bytes == (kept - plan.bytes_by_decision["keep"] if is_bounded else None)
+        assert "checkpointing each block would keep" in str(plan)
+        (session,) = client._supply.sessions._open_sessions()
+        assert session.transfers.window.at_turn == plan.turn_bytes

@@ -454,3 +454,29 @@ def test_running_out_of_memory_halves_it_down_to_a_little() -> None:
     assert window.limit == window.ahead(100 * GIB, 0) == LEAST_BYTES
     window.saw(GIB)
     assert window.limit == LEAST_BYTES
+
+
+def test_what_is_held_shrinks_where_the_last_pass_has_ended() -> None:
+    """There it lies beside the loss."""
+    window = DeviceWindow(4 * GIB)
+    window.at_turn = 2 * LEAST_BYTES
+    held: list[int] = []
+    for _ in range(2):
+        held.clear()
+        for _ in range(32):
+            window.saw(GIB // 10)
+            held.append(window.may_hold())
+        window.turned()
+    assert held[0] == window.limit
+    assert held == sorted(held, reverse=True)
+    assert held[-2:] == [2 * LEAST_BYTES + GIB // 10, 2 * LEAST_BYTES]
+    window.at_turn = None
+    assert window.may_hold() == window.limit
+
+
+def test_something_is_always_held_so_that_the_link_is_busy() -> None:
+    window = DeviceWindow(4 * GIB)
+    window.at_turn = 0
+    assert window.may_hold() == LEAST_BYTES
+    window.shrink()
+    assert window.may_hold() <= window.limit

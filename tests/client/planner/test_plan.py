@@ -1,0 +1,43 @@
+"""What a plan says to people."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from storm_client.planner.plan import Plan, Row
+
+MIB = 1 << 20
+
+
+def row(operation: str, mebibytes: int, decision: str) -> Row:
+    return Row(operation, (mebibytes,), torch.uint8, mebibytes * MIB, decision, "why", 1e-3)
+
+
+PLAN = Plan(
+    (row("linear", 3, "keep"), row("add", 1, "keep"), row("silu", 9, "replay")),
+    peak_bytes=4 * MIB,
+    link_seconds=0.0,
+    replay_seconds=1e-3,
+    forward_seconds=1.0,
+    checkpointed_bytes=4 * MIB,
+)
+
+
+def test_what_stays_is_said_beside_what_checkpointing_would_keep() -> None:
+    assert "checkpointing each block would keep 4.0 MiB, the plan 4.0 MiB" in str(PLAN)
+    assert "4.0 MiB, the plan 4.0 MiB:" not in str(PLAN)
+
+
+def test_where_more_stays_it_is_said_of_what() -> None:
+    more = replace(PLAN, checkpointed_bytes=3 * MIB)
+    assert "keep 3.0 MiB, the plan 4.0 MiB: linear 3.0 MiB, add 1.0 MiB" in str(more)
+
+
+def test_without_blocks_nothing_is_said_of_them() -> None:
+    assert "checkpointing" not in str(replace(PLAN, checkpointed_bytes=None))
+
+
+def test_figures_that_were_measured_are_named() -> None:
+    assert "measured: link, thread" in str(replace(PLAN, measured=frozenset({"thread", "link"})))
+    assert "measured" not in str(PLAN)
