@@ -13,13 +13,15 @@ from typing import Final
 from stormd.config import Config
 from stormd.doctor.finding import Finding
 
-__all__ = ["check_connections", "check_driver", "check_ipc", "check_mps"]
+__all__ = ["check_connections", "check_driver", "check_ipc", "check_mps", "check_products"]
 
 _LEAST_DRIVER: Final = 13000
 """CUDA 13.0, as cuDriverGetVersion counts."""
 
 _UNIFIED_ADDRESSING: Final = 41
 _STREAM_WAIT_GEQ: Final = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+_CAPABILITY: Final = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+_HOPPER: Final = (9, 0)
 _NO_DRIVER: Final = "no NVIDIA driver: the cpu lane alone is offered"
 
 
@@ -79,6 +81,22 @@ def check_connections() -> Finding:
         )
         return Finding("CUDA queues", "warn", "CUDA_DEVICE_MAX_CONNECTIONS=1", advice)
     return Finding("CUDA queues", "ok", f"CUDA_DEVICE_MAX_CONNECTIONS={value or 'unset'}")
+
+
+def check_products() -> Finding:
+    """Check whether storm_kernels.gemm has a kernel for the devices; no daemon needs one."""
+    driver = _driver()
+    if driver is None:
+        return Finding("encoding products", "skip", _NO_DRIVER)
+    others = []
+    for index in range(_device_count(driver)):
+        major, minor = (_attribute(driver, index, number) for number in _CAPABILITY)
+        if (major, minor) != _HOPPER:
+            others.append(f"{index} has {major}.{minor}")
+    if others:
+        detail = f"they need compute capability 9.0; device {', '.join(others)}"
+        return Finding("encoding products", "skip", f"{detail}: PyTorch multiplies there")
+    return Finding("encoding products", "ok", "storm_kernels.gemm encodes as it multiplies")
 
 
 def _without_driver(config: Config) -> Finding:

@@ -30,6 +30,7 @@ def examine(config: Config) -> list[Finding]:
         ("CUDA IPC", cuda.check_ipc),
         ("CUDA MPS", cuda.check_mps),
         ("CUDA queues", cuda.check_connections),
+        ("encoding products", cuda.check_products),
     ]
     return [_run(name, check) for name, check in checks]
 

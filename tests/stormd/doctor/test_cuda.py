@@ -88,3 +88,20 @@ def test_a_real_driver_is_asked() -> None:
     assert isinstance(cuda._driver(), ctypes.CDLL)
     assert cuda.check_driver(Config()).state == "ok"
     assert cuda.check_ipc().state == "ok"
+
+
+def test_encoding_products_are_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = {75: 9, 76: 0}
+
+    class Device(Driver):
+        def cuDeviceGetAttribute(self, out: Any, attribute: int, device: Any) -> int:
+            return _set(out, capability[attribute])
+
+    _with(monkeypatch, Device())
+    assert cuda.check_products().state == "ok"
+    capability.update({75: 8, 76: 6})
+    finding = cuda.check_products()
+    assert finding.state == "skip"
+    assert "device 0 has 8.6" in finding.detail
+    _with(monkeypatch, None)
+    assert cuda.check_products().state == "skip"
