@@ -285,7 +285,7 @@ class Server:
         self._spaces = spaces
 
     async def _open_lanes(self) -> None:
-        self._mailbox = Mailbox(self._loop, self._take_results)
+        self._mailbox = Mailbox(self._loop)
         self._cleanup.callback(self._mailbox.close)
         self._lanes = await asyncio.to_thread(
             open_lanes, self._config, self._pool, self._mailbox.post
@@ -353,11 +353,9 @@ class Server:
             later=self._loop.call_later,
             move=None if self._spill is None else self._spill.tier.begin,
         )
+        self._mailbox.start(self._gateway.take_results)
 
     # --- parts of serving and closing -------------------------------------------------------
-
-    def _take_results(self, results: list[Result]) -> None:
-        self._gateway.take_results(results)
 
     def _keep_address(self) -> None:
         """Bind again what was removed: nobody new would find this daemon, nor could start another.

@@ -11,10 +11,23 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Final
 
 from stormd.gateway.peers import Peer, Peers
-from stormd.ledger.events import Detach, Ended, Instruction, Jobs, Map, Probe, Reply, Skip, Unmap
+from stormd.ledger.events import (
+    Detach,
+    Ended,
+    Instruction,
+    Jobs,
+    Map,
+    Probe,
+    Reply,
+    Result,
+    Skip,
+    Unmap,
+)
 from stormd.ledger.ledger import Ledger
 from stormd.ledger.sessions import session_name
 from stormd.ledger.spill_events import SpillJob
@@ -39,6 +52,8 @@ UNREAD_BYTES: Final = 8 << 20
 all stores of a session with 60,000 entries are a third of it. Less would not do: on a busy machine
 a client that reads may be kept from it for as long as hundreds of frames take."""
 
+_alike = attrgetter("session", "__class__")
+
 Move = Callable[[Sequence[SpillJob]], None]
 """Has the tier on disk begin these."""
 
@@ -48,6 +63,8 @@ Later = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 class Dispatch:
     """Performs instructions and sends answers; `flush` must follow at the end of any event.
+
+    The control socket calls it where there is something to send.
 
     `on_progress` is called then where what is held has changed, and `move` where the tier on disk
     is to do something.
@@ -94,10 +111,14 @@ class Dispatch:
     def perform(self, instructions: list[Instruction]) -> None:
         """Carry instructions out, in their order."""
         peers = self._peers.by_session
+        if self._move is not None:  # whatever it was may have something read or written there
+            self._control.is_owing = True
         for instruction in instructions:
             peer = peers[instruction.session]
             if isinstance(instruction, Jobs):
-                peer.lane.begin(instruction.session, instruction.jobs)
+                done = peer.lane.begin(instruction.session, instruction.jobs)
+                if done:
+                    self._take(done)
             elif isinstance(instruction, Reply):
                 self.send(peer, instruction.request, instruction.message)
             else:
@@ -122,6 +143,26 @@ class Dispatch:
         self._lifelines.end(ended.session)
         fields = {"session": session_name(ended.session), "cause": ended.cause}
         log.info("session ended", extra=fields)
+
+    # --- results ----------------------------------------------------------------------------
+
+    def take_results(self, results: Sequence[Result]) -> None:
+        """Take in what lanes have done."""
+        self._take(results)
+        self.flush()
+
+    def _take(self, results: Sequence[Result]) -> None:
+        now, peers = time.monotonic(), self._peers.by_session
+        is_waited_for = self._ledger.is_waited_for
+        for (session, kind), alike in groupby(results, _alike):
+            try:
+                self.perform(self._ledger.on_results[kind](peers[session].record, alike, now))
+            except Exception:
+                # Our bug. The session ends, and nobody else's; its end waits for these in vain.
+                log.exception("results of session %s could not be handled", session_name(session))
+                self.end(session, "failed")
+        if is_waited_for:
+            self._control.unpark()
 
     # --- the ends of sessions ---------------------------------------------------------------
 
@@ -162,7 +203,7 @@ class Dispatch:
             return
         peer.outbox.append(Envelope(request, message))
         if kind is not Admitted or len(peer.outbox) >= MESSAGES_A_FRAME:
-            self._unsent[peer] = None
+            self.hurry(peer)
             self._counters.refused += kind is Refused
             return
         self._held[peer] = None
@@ -172,13 +213,16 @@ class Dispatch:
     def hurry(self, peer: Peer) -> None:
         """Have what is in the peer's outbox leave with the next `flush`."""
         self._unsent[peer] = None
+        self._control.is_owing = True
 
     def send_alone(self, peer: Peer, request: int, message: Message) -> None:
         """Send a message in a frame of its own, now: a large one might not fit beside others."""
-        self._send_frame(peer, encode([Envelope(request, message)]))
+        self._control.send(peer.connection, encode([Envelope(request, message)]))
+        self._give_up_if_lost(peer)
 
     def flush(self) -> None:
         """Send what is in the outboxes, at the end of any event; have the tier on disk go on."""
+        self._control.is_owing = False
         if self._move is not None and self._ledger.spills is not None:
             jobs = self._ledger.spills.moves(time.monotonic())
             if jobs:
@@ -196,10 +240,13 @@ class Dispatch:
         """Send what is in a peer's outbox now."""
         self._held.pop(peer, None)
         outbox, peer.outbox = peer.outbox, []
+        connection = peer.connection
         for start in range(0, len(outbox), MESSAGES_A_FRAME):
             if not peer.is_heard:
                 return  # it was given up
-            self._send_frame(peer, encode(outbox[start : start + MESSAGES_A_FRAME]))
+            self._control.send(connection, encode(outbox[start : start + MESSAGES_A_FRAME]))
+            if connection.unsent or not connection.is_reachable:
+                self._give_up_if_lost(peer)
 
     def _send_held(self) -> None:
         """Send what has waited long enough."""
@@ -207,11 +254,9 @@ class Dispatch:
         self._unsent |= self._held
         self.flush()
 
-    def _send_frame(self, peer: Peer, frame: bytes) -> None:
-        """Send a frame; give a peer up that is not there or reads too little."""
-        connection = peer.connection
-        self._control.send(connection, frame)
-        if not connection.is_reachable:
+    def _give_up_if_lost(self, peer: Peer) -> None:
+        """Give a peer up that is not there or reads too little."""
+        if not peer.connection.is_reachable:
             self.give_up(peer, "it is gone")
-        elif connection.unsent > UNREAD_BYTES:
+        elif peer.connection.unsent > UNREAD_BYTES:
             self.give_up(peer, "it does not read")

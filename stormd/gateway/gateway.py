@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from itertools import groupby
-from operator import attrgetter
 from typing import Any, Final
 
 from stormd.gateway.dispatch import Dispatch, Later, Move
@@ -18,9 +16,8 @@ from stormd.gateway.opening import Opening, Terms
 from stormd.gateway.peers import Peer, Peers
 from stormd.lanes import Lane
 from stormd.ledger.cache_requests import CACHE_REQUESTS
-from stormd.ledger.events import Instruction, Result, Wait
+from stormd.ledger.events import Instruction, Wait
 from stormd.ledger.ledger import Ledger
-from stormd.ledger.sessions import session_name
 from stormd.monitoring.counters import Counters
 from stormd.protocol import (
     Envelope,
@@ -54,7 +51,7 @@ RELEASED_AT_ONCE: Final = 256
 LARGE_BYTES: Final = 8 << 20
 """Of a store whose Admitted leaves at once: a client short of memory lets go when it has come."""
 
-_alike = attrgetter("session", "__class__")
+UNHANDLED: Final = "a frame could not be handled"
 
 Handler = Callable[["Peer", int, Any], Iterator[None] | None]
 """Carries a request out; one that may take long returns its steps."""
@@ -66,6 +63,7 @@ class Gateway:
     `status` returns what a StatusRequest is answered with; `on_progress` is called whenever what is
     held may have changed; `later` has a call made on the loop after so many seconds; `move` begins
     what the tier on disk is to do, and must be given where the ledger has one.
+    `take_results` is where lanes answer.
     """
 
     def __init__(
@@ -95,6 +93,7 @@ class Gateway:
             later=later,
             move=move,
         )
+        self.take_results = self._dispatch.take_results
         self._opening = Opening(
             terms=terms,
             peers=self._peers,
@@ -136,38 +135,35 @@ class Gateway:
 
     # --- events -----------------------------------------------------------------------------
 
-    def take_frame(self, connection: Connection, frame: bytes | None) -> Iterator[None]:
-        """Take a message from a client: the steps in which it is worked on. `flush` must follow.
+    def take_frame(self, connection: Connection, frame: bytes | None) -> Iterator[None] | None:
+        """Take a message from a client; return the steps of what takes long. `flush` must follow.
 
         `frame` is None where the message had another number of parts than a client sends.
         """
         peer = self._peers.by_connection.get(connection)
         try:
             if peer is None:
-                yield from self._hear_stranger(connection, frame)
+                steps: Iterator[None] | None = self._hear_stranger(connection, frame)
             else:
-                yield from self._hear(peer, frame)
+                steps = self._hear(peer, frame)
         except Exception:
-            # Our bug. It ends the one session whose frame met it and nobody else's.
-            log.exception("a frame could not be handled")
-            peer = self._peers.by_connection.get(connection)
-            if peer is not None:
-                self.end(peer.session, "failed")
+            log.exception(UNHANDLED)
+            self._fail(connection)
+            return None
+        return None if steps is None else self._watched(connection, steps)
 
-    def take_results(self, results: list[Result]) -> None:
-        """Take what lanes have done."""
-        now, dispatch, peers = time.monotonic(), self._dispatch, self._peers.by_session
-        is_waited_for = self._ledger.is_waited_for
-        for (session, kind), alike in groupby(results, _alike):
-            try:
-                dispatch.perform(self._ledger.on_results[kind](peers[session].record, alike, now))
-            except Exception:
-                # Our bug, as above. The session's end waits for these results in vain.
-                log.exception("results of session %s could not be handled", session_name(session))
-                self.end(session, "failed")
-        if is_waited_for:
-            self._control.unpark()
-        dispatch.flush()
+    def _watched(self, connection: Connection, steps: Iterator[None]) -> Iterator[None]:
+        try:
+            yield from steps
+        except Exception:
+            log.exception(UNHANDLED)
+            self._fail(connection)
+
+    def _fail(self, connection: Connection) -> None:
+        """End the one session whose frame met a bug of ours, and nobody else's."""
+        peer = self._peers.by_connection.get(connection)
+        if peer is not None:
+            self.end(peer.session, "failed")
 
     def give_up(self, connection: Connection) -> None:
         """End the session of a client whose connection was ended: too much of it had to wait."""
@@ -247,21 +243,53 @@ class Gateway:
                 self._opening.answer(connection, request, message)
             yield
 
-    def _hear(self, peer: Peer, frame: bytes | None) -> Iterator[None]:
-        """Carry out a frame of a client with a session, whose lease it renews."""
+    def _hear(self, peer: Peer, frame: bytes | None) -> Iterator[None] | None:
+        """Carry out a frame of a client with a session, whose lease it renews.
+
+        Its first message at once, where the frame is small: most have no other.
+        """
         peer.record.seen = time.monotonic()
+        if frame is None or len(frame) > SMALL_BYTES:
+            return self._read_and_carry_out(peer, frame)
+        try:
+            batch = decode(frame)
+        except ProtocolError as error:
+            self._refuse(peer, error)
+            return None
+        request, message = batch[0]
+        ask, steps = self._of_the_ledgers.get(type(message)), None
+        if ask is None:
+            steps = self._request(peer, request, message)
+        else:
+            self._dispatch.perform(ask(peer.record, request, message, time.monotonic()))
+        if steps is None and len(batch) == 1:
+            return None
+        return self._carry_out(peer, batch[1:], steps)
+
+    def _read_and_carry_out(self, peer: Peer, frame: bytes | None) -> Iterator[None]:
         try:
             batch = yield from _read(frame)
         except ProtocolError as error:
-            self._counters.malformed += 1
-            if peer.is_heard:
-                self._dispatch.send(peer, 0, Refused("UsageError", str(error)))
+            self._refuse(peer, error)
             return
+        yield from self._carry_out(peer, batch, None)
+
+    def _carry_out(
+        self, peer: Peer, batch: Iterable[Envelope], steps: Iterator[None] | None
+    ) -> Iterator[None]:
+        """Take the steps of a message that was begun, and carry out those that follow it."""
+        if steps is not None:
+            yield from self._while_heard(peer, steps)
         for request, message in batch:
+            yield
             steps = self._request(peer, request, message)
             if steps is not None:
                 yield from self._while_heard(peer, steps)
-            yield
+
+    def _refuse(self, peer: Peer, error: ProtocolError) -> None:
+        self._counters.malformed += 1
+        if peer.is_heard:
+            self._dispatch.send(peer, 0, Refused("UsageError", str(error)))
 
     def _request(self, peer: Peer, request: int, message: Message) -> Iterator[None] | None:
         """Carry a message out, or return the steps of one that may take long."""

@@ -85,8 +85,8 @@ class Lane(Protocol):
             LaneUnavailable: this session cannot be served; nothing of it is left.
         """
 
-    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
-        """Begin a session's jobs, in their order.
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> Sequence[Result]:
+        """Begin a session's jobs, in their order; return the results of what is done already.
 
         Each store is answered by StoreDone or StoreFailed, each restore by RestoreDone or
         RestoreFailed.

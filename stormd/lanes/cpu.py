@@ -1,7 +1,8 @@
 """The cpu lane: a shared staging area a session, worker threads that encode and decode.
 
 Workers touch a session's memory only between its attachment and its `Detached`. Each job is
-answered once, also when it fails or is skipped. Nothing here runs on the event loop but queueing.
+answered once, also when it fails or is skipped. Nothing here runs on the event loop but queueing,
+and jobs so small that to hand them to a worker and back would take the loop longer.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ STAGING_SEGMENT: Final = 0
 
 START_SECONDS: Final = 5.0
 """For workers to end that were started in vain."""
+
+AT_ONCE_BYTES: Final = 64 << 10
+"""Of the jobs that are done on the loop where their session has no other: some 20 microseconds, and
+a worker's waking and the loop's take several times that."""
 
 LARGE_BYTES: Final = 1 << 20
 """Of a job whose result is posted at once: what it cost to wake the loop is little beside it."""
@@ -109,7 +114,8 @@ class CpuLane:
     """Serves sessions with `threads` workers; results go to `post`, from any of them.
 
     `staging_bytes` and `part_bytes` are the most that a session is granted, `all_staging_bytes`
-    what all of them have together. `close` must follow.
+    what all of them have together; jobs of `at_once_bytes` are done on the loop. `close` must
+    follow.
 
     Raises:
         LaneUnavailable: there is not the memory, or not the threads, for so many workers.
@@ -128,6 +134,7 @@ class CpuLane:
         part_bytes: int,
         threads: int,
         link_limit_bytes: int = 0,
+        at_once_bytes: int = AT_ONCE_BYTES,
     ) -> None:
         self._limit = LinkLimit(link_limit_bytes)
         self._post = post
@@ -138,7 +145,8 @@ class CpuLane:
         self._memories: dict[int, _Memory] = {}
         self._queue: FairQueue[StoreJob | RestoreJob] = FairQueue()
         self.heartbeats = tuple(Heartbeat(f"stormd-cpu-{number}") for number in range(threads))
-        codecs = _codecs(pool, part_bytes, threads)
+        self._at_once_bytes = 0 if link_limit_bytes else at_once_bytes  # no link, no wait
+        *codecs, self._own_codec = _codecs(pool, [part_bytes] * threads + [at_once_bytes])
         self._lock = threading.Lock()  # protects the number of those that work
         self._working = threads
         self._workers = [
@@ -202,9 +210,18 @@ class CpuLane:
                 ": end one, or raise all_staging_bytes_cpu or lower staging_bytes_cpu"
             )
 
-    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
-        """Queue jobs."""
-        self._queue.put(session, [(job, job.nbytes) for job in jobs])
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> Sequence[Result]:
+        """Queue jobs, or do a few bytes of a session that waits for nothing."""
+        sized = [(job, job.nbytes) for job in jobs]
+        if sum([nbytes for _, nbytes in sized]) <= self._at_once_bytes and self._may_do_at_once(
+            session
+        ):
+            return [self._perform(self._own_codec, job) for job in jobs]
+        self._queue.put(session, sized)
+        return ()
+
+    def _may_do_at_once(self, session: int) -> bool:
+        return bool(self._working) and self._queue.is_idle(session)
 
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: this lane answers by message and counts no sequence."""
@@ -230,6 +247,7 @@ class CpuLane:
         deadline = time.monotonic() + seconds
         for worker in self._workers:
             worker.join(max(0.0, deadline - time.monotonic()))
+        self._own_codec.close()
         return not any(worker.is_alive() for worker in self._workers)
 
     # --- run by the workers -----------------------------------------------------------------
@@ -342,22 +360,23 @@ class CpuLane:
         self._post(Detached(session))
 
 
-def _codecs(pool: HostPool, part_bytes: int, threads: int) -> list[HostCodec]:
-    """Return a codec with its scratch for each worker: one without would do nothing.
+def _codecs(pool: HostPool, part_bytes: list[int]) -> list[HostCodec]:
+    """Return a codec with its scratch for each who encodes: one without would do nothing.
 
     Raises:
         LaneUnavailable: there is not so much memory.
     """
     codecs: list[HostCodec] = []
     try:
-        for _ in range(threads):
-            codecs.append(HostCodec(pool, part_bytes))  # noqa: PERF401 - what is made is closed
+        for most in part_bytes:
+            codecs.append(HostCodec(pool, most))  # noqa: PERF401 - what is made is closed
     except (OSError, MemoryError) as error:
         for codec in codecs:
             codec.close()
         raise LaneUnavailable(
-            f"no memory for the scratch of {threads} workers of the cpu lane, "
-            f"{format_size(blob_bound(part_bytes))} each: lower encode_threads or part_bytes_cpu, "
+            f"no memory for the scratch of {len(part_bytes) - 1} workers of the cpu lane, "
+            f"{format_size(blob_bound(max(part_bytes)))} each: lower encode_threads or "
+            "part_bytes_cpu, "
             "free memory, or raise the limit of address space (ulimit -v)"
         ) from error
     return codecs

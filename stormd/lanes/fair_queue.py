@@ -9,18 +9,52 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from stormd.lanes.fair_shares import FairShares
-
-__all__ = ["FairQueue"]
+__all__ = ["FairQueue", "FairShares"]
 
 JOB_BYTES: Final = 64 << 10
 """What a job costs beside its bytes, in bytes: some 20 microseconds of a worker. Else a session
 with small tensors would have most of the time."""
 
 Job = TypeVar("Job")
+
+
+class FairShares:
+    """Says who moves bytes next. Sessions are numbers, each known from `enter` until `forget`.
+
+    Start-time fair queueing (Goyal, Vin and Cheng, 1996): a session's tag is what it has moved, and
+    whoever has the smallest goes next. One that has had nothing to do begins again where whoever
+    went last began, so it is served soon and makes up for nothing.
+    """
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._tags: dict[int, int] = {}
+        self._now = 0
+        """The tag of the session that went last, when it did."""
+
+    def enter(self, session: int) -> None:
+        """Note that a session which had none has work."""
+        self._tags[session] = max(self._tags.get(session, 0), self._now)
+
+    def next(self, sessions: Iterable[int]) -> int:
+        """Return which of them goes next: of like ones the first."""
+        return min(sessions, key=self._tags.__getitem__)
+
+    def moves(self, session: int, nbytes: int) -> None:
+        """Note that a session goes, with so many bytes."""
+        self._now = max(self._now, self._tags[session])
+        self._tags[session] += nbytes
+
+    def forget(self, session: int) -> None:
+        """Forget a session that has ended; one that never came is fine."""
+        self._tags.pop(session, None)
+
+    def __len__(self) -> int:
+        """Return how many sessions are known."""
+        return len(self._tags)
 
 
 class FairQueue(Generic[Job]):
@@ -31,6 +65,7 @@ class FairQueue(Generic[Job]):
         self._waiting: dict[int, deque[tuple[Job, int]]] = {}  # with their bytes
         self._shares = FairShares()
         self._running: dict[int, int] = {}
+        self._idle = 0  # workers that wait for a job
         self._retiring: set[int] = set()
         self._retired: deque[int] = deque()
         self._closed = False
@@ -43,7 +78,8 @@ class FairQueue(Generic[Job]):
                 queue = self._waiting[session] = deque()
                 self._shares.enter(session)
             queue.extend(jobs)
-            self._changed.notify(len(jobs))
+            if self._idle:
+                self._changed.notify(len(jobs))
 
     def take(self) -> tuple[int, Job | None] | None:
         """Wait for a job and return it with its session; `done` must follow.
@@ -55,7 +91,9 @@ class FairQueue(Generic[Job]):
             while not self._waiting and not self._retired:
                 if self._closed:
                     return None
+                self._idle += 1
                 self._changed.wait()
+                self._idle -= 1
             if self._retired:
                 return self._retired.popleft(), None
             return self._next()
@@ -64,6 +102,11 @@ class FairQueue(Generic[Job]):
         """Return a job that waits with its session, as `take`; None where none does."""
         with self._changed:
             return self._next() if self._waiting else None
+
+    def is_idle(self, session: int) -> bool:
+        """Tell whether nothing of the session waits or runs, and nothing will until `put`."""
+        with self._changed:
+            return session not in self._waiting and session not in self._running
 
     def done(self, session: int, count: int = 1) -> None:
         """Note that so many jobs that were taken have ended and their results were posted."""

@@ -33,8 +33,9 @@ class NoLane:
         """Share nothing."""
         return Attachment(descriptors=(), staging_bytes=0, part_bytes=1, segment_bytes=0)
 
-    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
-        """Do nothing: there are no jobs."""
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> tuple[()]:
+        """Refuse: the ledger lets no job of such a session pass."""
+        raise AssertionError(f"{len(jobs)} jobs of session {session}, which has no lane")
 
     def skip(self, session: int, sequence: int) -> None:
         """Do nothing: nobody waits for a sequence number."""

@@ -124,8 +124,10 @@ class Holdings:
 
     def give_up(self, record: Session, entry_id: int) -> None:
         """Make an entry invisible to its client, and free it unless a lane uses it."""
-        record.entries[entry_id].released = True
-        self.free_unused(record, entry_id)
+        entry = record.entries[entry_id]
+        entry.released = True
+        if not entry.in_use:
+            self._free(record, entry_id, entry)
 
     def free_unused(self, record: Session, entry_id: int) -> None:
         """Free the entry if its owner has given it up and no lane uses it."""

@@ -28,7 +28,7 @@ from stormd.protocol import parse_address
 from stormd.protocol.limits import MAX_FRAME_BYTES
 from stormd.transport.listener import Credentials, Listener
 from stormd.transport.strangers import Strangers
-from stormd.transport.zmtp import OPENING, OTHER, Reader, Token, ZmtpError, framed
+from stormd.transport.zmtp import OPENING, OTHER, Reader, ZmtpError, framed
 
 __all__ = ["Connection", "ControlSocket", "OnFrame"]
 
@@ -76,13 +76,13 @@ class Connection:
     """
 
     __slots__ = (
-        "_line", "credentials", "descriptor", "has_session", "held_bytes", "is_open", "is_parked",
-        "is_paused", "is_queued", "is_reachable", "output", "reader", "silent_ticks", "unsent",
-        "work", "work_bytes",
+        "credentials", "descriptor", "has_session", "held_bytes", "is_open", "is_parked",
+        "is_paused", "is_queued", "is_reachable", "line", "output", "reader", "silent_ticks",
+        "unsent", "work", "work_bytes",
     )  # fmt: skip
 
     def __init__(self, line: socket.socket, credentials: Credentials) -> None:
-        self._line = line
+        self.line = line
         self.descriptor = line.fileno()
         self.credentials = credentials
         self.reader = Reader(STRANGER_BYTES)
@@ -107,7 +107,7 @@ class Connection:
     def receive_into(self, buffer: bytearray) -> int | None:
         """Read what is there; return how much, 0 at the end, None where nothing is there now."""
         try:
-            return self._line.recv_into(buffer)
+            return self.line.recv_into(buffer)
         except (BlockingIOError, InterruptedError):
             return None
         except OSError:
@@ -117,7 +117,7 @@ class Connection:
         """Have the kernel take what it takes of the output."""
         try:
             while self.output:
-                self._sent(self._line.sendmsg(list(islice(self.output, PIECES_AT_ONCE))))
+                self._sent(self.line.sendmsg(list(islice(self.output, PIECES_AT_ONCE))))
         except (BlockingIOError, InterruptedError):
             return
         except OSError:  # nobody reads any more; what was said before is still to be heard
@@ -132,7 +132,7 @@ class Connection:
         self.output.clear()
         self.unsent = self.work_bytes = 0
         self.work = None
-        self._line.close()
+        self.line.close()
 
     def _sent(self, count: int) -> None:
         self.unsent -= count
@@ -145,16 +145,17 @@ class Connection:
             self.output.popleft()
 
 
-OnFrame = Callable[[Connection, bytes | None], Iterator[None]]
+OnFrame = Callable[[Connection, bytes | None], Iterator[None] | None]
 """Takes a frame, None where the message had several parts, as no client's has. Returns the work
-that it asks for: it is stepped through, each step far shorter than a turn, with others' between."""
+that is left of what it asks for: it is stepped through, each step far shorter than a turn, with
+others' between."""
 
 
 class ControlSocket:
     """Bound from construction on; `start` begins to accept connections.
 
-    `on_batch()` follows each turn of work. `held_most` is how many bytes may wait of all
-    connections, read but not done and answered but not sent; where there are more,
+    `on_batch()` follows each turn in which `is_owing` was set. `held_most` is how many bytes may
+    wait of all connections, read but not done and answered but not sent; where there are more,
     `on_overfull(connection)` follows the end of the one that is given up. Nobody is heard before
     `allow`.
 
@@ -166,6 +167,8 @@ class ControlSocket:
         self._loop = loop
         self._held_most = held_most
         self._held_bytes = 0
+        self.is_owing = False
+        """Whether somebody has answers to send once what has come is done: theirs to set."""
         self._allowed: frozenset[int] = frozenset()
         self._on_frame: OnFrame
         self._on_batch: Callable[[], None]
@@ -176,6 +179,9 @@ class ControlSocket:
         self._fresh: deque[Connection] = deque()  # those that have said something
         self._busy: deque[Connection] = deque()  # those that have had their slice and ask for more
         self._scheduled: asyncio.Handle | None = None
+        # As long as the last turn took nobody is served where something is read, but in a turn: of
+        # many that speak at once the first is served at once, and all others together.
+        self._turn_after = 0.0
         self._parked: list[Connection] = []  # those whose turn does not come before they are told
         self._relief: asyncio.Handle | None = None
         self._buffer = bytearray(READ_BYTES)
@@ -232,8 +238,19 @@ class ControlSocket:
 
     def send(self, connection: Connection, frame: bytes) -> None:
         """Send a frame, now or as soon as the kernel takes it; to nobody where nobody is there."""
-        if connection.is_reachable:
-            self._send_as_it_is(connection, framed(frame))
+        if not connection.is_reachable:
+            return
+        data = framed(frame)
+        if not connection.output:
+            try:
+                data = data[connection.line.send(data) :]
+            except (BlockingIOError, InterruptedError):
+                pass
+            except OSError:  # nobody reads any more; what was said before is still to be heard
+                connection.is_reachable = False
+                return
+        if data:
+            self._send_as_it_is(connection, data)
 
     def park(self, connection: Connection) -> None:
         """Go on with a connection's work, which asks for it, only once all that are parked do."""
@@ -320,14 +337,22 @@ class ControlSocket:
             self.close_connection(connection)
             return
         connection.reader.data += self._view[:count]
-        self._count(connection)
-        if not connection.is_queued:
-            connection.is_queued = True
+        self._hold(connection, count)
+        if connection.is_queued:
+            if len(connection.reader.data) >= READ_BYTES:
+                connection.is_paused = True
+                self._loop.remove_reader(connection.descriptor)
+            return
+        connection.is_queued = True
+        now = time.monotonic()
+        if self._scheduled is None and now >= self._turn_after:
+            self._serve(connection, now + SLICE_SECONDS)
+            self._turn_after = 2 * time.monotonic() - now
+            if self.is_owing or self._busy:
+                self._end_turn()
+        else:
             self._fresh.append(connection)
-        elif len(connection.reader.data) >= READ_BYTES:
-            connection.is_paused = True
-            self._loop.remove_reader(connection.descriptor)
-        self._schedule()
+            self._schedule()
 
     def _send_as_it_is(self, connection: Connection, data: bytes) -> None:
         is_waiting = bool(connection.output)
@@ -352,8 +377,12 @@ class ControlSocket:
         if not connection.is_open:
             return
         held = len(connection.reader.data) + connection.work_bytes + connection.unsent
-        self._held_bytes += held - connection.held_bytes
-        connection.held_bytes = held
+        self._hold(connection, held - connection.held_bytes)
+
+    def _hold(self, connection: Connection, more: int) -> None:
+        """Note that so many bytes more wait of a connection; with fewer than 0, fewer."""
+        self._held_bytes += more
+        connection.held_bytes += more
         if self._held_bytes > self._held_most and self._relief is None:
             self._relief = self._loop.call_soon(self._relieve)
 
@@ -386,17 +415,22 @@ class ControlSocket:
         """
         self._scheduled = None
         first, second = self._fresh, self._busy
-        now = time.monotonic()
+        began = now = time.monotonic()
         deadline = now + TURN_SECONDS
         while (first or second) and now < deadline:
             connection = (first or second).popleft()
             if connection.is_open:
                 self._serve(connection, now + SLICE_SECONDS)
-                self._count(connection)
             now = time.monotonic()
             first, second = second, first
-        self._on_batch()
-        if first or second:
+        self._turn_after = 2 * now - began
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Have answers sent, and go on once the loop has seen to its other events."""
+        if self.is_owing:
+            self._on_batch()
+        if self._fresh or self._busy:
             self._schedule()
 
     def _serve(self, connection: Connection, end: float) -> None:
@@ -409,6 +443,9 @@ class ControlSocket:
             return
         if not connection.is_open:
             return
+        held = len(connection.reader.data) + connection.work_bytes + connection.unsent
+        self._held_bytes += held - connection.held_bytes  # never more, so nobody is given up
+        connection.held_bytes = held
         if not is_done:
             (self._parked if connection.is_parked else self._busy).append(connection)
             return
@@ -424,7 +461,14 @@ class ControlSocket:
                 found = connection.reader.read()
                 if found is None:
                     return True
-                self._begin(connection, found)
+                if found is OTHER:
+                    self._answer_commands(connection)
+                else:
+                    frame = found if isinstance(found, bytes) else None
+                    if connection.credentials.uid in self._allowed:
+                        connection.silent_ticks = 0
+                    connection.work = self._on_frame(connection, frame)
+                    connection.work_bytes = 0 if frame is None else len(frame)
             for _ in connection.work or ():
                 if connection.is_parked or time.monotonic() > end:
                     return not connection.is_open
@@ -435,15 +479,7 @@ class ControlSocket:
                 return False
         return True
 
-    def _begin(self, connection: Connection, found: bytes | Token) -> None:
-        """Take up what was read."""
-        if found is OTHER:
-            for reply in connection.reader.replies:
-                self._send_as_it_is(connection, reply)
-            connection.reader.replies.clear()
-            return
-        if connection.credentials.uid in self._allowed:
-            connection.silent_ticks = 0
-        frame = found if isinstance(found, bytes) else None
-        connection.work = self._on_frame(connection, frame)
-        connection.work_bytes = 0 if frame is None else len(frame)
+    def _answer_commands(self, connection: Connection) -> None:
+        for reply in connection.reader.replies:
+            self._send_as_it_is(connection, reply)
+        connection.reader.replies.clear()

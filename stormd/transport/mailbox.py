@@ -21,16 +21,18 @@ answered all at once."""
 
 
 class Mailbox(Generic[Item]):
-    """`post` from any thread; `deliver` gets the batch on `loop`."""
+    """`post` from any thread, from `start` on; `deliver` gets the batch on `loop`."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[Item]], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._deliver = deliver
+        self._deliver: Callable[[list[Item]], None]
         self._lock = threading.Lock()  # protects the two below
         self._waiting: list[Item] = []
         self._closed = False
+
+    def start(self, deliver: Callable[[list[Item]], None]) -> None:
+        """Have what is posted delivered."""
+        self._deliver = deliver
 
     def post(self, *items: Item) -> None:
         """Hand items over. Dropped after `close`: then nobody is left to take them."""
@@ -52,9 +54,10 @@ class Mailbox(Generic[Item]):
     def _empty(self) -> None:
         """Deliver what is waiting, or the first of it, and look again after others had a turn."""
         with self._lock:
-            batch = self._waiting[:DELIVERED_A_TURN]
-            del self._waiting[:DELIVERED_A_TURN]
-            if self._waiting:
+            batch, self._waiting = self._waiting, []
+            if len(batch) > DELIVERED_A_TURN:
+                self._waiting = batch[DELIVERED_A_TURN:]
+                del batch[DELIVERED_A_TURN:]
                 self._loop.call_soon(self._empty)
         if batch:
             self._deliver(batch)

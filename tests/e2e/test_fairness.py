@@ -24,7 +24,7 @@ from stormd.memory.arena import Block
 
 KIB = 1 << 10
 WAIT_SECONDS = 60.0
-EACH_BYTES = 8 << 20
+EACH_BYTES = 16 << 20
 
 
 def saved(client: storm.Client, nbytes: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def test_large_and_small_tensors_move_alike(monkeypatch: pytest.MonkeyPatch) -> 
         config = Config(
             address=f"ipc://{base}/sock",
             device="cpu",
-            pool_bytes=128 << 20,
+            pool_bytes=256 << 20,
             cache_bytes=1 << 20,
             encode_threads=1,
         )
@@ -57,7 +57,7 @@ def test_large_and_small_tensors_move_alike(monkeypatch: pytest.MonkeyPatch) -> 
         try:
             clients = [storm.connect(daemon.address, embedded="never") for _ in range(2)]
             with clients[0], clients[1], ThreadPoolExecutor(2) as threads:
-                sizes = (512 * KIB, 64 * KIB)
+                sizes = (1024 * KIB, 128 * KIB)  # both above what the loop does itself
                 graphs = list(threads.map(saved, clients, sizes))
                 wait_until(lambda: all_wait(daemon, EACH_BYTES * 3 // 4), WAIT_SECONDS)
                 go_on.set()

@@ -100,12 +100,13 @@ class _Lane:
             segment_bytes=STAGING_BYTES,
         )
 
-    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> tuple[()]:
         for job in jobs:
             if isinstance(job, StoreJob):
                 self._store(job)
             else:
                 self._restore(job)
+        return ()
 
     def _store(self, job: StoreJob) -> None:
         if job.sequence:  # a client's own number decides, so that failures are reached as well
@@ -233,7 +234,7 @@ class DaemonCore:
         self._deliver(connection, encode([Envelope(1, message)]))
 
     def _deliver(self, connection: Any, data: bytes) -> None:
-        for _ in self._gateway.take_frame(connection, data):
+        for _ in self._gateway.take_frame(connection, data) or ():
             pass
         self._gateway.flush()
         self._settle()

@@ -30,7 +30,7 @@ class LateCpuLane(CpuLane):
     _latest = 0.0
     _looks = False
 
-    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> tuple[()]:
         stores = tuple(job for job in jobs if isinstance(job, StoreJob))
         restores = [job for job in jobs if not isinstance(job, StoreJob)]
         if restores:
@@ -39,6 +39,10 @@ class LateCpuLane(CpuLane):
             self._late += stores
             self._latest = time.monotonic()
             self._begin_what_is_there()
+        return ()
+
+    def _may_do_at_once(self, session: int) -> bool:
+        return False
 
     def detach(self, session: int) -> None:
         for job in self._late:

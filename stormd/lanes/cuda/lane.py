@@ -116,7 +116,7 @@ class CudaLane:
             segment_bytes=0,
         )
 
-    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> None:
+    def begin(self, session: int, jobs: Sequence[StoreJob | RestoreJob]) -> tuple[()]:
         """Hand jobs to their session's pipelines."""
         served = self._sessions[session]
         for job in jobs:
@@ -124,6 +124,7 @@ class CudaLane:
                 served.store(job)
             else:
                 served.restores.put(job)
+        return ()
 
     def skip(self, session: int, sequence: int) -> None:
         """Pass a rejected store over, once those before it have been read."""

@@ -14,7 +14,7 @@ from support.waiting import wait_until
 
 from stormd.errors import LaneUnavailable
 from stormd.lanes import Attachment, cpu
-from stormd.lanes.cpu import CpuLane
+from stormd.lanes.cpu import AT_ONCE_BYTES, CpuLane
 from stormd.lanes.host_codec import HostCodec
 from stormd.ledger.events import (
     Detached,
@@ -54,7 +54,9 @@ def hello_of(name: str, staging: int = 0) -> Hello:
 class Bench:
     """A lane, what it posted, and the client's side of its sessions."""
 
-    def __init__(self, threads: int = 2, all_staging: int = 64 * MIB) -> None:
+    def __init__(
+        self, threads: int = 2, all_staging: int = 64 * MIB, at_once_bytes: int = 0
+    ) -> None:
         self.pool = HostPool(POOL)
         self.space = Space(POOL)
         self.results: queue.Queue[Result] = queue.Queue()
@@ -65,6 +67,7 @@ class Bench:
             all_staging_bytes=all_staging,
             part_bytes=MIB,
             threads=threads,
+            at_once_bytes=at_once_bytes,
         )
         self.memories: dict[int, mmap.mmap] = {}
 
@@ -94,7 +97,10 @@ class Bench:
             sequence=0,
             space=self.space,
         )
-        self.lane.begin(session, [job])
+        self.begin(session, job)
+
+    def begin(self, session: int, *jobs: StoreJob | RestoreJob) -> None:
+        self.post(*self.lane.begin(session, jobs))
 
     def next(self) -> Result:
         return self.results.get(timeout=10)
@@ -144,12 +150,62 @@ def test_a_part_goes_in_and_comes_back(bench: Bench, codec: str) -> None:
         nbytes=len(data),
         sequence=0,
     )
-    bench.lane.begin(1, [job])
+    bench.begin(1, job)
     restored = bench.next()
     assert isinstance(restored, RestoreDone)
     assert restored.ticket == 9
     assert bench.memories[1][MIB : MIB + len(data)] == data
     end(bench, 1)
+
+
+def a_restore(ticket: int, block: Block, nbytes: int) -> RestoreJob:
+    return RestoreJob(
+        session=1, ticket=ticket, entry=1, block=block, segment=0, offset=MIB, nbytes=nbytes,
+        sequence=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", ["raw", "ancf"])
+def test_a_few_bytes_are_stored_and_restored_at_once(codec: str) -> None:
+    bench = Bench(at_once_bytes=AT_ONCE_BYTES)
+    bench.attach(1)
+    data = os.urandom(AT_ONCE_BYTES)
+    bench.store(1, 1, data, codec)
+    done = bench.results.get_nowait()
+    assert isinstance(done, StoreDone)
+    bench.begin(1, a_restore(9, done.block, len(data)))
+    assert isinstance(bench.results.get_nowait(), RestoreDone)
+    assert bench.memories[1][MIB : MIB + len(data)] == data
+    bench.begin(1, a_restore(10, done.block, len(data) - 1))
+    failed = bench.results.get_nowait()
+    assert isinstance(failed, RestoreFailed)
+    assert failed.kind == "CorruptBlob"
+    end(bench, 1)
+    bench.close()
+
+
+def test_what_is_small_waits_its_turn_behind_what_is_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop does neither a part above the limit nor one of a session with work under way."""
+    bench = Bench(at_once_bytes=AT_ONCE_BYTES)
+    bench.attach(1)
+    block = stored(bench, 1, os.urandom(AT_ONCE_BYTES + 1), "raw")
+    held = threading.Event()
+    perform = bench.lane._perform
+
+    def slow(codec: HostCodec, job: StoreJob | RestoreJob) -> Result:
+        assert held.wait(10)
+        return perform(codec, job)
+
+    monkeypatch.setattr(bench.lane, "_perform", slow)
+    bench.begin(1, a_restore(2, block, AT_ONCE_BYTES + 1))
+    bench.store(1, 2, b"small")
+    assert bench.results.empty()
+    held.set()
+    assert {type(bench.next()) for _ in range(2)} == {RestoreDone, StoreDone}
+    end(bench, 1)
+    bench.close()
 
 
 def test_staging_is_granted_within_bounds(bench: Bench) -> None:
@@ -294,7 +350,7 @@ def test_a_damaged_blob_is_a_corrupt_blob(bench: Bench) -> None:
     job = RestoreJob(
         session=1, ticket=9, entry=1, block=block, segment=0, offset=0, nbytes=999, sequence=0
     )
-    bench.lane.begin(1, [job])
+    bench.begin(1, job)
     failed = bench.next()
     assert isinstance(failed, RestoreFailed)
     assert failed.kind == "CorruptBlob"
@@ -313,7 +369,7 @@ def test_whatever_goes_wrong_in_a_job_is_answered(bench: Bench) -> None:
         sequence=0,
         space=bench.space,
     )
-    bench.lane.begin(1, [job])
+    bench.begin(1, job)
     failed = bench.next()
     assert isinstance(failed, StoreFailed)
     assert failed.entry == 4

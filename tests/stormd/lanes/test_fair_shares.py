@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormd.lanes.fair_shares import FairShares
+from stormd.lanes.fair_queue import FairShares
 
 
 def moved(shares: FairShares, sizes: dict[int, int], total: int) -> Counter[int]:

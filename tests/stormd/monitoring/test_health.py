@@ -12,6 +12,7 @@ from support.daemon_thread import DaemonThread
 from support.raw_client import RawClient
 from support.waiting import wait_until
 
+from stormd.lanes.cpu import AT_ONCE_BYTES
 from stormd.lanes.host_codec import HostCodec
 from stormd.monitoring.health import Heartbeat, stuck_workers
 from stormd.protocol import Failed, Stored
@@ -79,7 +80,7 @@ def test_a_worker_of_a_real_daemon_that_hangs_is_named(
         return stuck_workers(heartbeats, limit_seconds=0.0)
 
     monkeypatch.setattr(HostCodec, "store", hang)
-    entry = client.store(b"x" * 1000)
+    entry = client.store(b"x" * (AT_ONCE_BYTES + 1))
     assert entered.wait(10)
     try:
         (trouble,) = named()
@@ -102,7 +103,7 @@ def test_a_worker_whose_thread_dies_is_named(
     monkeypatch.setattr(HostCodec, "store", end)
     daemon = make_daemon(encode_threads=1)
     client = connect(daemon).open()
-    lost = client.wait_for(Failed, entry=client.store(b"x" * 1000))
+    lost = client.wait_for(Failed, entry=client.store(b"x" * (AT_ONCE_BYTES + 1)))
     assert lost.kind == "ActivationLost"
     wait_until(lambda: bool(daemon.server.stuck()), found=daemon.status)
     assert daemon.server.stuck() == ["stormd-cpu-0 has ended: SystemExit: no scratch"]

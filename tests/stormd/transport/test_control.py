@@ -131,6 +131,7 @@ async def test_the_work_of_a_frame_is_shared_out_between_connections(bench: Benc
         if frame == b"slow":
             for _ in range(300):
                 steps += 1
+                bench.control.is_owing = True
                 end = asyncio.get_running_loop().time() + 0.0002
                 while asyncio.get_running_loop().time() < end:
                     pass

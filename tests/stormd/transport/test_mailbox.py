@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from stormd.transport.mailbox import DELIVERED_A_TURN, Mailbox
+
+
+def bound(deliver: Callable[[list[Any]], None]) -> Mailbox[Any]:
+    mailbox: Mailbox[Any] = Mailbox(asyncio.get_running_loop())
+    mailbox.start(deliver)
+    return mailbox
 
 
 async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> None:
@@ -17,7 +25,7 @@ async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> Non
         if len(arrived) == 400:
             complete.set()
 
-    mailbox = Mailbox(asyncio.get_running_loop(), deliver)
+    mailbox = bound(deliver)
 
     def post(thread: int) -> None:
         for number in range(100):
@@ -36,7 +44,7 @@ async def test_what_threads_post_arrives_once_and_in_each_threads_order() -> Non
 
 async def test_the_loop_is_woken_once_for_a_batch() -> None:
     batches: list[list[int]] = []
-    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox = bound(batches.append)
     for number in range(5):
         mailbox.post(number)
     await asyncio.sleep(0)
@@ -45,7 +53,7 @@ async def test_the_loop_is_woken_once_for_a_batch() -> None:
 
 async def test_many_results_come_in_several_turns_and_in_their_order() -> None:
     batches: list[list[int]] = []
-    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox = bound(batches.append)
     everything = list(range(3 * DELIVERED_A_TURN))
     mailbox.post(*everything[:-1])
     await asyncio.sleep(0)
@@ -58,7 +66,7 @@ async def test_many_results_come_in_several_turns_and_in_their_order() -> None:
 
 async def test_close_delivers_however_much_waits() -> None:
     batches: list[list[int]] = []
-    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox = bound(batches.append)
     mailbox.post(*range(3 * DELIVERED_A_TURN))
     mailbox.close()
     assert sum(map(len, batches)) == 3 * DELIVERED_A_TURN
@@ -66,7 +74,7 @@ async def test_close_delivers_however_much_waits() -> None:
 
 async def test_close_delivers_what_waits_and_drops_what_comes_later() -> None:
     batches: list[list[int]] = []
-    mailbox = Mailbox(asyncio.get_running_loop(), batches.append)
+    mailbox = bound(batches.append)
     mailbox.post(1)
     mailbox.close()
     mailbox.post(2)
