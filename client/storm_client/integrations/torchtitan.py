@@ -45,9 +45,9 @@ def _make_class() -> type:
 
         @dataclass(kw_only=True, slots=True)
         class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
-            """Options of `Client.offload`: None leaves its default."""
+            """Options of `Client.offload`; None leaves a default."""
 
-            min_bytes: int | None = None
+            min_bytes: int | str | None = None
             codec: str | None = None
             budget: str | None = None
 
