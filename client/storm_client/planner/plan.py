@@ -108,17 +108,20 @@ class Plan:
         ]
         for decision, nbytes in self.bytes_by_decision.items():
             lines.append(f"{decision:<8} {format_size(nbytes):>10}")
-        lines.append(self._times())
-        if self.checkpointed_bytes is not None:
-            lines.append(self._beside_checkpointing(self.checkpointed_bytes))
-        if self.compared:
-            lines.append(f"compared: {self.compared}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._sums()])
 
     def _repr_html_(self) -> str:
         """Return the same table for a notebook."""
         sums = (f"{name} {format_size(n)}" for name, n in self.bytes_by_decision.items())
-        return table_html(_HEADINGS, self._lines(), (", ".join(sums), self._times()))
+        return table_html(_HEADINGS, self._lines(), (", ".join(sums), *self._sums()))
+
+    def _sums(self) -> Iterator[str]:
+        """Yield what is said below the table, as far as it is known."""
+        yield self._times()
+        if self.checkpointed_bytes is not None:
+            yield self._beside_checkpointing(self.checkpointed_bytes)
+        if self.compared:
+            yield f"compared: {self.compared}"
 
     def _lines(self) -> Iterator[tuple[str, ...]]:
         """Yield a table's cells, one line for rows that are alike."""
