@@ -122,7 +122,6 @@ DEVICE void arrive_and_expect(u32 barrier, u32 bytes) {
 DEVICE void await(u32 barrier, u32 parity) {
   while (hopper::barrier_of(block_index(), barrier).phase % 2 == parity) emulation::yield();
 }
-DEVICE void await_cluster(u32 barrier, u32 parity) { await(barrier, parity); }
 
 DEVICE void copy_box(u32 to, const TensorMap &map, u32 column, u32 row, u32 barrier) {
   hopper::copy(block_index(), to, map, column, row, barrier);

@@ -78,10 +78,7 @@ DEVICE void send(const TensorMap &left, const TensorMap &first, const TensorMap 
             const u32 barrier = full + 8 * ring.stage, to = memory + ring.stage * kStageBytes;
             const u32 share = to + kLeftBytes + rank * kShareRows * kRowBytes;
             const u32 weights = column + rank * kShareRows;
-            if (kCluster > 1)
-                await_cluster(empty + 8 * ring.stage, ring.parity ^ 1);
-            else
-                await(empty + 8 * ring.stage, ring.parity ^ 1);
+            await(empty + 8 * ring.stage, ring.parity ^ 1);
             arrive_and_expect(barrier, kStageBytes);
             copy_box(to, left, step * kStep, row, barrier);
             if (kCluster > 1) {

@@ -25,12 +25,13 @@ DEVICE void publish_barriers()
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives at the same barrier of the cluster's block of that rank.
+// Arrives at the same barrier of the cluster's block of that rank, for reads that are complete: a
+// release to the whole cluster would be a fence, and the first-level cache's contents.
 DEVICE void arrive_at(u32 barrier, u32 rank)
 {
     asm volatile("{\n.reg .b32 there;\n"
                  "mapa.shared::cluster.u32 there, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
                  "r"(rank)
                  : "memory");
 }
@@ -54,19 +55,6 @@ DEVICE void await(u32 barrier, u32 parity)
                  ".reg .pred done;\n"
                  "again:\n"
                  "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again;\n"
-                 "}" ::"r"(barrier),
-                 "r"(parity)
-                 : "memory");
-}
-
-// Like `await`, where threads of the cluster's other blocks arrive.
-DEVICE void await_cluster(u32 barrier, u32 parity)
-{
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;\n"
                  "}" ::"r"(barrier),
                  "r"(parity)
