@@ -12,17 +12,21 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Final, Self
 
 from stormd.errors import ConfigError
 
-__all__ = ["Notifier", "feed_watchdog", "watchdog_seconds"]
+__all__ = ["Notifier", "feed_watchdog", "take_kept", "watchdog_seconds"]
 
 _LOGGER: Final = logging.getLogger("stormd.notify")
 
 _MICROSECONDS: Final = 1_000_000
+
+_FIRST_KEPT: Final = 3
+"""The descriptors that a manager hands over begin behind the standard streams."""
 
 
 class Notifier:
@@ -88,11 +92,22 @@ class Notifier:
         """Say how far the start has come, and ask for `more_seconds` before it counts as hung."""
         self._send(f"STATUS={text}", f"EXTEND_TIMEOUT_USEC={round(more_seconds * _MICROSECONDS)}")
 
-    def _send(self, *assignments: str) -> None:
+    def store(self, name: str, descriptor: int) -> None:
+        """Have the manager keep a copy of a descriptor, for whom it starts in this one's place."""
+        # FDPOLL: none of them is to be dropped for what it has come to.
+        self._send("FDSTORE=1", f"FDNAME={name}", "FDPOLL=0", descriptors=(descriptor,))
+
+    def forget(self, name: str) -> None:
+        """Have the manager close what it keeps by a name."""
+        self._send("FDSTOREREMOVE=1", f"FDNAME={name}")
+
+    def _send(self, *assignments: str, descriptors: Sequence[int] = ()) -> None:
         if self._socket is None:
             return
+        message = "\n".join(assignments).encode()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))]
         try:
-            self._socket.sendto("\n".join(assignments).encode(), self._target)
+            self._socket.sendmsg([message], rights if descriptors else [], 0, self._target)
         except OSError as error:
             _LOGGER.warning(
                 "service manager not told",
@@ -119,6 +134,29 @@ def watchdog_seconds(environ: Mapping[str, str] = os.environ, pid: int | None = 
             "set WatchdogSec= in the unit"
         )
     return int(text) / _MICROSECONDS
+
+
+def take_kept(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
+    """Return the descriptors that the manager kept for this process, by name, once.
+
+    They are the caller's. Of several of one name all but the last are closed.
+    """
+    pid, count, names = (
+        environ.pop(name, "") for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+    )
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return {}
+    kept: dict[str, int] = {}
+    given = names.split(":")
+    for place in range(int(count)):
+        descriptor = _FIRST_KEPT + place
+        name = given[place] if place < len(given) else ""
+        old = kept.pop(name, None)
+        if old is not None:
+            os.close(old)
+        os.set_inheritable(descriptor, False)
+        kept[name] = descriptor
+    return kept
 
 
 async def feed_watchdog(

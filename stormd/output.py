@@ -15,6 +15,7 @@ __all__ = [
     "EXIT_INTERRUPTED",
     "EXIT_NO_DAEMON",
     "EXIT_OK",
+    "EXIT_RESTART",
     "EXIT_USAGE",
     "write_json",
     "write_line",
@@ -26,6 +27,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Flags, environment or config file cannot be used; argparse's own status."""
 EXIT_NO_DAEMON = 3
+EXIT_RESTART = 75
+"""Of a daemon that another is to follow, with what it holds."""
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by SIGINT."""
 

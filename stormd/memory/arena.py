@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -127,6 +128,37 @@ class Space:
         self._by_end: dict[int, int] = {}  # the same: end -> start
         self._by_size: list[tuple[int, int]] = []  # the same, sorted: (bytes, start)
         self.grow(self.end - base if committed is None else committed)
+
+    def adopt(self, blocks: Iterable[Block], promised: int) -> None:
+        """Have a space that nobody has used yet hold these blocks, and `promised` bytes besides.
+
+        Raises:
+            ValueError: two of them overlap, one lies outside of the memory there is, or they are
+                more than there is room for; then the space is of no use.
+        """
+        extents = sorted(extent for block in blocks for extent in block.extents)
+        with self._lock:
+            assert not self._used + self._promised, "a space that is in use adopts nothing"
+            for start, size in list(self._by_start.items()):
+                self._remove_free(start)
+                assert (start, size) == (self.base, self._committed)
+            at, end = self.base, self.base + self._committed
+            for start, size in [*extents, Extent(end, 0)]:
+                if start < at or start + size > end or start % GRANULE or size % GRANULE:
+                    raise ValueError(
+                        f"{size} bytes at {start} of a pool with {end} bytes, of which those up to "
+                        f"{at} are taken"
+                    )
+                if start > at:
+                    self._add_free(at, start - at)
+                at = start + size
+                self._used += size
+            self._peak = self._used
+            self._promised = granules(promised)
+            if self._used + self._promised > self._ready:
+                raise ValueError(
+                    f"{self._used} bytes are used and {promised} promised of {self._ready}"
+                )
 
     # --- the memory there is ----------------------------------------------------------------
 

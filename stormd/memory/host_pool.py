@@ -3,11 +3,12 @@
 All of it is made resident at start, or a first part, and more by `commit`. What is not resident
 must not be used: the machine may not have it.
 
-The mapping belongs to this process alone. No session ever maps it or is handed a part of it, so a
-freed block is readable by nobody, and it does not move until `close`.
+No session ever maps it or is handed a part of it, so a freed block is readable by nobody, and it
+does not move until `close`.
 
-Private anonymous memory rather than shared: nothing outside may map it, and transparent huge
-pages follow the machine's ordinary setting instead of the seldom enabled one for shared memory.
+It is private anonymous memory unless it has to outlive the process: nothing outside may map it, and
+transparent huge pages follow the machine's ordinary setting instead of the seldom enabled one for
+shared memory. Where it has to, it is a memory file that somebody else keeps open.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -41,6 +42,7 @@ BYTES_A_TABLE_BYTE: Final = 512
 
 MAP_NORESERVE: Final = 0x4000
 MADV_DONTNEED: Final = 4
+MADV_REMOVE: Final = 9
 MADV_POPULATE_WRITE: Final = 23
 """Numbers of Linux that the mmap module does not name in every version; the last is of 5.14."""
 
@@ -59,6 +61,9 @@ class HostPool:
     besides. `locked` says whether the kernel agreed never to swap what is resident, `ranges` what
     is, as offsets and bytes.
 
+    With a `descriptor`, which stays the caller's, the memory is that file's. `kept` are the ranges
+    of it that hold something: they become resident instead of the first bytes, as they are.
+
     Raises:
         PoolUnavailable: the machine does not have or does not give that much memory.
         StartStopped: `is_stopped` said so; the memory has been given back.
@@ -70,6 +75,8 @@ class HostPool:
         *,
         first: int | None = None,
         beside: int = 0,
+        descriptor: int = -1,
+        kept: Sequence[tuple[int, int]] = (),
         on_progress: Callable[[int, int], None] | None = None,
         is_stopped: Callable[[], bool] | None = None,
     ) -> None:
@@ -79,12 +86,19 @@ class HostPool:
         self._kept = False
         self._is_stopped = is_stopped or _never
         first = nbytes if first is None else first
-        _check_size(first, beside)
-        self._mapping = _reserved(nbytes, is_partial=first < nbytes)
+        if not kept:  # else the machine has given it already
+            _check_size(first, beside)
+        if descriptor < 0:
+            self._mapping = _reserved(nbytes, is_partial=first < nbytes)
+            self._give_back_advice = MADV_DONTNEED
+        else:
+            self._mapping = _mapped(nbytes, descriptor)
+            self._give_back_advice = MADV_REMOVE
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         try:
             self._advise()
-            self._take(0, first, on_progress or _no_progress)
+            for offset, size in kept or [(0, first)]:
+                self._take(offset, size, on_progress or _no_progress)
         except BaseException:
             self._mapping.close()
             raise
@@ -109,7 +123,7 @@ class HostPool:
         """Have a range be no memory any more, which nobody uses."""
         self.ranges = tuple(one for one in self.ranges if one != (offset, nbytes))
         _libc.munlock(self.address + offset, nbytes)
-        _libc.madvise(self.address + offset, nbytes, MADV_DONTNEED)
+        _libc.madvise(self.address + offset, nbytes, self._give_back_advice)
 
     def check_stopped(self) -> None:
         """Give the start up where the daemon is to end: for between two pieces of it.
@@ -190,6 +204,15 @@ def _reserved(nbytes: int, *, is_partial: bool) -> mmap.mmap:
         raise PoolUnavailable(_refusal(nbytes, error)) from error
 
 
+def _mapped(nbytes: int, descriptor: int) -> mmap.mmap:
+    """Return a mapping of a memory file, whose pages are taken as they are touched."""
+    try:
+        return mmap.mmap(descriptor, nbytes)
+    except (OSError, ValueError) as error:
+        reason = error if isinstance(error, OSError) else OSError(0, str(error))
+        raise PoolUnavailable(_refusal(nbytes, reason)) from error
+
+
 def _chunks(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield (address, bytes) of the parts that are touched and locked one by one."""
     for offset in range(0, nbytes, CHUNK_BYTES):
@@ -227,13 +250,17 @@ def _check_growth(nbytes: int, beside: int) -> None:
 
 
 def _populate(address: int, nbytes: int) -> None:
-    """Make the range resident. Older kernels have no call for it: there, write to every page."""
+    """Make the range resident, as it is. Older kernels have no call for it: there, touch all of it.
+
+    A move onto itself writes what is there, zeros or not.
+    """
     if _libc.madvise(address, nbytes, MADV_POPULATE_WRITE) == 0:
         return
     number = ctypes.get_errno()
     if number not in (22, 38):  # EINVAL, ENOSYS
         raise PoolUnavailable(_refusal(nbytes, OSError(number, os.strerror(number))))
-    ctypes.memset(address, 0, nbytes)
+    for at in range(address, address + nbytes, mmap.PAGESIZE):
+        ctypes.memmove(at, ctypes.string_at(at, 1), 1)
 
 
 def _refusal(nbytes: int, error: OSError) -> str:

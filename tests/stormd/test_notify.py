@@ -7,13 +7,15 @@ import contextlib
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stormd.errors import ConfigError
-from stormd.notify import Notifier, feed_watchdog, watchdog_seconds
+from stormd.notify import Notifier, feed_watchdog, take_kept, watchdog_seconds
 
 SECONDS = 20.0
 
@@ -142,3 +144,51 @@ async def test_the_watchdog_is_fed_only_while_nothing_is_stuck(manager: socket.s
     manager.setblocking(False)
     with pytest.raises(BlockingIOError):
         manager.recv(1)
+
+
+def test_descriptors_are_given_to_be_kept_and_taken_back_by_name(manager: socket.socket) -> None:
+    read, write = os.pipe()
+    with notifier_to(manager) as notifier:
+        notifier.store("pipe", read)
+        notifier.forget("pipe")
+    message, (kept,), _, _ = socket.recv_fds(manager, 4096, 4)
+    assert message.decode().split("\n") == ["FDSTORE=1", "FDNAME=pipe", "FDPOLL=0"]
+    os.write(write, b"x")
+    assert os.read(kept, 1) == b"x"
+    assert fields(manager) == {"FDSTOREREMOVE": "1", "FDNAME": "pipe"}
+    for descriptor in (read, write, kept):
+        os.close(descriptor)
+
+
+def test_what_was_kept_is_found_by_the_process_that_it_is_for() -> None:
+    """In a child, whose descriptors from 3 on are those that a manager puts there."""
+    script = (
+        "import os; from stormd.notify import take_kept; environ = dict(os.environ);"
+        "environ['LISTEN_PID'] = str(os.getpid()) if environ['LISTEN_PID'] == 'own' else '1';"
+        "kept = take_kept(environ); print(sorted(kept.items()), [os.get_inheritable(one) for one in"
+        " kept.values()], 'LISTEN_FDS' in environ)"
+    )
+    code = (
+        "import os, sys; null = os.dup2(os.open('/dev/null', os.O_RDONLY), 9);"
+        "[os.dup2(null, at) for at in (3, 4, 5)];"
+        "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    )
+    given = {"LISTEN_FDS": "3", "LISTEN_FDNAMES": "a:b:a"}
+    for pid, expected in (
+        ("own", "[('a', 5), ('b', 4)] [False, False] False"),
+        ("1", "[] [] False"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, script],
+            env=os.environ | given | {"LISTEN_PID": pid},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=SECONDS,
+        )
+        assert done.stdout.strip() == expected
+
+
+def test_without_a_manager_nothing_was_kept() -> None:
+    assert take_kept({}) == {}
+    assert take_kept({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "none"}) == {}

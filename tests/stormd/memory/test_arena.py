@@ -239,3 +239,53 @@ def _extents_a_block(slack: int) -> float:
         counts.append(len(blocks[-1].extents))
     space.assert_invariants()
     return sum(counts[2000:]) / 2000
+
+
+def test_a_space_adopts_what_another_has_placed() -> None:
+    before = Space(CAPACITY, base=16 * GRANULE, slack=2 * GRANULE)
+    blocks = [placed(before, (number % 5 + 1) * GRANULE - 7) for number in range(12)]
+    for number in (1, 4, 5, 9):
+        before.release(blocks[number])
+    kept = [block for number, block in enumerate(blocks) if number not in (1, 4, 5, 9)]
+    kept.append(placed(before, 11 * GRANULE))  # in pieces
+    assert before.promise(3 * GRANULE)
+    after = Space(CAPACITY, base=16 * GRANULE, slack=2 * GRANULE)
+    after.adopt(kept, 3 * GRANULE)
+    after.assert_invariants()
+    one, other = before.use(), after.use()
+    assert (one.used, one.promised, one.largest_free) == (
+        other.used,
+        other.promised,
+        other.largest_free,
+    )
+    after.place(3 * GRANULE, 1)
+    for block in kept:
+        after.release(block)
+    after.assert_invariants()
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        [(0, 2), (1, 2)],
+        [(0, 1), (0, 1)],
+        [(65, 2)],
+        [(0, 65)],
+    ],
+)
+def test_what_cannot_be_is_not_adopted(extents: list[tuple[int, int]]) -> None:
+    space = Space(CAPACITY, slack=2 * GRANULE)
+    blocks = [
+        Block((Extent(offset * GRANULE, size * GRANULE),), size * GRANULE)
+        for offset, size in extents
+    ]
+    with pytest.raises(ValueError, match=r"of a pool with|are used and"):
+        space.adopt(blocks, 0)
+
+
+def test_no_more_is_adopted_than_may_be_promised() -> None:
+    block = Block((Extent(0, 60 * GRANULE),), 60 * GRANULE)
+    Space(CAPACITY).adopt([block], 4 * GRANULE)
+    with pytest.raises(ValueError, match="promised of"):
+        Space(CAPACITY).adopt([block], 5 * GRANULE)
+    Space(CAPACITY, committed=0).adopt([], 0)

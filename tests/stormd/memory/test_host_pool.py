@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from stormd.errors import PoolUnavailable, StartStopped
 from stormd.memory import host_pool
 from stormd.memory.host_pool import CHUNK_BYTES, MAX_TOUCHERS, HostPool
+from stormd.memory.shared_memory import sealed_memory
 
 MIB = 1 << 20
 
@@ -168,3 +170,34 @@ def test_a_pool_that_may_be_in_use_stays_mapped() -> None:
     pool.close()
     ctypes.memset(pool.address, 1, 4 * MIB)
     pool._mapping.close()
+
+
+def test_a_pool_of_a_memory_file_outlives_its_mapping_and_gives_single_ranges_back() -> None:
+    descriptor = sealed_memory("test", 4 * MIB)
+    first = HostPool(4 * MIB, first=MIB, descriptor=descriptor)
+    first.commit(2 * MIB, MIB, beside=0)
+    ctypes.memset(first.address, 7, MIB)
+    ctypes.memset(first.address + 2 * MIB, 8, MIB)
+    ranges = first.ranges
+    first.close()
+    again = HostPool(4 * MIB, first=MIB, descriptor=descriptor, kept=ranges)
+    assert again.ranges == ranges == ((0, MIB), (2 * MIB, MIB))
+    assert ctypes.string_at(again.address + MIB - 1, 1) == b"\7"
+    assert ctypes.string_at(again.address + 3 * MIB - 1, 1) == b"\10"
+    again.give_back(2 * MIB, MIB)
+    assert os.fstat(descriptor).st_blocks * 512 == MIB
+    again.close()
+    os.close(descriptor)
+
+
+def test_pages_are_touched_as_they_are_where_the_kernel_has_no_call_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    descriptor = sealed_memory("test", MIB)
+    os.pwrite(descriptor, b"here", 4096)
+    monkeypatch.setattr(host_pool, "MADV_POPULATE_WRITE", 99)  # EINVAL, as of an old kernel
+    pool = HostPool(MIB, descriptor=descriptor, kept=[(0, MIB)])
+    assert os.fstat(descriptor).st_blocks * 512 == MIB
+    assert ctypes.string_at(pool.address + 4096, 4) == b"here"
+    pool.close()
+    os.close(descriptor)

@@ -1,0 +1,243 @@
+"""The small process that keeps a daemon's memory and starts the daemon again.
+
+Where no service manager does it, as under `stormd run`, for a private daemon or in a container, the
+process that was started becomes the holder and the daemon its child. The daemon speaks to it as to
+systemd, and gives it descriptors to keep: of the pool, the journal and the sockets that listen. So
+one that was killed, or that ends for another to take its place, is followed by one that finds all
+of it; clients that connect meanwhile wait in the sockets' queues.
+
+It ends with the daemon where that has ended in order, or was told to; where it cannot start; and
+where it is killed again and again as soon as it serves. A daemon does not outlive its holder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import select
+import signal
+import socket
+import struct
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+from typing import Final, NoReturn
+
+from stormd.output import EXIT_RESTART
+from stormd.saying import say
+from stormd.supervise.processes import die_with_parent, end_by, exit_status
+
+__all__ = ["hold"]
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PASSED: Final = (*_ENDING, signal.SIGUSR2)
+"""What the daemon is told of. A hang-up ends it only where it says so itself."""
+
+_BRIEF_SECONDS: Final = 0.5
+_MOST_BRIEF: Final = 10
+"""A daemon that serves for a shorter time is killed by what it goes on with, as often in a row."""
+
+_MOST_STARTS: Final = 3
+"""Of a daemon that has served before, and does not get to serve again."""
+
+_MESSAGE_BYTES: Final = 4096
+_MOST_KEPT: Final = 16
+_FIRST: Final = 3
+_ASIDE: Final = 256
+"""Numbers of descriptors: where those that are handed over begin, and where none of them is."""
+
+_CREDENTIALS: Final = struct.Struct("iII")
+
+
+class _Phase(Enum):
+    STARTING = auto()
+    """The daemon does not serve yet."""
+    SERVING = auto()
+    ENDING = auto()
+    """It was told to end, and is not followed by another."""
+
+
+def hold(command: Sequence[str]) -> int:
+    """Run a daemon by this command, again and again; return its exit status.
+
+    Call it in a process that has one thread and does nothing else afterwards.
+    """
+    with _Holder(command) as holder:
+        ended = holder.run()
+    if ended < 0:
+        end_by(-ended)
+    return ended
+
+
+class _Holder:
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._kept: dict[str, int] = {}
+        self._phase = _Phase.STARTING
+        self._has_served = False
+        self._serving_since = 0.0
+        self._starts = self._brief = 0
+        self._daemon = 0
+        self._name = f"stormd-holder-{secrets.token_hex(16)}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{self._name}")
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def __enter__(self) -> _Holder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.set_wakeup_fd(-1)
+        self._socket.close()
+        for descriptor in (self._woken, self._wake, *self._kept.values()):
+            os.close(descriptor)
+
+    def run(self) -> int:
+        """Return how the last daemon ended, as Popen has it."""
+        self._take_signals()
+        ended = 0
+        while self._start():
+            ended = self._wait_for_end()
+            if not self._is_followed(ended):
+                break
+        return ended
+
+    # --- starting ---------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in _PASSED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, _frame: object) -> None:
+        if number in _ENDING and number != signal.SIGHUP:
+            self._phase = _Phase.ENDING
+        if self._daemon:
+            os.kill(self._daemon, number)
+
+    def _start(self) -> bool:
+        """Start a daemon; False where this process has been told to end."""
+        parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED)  # none is to be lost in between
+        try:
+            if self._phase is _Phase.ENDING:
+                return False
+            self._phase = _Phase.STARTING
+            self._starts += 1
+            self._daemon = os.fork()
+            if not self._daemon:
+                self._become_daemon(parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED)
+        return True
+
+    def _become_daemon(self, parent: int) -> NoReturn:
+        try:
+            die_with_parent(signal.SIGKILL, parent)
+            for number in (*_PASSED, signal.SIGCHLD):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED)
+            environ = os.environ | {"NOTIFY_SOCKET": f"@{self._name}"}
+            environ |= {
+                "LISTEN_PID": str(os.getpid()),
+                "LISTEN_FDS": str(len(self._kept)),
+                "LISTEN_FDNAMES": ":".join(self._kept),
+            }
+            _place(list(self._kept.values()))
+            os.execve(self._command[0], self._command, environ)  # noqa: S606 - our own interpreter
+        except BaseException as error:  # noqa: BLE001 - nothing above is to run in this process
+            say(f"the daemon cannot be started: {error}")
+        finally:
+            os._exit(1)
+
+    # --- while it runs ----------------------------------------------------------------------
+
+    def _wait_for_end(self) -> int:
+        poller = select.poll()
+        for descriptor in (self._woken, self._socket.fileno()):
+            poller.register(descriptor, select.POLLIN)
+        while True:
+            poller.poll()
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, _MESSAGE_BYTES)
+            pid, status = os.waitpid(self._daemon, os.WNOHANG)
+            self._hear()  # also what it has said last
+            if pid:
+                self._daemon = 0
+                return os.waitstatus_to_exitcode(status)
+
+    def _hear(self) -> None:
+        """Do what the daemon has asked for."""
+        for message, descriptors in self._messages():
+            fields = dict(line.split("=", 1) for line in message.split("\n") if "=" in line)
+            name = fields.get("FDNAME", "")
+            if "FDSTOREREMOVE" in fields:
+                self._drop(name)
+            if "FDSTORE" in fields and len(descriptors) == 1 and len(self._kept) < _MOST_KEPT:
+                self._drop(name)
+                self._kept[name] = descriptors.pop()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if "READY" in fields and self._phase is _Phase.STARTING:
+                self._phase, self._has_served, self._starts = _Phase.SERVING, True, 0
+                self._serving_since = time.monotonic()
+
+    def _messages(self) -> Iterator[tuple[str, list[int]]]:
+        while True:
+            try:
+                data, rights, _, _ = self._socket.recvmsg(
+                    _MESSAGE_BYTES,
+                    socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4 * _MOST_KEPT),
+                    socket.MSG_CMSG_CLOEXEC,
+                )
+            except BlockingIOError:
+                return
+            descriptors: array[int] = array("i")
+            sender = 0
+            for _, kind, content in rights:
+                if kind == socket.SCM_RIGHTS:
+                    descriptors.frombytes(content[: len(content) // 4 * 4])
+                elif kind == socket.SCM_CREDENTIALS:
+                    sender, _, _ = _CREDENTIALS.unpack(content)
+            if sender == self._daemon:
+                yield data.decode(errors="replace"), list(descriptors)
+            else:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _drop(self, name: str) -> None:
+        descriptor = self._kept.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    # --- when it has ended ------------------------------------------------------------------
+
+    def _is_followed(self, ended: int) -> bool:
+        """Tell whether another daemon takes the place of one that has ended."""
+        if self._phase is _Phase.ENDING or ended == 0 or not self._has_served:
+            return False
+        has_served = self._phase is _Phase.SERVING
+        is_brief = has_served and time.monotonic() - self._serving_since < _BRIEF_SECONDS
+        self._brief = self._brief + 1 if is_brief else 0
+        why = "is replaced" if ended == EXIT_RESTART else f"ended with status {exit_status(ended)}"
+        if self._starts >= _MOST_STARTS or self._brief >= _MOST_BRIEF:
+            say(f"the daemon {why} and is not started any more: see what it said above")
+            return False
+        if ended != EXIT_RESTART:
+            say(f"the daemon {why} and is started again with what it held")
+        return True
+
+
+def _place(descriptors: list[int]) -> None:
+    """Have copies of these descriptors where a program that is executed looks for them."""
+    aside = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, _ASIDE) for one in descriptors]
+    for place, descriptor in enumerate(aside, _FIRST):
+        os.dup2(descriptor, place, inheritable=True)

@@ -1,0 +1,224 @@
+"""Records survive a process that ends at any instruction: whole, or not there."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from stormd.memory.journal import (
+    CELL_BYTES,
+    FILE_BYTES,
+    FORMAT,
+    PAGE_BYTES,
+    Found,
+    Journal,
+    JournalUnusable,
+)
+
+PAYLOADS = st.binary(max_size=600)
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal.make()
+    yield made
+    made.close()
+
+
+def reopened(journal: Journal) -> tuple[Journal, list[Found]]:
+    """Return what another process would find now."""
+    return Journal.open(os.dup(journal.descriptor))
+
+
+def contents(journal: Journal) -> list[tuple[int, bytes]]:
+    other, found = reopened(journal)
+    other.assert_invariants()
+    other.close()
+    return [(one.kind, one.payload) for one in found]
+
+
+@pytest.mark.parametrize("length", [0, 1, 107, 108, 109, 216, 217, 5000, 65535])
+def test_a_record_is_read_as_it_was_written(journal: Journal, length: int) -> None:
+    payload = os.urandom(length)
+    journal.write(7, payload)
+    assert contents(journal) == [(7, payload)]
+    journal.assert_invariants()
+
+
+def test_what_was_erased_or_replaced_is_gone_and_its_cells_serve_again(journal: Journal) -> None:
+    first, second = journal.write(1, b"a" * 300), journal.write(2, b"b")
+    journal.erase(first)
+    assert contents(journal) == [(2, b"b")]
+    third = journal.replace(second, 3, b"c" * 200)
+    assert contents(journal) == [(3, b"c" * 200)]
+    journal.erase(third)
+    for _ in range(1000):
+        journal.erase(journal.write(1, b"x" * 250))
+    assert journal._used_end() == PAGE_BYTES // CELL_BYTES * 2  # one page of cells, ever
+    journal.assert_invariants()
+
+
+def test_the_epoch_names_the_journal(journal: Journal) -> None:
+    other, _ = reopened(journal)
+    another = Journal.make()
+    assert other.epoch == journal.epoch != another.epoch
+    other.close()
+    another.close()
+
+
+def test_records_that_are_too_long_are_refused(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="65536 bytes"):
+        journal.write(1, bytes(1 << 16))
+    assert contents(journal) == []
+
+
+def test_there_is_room_until_few_cells_are_left(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_end", PAGE_BYTES // CELL_BYTES + 20)
+    monkeypatch.setattr("stormd.memory.journal.LEFT_CELLS", 10)
+    cells = []
+    while journal.has_room:
+        cells.append(journal.write(1, b""))
+    assert len(cells) == 10
+    journal.erase(cells.pop())
+    assert journal.has_room
+
+
+def test_other_files_are_refused() -> None:
+    descriptor = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    with pytest.raises(JournalUnusable, match="no journal"):
+        Journal.open(descriptor)
+    os.close(descriptor)
+    read, write = os.pipe()
+    with pytest.raises(JournalUnusable, match="cannot be read"):
+        Journal.open(read)
+    os.close(read)
+    os.close(write)
+
+
+def test_another_format_is_named(journal: Journal) -> None:
+    os.pwrite(journal.descriptor, struct.pack("<I", FORMAT + 1), 8)
+    with pytest.raises(JournalUnusable, match=f"format {FORMAT + 1}, and this stormd writes"):
+        Journal.open(journal.descriptor)
+
+
+def test_a_damaged_header_is_refused(journal: Journal) -> None:
+    os.pwrite(journal.descriptor, b"\xff", 17)
+    with pytest.raises(JournalUnusable, match="damaged"):
+        Journal.open(journal.descriptor)
+
+
+class Crashes(RuleBasedStateMachine):
+    """After each operation another process reads; and what one finds that was cut off in its midst.
+
+    An operation's bytes reach memory in any order: each prefix and each suffix of what it changes
+    is looked at. What is found is the state before it or after it, and between those of `replace`
+    both records.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.journal = Journal.make()
+        self.records: dict[int, tuple[int, bytes]] = {}
+
+    def teardown(self) -> None:
+        self.journal.close()
+
+    @rule(kind=st.integers(1, 9), payload=PAYLOADS, cut=st.integers(0, 1 << 12))
+    def write(self, kind: int, payload: bytes, cut: int) -> None:
+        before = self.memory()
+        cell = self.journal.write(kind, payload)
+        assert cell not in self.records
+        self.look_at_cuts(before, cut, [self.held(), [*self.held(), (kind, payload)]])
+        self.records[cell] = kind, payload
+
+    @rule(which=st.integers(0, 99), cut=st.integers(0, 1 << 12))
+    def erase(self, which: int, cut: int) -> None:
+        if not self.records:
+            return
+        cell = sorted(self.records)[which % len(self.records)]
+        before, held = self.memory(), self.held()
+        self.journal.erase(cell)
+        gone = self.records.pop(cell)
+        left = list(held)
+        left.remove(gone)
+        self.look_at_cuts(before, cut, [held, left])
+
+    @rule(
+        which=st.integers(0, 99), kind=st.integers(1, 9), payload=PAYLOADS, cut=st.integers(0, 4096)
+    )
+    def replace(self, which: int, kind: int, payload: bytes, cut: int) -> None:
+        if not self.records:
+            return
+        cell = sorted(self.records)[which % len(self.records)]
+        old = self.records[cell]
+        fresh = self.journal.write(kind, payload)
+        assert contents(self.journal) == [*self.held(), (kind, payload)]
+        before = self.memory()
+        self.journal.erase(cell)
+        both = [*self.held(), (kind, payload)]
+        del self.records[cell]
+        self.records[fresh] = kind, payload
+        left = list(both)
+        left.remove(old)
+        self.look_at_cuts(before, cut, [both, left])
+
+    @rule()
+    def go_on_in_another_process(self) -> None:
+        other, found = reopened(self.journal)
+        assert {one.cell: (one.kind, one.payload) for one in found} == self.records
+        self.journal.close()
+        self.journal = other
+
+    @invariant()
+    def all_is_found(self) -> None:
+        assert contents(self.journal) == self.held()
+        self.journal.assert_invariants()
+
+    # --- helpers
+
+    def held(self) -> list[tuple[int, bytes]]:
+        """Return what there is, in the order in which it was written."""
+        return list(self.records.values())
+
+    def memory(self) -> bytes:
+        return os.pread(self.journal.descriptor, self.journal._used_end() * CELL_BYTES, 0)
+
+    def look_at_cuts(self, before: bytes, cut: int, allowed: list[list[tuple[int, bytes]]]) -> None:
+        after = self.memory()
+        before = before.ljust(len(after), b"\0")
+        changed = [at for at in range(len(after)) if after[at] != before[at]]
+        if not changed:
+            return
+        split = changed[cut % len(changed)]
+        expected = [sorted(one) for one in allowed]
+        for mixed in (after[:split] + before[split:], before[:split] + after[split:]):
+            assert sorted(found_in(mixed)) in expected
+
+
+def found_in(memory: bytes) -> list[tuple[int, bytes]]:
+    """Return what a journal whose file begins with these bytes holds."""
+    copy = Journal.make()
+    os.pwrite(copy.descriptor, memory, 0)
+    try:
+        return contents(copy)
+    finally:
+        copy.close()
+
+
+TestCrashes = Crashes.TestCase
+TestCrashes.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def test_the_file_takes_memory_only_as_it_is_used(journal: Journal) -> None:
+    for _ in range(100):
+        journal.write(1, b"x" * 100)
+    assert os.fstat(journal.descriptor).st_size == FILE_BYTES
+    assert os.fstat(journal.descriptor).st_blocks * 512 <= 8 * PAGE_BYTES

@@ -1,0 +1,143 @@
+"""What a holder keeps reaches the next daemon, whatever ended the one before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.waiting import wait_until
+
+from stormd.output import EXIT_RESTART
+
+SECONDS = 30.0
+
+DAEMON = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    from pathlib import Path
+    from stormd.notify import Notifier, take_kept
+
+    place = Path(sys.argv[1])
+    kept = take_kept()
+    number = len(list(place.glob("started-*")))
+    read = {name: os.pread(descriptor, 100, 0).decode() for name, descriptor in kept.items()}
+    (place / f"started-{number}").write_text(f"{os.getpid()} {sorted(read.items())}")
+    with Notifier.from_environment() as notifier:
+        for name in ("one", "other"):
+            memory = os.memfd_create(name)
+            os.write(memory, f"{name} of {number}".encode())
+            notifier.store(name, memory)
+            os.close(memory)
+        if number:
+            notifier.forget("other")
+        if sys.argv[2] != "fails" and not (sys.argv[2] == "fails later" and number):
+            notifier.ready()
+    statuses = {"ends": 0, "fails": 3, "fails later": 4, "restarts": 75, "crashes": 5}
+    status = statuses.get(sys.argv[2])
+    if status is not None:
+        sys.exit(status)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+    (place / f"waits-{number}").touch()
+    while True:
+        time.sleep(60)
+    """
+)
+
+HOLD = "import sys; from stormd.supervise.holder import hold; sys.exit(hold(sys.argv[1:]))"
+
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    (tmp_path / "daemon.py").write_text(DAEMON)
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(how: str) -> subprocess.Popen[str]:
+        daemon = [sys.executable, str(tmp_path / "daemon.py"), str(tmp_path), how]
+        holder = subprocess.Popen(
+            [sys.executable, "-c", HOLD, *daemon], stderr=subprocess.PIPE, text=True
+        )
+        started.append(holder)
+        return holder
+
+    yield begin
+    for holder in started:
+        holder.kill()
+        holder.communicate(timeout=SECONDS)
+
+
+def life(place: Path, number: int) -> tuple[int, str]:
+    """Wait until the daemon of that number waits; return its pid and what it was given."""
+    wait_until((place / f"waits-{number}").exists)
+    pid, _, kept = (place / f"started-{number}").read_text().partition(" ")
+    return int(pid), kept
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR2])
+def test_what_it_keeps_reaches_the_next(start: Start, tmp_path: Path, number: int) -> None:
+    holder = start("waits")
+    first, kept = life(tmp_path, 0)
+    assert kept == "[]"
+    os.kill(first, number)
+    second, kept = life(tmp_path, 1)
+    assert kept == "[('one', 'one of 0'), ('other', 'other of 0')]"
+    os.kill(second, number)
+    _, kept = life(tmp_path, 2)
+    assert kept == "[('one', 'one of 1')]"
+    holder.terminate()
+    _, err = holder.communicate(timeout=SECONDS)
+    assert holder.returncode == 7
+    assert err.count("is started again with what it held") == (number == signal.SIGKILL) * 2
+
+
+def test_a_holder_passes_on_that_the_daemon_is_to_be_replaced(start: Start, tmp_path: Path) -> None:
+    holder = start("waits")
+    life(tmp_path, 0)
+    holder.send_signal(signal.SIGUSR2)
+    life(tmp_path, 1)
+    holder.send_signal(signal.SIGINT)
+    assert holder.wait(SECONDS) == -signal.SIGINT  # which that daemon does not handle
+
+
+def test_a_daemon_does_not_outlive_its_holder(start: Start, tmp_path: Path) -> None:
+    holder = start("waits")
+    pid, _ = life(tmp_path, 0)
+    holder.kill()
+    wait_until(lambda: is_gone(pid))
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "starts", "said"),
+    [
+        ("ends", 0, 1, ""),
+        ("fails", 3, 1, ""),
+        ("fails later", 4, 4, "stormd: the daemon ended with status 4 and is not started any more"),
+        ("crashes", 5, 10, "stormd: the daemon ended with status 5 and is not started any more"),
+        ("restarts", EXIT_RESTART, 10, "stormd: the daemon is replaced and is not started any"),
+    ],
+)
+def test_it_ends_with_a_daemon_that_ended_or_that_cannot_go_on(
+    start: Start, tmp_path: Path, how: str, status: int, starts: int, said: str
+) -> None:
+    holder = start(how)
+    _, err = holder.communicate(timeout=SECONDS * 2)
+    assert holder.returncode == status
+    assert len(list(tmp_path.glob("started-*"))) == starts
+    assert err.splitlines()[-1:] == ([] if not said else [err.splitlines()[-1]])
+    assert said in err
